@@ -19,12 +19,7 @@ PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryEr
 PERMANENT_NUMBERS = (errno.ENOSPC, errno.EROFS, errno.ENAMETOOLONG)  # of this host's own disk
 OPTION_ERRORS = (TypeError, AttributeError, NotImplementedError)  # file systems check some options only when used
 LACKS_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound")
-PASSING_STATUSES = (408, 425, 429)  # the HTTP statuses of 400 to 499 that another attempt may mend
-PASSING_CODES = (  # error codes of S3 that another attempt may mend, whatever their HTTP status
-    *("RequestTimeout", "RequestTimeoutException", "PriorRequestNotComplete", "OperationAborted"),
-    *("BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch"),  # changed or cut short on the way
-    *("SlowDown", "Throttling", "ThrottlingException", "RequestThrottled", "RequestLimitExceeded"),
-)
+REFUSED = (401, 403, 404, 410, 416)  # HTTP statuses that no further attempt mends
 LONGEST_PAUSE = 60.0  # seconds between two attempts
 M = TypeVar("M", bound=Callable[..., Any])
 Settings = TypeVar("Settings", bound="RemoteSettings | None")
@@ -175,19 +170,14 @@ def _cause(error: Exception) -> Exception:
 def _may_pass(error: Exception) -> bool:
     """Return whether another attempt may succeed."""
     error = _cause(error)
-    code, boto_status = _answer_to_boto(error)
-    if code in PASSING_CODES:
-        return True
     if isinstance(error, (DistapError, *PERMANENT, *OPTION_ERRORS)) or type(error).__name__ in LACKS_CREDENTIALS:
         return False
     if isinstance(error, OSError) and error.errno in PERMANENT_NUMBERS:
         return False
-    status = getattr(error, "status", None) or getattr(error, "code", None) or boto_status
+    status = getattr(error, "status", None) or getattr(error, "code", None) or _answer_to_boto(error)[1]
     if status == 401 and "Invalid Credentials" in str(error):  # Google says so when a token has run out
         return True
-    if isinstance(status, int) and 400 <= status < 500:
-        return status in PASSING_STATUSES
-    return not str(error).startswith("Forbidden")  # gcsfs says so for HTTP status 403
+    return status not in REFUSED and not str(error).startswith("Forbidden")  # as gcsfs says for 403
 
 
 def _answer_to_boto(error: Exception) -> tuple[str, int | None]:

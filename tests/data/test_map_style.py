@@ -18,7 +18,6 @@ from distap.data.shards.checking import check
 from distap.data.shards.load_index import load_index
 from distap.data.shards.statistics import statistics
 from distap.errors import DistapError
-from distap.evaluation.sets import open_set
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.world import World
 
@@ -199,7 +198,7 @@ def test_a_data_set_of_hugging_face_is_read_as_it_is_stored(folder, saved):
     assert test.class_name.tolist() == ["pen", "tin"] and len(test) == 9
     assert opened(hugging_face(folder).select([11, 0]).with_format("torch"))[0].class_name.tolist() == ["cup", "tin"]
     assert load_index(source).fingerprint == index.fingerprint != test.fingerprint
-    assert len(open_set(source).queries) == 12 and statistics(reader)["formats"] == {"PNG": 12}
+    assert len(open_images(source)) == 12 and statistics(reader)["formats"] == {"PNG": 12}
     assert not statistics(reader)["image_bytes"]
 
 

@@ -188,9 +188,5 @@ def _read_record(path: Path, dataset: Dataset) -> dict[str, Any]:
 
 
 def _write_missing(path: Path, listed: Sequence[Listed]) -> None:
-    """Write the missing images of these splits, and keep those of splits that were converted before."""
-    replaced = {part.split.name for part in listed}
-    before = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    lines = [line for line in before if line.split("\t")[0] not in replaced]
-    lines += [f"{part.split.name}\t{name}" for part in listed for name in part.missing]
+    lines = [f"{part.split.name}\t{name}" for part in listed for name in part.missing]
     write_whole(path, "".join(f"{line}\n" for line in lines))

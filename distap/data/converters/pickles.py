@@ -9,12 +9,11 @@ import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from distap.errors import DistapError
-from distap.storage.pickles import ForbiddenGlobalError, RestrictedUnpickler
 
 ARRAY_CLASS = object()  # stands for numpy.ndarray, which pickles name but never call
 PLAIN_TYPE = re.compile(r"[?biuf]\d{1,2}|\?|[SUO]\d{0,9}")
@@ -64,12 +63,29 @@ class PlainValue:
         return list(self.value)
 
 
+class ForbiddenGlobalError(pickle.UnpicklingError):
+    """The pickle names a class or function outside STAND_INS; the message is that name."""
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Look every name up in STAND_INS, where `pickle.load` would import and call whatever a pickle names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return STAND_INS[module, name]
+        except KeyError:
+            raise ForbiddenGlobalError(f"{module}.{name}") from None
+
+    def persistent_load(self, identifier: Any) -> NoReturn:
+        raise pickle.UnpicklingError("reference to something outside the file")
+
+
 def read_plain_pickle(path: Path) -> PlainValue:
     """Read a pickle of plain data; raise DistapError if it cannot be read, is damaged, or names anything else."""
     try:
         with path.open("rb") as file:
             # Python 2 wrote bytes as strings, which are read as Latin-1.
-            return PlainValue(path, "", RestrictedUnpickler(file, STAND_INS, "latin1").load())
+            return PlainValue(path, "", PlainUnpickler(file, encoding="latin1").load())
     except ForbiddenGlobalError as error:
         remedy = "nothing of it was run; get the file from the authors of the data set"
         raise DistapError(f"{path}: names {error}, which plain data has no need of: {remedy}") from error

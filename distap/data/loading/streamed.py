@@ -18,7 +18,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,8 +48,6 @@ class StreamedSource:
     number is the number of the class; any other text (but in cls) is the name of one."""
     label_key: str | None = None
     """Key of the class in a member that is JSON, with dots between the keys of nested objects."""
-    label_map: Path | None = None
-    """JSON file with an object that gives the number or name of the class for each text."""
     shuffle: int = 128
     """Number of a shard's images that are held in memory, as files, to draw the next from; 1 keeps their order."""
 
@@ -61,22 +58,9 @@ class StreamedSource:
     def open(self, job: LoadingJob, world: World, stopwatch: Stopwatch) -> "StreamedImages":
         return StreamedImages(self, job, world, stopwatch)
 
-    @cached_property
-    def classes(self) -> dict[str, Any] | None:
-        if self.label_map is None:
-            return None
-        try:
-            classes = json.loads(self.label_map.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise DistapError(f"data.reading.label_map: {self.label_map}: cannot be read: {error}") from error
-        if not isinstance(classes, dict):
-            expected = 'expected a JSON object such as {"cat": 0, "dog": 1}'
-            raise DistapError(f"data.reading.label_map: {self.label_map}: {expected}")
-        return classes
-
     def labelled(self, key: str, members: Members) -> Members:
         """The members of a sample with the number of its class in `cls`, as distap's own shards have it."""
-        if (self.label, self.label_key, self.label_map) == (LABEL_FIELD, None, None):
+        if (self.label, self.label_key) == (LABEL_FIELD, None):
             return members
         try:
             value: Any = key if self.label == KEY else members[self.label].data.decode().strip()
@@ -84,8 +68,6 @@ class StreamedSource:
                 value = json.loads(value)
                 for part in self.label_key.split("."):
                     value = value[part]
-            if self.classes is not None:
-                value = self.classes[str(value)]
             return members | {LABEL_FIELD: TarMember("", 0, str(_class_number(value)).encode())}
         except (KeyError, TypeError, ValueError) as error:
             detail = f"key {key!r} has no class ({type(error).__name__}: {error})"
@@ -101,7 +83,6 @@ class StreamedImages:
                 "data.reading is streamed, which takes images in the order of shards: set sampling to random"
             )
         self._source, self._job, self._world, self._stopwatch = source, job, world, stopwatch
-        source.classes  # noqa: B018 - read it now, to tell mistakes at once and to give each worker a copy
         self._shards = StreamedShards(job.source, job.remote)
         shards, ranks = len(self._shards.names), world.size
         if shards < ranks:

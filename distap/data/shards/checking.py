@@ -3,7 +3,6 @@
 import csv
 import io
 import zlib
-from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
@@ -17,7 +16,6 @@ from distap.data.images.decoding import DamagedImageError, OutOfMemoryError, dec
 from distap.data.shards.index import Index
 from distap.data.shards.load_index import load_index
 from distap.data.shards.parallel import Track, map_in_processes, untracked
-from distap.data.shards.tar import DamagedShardError, read_samples
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
 from distap.storage.files import Storage, storage_of
@@ -120,8 +118,8 @@ def _check_shard(base: str, remote: RemoteSettings, job: _Job) -> list[Damage]:
         if size != job.size:
             reason, detail = "shard_size", f"{size} bytes, but {job.size} when it was indexed"
         elif job.sha256 and hashed.sha256 != job.sha256:
-            change = _describe_change(job, storage, bool(damaged))
-            reason, detail = "shard_sha256", f"it has changed since it was indexed: {change}"
+            what = "images" if damaged else "no image, but the data around them, such as labels"
+            reason, detail = "shard_sha256", f"it has changed since it was indexed: {what}"
     except MissingFileError:
         reason, detail = "shard_missing", f"there is no such file; {len(job.images)} images were in it"
     except OutOfMemoryError:
@@ -147,12 +145,3 @@ def _damaged_images(job: _Job, hashed: Hashed, storage: Storage) -> Iterator[Dam
             decode(data, name=f"{job.name}:{key}")
         except DamagedImageError as error:
             yield Damage(job.name, key, error.reason, str(error).removeprefix(f"{error.reason}: "))
-
-
-def _describe_change(job: _Job, storage: Storage, in_images: bool) -> str:
-    try:
-        with storage.open(job.name) as file:
-            deque(read_samples(file, job.size, job.name), maxlen=0)
-    except DamagedShardError as error:
-        return str(error).removeprefix(f"{job.name}: ")
-    return "images" if in_images else "no image, but the data around them, such as labels"

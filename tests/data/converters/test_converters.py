@@ -300,15 +300,6 @@ def test_splits_on_request_are_converted_when_they_are_named(tree, tmp_path):
         convert(DATASETS["gldv2"], source, output, only=["tset"])
 
 
-def test_missing_images_of_other_splits_stay_listed(tree, tmp_path):
-    source, output = tree("sop"), tmp_path / "out"
-    (source / "chair_final" / "1_0.JPG").unlink()
-    (source / "chair_final" / "3_0.JPG").unlink()
-    convert(DATASETS["sop"], source, output, only=["train"])
-    convert(DATASETS["sop"], source, output, only=["test"])
-    assert (output / "missing.txt").read_text() == "train\tchair_final/1_0.JPG\ntest\tchair_final/3_0.JPG\n"
-
-
 def test_a_split_without_any_image_is_an_error(tree, tmp_path):
     source = tree("sop")
     for path in source.rglob("*.JPG"):
