@@ -4,7 +4,7 @@ import errno
 import os
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from fcntl import LOCK_EX, LOCK_NB, flock
+from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
@@ -16,6 +16,10 @@ UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP)  # errors of file systems that canno
 
 class UnwritableError(DistapError):
     """A file or folder cannot be written; the old one, if any, is unchanged."""
+
+
+class BusyError(DistapError):
+    """Another process has locked the folder."""
 
 
 def write_whole(path: Path, data: bytes | str) -> None:
@@ -48,7 +52,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 def locked(folder: Path, doing: str, wait: bool = False) -> Iterator[None]:
     """Make the folder if need be, and lock it, "packing" for example.
 
-    While another process has locked it, raise a DistapError, or with `wait` wait for it.
+    While another process has locked it, raise a BusyError, or with `wait` wait for it.
     """
     make_folder(folder)
     with (folder / "lock").open("w") as file:
@@ -56,8 +60,11 @@ def locked(folder: Path, doing: str, wait: bool = False) -> Iterator[None]:
             flock(file, LOCK_EX if wait else LOCK_EX | LOCK_NB)
         except BlockingIOError as error:
             remedy = "wait for it or choose another output"
-            raise DistapError(f"{folder}: another process is {doing} there; {remedy}") from error
-        yield
+            raise BusyError(f"{folder}: another process is {doing} there; {remedy}") from error
+        try:
+            yield
+        finally:
+            flock(file, LOCK_UN)  # a process that was forked meanwhile has the file too, and would keep the lock
 
 
 def refuse_foreign(folder: Path, own: Collection[str]) -> None:

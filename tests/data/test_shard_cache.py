@@ -78,7 +78,7 @@ def test_each_shard_is_fetched_once_for_all_processes_of_a_host(shards, folder):
         for name, size in sizes.items():
             assert sum(f"/{name} bytes=0-{size - 1}" == request for request in server.requests) == 1
     assert len(kept(folder)) == 3
-    assert kept(folder, ".part") == []
+    assert kept(folder, ".tmp") == []
 
 
 def test_what_does_not_fit_is_read_from_its_source_and_said_once(shards, folder, caplog):
@@ -102,7 +102,7 @@ def test_a_damaged_kept_shard_is_fetched_again_and_its_image_read_from_the_sourc
     first = reader(shards, folder)
     expected, _ = read_all(first)
     damaged = kept(folder)[0]
-    shard = first.index.shard_sha256.tolist().index(damaged.stem)
+    shard = first.index.shard_sha256.tolist().index(damaged.parent.name)
     sample = first.index.shard.tolist().index(shard)
     offset = int(first.index.offset[sample])
     if damage == "flip":
@@ -125,7 +125,7 @@ def test_a_shard_that_is_not_the_one_that_was_indexed_is_not_kept(shards, folder
     assert len(data) == 9
     assert len(kept(folder)) == 2
     assert "000001.tar: its bytes have changed since they were indexed" in caplog.text
-    assert kept(folder, ".part") == []
+    assert kept(folder, ".tmp") == []
 
 
 def fetch_and_be_killed(whole):
@@ -141,11 +141,11 @@ def test_a_killed_download_leaves_nothing_that_looks_whole(shards, folder):
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    assert len(kept(folder, ".part")) == 1
+    assert len(kept(folder, ".tmp")) == 1
     assert kept(folder) == []
     assert read_all(whole)[1].cache_hits < 9
     assert len(kept(folder)) == 3
-    assert kept(folder, ".part") == []
+    assert kept(folder, ".tmp") == []
 
 
 def test_a_source_that_breaks_off_leaves_reading_to_training(shards, folder):
@@ -155,7 +155,7 @@ def test_a_source_that_breaks_off_leaves_reading_to_training(shards, folder):
         server.faults = ["cut"] * 2
         assert whole.cache.read(0, 0, 1) is None
         wait_for_cache()
-        assert kept(folder, ".part") == kept(folder) == []
+        assert kept(folder, ".tmp") == kept(folder) == []
         assert whole.storage.read("000000.tar", 0, 100) == expected
 
 
@@ -173,4 +173,4 @@ def test_a_full_disk_keeps_less_and_goes_on(shards, small_disk, caplog):
         assert read_all(reader(shards, disk / "cache"))[0] == expected
     assert caplog.text.count("no more shards are kept: No space left on device") == 1
     assert 0 < len(kept(disk)) < 3
-    assert kept(disk, ".part") == []
+    assert kept(disk, ".tmp") == []

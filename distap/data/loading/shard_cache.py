@@ -1,7 +1,7 @@
 """Keep shards on a host's own disk, for all its ranks and loader workers together.
 
-    FOLDER/FINGERPRINT/SHA256.tar    a whole shard
-    FOLDER/FINGERPRINT/SHA256.part   a shard on its way, locked by the process that fetches it
+    FOLDER/FINGERPRINT/SHA256/shard.tar   a whole shard
+    FOLDER/FINGERPRINT/SHA256/lock        held by the process that fetches it
 
 Reading never waits for a download: a shard that is not there yet is read from its source, while a thread of one
 process fetches it. Nothing is evicted: what does not fit is always read from the source, since a training reads
@@ -9,17 +9,18 @@ images in random order and would soon want each shard again.
 """
 
 import errno
-import fcntl
 import logging
 import os
 import threading
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from distap.data.pixel_and_cache_settings import CacheSettings
 from distap.data.shards.index import Index
 from distap.errors import DistapError
+from distap.storage.atomic import BusyError, locked, replacing
 from distap.storage.files import BLOCK, Storage
 from distap.storage.hashing import Hashed
 
@@ -64,7 +65,7 @@ class ShardCache:
         self._fetch_later(shard)
 
     def _path(self, shard: int) -> Path:
-        return self.folder / f"{self._shards[shard][2]}.tar"
+        return self.folder / str(self._shards[shard][2]) / "shard.tar"
 
     def _fetch_later(self, shard: int) -> None:
         if shard not in self._asked:
@@ -91,27 +92,16 @@ class ShardCache:
     def _fetch(self, shard: int) -> None:
         """Fetch a shard, unless another process does so or has done so."""
         path = self._path(shard)
-        part = path.with_suffix(".part")
-        with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return
-            try:
-                # A part that was opened before its writer renamed it is that shard now, and stays as it is.
-                if path.exists():
-                    return
-                file.truncate(0)  # what a killed process has left
-                self._download(shard, file)
-                part.rename(path)
-            finally:
-                part.unlink(missing_ok=True)
-                # A worker that was forked meanwhile has the file too, and would keep the lock.
-                fcntl.flock(file, fcntl.LOCK_UN)
+        with suppress(BusyError), locked(path.parent, "fetching"):
+            if not path.exists():
+                for left in path.parent.glob(".*.tmp"):  # by a process that was killed
+                    left.unlink()
+                with replacing(path) as file:
+                    self._download(shard, file)
 
     def _download(self, shard: int, file: Any) -> None:
         name, size, sha256 = self._shards[shard]
-        used = sum(path.stat().st_size for path in self.root.glob("*/*") if path.suffix in (".tar", ".part"))
+        used = sum(path.stat().st_size for path in self.root.glob("*/*/*shard.tar*"))
         if used + size > self.max_bytes:
             raise OSError(
                 errno.ENOSPC, f"data.cache.max_bytes is {self.max_bytes}, and {used} bytes are kept already"
@@ -126,4 +116,3 @@ class ShardCache:
                 f"{self._source.where(str(name))}: its bytes have changed since they were indexed; make the index "
                 "anew with `distap data index`"
             )
-        os.fsync(file.fileno())
