@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from distap.randomness import permutation, shuffled
 
-VERSION = 2  # of the plan; a run goes on with the version that it began with only
+PLAN_VERSION = 2  # of the plan; a run goes on with the version that it began with only
 STAND_IN = 13  # first word of random keys; no two uses share one
 
 Samples = NDArray[np.int64]

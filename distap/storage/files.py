@@ -21,9 +21,9 @@ from distap.storage.locations import joined, scheme_of
 from distap.storage.remotes import RemoteSettings, file_system, retried
 from distap.storage.traffic import Meter, Traffic
 
-BLOCK = 8 * 2**20  # bytes of one request when a whole file is read
+REQUEST_BYTES = 8 * 2**20  # bytes of one request when a whole file is read
 PART = 64 * 2**20  # bytes of a large file that are sent within a time-out
-LARGE = 16 * 2**20  # bytes of a remote file of which a host keeps a copy for its processes
+LARGE_FILE = 16 * 2**20  # bytes of a remote file of which a host keeps a copy for its processes
 logger = logging.getLogger("distap")
 
 
@@ -97,7 +97,7 @@ class Storage:
     def mapped(self, name: str) -> bytes | mmap:
         """Return a file that processes of this host share: a large one as a map of a copy in the user's cache."""
         about = self.about(name)
-        if about.size >= LARGE and about.version:  # a web server need not tell when a file has changed
+        if about.size >= LARGE_FILE and about.version:  # a web server need not tell when a file has changed
             try:
                 return _map(kept_copy(self.where(name), about, partial(self.download, name)))
             except UnwritableError as error:
@@ -106,7 +106,7 @@ class Storage:
 
     def open(self, name: str) -> BinaryIO:
         """Open a file of any size. Each block is a `read` of its own, so that it can be retried."""
-        return io.BufferedReader(_Blocks(self, name), BLOCK)
+        return io.BufferedReader(_Blocks(self, name), REQUEST_BYTES)
 
     @retried("listed")
     def names(self, pattern: str) -> list[str]:
@@ -221,7 +221,7 @@ class LocalStorage(Storage):
     @retried("written")
     def upload(self, name: str, path: Path) -> None:
         with path.open("rb") as source, replacing(self._local(name)) as file:
-            shutil.copyfileobj(source, file, BLOCK)
+            shutil.copyfileobj(source, file, REQUEST_BYTES)
 
     def remove(self, name: str) -> None:
         super().remove(name)
@@ -243,7 +243,7 @@ class _Blocks(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        wanted = min(len(buffer), BLOCK, self._size - self._offset)
+        wanted = min(len(buffer), REQUEST_BYTES, self._size - self._offset)
         data = self._storage.read(self._name, self._offset, wanted) if wanted > 0 else b""
         buffer[: len(data)] = data
         self._offset += len(data)

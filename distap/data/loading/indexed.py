@@ -15,7 +15,7 @@ from distap.data.loading.shard_cache import ShardCache
 from distap.data.loading.share import NO_SAMPLE, Chunk, Failure, LoadingJob, ShareOfBatch, shares_of
 from distap.data.map_style import DatasetRows, rows_behind
 from distap.data.pixel_and_cache_settings import CacheSettings
-from distap.data.plan import VERSION, Plan
+from distap.data.plan import PLAN_VERSION, Plan
 from distap.data.shards.image_folders import warn_of
 from distap.data.shards.index import Index
 from distap.data.shards.load_index import load_index
@@ -131,7 +131,7 @@ class IndexedImages:
         if world.rank == 0:
             warn_of(str(job.source), index.left_out)
         self.index: Index | None = index
-        self.fingerprint, self.order = index.fingerprint, VERSION
+        self.fingerprint, self.order = index.fingerprint, PLAN_VERSION
         self.plan = Plan(index.classes, job.sampling, job.seed)
         self.size = job.sampling.size
         self._job, self._world, self._stopwatch = job, world, stopwatch

@@ -21,7 +21,7 @@ from distap.data.pixel_and_cache_settings import CacheSettings
 from distap.data.shards.index import Index
 from distap.errors import DistapError
 from distap.storage.atomic import BusyError, locked, replacing
-from distap.storage.files import BLOCK, Storage
+from distap.storage.files import REQUEST_BYTES, Storage
 from distap.storage.hashing import Hashed
 
 THREAD = "distap-shard-cache"  # name of the thread that fetches
@@ -109,7 +109,7 @@ class ShardCache:
         os.posix_fallocate(file.fileno(), 0, int(size))  # a full disk is found now
         with self._source.open(str(name)) as opened:
             source = Hashed(opened)
-            while source.position < size and (data := source.read(min(BLOCK, int(size) - source.position))):
+            while source.position < size and (data := source.read(min(REQUEST_BYTES, int(size) - source.position))):
                 file.write(data)
         if (source.position, source.sha256) != (size, sha256):
             raise DistapError(

@@ -23,7 +23,7 @@ from distap.storage.locations import Source, shard_names
 from distap.storage.remotes import RemoteSettings
 from distap.storage.traffic import Meter, Traffic
 
-SHARDS, SHUFFLE = 18, 19  # first words of random keys; no two uses share one
+SHARD_ORDER, SHUFFLE = 22, 19  # first words of random keys; no two uses share one
 
 Members = dict[str, TarMember]  # the files of a sample by their endings
 Found = tuple[str, str, Members]  # shard and key of a sample, its key alone, its members
@@ -136,7 +136,7 @@ class Stream:
         first, begin, skip = cursor
         names = self.shards.names
         for turn in count(first):
-            order = permutation(len(self.own), SHARDS, *self._key, turn).tolist()
+            order = permutation(len(self.own), SHARD_ORDER, *self._key, turn).tolist()
             for place in range(begin, len(self.own)):
                 shard, number = self.own[order[place]], 0
                 samples = self.shards.samples(shard, self._shuffle, seed_for(SHUFFLE, self._key[0], turn, shard))

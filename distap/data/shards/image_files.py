@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from distap.data.images.formats import IMAGE_SUFFIXES, suffix_of
 from distap.data.shards.image_folders import Skipped, as_line, counted, is_line, walk_images
 from distap.data.shards.parallel import Track, ask_files, untracked
-from distap.data.shards.tables import CLASSES, PATHS, columns_and_rows
+from distap.data.shards.tables import CLASS_NAMES, PATH_NAMES, columns_and_rows
 from distap.errors import DistapError
 from distap.randomness import permutation
 
@@ -190,7 +190,7 @@ def _in_list(source: Path) -> Listing:
         if len(cells) != len(columns):
             raise DistapError(f"{where}: {len(cells)} columns, expected {len(columns)}: {','.join(columns)}")
         row = dict(zip(columns, cells, strict=True))
-        path, name = (source.parent / row[_first(columns, PATHS)]), row[_first(columns, CLASSES)]
+        path, name = (source.parent / row[_first(columns, PATH_NAMES)]), row[_first(columns, CLASS_NAMES)]
         if name.lstrip("-").isdecimal() and name.isascii():
             if name.startswith("-"):
                 raise DistapError(f"{where}: label {name!r} is no integer of 0 or more; a class is one, or a name")

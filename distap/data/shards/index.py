@@ -20,7 +20,7 @@ from distap.storage.files import Storage, storage_of
 from distap.storage.locations import Source, parse_source, safe_name
 from distap.storage.remotes import RemoteSettings
 
-VERSION = 4
+INDEX_VERSION = 4
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -82,7 +82,7 @@ class Index:
         """Return the contents of an index file, with other arrays beside the columns if given."""
         buffer = io.BytesIO()
         columns: dict[str, Any] = {name: getattr(self, name) for name in COLUMNS}
-        np.savez(buffer, version=np.array(VERSION), **columns, **others)
+        np.savez(buffer, version=np.array(INDEX_VERSION), **columns, **others)
         return buffer.getvalue()
 
 
@@ -110,8 +110,8 @@ def parse_index(data: Buffer, where: str) -> Index:
     remedy = "make it anew with `distap data index`"
     try:
         version = int(read_columns(data, {"version": "scalar"})["version"])
-        if version != VERSION:
-            raise DistapError(f"{where}: version {version} of the index, expected {VERSION}; {remedy}")
+        if version != INDEX_VERSION:
+            raise DistapError(f"{where}: version {version} of the index, expected {INDEX_VERSION}; {remedy}")
         columns: dict[str, Any] = read_columns(data, COLUMNS)
     except ValueError as error:
         raise DistapError(f"{where}: not a readable index: {error}; {remedy}") from error

@@ -40,8 +40,8 @@ from distap.storage.files import storage_of
 from distap.storage.hashing import Hashed
 from distap.storage.locations import parse_source
 
-PLAN_VERSION = 4
-SHARDS, RECORDS, PLAN_FILE = "shards", "records", "plan.json"  # in the hidden folder
+LAYOUT_VERSION = 4
+SHARD_FOLDER, RECORD_FOLDER, PLAN_FILE = "shards", "records", "plan.json"  # in the hidden folder
 
 
 class _Job(NamedTuple):
@@ -114,8 +114,8 @@ def pack_parts(
             ]
             whole.mkdir()
             for name, folder in asides.items():
-                sync_path(folder / SHARDS)
-                (folder / SHARDS).replace(whole / name)
+                sync_path(folder / SHARD_FOLDER)
+                (folder / SHARD_FOLDER).replace(whole / name)
             sync_path(whole)
             whole.replace(output)
             sync_path(output.parent)
@@ -149,7 +149,7 @@ def _pack_aside(
     # sound image keep their number in the shards, and the index leaves it out.
     names = sort_classes(entry.image.class_name for entry in entries)
     lines = [f"{name}\t{groups[name]}\n" if groups[name] else f"{name}\n" for name in names]
-    write_whole(aside / SHARDS / NAMES_FILE, "".join(lines))
+    write_whole(aside / SHARD_FOLDER / NAMES_FILE, "".join(lines))
     numbers = {name: number for number, name in enumerate(names)}
     jobs = list(_jobs(aside, entries, numbers, layout))
     try:
@@ -162,10 +162,10 @@ def _pack_aside(
     if not any(map(len, parts)):
         first = ": ".join(left_out[0])
         raise DistapError(f"none of the {len(listing.images)} images can be read; first: {first}")
-    source = parse_source(aside / SHARDS)
+    source = parse_source(aside / SHARD_FOLDER)
     keys = chain.from_iterable(part.key.tolist() for part in parts)
     paths = (f"{key}\t{listing.name_of(entries[int(key.partition('-')[0])].image)}\n" for key in keys)
-    write_whole(aside / SHARDS / PATHS_FILE, "".join(paths))
+    write_whole(aside / SHARD_FOLDER / PATHS_FILE, "".join(paths))
     index = merge_scans(source, storage_of(source.base), parts)
     index.save(source)
     return index, [*listing.left_out, *left_out]
@@ -174,7 +174,7 @@ def _pack_aside(
 def _jobs(aside: Path, entries: list[Entry], numbers: dict[str, int], layout: _Layout) -> Iterator[_Job]:
     for number, start in enumerate(range(0, len(entries), layout.images_per_shard)):
         own = entries[start : start + layout.images_per_shard]
-        shard, record = aside / SHARDS / f"{number:06d}.tar", aside / RECORDS / f"{number:06d}.json"
+        shard, record = aside / SHARD_FOLDER / f"{number:06d}.tar", aside / RECORD_FOLDER / f"{number:06d}.json"
         labels = {entry.image.class_name: numbers[entry.image.class_name] for entry in own}
         yield _Job(shard, record, start, own, labels, layout.decode)
 
@@ -228,14 +228,14 @@ def _start(aside: Path, fingerprint: str) -> None:
     plan = aside / PLAN_FILE
     if not plan.is_file() or plan.read_bytes() != fingerprint.encode():
         plan.unlink(missing_ok=True)  # without it, the next call removes whatever is there
-        for folder in (aside / SHARDS, aside / RECORDS):
+        for folder in (aside / SHARD_FOLDER, aside / RECORD_FOLDER):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
         write_whole(plan, fingerprint)
 
 
 def _fingerprint(layout: _Layout, entries: list[Entry]) -> str:
-    digest = hashlib.sha256(json.dumps([PLAN_VERSION, layout]).encode())
+    digest = hashlib.sha256(json.dumps([LAYOUT_VERSION, layout]).encode())
     for (path, class_name, group), size, modified in entries:
         digest.update(json.dumps([os.path.abspath(path), class_name, group, size, modified]).encode())  # noqa: PTH100
     return digest.hexdigest()

@@ -7,17 +7,20 @@ from pathlib import Path
 
 from distap.errors import DistapError
 
-PATHS, CLASSES = ("path", "filename"), ("label", "class")  # names of the columns that are needed, the first wins
+PATH_NAMES, CLASS_NAMES = (
+    ("path", "filename"),
+    ("label", "class"),
+)  # names of the columns that are needed, the first wins
 OPTIONAL = ("group", "split")
 
 Rows = Iterator[tuple[str, list[str]]]  # the place of each row, for messages, and its cells
 
 
 def _require_columns(source: Path, columns: list[str]) -> None:
-    if not (set(columns) & set(PATHS) and set(columns) & set(CLASSES)):
+    if not (set(columns) & set(PATH_NAMES) and set(columns) & set(CLASS_NAMES)):
         raise DistapError(
-            f"{source}: the columns found are {', '.join(columns)}; expected {' or '.join(PATHS)}, and "
-            f"{' or '.join(CLASSES)}, and optionally {', '.join(OPTIONAL)}"
+            f"{source}: the columns found are {', '.join(columns)}; expected {' or '.join(PATH_NAMES)}, and "
+            f"{' or '.join(CLASS_NAMES)}, and optionally {', '.join(OPTIONAL)}"
         )
 
 
@@ -42,7 +45,7 @@ def columns_and_rows(source: Path) -> tuple[list[str], Rows]:
     found = rows()
     where, first = next(found, ("", ["path", "label"]))
     columns = [cell.lower() for cell in first]
-    if set(columns) & {*PATHS, *CLASSES, *OPTIONAL}:
+    if set(columns) & {*PATH_NAMES, *CLASS_NAMES, *OPTIONAL}:
         _require_columns(source, columns)
         return columns, found
     if len(first) not in (2, 3) or not (first[1].isascii() and first[1].removeprefix("-").isdigit()):

@@ -16,7 +16,7 @@ from distap.data.images.formats import IMAGE_SUFFIXES
 from distap.data.shards.image_folders import Skipped
 from distap.errors import DistapError
 
-BLOCK = 512  # bytes of a tar block; two blocks of zeros end an archive
+TAR_BLOCK = 512  # bytes of a tar block; two blocks of zeros end an archive
 MAX_MEMBER = 2**30  # bytes; no image is larger
 GZIP = b"\x1f\x8b"  # the beginning of a compressed file
 LABEL_FIELD = "cls"  # suffix of the member that holds a sample's class number
@@ -150,21 +150,21 @@ def _members(file: Readable, length: int | None, where: str) -> Iterator[TarMemb
             if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
                 raise tarfile.ReadError("no plain file (a link, device or the like)")
             data = forward.read(member.size)
-            forward.read(-member.size % BLOCK)
+            forward.read(-member.size % TAR_BLOCK)
             if forward.position != archive.offset:
                 raise tarfile.ReadError("its contents are cut short")
             yield TarMember(member.name, member.offset_data, data)
         # tarfile stops at anything that is no header: it has to be the first of two blocks of zeros or more.
-        ended, zeros = forward.block == bytes(BLOCK), True
+        ended, zeros = forward.block == bytes(TAR_BLOCK), True
         rest = 0
         while ended and zeros and (more := file.read(2**20)):
             rest, zeros = rest + len(more), not any(more)
-        if not (ended and zeros) or rest < BLOCK or rest % BLOCK:
+        if not (ended and zeros) or rest < TAR_BLOCK or rest % TAR_BLOCK:
             raise tarfile.ReadError("neither a file nor the end, two blocks of zeros with nothing behind them")
     except DistapError:
         raise
     except Exception as error:  # damage makes tarfile raise errors of many kinds
         reason = str(error)
-        if forward.position <= BLOCK and forward.block.startswith(GZIP):
+        if forward.position <= TAR_BLOCK and forward.block.startswith(GZIP):
             reason = "compressed by gzip; images are found by their offset, so unpack it to a plain .tar"
         raise DamagedShardError(f"{where}: damaged tar: after {last}, byte {forward.position}: {reason}") from error
