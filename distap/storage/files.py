@@ -23,7 +23,7 @@ from distap.storage.traffic import Meter, Traffic
 
 REQUEST_BYTES = 8 * 2**20  # bytes of one request when a whole file is read
 PART = 64 * 2**20  # bytes of a large file that are sent within a time-out
-LARGE_FILE = 16 * 2**20  # bytes of a remote file of which a host keeps a copy for its processes
+LARGE_FILE = 16 * 2**20  # bytes of a file that the processes of a host share, a remote one as a copy on its disk
 logger = logging.getLogger("distap")
 
 
@@ -230,8 +230,10 @@ class LocalStorage(Storage):
 
 
 def _map(path: Path) -> bytes | mmap:
+    if path.stat().st_size < max(LARGE_FILE, 1):  # a mapped file stays open
+        return path.read_bytes()
     with path.open("rb") as file:
-        return mmap(file.fileno(), 0, access=ACCESS_READ) if path.stat().st_size else b""
+        return mmap(file.fileno(), 0, access=ACCESS_READ)
 
 
 class _Blocks(io.RawIOBase):

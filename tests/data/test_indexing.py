@@ -500,7 +500,8 @@ def mapped_by(column):
     return column.obj
 
 
-def test_the_columns_of_an_index_are_views_of_its_mapped_file(shards):
+def test_the_columns_of_a_large_index_are_views_of_its_mapped_file(shards, monkeypatch):
+    monkeypatch.setattr(files, "LARGE_FILE", 0)
     index, written = load_index(shards), index_shards(shards)[0]
     for name in COLUMNS:
         assert isinstance(mapped_by(getattr(index, name)), mmap.mmap), name

@@ -23,7 +23,7 @@ from distap.storage.locations import Source, shard_names
 from distap.storage.remotes import RemoteSettings
 from distap.storage.traffic import Meter, Traffic
 
-SHARD_ORDER, SHUFFLE = 22, 19  # first words of random keys; no two uses share one
+SHARD_ORDER, SHUFFLE = 18, 19  # first words of random keys; no two uses share one
 
 Members = dict[str, TarMember]  # the files of a sample by their endings
 Found = tuple[str, str, Members]  # shard and key of a sample, its key alone, its members

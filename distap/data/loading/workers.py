@@ -140,7 +140,7 @@ def _require_shared_memory(size: int) -> None:
 def _awaited(chunks: Iterator[Any], workers: list[BaseProcess], next_image: Callable[[], str]) -> Any:
     """Return the next chunk, None at the end; raise LostWorkerError if a worker is lost, now or before."""
     for worker in workers:
-        if not worker.is_alive():
+        if worker.exitcode:  # one that raised an error ends with 0, and its error is among the chunks
             raise _lost(f"worker {worker.pid} has ended with status {worker.exitcode}")
     handler = signal.getsignal(signal.SIGCHLD)
     if isinstance(handler, _WhileWaiting):

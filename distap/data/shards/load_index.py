@@ -1,6 +1,7 @@
 """Read the index of a data set, whatever it is made of."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from distap.data.map_style import rows_behind
 from distap.data.shards.image_files import ImageFile, group_of_each_class, list_images, look_at_all, sort_classes
 from distap.data.shards.image_folders import Skipped, as_line, is_line
 from distap.data.shards.index import Index, index_place, parse_index
-from distap.data.shards.parallel import STAT_CHUNK, ask_files, untracked
+from distap.data.shards.parallel import untracked
 from distap.errors import DistapError
 from distap.storage.files import storage_of
 from distap.storage.locations import Source, parse_source
 from distap.storage.remotes import MissingFileError, RemoteSettings
+
+THREADS = 16  # remote shards whose sizes are asked for at once
 
 
 def load_index(source: Source | Path | str, remote: RemoteSettings | None = None, compare: bool = True) -> Index:
@@ -95,7 +98,8 @@ def index_of_files(
 def _require_shards(source: Source, remote: RemoteSettings | None, index: Index) -> None:
     storage, names = storage_of(source.base, remote), index.shard_name.tolist()
     first = storage.about(names[0])  # alone, so that a wrong setting is tried once
-    found = [first, *ask_files(storage.about, names[1:], "", untracked, chunk=1 if source.scheme else STAT_CHUNK)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = [first, *(pool.map if source.scheme else map)(storage.about, names[1:])]
     for name, size, shard in zip(names, index.shard_size.tolist(), found, strict=True):
         if shard.size != size:
             raise DistapError(

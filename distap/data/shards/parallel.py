@@ -28,12 +28,10 @@ def untracked(items: Iterable[Any], description: str, total: int) -> Iterable[An
     return items
 
 
-def ask_files(
-    question: Callable[[Job], Result], items: Collection[Job], about: str, track: Track, chunk: int = STAT_CHUNK
-) -> list[Result]:
+def ask_files(question: Callable[[Job], Result], items: Collection[Job], about: str, track: Track) -> list[Result]:
     """Give what `question` answers for each item, in order, asking for many files at once."""
     with ThreadPool(STAT_THREADS) as pool:
-        answers = list(track(pool.imap(question, items, chunk), about, len(items)))
+        answers = list(track(pool.imap(question, items, STAT_CHUNK), about, len(items)))
         pool.close()
         pool.join()  # so that no thread is left when processes are forked
     return answers
