@@ -14,7 +14,6 @@ from distap.errors import DistapError
 
 SOURCE = "Folder, pattern or URL of shards, or any folder with images."
 OUTPUT = "New folder to write, or the folder of a stopped extraction to continue."
-BATCH_PIXELS = "Maximum number of pixels to describe at once, over all images. Lower it if memory runs out."
 PART = "Number of images in a part file; a rank that is stopped loses at most one part."
 GRACE_SECONDS = 10.0  # for ranks to leave after a signal: finished parts are on the disk already
 DESCRIPTORS = Annotated[Path, typer.Argument(help="Folder that `distap extract` wrote.", show_default=False)]
@@ -30,11 +29,11 @@ COMPARE = "Also build and measure the other kinds of index, without writing them
 SEARCH = "Search parameters of Faiss to store in the index, such as nprobe=64 or efSearch=128."
 
 
-@options.with_options(options.Preparation)
 def extract_command(
     source: Annotated[str, typer.Argument(help=SOURCE, show_default=False)],
     output: Annotated[Path, typer.Argument(help=OUTPUT, show_default=False)],
     checkpoint: Annotated[str, options.CHECKPOINT],
+    overrides: options.OVERRIDES = None,
     best: options.BEST = False,
     index: Annotated[
         Path | None, typer.Option(help="Index file of the shards.", show_default="next to the shards")
@@ -45,21 +44,14 @@ def extract_command(
     precision: Annotated[
         Literal["float32", "bf16"], options.network(help="Number format in which the network computes.")
     ] = "float32",
-    batch_pixels: Annotated[
-        int | None,
-        typer.Option(help=BATCH_PIXELS, min=1, show_default="as many as evaluation.batch_size images have"),
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(help="Number of loader processes of each rank.", min=0, show_default="as in the recipe"),
-    ] = None,
     part_images: Annotated[int | None, options.output(help=PART, min=1, show_default="a 64th, 128 to 4096")] = None,
     ranks: options.RANKS = 1,
-    **preparation: Any,
+    whitening: options.WHITENING = None,
 ) -> None:
     """Describe all images of shards or of a folder, and write the descriptors with their keys.
 
-    After a stop, the same command continues from the finished parts, on any number of ranks. Images that cannot be
+    KEY=VALUE changes the recipe of the network: evaluation.scales=[1,0.7] describes each image at two scales. After a
+    stop, the same command continues from the finished parts, on any number of ranks. Images that cannot be
     used are listed in OUTPUT/about.json. On several machines start `torchrun [...] -m distap.cli extract [...]` on
     each; all must see OUTPUT.
     """
@@ -69,9 +61,10 @@ def extract_command(
     from distap.evaluation.extraction.extracting import Extraction
     from distap.evaluation.extraction.image_describer import ImageDescriber
     from distap.processes.stopping import leave_when_asked
+    from distap.retrieval.whitening import load_whitening
     from distap.storage.locations import parse_source
     from distap.telemetry.terminal import print_result, print_warning, set_up_logging
-    from distap.training.build import trained_network
+    from distap.training.build import describing_of, trained_network
     from distap.world import joined_world
 
     is_rank = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun sets it for the ranks that it starts
@@ -84,20 +77,17 @@ def extract_command(
     try:
         with joined_world() as world:
             set_up_logging(world.rank)
-            recipe, network = trained_network(checkpoint, world, best)
+            recipe, network = trained_network(checkpoint, world, best, overrides or [])
             data = recipe.data
 
             def opened() -> tuple[ImageDescriber, ImageSet]:
-                prepared = options.Preparation(**preparation)
-                describing, whitening = prepared.describing(recipe, network, world)
-                own = describing.describer
-                pixels = batch_pixels or own.batch_pixels
-                describer = replace(own, whitening=whitening, precision=precision, batch_pixels=pixels)
+                own = describing_of(recipe, network, world).describer
+                learned = None if whitening is None else load_whitening(whitening)
+                describer = replace(own, whitening=learned, precision=precision)
                 images = open_images(parse_source(source, index), data.max_pixels, data.remote, data.cache)
                 return describer, images
 
-            loaders = data.workers if workers is None else workers
-            extraction = Extraction(*first_on_rank_0(world, opened), world, workers=loaders, shown=True)
+            extraction = Extraction(*first_on_rank_0(world, opened), world, workers=data.workers, shown=True)
             written = extract_to_folder(extraction, output, dtype=dtype, part_images=part_images)
             is_first = world.rank == 0
     except SystemExit:

@@ -25,11 +25,9 @@ COMPARE = "Also evaluate without refinement, and with each refinement by itself.
 RECIPE = "Recipe of the network to evaluate as it is before training."
 NEIGHBOURS = "Number of neighbours used by --query-expansion and --database-augmentation."
 KEPT = "Folder to keep descriptors in, and to take them from if they are there."
-GAP = "Also give by how much mAP is higher within random batches of this many images."
 OUTPUT = "Folder to write results.json to, and each set's result.json, queries and neighbours."
 
 
-@options.with_options(options.Preparation)
 def eval_command(
     config: Annotated[Path | None, typer.Argument(help=RECIPE, autocompletion=complete_recipe)] = None,
     overrides: OVERRIDES = None,
@@ -55,28 +53,28 @@ def eval_command(
         int | None, options.refinement(help=RERANK_NEIGHBOURS, min=1, show_default="k-reciprocal: 20, diffusion: 50")
     ] = None,
     compare: Annotated[bool, options.refinement("--compare", help=COMPARE)] = False,
-    gap: Annotated[int | None, options.output(help=GAP, min=2)] = None,
     descriptors: Annotated[Path | None, options.output(help=KEPT)] = None,
     output: Annotated[Path | None, options.output(help=OUTPUT)] = None,
     as_json: JSON = False,
-    **preparation: Any,
+    whitening: options.WHITENING = None,
 ) -> None:
     """Print what a network retrieves, in percent: mAP, mAP@R, R@k and mP@k, by the protocol of each data set.
 
     In shards with classes, every image is a query against all others, or against the images of --gallery. A folder
     that `distap data convert` wrote for Revisited Oxford or Paris, or for Google Landmarks v2, is evaluated by its
     ground truth. Give a recipe to evaluate the network that training starts from, or --checkpoint for a trained one,
-    whose recipe key=value changes. To use several ranks, run `torchrun [...] -m distap.cli eval`. With --json:
-    `network`, `sizing` and `scales`, and in `sets` by name the figures of each refinement (`plain` without), of which
-    1 is all.
+    whose recipe KEY=VALUE changes: evaluation.max_side=1024 takes whole images. To use several ranks, run
+    `torchrun [...] -m distap.cli eval`. With --json: `network`, `sizing` and `scales`, and in `sets` by name the
+    figures of each refinement (`plain` without), of which 1 is all.
     """
     from distap.checkpoint.agreement import first_on_rank_0
     from distap.config.reading import load_recipe
     from distap.evaluation.extraction.image_describer import refuse_foreign_whitening
     from distap.evaluation.sets import evaluate_sets, open_named_sets
     from distap.retrieval.refinement import RERANKERS, Expansion, Refinement
+    from distap.retrieval.whitening import load_whitening
     from distap.telemetry.terminal import set_up_logging
-    from distap.training.build import network_of, reading_of, trained_network
+    from distap.training.build import describing_of, network_of, reading_of, trained_network
     from distap.world import joined_world
 
     changes = [*(overrides or [])]
@@ -96,27 +94,24 @@ def eval_command(
 
         def opened() -> Any:
             settings = recipe.data
-            prepared = options.Preparation(**preparation)
-            describing, whitening = prepared.describing(recipe, network, world, kept_in=descriptors)
+            describing = describing_of(recipe, network, world, kept_in=descriptors, shown=True)
+            learned = None if whitening is None else load_whitening(whitening)
             refinement = Refinement(
-                whitening,
+                learned,
                 None if database_augmentation is None else Expansion(neighbours, database_augmentation),
                 None if query_expansion is None else Expansion(neighbours, query_expansion),
                 None if rerank is None else RERANKERS[rerank](**reranking),
                 head,
             )
-            if whitening is not None:
-                refuse_foreign_whitening(whitening, describing.describer.described_by)
+            if learned is not None:
+                refuse_foreign_whitening(learned, describing.describer.described_by)
             among: dict[str, Any] = {"gallery": gallery, "gallery_draws": gallery_draws}
             if not data and settings.validation_source is None:
                 raise DistapError("the recipe has no data.validation: name a data set with --data")
             if not data and gallery is None and not gallery_draws:
                 among = {"gallery": settings.gallery, "gallery_draws": settings.gallery_draws}
             named: Any = data or [settings.validation_source]
-            reading = reading_of(recipe) | ({"gap_batch": gap} if gap else {})
-            sets = open_named_sets(named, distractors or [], **among, **reading)
-            if other := [name for name, one in sets.items() if gap and one.gap_batch is None]:
-                raise DistapError(f"{other[0]}: --gap is for sets whose images all retrieve each other")
+            sets = open_named_sets(named, distractors or [], **among, **reading_of(recipe))
             return sets, describing, refinement
 
         parts = first_on_rank_0(world, opened)

@@ -5,11 +5,13 @@ from typing import Annotated
 
 import typer
 
-from distap.cli.options import BEST, SCALES, WHITENING, parse_scales
+from distap.cli.options import BEST, WHITENING
+from distap.errors import DistapError
 
 CHECKPOINT = "Trained network: a run folder, one of its checkpoints, or a URL of either."
 OUTPUT = "Folder to write; it must be new or of an earlier export, which is replaced."
 FORMAT = "Format to write: pt2 (torch.export), onnx, or safetensors (for distap.load and timm). Repeat for several."
+SCALES = "Describe each image at these scale factors, such as 1,0.7071,0.5."
 SIZE = "Height and width of the images that the program takes, pixels."
 
 
@@ -19,7 +21,7 @@ def export_command(
     best: BEST = False,
     format: Annotated[list[str] | None, typer.Option(help=FORMAT, show_default="all installed")] = None,
     whitening: WHITENING = None,
-    scales: SCALES = None,
+    scales: Annotated[str | None, typer.Option(help=SCALES, show_default="as in the recipe")] = None,
     image_size: Annotated[int | None, typer.Option(help=SIZE, min=1, show_default="as in the recipe")] = None,
     dynamic_size: Annotated[
         bool, typer.Option("--dynamic-size", help="Let the program take images of any size.")
@@ -36,7 +38,7 @@ def export_command(
 
     set_up_logging(0)
     formats = format or installed_formats()
-    settings = ExportSettings(formats, image_size, dynamic_size, parse_scales(scales), opset)
+    settings = ExportSettings(formats, image_size, dynamic_size, _factors(scales), opset)
     exported = export_to_folder(checkpoint, output, settings, whitening, best)
     rows = [
         (
@@ -55,3 +57,10 @@ def export_command(
         print_warning("model.onnx was left out; for it: pip install 'distap[onnx]'")
     sizing, dimensions = exported.describer.sizing, exported.describer.dimensions
     print_result(f"{output}: descriptors of {dimensions} dimensions, of images as `{sizing}`")
+
+
+def _factors(text: str | None) -> tuple[float, ...] | None:
+    try:
+        return None if text is None else tuple(float(factor) for factor in text.split(","))
+    except ValueError as error:
+        raise DistapError(f"--scales {text!r}: expected numbers with commas, such as 1,0.7071,0.5") from error

@@ -1,13 +1,12 @@
-"""Options shared by several commands: the recipe, the ranks, which network describes images, and how."""
+"""Options shared by several commands: the recipe, the ranks, the network and its whitening."""
 
 import glob
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,11 +16,7 @@ from distap.processes.stopping import go_deaf
 from distap.telemetry.loggers.loggers import end_if_hanging
 
 if TYPE_CHECKING:
-    from distap.config.recipe import NetworkRecipe
-    from distap.evaluation.describing import Describing
-    from distap.model.network import RetrievalNetwork
-    from distap.retrieval.whitening import Whitening
-    from distap.world import World
+    pass
 
 AUTO = 0  # ranks: one for each GPU
 
@@ -55,27 +50,21 @@ def ranks_to_start(asked: int, device: str = "auto") -> int:
 EACH_GPU = "Number of processes to start on this machine; auto starts one for each GPU."
 RANKS = Annotated[int, typer.Option(help=EACH_GPU, parser=parse_ranks, metavar="N|auto")]
 RECIPE = "Recipe: a YAML file, or a name of `distap recipes`."
+CHANGES = "Changes to the recipe, such as evaluation.max_side=1024 or optimizer.learning_rate=1e-4."
 CONFIG = Annotated[Path, typer.Argument(help=RECIPE, show_default=False, autocompletion=complete_recipe)]
 OVERRIDES = Annotated[
     list[str] | None,
-    typer.Argument(help="Changes to the recipe, such as optimizer.learning_rate=1e-4.", show_default=False),
+    typer.Argument(metavar="[KEY=VALUE]...", help=CHANGES, show_default=False),
 ]
 
 # Options of one panel of --help.
 network = partial(typer.Option, rich_help_panel="Network")
-image = partial(typer.Option, rich_help_panel="Image preparation")
 refinement = partial(typer.Option, rich_help_panel="Refinement of descriptors")
 output = partial(typer.Option, rich_help_panel="Output")
 
 TRAINED = "run folder, one of its checkpoints, or a URL of either"
 CHECKPOINT = network(help=f"Trained network: a {TRAINED}.", show_default=False)
 BEST = Annotated[bool, network("--best", help="Use a run folder's best checkpoint, not its newest.")]
-CROP = "Crop the central square and resize it to this side, in pixels; after --resize, crop only."
-WHOLE = "Keep whole images, with the longer side reduced to this many pixels."
-FACTORS = "Describe each image at these scale factors, such as 1,0.7071,0.5."
-SCALES = Annotated[str | None, image(help=FACTORS, show_default="as in the recipe")]
-SMOOTH = "Smooth images before shrinking them to a scale below 1; the code of earlier papers does not."
-ANTIALIAS = Annotated[bool | None, image("--antialias/--no-antialias", help=SMOOTH, show_default="as in the recipe")]
 WHITENING = Annotated[
     Path | None, refinement(help="Apply this whitening, a file or folder that `distap whiten` wrote.")
 ]
@@ -100,48 +89,6 @@ def run(command: typer.Typer, name: str) -> None:
     finally:
         record_outcome(status, problem)
         end_if_hanging(status)
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """How a command prepares images for a network, and how it whitens their descriptors."""
-
-    image_size: Annotated[int | None, image(help=CROP, min=1, show_default="as in the recipe")] = None
-    resize: Annotated[int | None, image(help="Scale the shorter side to this many pixels, then crop.", min=1)] = None
-    max_side: Annotated[int | None, image(help=WHOLE, min=1)] = None
-    original: Annotated[bool, image("--original", help="Keep whole images at their original size.")] = False
-    scales: SCALES = None
-    antialias: ANTIALIAS = None
-    whitening: WHITENING = None
-
-    def describing(
-        self, recipe: "NetworkRecipe", network: "RetrievalNetwork", world: "World", **settings: Any
-    ) -> "tuple[Describing, Whitening | None]":
-        """Return how images are described, as these options say and else as the recipe says, and the whitening.
-
-        `settings` are those of `describing_of`. Ranks do not wait for each other here.
-        """
-        from distap.config.images import SizedSection
-        from distap.data.images.whole_images import Sizing
-        from distap.retrieval.whitening import load_whitening
-        from distap.training.build import describing_of
-
-        if sum((bool(self.image_size or self.resize), self.max_side is not None, self.original)) > 1:
-            raise DistapError("give one of --image-size (with or without --resize), --max-side and --original")
-        own = SizedSection(resize=self.resize, crop=self.image_size, max_side=self.max_side, original=self.original)
-        asked, evaluation = own != SizedSection(), recipe.evaluation
-        sizing = (own if asked else evaluation).sizing(evaluation.crop or recipe.data.image_size)
-        how: dict[str, Any] = {"scales": parse_scales(self.scales), "antialias": self.antialias}
-        describing = describing_of(recipe, network, world, Sizing.parse(sizing), shown=True, **how, **settings)
-        return describing, None if self.whitening is None else load_whitening(self.whitening)
-
-
-def parse_scales(text: str | None) -> tuple[float, ...] | None:
-    """The factors of --scales; None takes the recipe's."""
-    try:
-        return None if text is None else tuple(float(factor) for factor in text.split(","))
-    except ValueError as error:
-        raise DistapError(f"--scales {text!r}: expected numbers with commas, such as 1,0.7071,0.5") from error
 
 
 def with_options(settings: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

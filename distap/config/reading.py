@@ -24,7 +24,11 @@ PLACES = {
     "weight_decay": "weight_decay of optimizer.backbone, optimizer.pooling or optimizer.head",
 }
 
-LENGTHS = ("steps", "epochs")  # one of the two is the length of a training, and an override of either replaces it
+# By section, keys that say the same thing in several ways: an override by one way replaces the others.
+ALTERNATIVES = {
+    "": (("steps",), ("epochs",)),
+    "evaluation": (("resize", "crop"), ("max_side",), ("original",)),
+}
 R = TypeVar("R", bound=NetworkRecipe)
 logger = logging.getLogger("distap")
 
@@ -49,16 +53,7 @@ def changed_settings(
 ) -> dict[str, Any]:
     """Return the settings of `load_recipe`, not checked yet and without defaults."""
     settings = _copied(source) if isinstance(source, Mapping) else _read(recipe_file(source))
-    lengths = {key: settings.get(key) for key in LENGTHS}
-    for override in [overrides] if isinstance(overrides, Mapping) else overrides:
-        if isinstance(override, Mapping):
-            _merge(settings, override)
-        else:
-            _override(settings, override)
-    changed = [key for key, length in lengths.items() if settings.get(key) not in (None, length)]
-    if len(changed) == 1:
-        settings = {key: value for key, value in settings.items() if key not in LENGTHS or key in changed}
-    return settings
+    return _overridden(settings, [overrides] if isinstance(overrides, Mapping) else overrides)
 
 
 def recipe_file(config: Path) -> Path:
@@ -119,9 +114,7 @@ def recorded_recipe(
     for key in ("validation", "validation_index", "gallery"):
         if kept["data"].get(key) and folder not in (None, str(Path.cwd())) and Path(str(folder)).is_dir():
             kept["data"][key] = from_folder(kept["data"][key], str(folder))
-    for override in overrides:
-        _override(kept, override)
-    return _checked(NetworkRecipe, kept, source)
+    return _checked(NetworkRecipe, _overridden(kept, overrides), source)
 
 
 def _checked(kind: type[R], settings: dict[str, Any], source: str, data_at_hand: bool = False) -> R:
@@ -177,6 +170,25 @@ def _require_data(recipe: Recipe, source: str) -> None:
 def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the same keys in dicts of our own, with the same values."""
     return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in settings.items()}
+
+
+def _overridden(settings: dict[str, Any], overrides: Sequence[str | Mapping[str, Any]]) -> dict[str, Any]:
+    """Apply overrides to settings, one after the other, and return the settings."""
+    before = _copied(settings)
+    for override in overrides:
+        if isinstance(override, Mapping):
+            _merge(settings, override)
+        else:
+            _override(settings, override)
+    for section, ways in ALTERNATIVES.items():
+        now, was = ((of.get(section) or {}) if section else of for of in (settings, before))
+        if not isinstance(now, dict) or not isinstance(was, dict):
+            continue
+        changed = [way for way in ways if any(now.get(key) not in (None, False, was.get(key)) for key in way)]
+        if len(changed) == 1:
+            for key in {key for way in ways for key in way} - set(changed[0]):
+                now.pop(key, None)
+    return settings
 
 
 def _merge(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:

@@ -91,7 +91,7 @@ def open_set(
         return found
     if gap_batch > len(found.queries):
         raise DistapError(
-            f"{found.queries.name}: evaluation.gap_batch (--gap) is {gap_batch}, but there are {len(found.queries)} "
+            f"{found.queries.name}: evaluation.gap_batch is {gap_batch}, but there are {len(found.queries)} "
             "images; give fewer"
         )
     return replace(found, gap_batch=gap_batch)

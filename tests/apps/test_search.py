@@ -77,8 +77,8 @@ def test_another_network_is_refused(tmp_path, gallery, training_shards):
 def test_an_index_of_whitened_descriptors_asks_for_the_whitening(tmp_path, gallery, monkeypatch, capsys):
     whitening = learn_pca(read_descriptors(gallery.descriptors), dimensions=16)
     save_whitening(tmp_path / "w.safetensors", whitening)
-    options = ("--checkpoint", gallery.run, "--whitening", tmp_path / "w.safetensors", "--image-size", 32)
-    assert distap(monkeypatch, "extract", gallery.shards, tmp_path / "d", *options, "--workers", 0) == 0
+    options = ("--checkpoint", gallery.run, "--whitening", tmp_path / "w.safetensors")
+    assert distap(monkeypatch, "extract", gallery.shards, tmp_path / "d", "data.workers=0", *options) == 0
     assert distap(monkeypatch, "index", tmp_path / "d", tmp_path / "index") == 0
     with pytest.raises(DistapError, match="name its file with --whitening"):
         open_searcher(tmp_path / "index", gallery.run, world=World())

@@ -31,8 +31,9 @@ def run(tmp_path_factory, training_shards) -> Path:
 
 def test_the_command_describes_a_folder_and_says_what_it_wrote(tmp_path, monkeypatch, capsys, run, photos):
     out = tmp_path / "out"
-    options = ("--checkpoint", run, "--max-side", 40, "--scales", "1,0.5", "--dtype", "float16", "--workers", 0)
-    assert distap(monkeypatch, "extract", *options, "--part-images", 8, photos, out) == 0
+    options = "--checkpoint", run, "--dtype", "float16", "--part-images", 8
+    keys = "evaluation.max_side=40", "evaluation.scales=[1,0.5]", "data.workers=0"
+    assert distap(monkeypatch, "extract", *options, photos, out, *keys) == 0
     printed = "".join(capsys.readouterr())
     assert "31 descriptors of 96 dimensions, float16" in printed
     assert f"describing {photos} 31/31  done in" in printed
@@ -41,12 +42,14 @@ def test_the_command_describes_a_folder_and_says_what_it_wrote(tmp_path, monkeyp
     assert found.described_by.scale_power == pytest.approx(3.0, abs=0.1)
     whitening = learn_pca(found, dimensions=4)
     save_whitening(tmp_path / "whitening", whitening)
-    whitened = ("--whitening", tmp_path / "whitening", photos, tmp_path / "whitened")
+    whitened = ("--whitening", tmp_path / "whitening", photos, tmp_path / "whitened", *keys)
     assert distap(monkeypatch, "extract", *options, *whitened) == 0
     expected = whitening.apply(np.asarray(found.descriptors, dtype=np.float32))
     np.testing.assert_allclose(read_descriptors(tmp_path / "whitened").descriptors, expected, atol=0.02)
     assert found.described_by.antialias
-    assert distap(monkeypatch, "extract", *options, "--no-antialias", photos, tmp_path / "rough") == 0
+    assert (
+        distap(monkeypatch, "extract", *options, photos, tmp_path / "rough", *keys, "evaluation.antialias=false") == 0
+    )
     rough = read_descriptors(tmp_path / "rough")
     assert not rough.described_by.antialias and not np.array_equal(rough.descriptors, found.descriptors)
 
@@ -54,8 +57,11 @@ def test_the_command_describes_a_folder_and_says_what_it_wrote(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--original", "--max-side", "9", "{photos}", "{tmp}/out"], "give one of --image-size"),
-        (["--scales", "1,x", "{photos}", "{tmp}/out"], "expected numbers with commas"),
+        (
+            ["{photos}", "{tmp}/out", "evaluation.original=true", "evaluation.max_side=9"],
+            "exclude each other; keep one",
+        ),
+        (["{photos}", "{tmp}/out", "evaluation.scales=[1,x]"], "evaluation.scales.1: 'x': must be a number"),
         (["--whitening", "{tmp}/none", "{photos}", "{tmp}/out"], "none"),
         (["{tmp}/nothing", "{tmp}/out"], "no such data set"),
         (["{photos}", "{photos}"], "holds something"),
@@ -74,7 +80,8 @@ def test_ranks_that_are_asked_to_stop_leave_whole_parts_to_go_on_from(tmp_path, 
     for number in range(20):
         for path in photos.rglob("*.png"):
             (images / f"{number}-{path.name}").write_bytes(path.read_bytes())
-    options = ["--checkpoint", str(run), "--original", "--workers", "1", "--part-images", "8", str(images), str(out)]
+    options = ["--checkpoint", str(run), "--part-images", "8", str(images), str(out)]
+    options += ["evaluation.original=true", "data.workers=1"]
     with started(Program(("-m", "distap.cli", "extract", "--ranks", "2", *options)), tmp_path) as job:
         job.wait_until(lambda: len(list((out / "parts").glob("*.npz"))) >= 4, seconds=120)
         os.kill(job.process.pid, signal.SIGTERM)

@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from distap.config.reading import RECIPES, load_recipe, recipe_from
 from distap.config.recipe import Recipe
@@ -137,6 +138,16 @@ def test_what_an_engine_cannot_do_is_refused_with_the_reason(recipe):
 def test_all_problems_are_told_at_once(recipe):
     with pytest.raises(DistapError, match=r"(?s)steps: 0.*metrics\.prot: unknown"):
         load_recipe(recipe, ["metrics.prot=3", "steps=0"])
+
+
+def test_an_override_of_one_way_to_say_a_thing_replaces_the_others(recipe):
+    assert load_recipe(recipe, ["epochs=2"]).steps is None
+    sized = {"resize": 40, "crop": 36}
+    assert load_recipe(recipe, [{"evaluation": sized}]).evaluation.sizing(32) == "resize 40 crop 36"
+    settings = yaml.safe_load(recipe.read_text()) | {"evaluation": sized}
+    assert load_recipe(settings, ["evaluation.max_side=9"]).evaluation.sizing(32) == "side 9"
+    with pytest.raises(DistapError, match="exclude each other"):
+        load_recipe(settings, ["evaluation.max_side=9", "evaluation.original=true"])
 
 
 @pytest.mark.parametrize("text", ["", "- a\n", "a: [", "\0"])

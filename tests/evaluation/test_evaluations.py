@@ -192,7 +192,7 @@ def test_training_and_eval_know_the_gallery(query_and_gallery, training_shards, 
     assert distap(monkeypatch, "eval", "--checkpoint", run, f"--gallery={query}", "--gallery-draws=3") == 2
     with pytest.raises(DistapError, match="these are the queries themselves"):
         open_set(query, gallery=query)
-    assert distap(monkeypatch, "eval", "--checkpoint", run, "--gap=4") == 2
+    assert distap(monkeypatch, "eval", "--checkpoint", run, "evaluation.gap_batch=4") == 2
     assert distap(monkeypatch, "report", run) == 0
     assert (run / "report.html").read_text().count("data:image/webp") > 10
     for step in saved_steps(run):
@@ -254,7 +254,7 @@ def test_two_ranks_find_the_same_figures_as_one(converted, training_shards, tmp_
 @pytest.mark.parametrize(
     ("resize", "asked", "sizing"),
     [
-        (40, "--resize=40", "resize 40 crop 36"),
+        (40, "evaluation.resize=40", "resize 40 crop 36"),
         ([40, 48], "evaluation.resize=[40, 48]", "resize 40x48 crop 36"),
     ],
 )
@@ -275,15 +275,14 @@ def test_a_trained_network_remembers_how_it_was_evaluated(
     figures = {}
     for name, options in {
         "remembered": [],
-        "asked for": [asked, "--scales=1,0.75"],
-        "square": ["--image-size=32", "--scales=1"],
+        "asked for": [asked, "evaluation.scales=[1,0.75]"],
         "by override": ["evaluation.resize=null", "evaluation.crop=32", "evaluation.scales=[1]"],
     }.items():
         assert distap(monkeypatch, "eval", "--checkpoint", run, *options, "--output", tmp_path / name) == 0
         figures[name] = read_evaluation(tmp_path / name).figures
     assert figures["remembered"] == figures["asked for"] == pytest.approx(last["validation"])
-    assert figures["square"] == figures["by override"] == pytest.approx(last["also"]["square"])
-    assert distap(monkeypatch, "eval", "--checkpoint", run, "--resize=40", "--original") == 2
+    assert figures["by override"] == pytest.approx(last["also"]["square"])
+    assert distap(monkeypatch, "eval", "--checkpoint", run, "evaluation.max_side=40", "evaluation.original=true") == 2
     assert distap(monkeypatch, "extract", own, tmp_path / "descriptors", "--checkpoint", run) == 0
     assert read_descriptors(tmp_path / "descriptors").described_by.sizing == sizing
     assert distap(monkeypatch, "export", run, tmp_path / "export", "--format=safetensors") == 0
@@ -310,18 +309,18 @@ def test_several_sets_are_evaluated_in_one_call(converted, training_shards, tmp_
     (tmp_path / "recipe.yaml").write_text(json.dumps(configuration.model_dump(mode="json")))
     sets = [f"--data=oxford={converted / 'roxford5k'}", f"--data=own={training_shards[1]}"]
     expanded = "--query-expansion=2"
-    options = [expanded, "--compare", "--original", f"--output={tmp_path / 'out'}"]
+    options = [expanded, "--compare", "evaluation.original=true", f"--output={tmp_path / 'out'}"]
     configured = ["eval", tmp_path / "recipe.yaml"]
     assert distap(monkeypatch, *configured, *sets[:1], *options, f"--descriptors={tmp_path / 'kept'}") == 0
     assert distap(monkeypatch, *configured, *sets, expanded, "--compare", f"--output={tmp_path / 'both'}") == 0
-    assert distap(monkeypatch, *configured, *sets[1:], "--gap=8", f"--output={tmp_path / 'gap'}") == 0
+    gap = "evaluation.gap_batch=8", f"--output={tmp_path / 'gap'}"
+    assert distap(monkeypatch, *configured, *sets[1:], *gap) == 0
     plain = json.loads((tmp_path / "gap/results.json").read_text())["sets"]["own"]["plain"]
     assert 0 < plain["gap"] < 1 - plain["mAP"] + 1e-9
-    assert distap(monkeypatch, *configured, *sets[1:], expanded, "--gap=8", f"--output={tmp_path / 'gap'}") == 0
+    assert distap(monkeypatch, *configured, *sets[1:], expanded, *gap) == 0
     refined = json.loads((tmp_path / "gap/results.json").read_text())["sets"]["own"]["query expansion"]
     assert refined["gap"] == pytest.approx(plain["gap"], abs=1e-6) and refined["mAP"] != plain["mAP"]
-    assert distap(monkeypatch, *configured, *sets[:1], "--gap=8") == 2
-    assert distap(monkeypatch, *configured, *sets[1:], "--gap=1000") == 2
+    assert distap(monkeypatch, *configured, *sets[1:], "evaluation.gap_batch=1000") == 2
     results = json.loads((tmp_path / "both/results.json").read_text())["sets"]
     assert {name: list(variants) for name, variants in results.items()} == {
         "oxford": ["plain", "query expansion"],

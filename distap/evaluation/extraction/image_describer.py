@@ -52,7 +52,7 @@ class ImageDescriber:
                 f"`{self.sizing}` at scales {list(scales)} is not for it; use `crop {required[0]}` and the scale 1"
             )
         if self.batch_pixels < 1:
-            raise DistapError(f"--batch-pixels {self.batch_pixels}: expected 1 or more")
+            raise DistapError(f"batch_pixels is {self.batch_pixels}; expected 1 or more")
         if self.whitening is not None:
             refuse_foreign_whitening(self.whitening, self.described_by)
 
@@ -112,7 +112,7 @@ class ImageDescriber:
             if is_out_of_memory(error):
                 raise TooLittleMemoryError(
                     f"{count} images of {width} x {height} at scales {list(self.network.scales)} take more memory "
-                    f"than {self.device} has: set --batch-pixels below {self.batch_pixels}, or --max-side lower"
+                    f"than {self.device} has: set evaluation.batch_size or evaluation.max_side lower"
                 ) from error
             if min(height, width) * min(1.0, *self.network.scales) < SAFE_SIDE:
                 message = f"{width} x {height} pixels are too few for the network"
