@@ -114,9 +114,7 @@ def class_of(kind: str, name: str) -> type:
     try:
         loaded = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if name in REGISTRY[kind]:
-            raise ValueError(f"{kind} {name} needs a package that is not installed: {error.name}") from error
-        raise ValueError(f"{name}: {error}; is its folder on PYTHONPATH, or its package installed?") from error
+        raise ValueError(f"{kind} {name}: {error}; is its folder on PYTHONPATH, or its package installed?") from error
     found = getattr(loaded, attribute, None)
     if found is None:
         close = difflib.get_close_matches(attribute, vars(loaded), n=1)
@@ -154,7 +152,7 @@ def name_of(kind: str, part: object) -> str:
     own = getattr(part, "name", None)  # a class that serves several names keeps the one it was given
     if isinstance(own, str):
         return own
-    place = f"{type(part).__module__}:{type(part).__qualname__}"
+    place = place_of(part)
     return next((name for name, known in REGISTRY[kind].items() if known == place), place)
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,17 +15,13 @@ from distap.processes.exit_statuses import record_outcome
 from distap.processes.stopping import go_deaf
 from distap.telemetry.loggers.loggers import end_if_hanging
 
-if TYPE_CHECKING:
-    pass
-
 AUTO = 0  # ranks: one for each GPU
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """Names of distap's recipes, YAML files and folders that begin with what is typed."""
+    """Names of distap's recipes, and files, that begin with what is typed."""
     names = [path.stem for path in (Path(__file__).parents[1] / "recipes").glob("*.yaml")]
-    found = [Path(file) for file in glob.glob(f"{glob.escape(incomplete)}*")]  # noqa: PTH207 - keeps what was typed
-    files = [f"{path}/" if path.is_dir() else str(path) for path in found if path.is_dir() or path.suffix == ".yaml"]
+    files = glob.glob(f"{glob.escape(incomplete)}*")  # noqa: PTH207 - keeps what was typed
     return sorted(name for name in names if name.startswith(incomplete)) + sorted(files)
 
 
@@ -40,7 +36,7 @@ def parse_ranks(text: str | int) -> int:
 
 def ranks_to_start(asked: int, device: str = "auto") -> int:
     """The number of ranks to start: as many as were asked for; with AUTO one for each GPU, or one without GPUs."""
-    if asked != AUTO or device == "cpu" or sys.platform != "linux":
+    if asked != AUTO or device == "cpu":
         return asked or 1
     import torch
 

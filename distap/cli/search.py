@@ -88,14 +88,14 @@ def serve_command(
 
 def _table(result: "SearchResult") -> "Table":
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(title=escape(result.query.name), title_justify="left")
-    for name in ("rank", "key", "class", "similarity"):
-        table.add_column(name, justify="left" if name in ("key", "class") else "right", overflow="fold")
-    for rank, hit in enumerate(result.hits, 1):
-        table.add_row(str(rank), escape(hit.key), escape(hit.class_name), f"{hit.similarity:.4f}")
-    return table
+    from distap.telemetry.terminal import text_table
+
+    rows = [
+        (str(rank), escape(hit.key), escape(hit.class_name), f"{hit.similarity:.4f}")
+        for rank, hit in enumerate(result.hits, 1)
+    ]
+    return text_table(escape(result.query.name), "", ("rank", "key", "class", "similarity"), rows)
 
 
 def _as_json(result: "SearchResult") -> dict[str, Any]:

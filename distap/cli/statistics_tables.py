@@ -22,10 +22,11 @@ def statistics_tables(figures: "Statistics") -> list[Table]:
         if figures[name]
     ]
     random = [(f"{each['size']:,}", f"{100 * each['with_positive']:.1f}%") for each in figures["random"]]
-    # Up to the first K that no class has enough images for.
-    usable = [each for each in figures["p_by_k"] if each["most_classes"]]
-    usable = usable[: 1 + sum(each["classes"] > 0 for each in usable)]
-    p_by_k = [(str(each["images"]), f"{each['classes']:,}", f"{each['most_classes']:,}") for each in usable]
+    p_by_k = [
+        (str(each["images"]), f"{each['classes']:,}", f"{each['most_classes']:,}")
+        for each in figures["p_by_k"]
+        if each["most_classes"]
+    ]
     about = "Width, height and side in pixels, of the files; aspect is width over height."
     three = ("p_by_k: K images a class", "classes with K or more", "classes a batch, at most")
     tables = [

@@ -1,6 +1,5 @@
 """Read a recipe from YAML, apply overrides, and say what is wrong with a key or value."""
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,6 @@ ALTERNATIVES = {
 }
 R = TypeVar("R", bound=NetworkRecipe)
 Place = Callable[[str], str]  # where a dotted key stands, such as recipe.yaml:3
-logger = logging.getLogger("distap")
 
 
 def load_recipe(
@@ -66,10 +64,8 @@ def changed_settings(
 
 def recipe_file(config: Path) -> Path:
     """Return the file of a recipe: `config` itself, or the one of distap's recipes that it names."""
-    is_name, is_ours = len(config.parts) == 1 and not config.suffix, (RECIPES / f"{config}.yaml").is_file()
-    if is_name and is_ours and config.is_file():
-        logger.warning("%s: reading this file, not distap's recipe of that name", config)
-        return config
+    is_name = len(config.parts) == 1 and not config.suffix and not config.is_file()
+    is_ours = (RECIPES / f"{config}.yaml").is_file()
     return named_recipe(str(config)) if is_name and (is_ours or not config.exists()) else config
 
 

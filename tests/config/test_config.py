@@ -165,7 +165,7 @@ def test_a_missing_file_is_named(tmp_path):
         load_recipe(tmp_path / "nothing.yaml")
 
 
-def test_a_name_is_one_of_our_recipes_unless_a_file_has_it(tmp_path, monkeypatch, caplog, recipe):
+def test_a_name_is_one_of_our_recipes_unless_a_file_has_it(tmp_path, monkeypatch, recipe):
     monkeypatch.chdir(tmp_path)
     assert load_recipe(Path("emoji"), ["steps=3"]) == load_recipe(RECIPES / "emoji.yaml", ["steps=3"])
     with pytest.raises(DistapError, match=r"emojj: no such file, and no recipe .* did you mean emoji"):
@@ -175,4 +175,3 @@ def test_a_name_is_one_of_our_recipes_unless_a_file_has_it(tmp_path, monkeypatch
     Path("emoji").rmdir()
     recipe.rename("emoji")
     assert load_recipe(Path("emoji")).run == Path("runs/x")
-    assert "reading this file, not distap's recipe of that name" in caplog.text
