@@ -138,7 +138,7 @@ class StopSection(Section):
 
 
 class MetricsSection(Section):
-    """Prometheus."""
+    """The endpoint of metrics for Prometheus."""
 
     port: Annotated[int, Field(ge=1, le=65000)] | None = None
     """Port of local rank 0; local rank r listens on port + r."""
