@@ -48,7 +48,9 @@ def recipe_keys(section: type = Recipe, prefix: str = "", of: str = "") -> Itera
             yield from recipe_keys(inner, below, of)
         if kind and not of:  # a sum of losses has losses within
             names = ", ".join(REGISTRY[kind.kind])
-            yield Key(f"{below}name", of, names, kind.otherwise or "", "Name of one of these, or package.module:Class.")
+            yield Key(
+                f"{below}name", of, names, kind.otherwise or "", "Name of one of these, or package.module:Class."
+            )
             for of_class, chosen in _classes(kind.kind):
                 for key in recipe_keys(chosen, below, ", ".join(of_class)):
                     if key.path != f"{below}name":

@@ -192,7 +192,6 @@ def test_training_and_eval_know_the_gallery(query_and_gallery, training_shards, 
     assert distap(monkeypatch, "eval", "--checkpoint", run, f"--gallery={query}", "--gallery-draws=3") == 2
     with pytest.raises(DistapError, match="these are the queries themselves"):
         open_set(query, gallery=query)
-    assert distap(monkeypatch, "eval", "--checkpoint", run, "evaluation.gap_batch=4") == 2
     assert distap(monkeypatch, "report", run) == 0
     assert (run / "report.html").read_text().count("data:image/webp") > 10
     for step in saved_steps(run):
