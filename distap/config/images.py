@@ -116,8 +116,8 @@ class DescribingSection(SizedSection):
     recall_at: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (1, 5, 10)
     """The k of R@k and mP@k, except where a ground truth says them."""
     gap_batch: TwoOrMore | None = None
-    """Also give, for sets whose images all retrieve each other, by how much mAP is higher within random batches of this
-    many images."""
+    """Also give by how much mAP is higher within random batches of this many images, for sets whose images all
+    retrieve each other."""
     batch_size: PositiveInt = 64
     """Number of images that evaluation describes at once. Lower it if memory runs out."""
 
