@@ -263,7 +263,7 @@ def test_a_trained_network_remembers_how_it_was_evaluated(
     own, run = str(training_shards[1]), tmp_path / "run"
     also = {"same": {"data": own}, "square": {"data": own, "crop": 32, "scales": [1.0]}}
     settings = {"resize": resize, "crop": 36, "scales": [1.0, 0.75], "every": 1, "also": also, "recall_at": [1, 3]}
-    settings["gap_batch"] = 8
+    settings |= {"gap_batch": 8, "antialias": False}
     train(World(), run, training_shards, steps=1, data__validation=own, evaluation=settings)
     last = [entry for entry in read_run_log(run) if "validation" in entry][-1]
     assert last["also"]["same"] == last["validation"] != last["also"]["square"]
@@ -285,7 +285,8 @@ def test_a_trained_network_remembers_how_it_was_evaluated(
     assert distap(monkeypatch, "extract", own, tmp_path / "descriptors", "--checkpoint", run) == 0
     assert read_descriptors(tmp_path / "descriptors").described_by.sizing == sizing
     assert distap(monkeypatch, "export", run, tmp_path / "export", "--format=safetensors") == 0
-    assert str(load(tmp_path / "export").describer.sizing) == sizing
+    exported = load(tmp_path / "export").describer
+    assert str(exported.sizing) == sizing and not exported.antialias
     card = (tmp_path / "export" / "README.md").read_text()
     names = {}
     exec(re.search(r"```python\n(import torch\n.*?)\n\nimages = ", card, re.DOTALL)[1], names)

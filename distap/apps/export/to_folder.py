@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,6 @@ from distap.apps.export.formats import OPSET, SMALLEST_OPSET, missing_for_onnx
 from distap.checkpoint.finding import opened_checkpoint
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
-from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.library import DescriptorNetwork
 from distap.model.multiscale import required_size
 from distap.model.network import RetrievalNetwork
@@ -23,7 +22,7 @@ from distap.model.trained import BACKBONE
 from distap.retrieval.whitening import Whitening, load_whitening
 from distap.storage.atomic import refuse_foreign, replacing_folder
 from distap.storage.hashing import file_identity
-from distap.training.build import trained_network
+from distap.training.build import describing_of, trained_network
 from distap.training.run_state import BESIDE
 from distap.world import World
 
@@ -93,8 +92,8 @@ def _write(
     image_size = sizing.pixels or recipe.data.image_size
     if settings.dynamic_size and (required := required_size(network)) is not None:
         raise DistapError(f"--dynamic-size: {architecture} takes images of {required[1]} x {required[0]} pixels only")
-    scales = settings.scales or recipe.evaluation.scales
-    describer = ImageDescriber(network, sizing, scales, whitening=whitening)
+    described = describing_of(recipe, network, World(), sizing, settings.scales).describer
+    describer = replace(described, whitening=whitening)
     about = {"distap": json.dumps({"version": distap.__version__, "described_by": asdict(describer.described_by)})}
     several = describer.network.eval()
     programs: dict[str, checking.Agreement] = {}
