@@ -93,7 +93,7 @@ class RankingBenchmark(harness.Benchmark):
         losses = {name: build_loss(name) for name in self.loss}
         candidates: dict[str, Callable[[], object]] = {"dense": dense_product(gathered)}
         for name, loss in losses.items():
-            candidates[name] = partial(rank_descriptors, loss, gathered, memory_bytes)
+            candidates[name] = partial(rank_descriptors, loss, gathered, "sharded", memory_bytes)
             if world.size == 1 and materialised_bytes(loss, batch) <= self.materialised_mb * 10**6:
                 candidates[f"materialised {name}"] = partial(_materialised_gradient, loss, gathered)
         for candidate in candidates.values():
@@ -144,8 +144,8 @@ def _materialised_gradient(loss: Loss, gathered: Gathered) -> Tensor:
 def _error(loss: Loss, gathered: Gathered, memory_bytes: int | None) -> float:
     """Relative error of the gradient in float32, without the part that L2 normalisation takes out."""
     wide = replace(gathered, gallery=normalize(gathered.gallery.double()))
-    single = rank_descriptors(loss, gathered, memory_bytes).gradient.double()
-    double = rank_descriptors(loss, wide, memory_bytes).gradient
+    single = rank_descriptors(loss, gathered, "sharded", memory_bytes).gradient.double()
+    double = rank_descriptors(loss, wide, "sharded", memory_bytes).gradient
     own = wide.descriptors[gathered.own]
     projected = [gradient - (gradient * own).sum(1, keepdim=True) * own for gradient in (single, double)]
     squares = torch.stack([(projected[0] - projected[1]).square().sum(), projected[1].square().sum()])

@@ -18,7 +18,7 @@ from distap.ranking.listwise import KnownGradient
 from distap.ranking.loss import AnyLoss, build_loss
 from distap.ranking.losses.base import DescriptorLoss
 from distap.ranking.memory import CrossBatchMemory
-from distap.ranking.rank import Ranking
+from distap.ranking.rank import Ranking, check_mode
 from distap.ranking.rankable import check_arguments, label_problem
 from distap.stages.fsdp import FSDPReplica
 from distap.stages.given_batch import GivenBatch, Outputs, are_alike, cut_along_rows, refuse_graphs, rows_of
@@ -61,6 +61,7 @@ class Multistage(nn.Module):
         normalise: scale descriptors to length 1. Without it, a listwise loss refuses other lengths.
         freeze_batchnorm: run BatchNorm layers in evaluation mode here, whatever mode the network is in.
         group: the ranks of a batch; None takes those of the wrapper, or all.
+        mode: `sharded`, each rank ranks its own queries; `central`, rank 0 ranks all.
         memory: number of earlier descriptors to rank against as well; part of this module's state.
         memory_bytes: bytes for ranking; None takes 1 GiB, or a quarter of a GPU's free memory.
         max_drift: greatest tolerated difference between the two descriptors of an image; None takes 1e-4, or 1e-3
@@ -70,7 +71,7 @@ class Multistage(nn.Module):
         reshard: under FSDP2, keep a block's parameters only while it computes in replay.
         options: of the loss, or `preset`.
     Raises:
-        DistapError: the loss or an option is unknown.
+        DistapError: the loss, an option or the mode is unknown.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Multistage(nn.Module):
         normalise: bool = True,
         freeze_batchnorm: bool = False,
         group: dist.ProcessGroup | None = None,
+        mode: str = "sharded",
         memory: int = 0,
         memory_bytes: int | None = None,
         max_drift: float | None = None,
@@ -97,7 +99,7 @@ class Multistage(nn.Module):
         self.sizes = micro_batch if isinstance(micro_batch, MicroBatchSizes) else MicroBatchSizes(micro_batch)
         self.normalise, self.freeze_batchnorm = normalise, freeze_batchnorm
         self.reduce, self.reshard = reduce, reshard
-        self.group, self.memory_bytes = group, memory_bytes
+        self.group, self.mode, self.memory_bytes = group, check_mode(mode), memory_bytes
         self.memory = CrossBatchMemory(memory)
         self.max_drift, self.skip_below = max_drift, skip_below
         self.ranking: Ranking | None = None  # of the last call: loss by query, numbers of queries
@@ -154,6 +156,7 @@ class Multistage(nn.Module):
             world,
             seed=int(torch.randint(2**62, ())),
             sizes=self.sizes if alike else MicroBatchSizes(1),
+            mode=self.mode,
             memory_bytes=self.memory_bytes,
             memory=self.memory if self.training else CrossBatchMemory(0),
             max_drift=forward.default_drift if self.max_drift is None else self.max_drift,

@@ -29,7 +29,7 @@ from distap.randomness import seed_for
 from distap.ranking.gather import Gathering
 from distap.ranking.loss import Gathered, Loss
 from distap.ranking.memory import CrossBatchMemory
-from distap.ranking.rank import Ranking, rank_descriptors, start_gathering
+from distap.ranking.rank import Mode, Ranking, rank_descriptors, start_gathering
 from distap.ranking.rankable import refuse_other_leaves
 from distap.stages.exactness import (
     MovingBuffers,
@@ -75,6 +75,7 @@ class ThreeStages:
     world: World
     seed: int  # with the step and the slot it determines dropout
     sizes: MicroBatchSizes  # of each stage; sizes that do not fit in memory are halved
+    mode: Mode = "sharded"  # `sharded` ranks on all ranks, `central` on rank 0
     memory_bytes: int | None = None  # for ranking, next to the descriptors; None chooses by the device
     memory: CrossBatchMemory = field(default_factory=lambda: CrossBatchMemory(0))  # descriptors of earlier steps
     memory_after: int = 0  # the first step that is ranked against the memory
@@ -95,7 +96,7 @@ class ThreeStages:
         """Stage one: describe this rank's images. Their pixels stay with the batch, some with a graph."""
         share, start = len(self.world.slots(batch.total)), 0
         first_kept = self.sizes.first_kept(share)
-        gathering = start_gathering(self.loss, self.world, batch.total, self.memory_bytes)
+        gathering = start_gathering(self.loss, self.world, batch.total, self.mode, self.memory_bytes)
         parts, kept = list[Tensor](), dict[int, Tensor]()
         buffers = MovingBuffers(self.replica.network)
         with self.stage("describe", batch.step), self.replica.describing():
@@ -164,7 +165,7 @@ class ThreeStages:
         with self.stage("rank", step):
             remembers = self.memory.size > 0 and step >= self.memory_after
             ranked = self.memory.extend(gathered) if remembers else gathered
-            ranking = rank_descriptors(self.loss, ranked, self.memory_bytes, gathering.counter)
+            ranking = rank_descriptors(self.loss, ranked, self.mode, self.memory_bytes, gathering.counter)
             if remembers and ranking.is_finite:
                 self.memory.remember(gathered)
             return ranking

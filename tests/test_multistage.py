@@ -137,17 +137,18 @@ def test_ranks_get_the_gradient_of_all_their_images(on_some_ranks, number):
 
 
 def trained_with_proxies(world):
-    """Loss, and gradients of the network and of the proxies, by wrapper."""
+    """Loss, and gradients of the network and of the proxies, by wrapper and mode."""
     images, labels = (tensor[share_of(world.rank, world.size)] for tensor in small_images(IMAGES))
     found = {}
     for wrapper in WRAPPERS if world.size > 1 else ("not wrapped",):
-        network, multistage, outer = wrapped(wrapper, "proxy_nca", 4, classes=5, dimensions=5)
-        value = outer(images, labels)
-        (3 * value).backward()
-        gradients = [*gradients_of(network), *(one.grad for one in multistage.learned.parameters())]
-        if wrapper == "not wrapped":
-            gradients = [world.sum(gradient) / world.size for gradient in gradients]
-        found[wrapper] = value.item(), [gradient / 3 for gradient in gradients]
+        for mode in ("sharded", "central"):
+            network, multistage, outer = wrapped(wrapper, "proxy_nca", 4, classes=5, dimensions=5, mode=mode)
+            value = outer(images, labels)
+            (3 * value).backward()
+            gradients = [*gradients_of(network), *(one.grad for one in multistage.learned.parameters())]
+            if wrapper == "not wrapped":
+                gradients = [world.sum(gradient) / world.size for gradient in gradients]
+            found[wrapper, mode] = value.item(), [gradient / 3 for gradient in gradients]
     return found
 
 

@@ -99,7 +99,7 @@ class Trial:
         descriptors, present = normalize(noise + centres[labels]), torch.ones(count, dtype=torch.bool)
         alone = World(device=device)
         gathered = gather(descriptors.to(device), labels.to(device), present.to(device), alone, count)
-        rank = partial(rank_descriptors, loss, gathered, self.recipe.rank.memory_bytes)
+        rank = partial(rank_descriptors, loss, gathered, "sharded", self.recipe.rank.memory_bytes)
         return self._timed(rank, rounds) / pairs_of(count, count, loss)
 
     def _timed(self, action: Callable[[], object], rounds: int) -> float:

@@ -170,7 +170,8 @@ class StepCost:
 
     @property
     def _ranked(self) -> tuple[int, int]:  # queries and gallery
-        return self.share, self.batch + self.recipe.memory.size
+        rows = self.batch if self.recipe.rank.mode == "central" else self.share
+        return rows, self.batch + self.recipe.memory.size
 
     @property
     def _ranking_bytes(self) -> float:
@@ -217,7 +218,9 @@ class StepCost:
         """Data that ranks send each other, by stage; one rank sends nothing of it."""
         network, sharding, share, bins = self.network, self.sharding, self.share, bins_of(self.recipe.loss)
         own, trained = share * network.dimensions * FLOAT32, network.trained * FLOAT32
-        if bins is None:
+        if self.recipe.rank.mode == "central":
+            rank = Transfer("gradients of descriptors", "scatter", own)
+        elif bins is None:
             rank = Transfer("gradients of descriptors", "reduce_scatter", own * self.ranks)
         else:
             rank = Transfer("slope tables", "all_gather", share * 2 * (bins - 1) * FLOAT32)

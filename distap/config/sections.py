@@ -40,6 +40,8 @@ class DescribeSection(Section):
 class RankSection(Section):
     """Stage two: the loss of the global batch and the gradient of each descriptor."""
 
+    mode: Literal["sharded", "central"] = "sharded"
+    """Rank on all ranks (sharded), or on rank 0 (central)."""
     memory_bytes: Annotated[int, Field(ge=2**20)] | None = None
     """Bytes that ranking may use next to the descriptors, 1 MiB or more; null chooses by the device."""
 

@@ -38,6 +38,7 @@ class ListwiseLoss(nn.Module):
         self,
         loss: AnyLoss = "ap_q",
         group: dist.ProcessGroup | None = None,
+        mode: str = "sharded",
         memory: int = 0,
         memory_bytes: int | None = None,
         **options: Any,
@@ -45,7 +46,7 @@ class ListwiseLoss(nn.Module):
         super().__init__()
         self.loss = build_loss(loss, **options)
         self.learned = self.loss.learned
-        self.group, self.memory_bytes = group, memory_bytes
+        self.group, self.mode, self.memory_bytes = group, mode, memory_bytes
         self.memory = CrossBatchMemory(memory)
 
     def forward(
@@ -65,6 +66,7 @@ class ListwiseLoss(nn.Module):
                 labels,
                 self.loss,
                 group=self.group,
+                mode=self.mode,
                 memory=self.memory if self.memory.size and self.training else None,
                 images=images,
                 memory_bytes=self.memory_bytes,

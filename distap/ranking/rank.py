@@ -1,6 +1,7 @@
-"""Rank descriptors: the loss of a batch and the gradient of every descriptor, each rank its own queries."""
+"""Rank descriptors: the loss of a batch and the gradient of every descriptor, sharded over ranks or on rank 0."""
 
 from dataclasses import dataclass, replace
+from typing import Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,14 @@ from distap.ranking.loss import (
     Loss,
     build_loss,
     full_precision,
+    rank_on_rank_zero,
 )
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rankable import check_arguments
+from distap.registry import suggestion
 from distap.world import World
+
+Mode = Literal["sharded", "central"]
 
 
 class NothingToRankError(DistapError):
@@ -47,6 +52,7 @@ def rank(
     labels: Tensor | ArrayLike,
     loss: AnyLoss = "ap_q",
     group: dist.ProcessGroup | None = None,
+    mode: str = "sharded",
     memory: CrossBatchMemory | None = None,
     images: Tensor | ArrayLike | None = None,
     memory_bytes: int | None = None,
@@ -65,6 +71,7 @@ def rank(
             `metric_learning`, "package.module:Class", a Loss, or a function (descriptors, labels) -> scalar. Losses
             with parameters of their own are for `ListwiseLoss` and `Multistage`.
         group: the ranks of one batch, `torch.distributed.group.WORLD` for all; None is this process alone.
+        mode: `sharded`, each rank ranks its own queries; `central`, rank 0 of the group ranks all.
         memory: descriptors of earlier calls to rank against as well; this batch is added to it.
         images: (b,) numbers by which the memory knows images again; without them an image that comes again is ranked
             against its own remembered descriptor.
@@ -81,7 +88,7 @@ def rank(
     world = World(device=descriptors.device)
     if group is not None:
         world = World(dist.get_rank(group), dist.get_world_size(group), device=descriptors.device, group=group)
-    built = build_loss(loss, **options)
+    built, where = build_loss(loss, **options), check_mode(mode)
     check_arguments(descriptors, labels, world)
     b, share = len(labels), int(world.maximum(len(labels)))
     # Shares of one size are slots rank, rank + W, ...; the rows that fill a smaller share up take no part.
@@ -94,26 +101,41 @@ def rank(
         None if images is None else pad(images.long(), (0, share - b)),
     )
     ranked = gathered if memory is None else memory.extend(gathered)
-    ranking = rank_descriptors(built, ranked, memory_bytes)
+    ranking = rank_descriptors(built, ranked, where, memory_bytes)
     if memory is not None:
         memory.remember(gathered)
     per_query = None if ranking.per_query is None else ranking.per_query[:b]
     return replace(ranking, per_query=per_query, gradient=ranking.gradient[:b])
 
 
-def start_gathering(loss: Loss, world: World, slots: int, memory_bytes: int | None = None) -> Gathering:
+def check_mode(mode: str) -> Mode:
+    """Return the mode, or raise a DistapError if there is no such mode."""
+    if mode not in get_args(Mode):
+        raise DistapError(f"mode is {mode!r}; {suggestion(mode, get_args(Mode))}")
+    return cast(Mode, mode)
+
+
+def start_gathering(
+    loss: Loss, world: World, slots: int, mode: Mode = "sharded", memory_bytes: int | None = None
+) -> Gathering:
     """Begin to gather a batch, and to count its pairs for `rank_descriptors` while it arrives if the loss can."""
-    counter = loss.counter(len(world.slots(slots)) * slots, Budget(world.device, memory_bytes))
+    counter = None
+    if mode == "sharded" or world.size == 1:
+        counter = loss.counter(len(world.slots(slots)) * slots, Budget(world.device, memory_bytes))
     return Gathering(world, slots, counter)
 
 
 @torch.no_grad()
 def rank_descriptors(
-    loss: Loss, gathered: Gathered, memory_bytes: int | None = None, counter: Counter | None = None
+    loss: Loss,
+    gathered: Gathered,
+    mode: Mode = "sharded",
+    memory_bytes: int | None = None,
+    counter: Counter | None = None,
 ) -> Ranking:
     """Loss and descriptor gradients of a global batch (Revaud et al. 2019, section 3.2, second stage).
 
-    `memory_bytes` are those of `rank`; `counter` is that of the batch's gathering. The Ranking has a row for each
+    Mode and memory are those of `rank`; `counter` is that of the batch's gathering. The Ranking has a row for each
     slot of this rank; a slot that takes no part has gradient zero and loss NaN. If no query has a positive, or all
     images are of one class, every rank raises a DistapError.
     """
@@ -132,13 +154,15 @@ def rank_descriptors(
             f"all {batch} images of this batch (rows 0 to {batch - 1}) are of one class, {int(gathered.labels[0])}: "
             "every ranking of them is right, so there is nothing to learn; a batch needs two classes at least"
         )
-    # A counter has seen the pairs already; otherwise each rank ranks its own queries now.
+    # A counter has seen the pairs already; otherwise each rank ranks its own queries now, or rank 0 those of all.
     world, budget = gathered.world, Budget(gathered.gallery.device, memory_bytes)
     with full_precision(budget.device):
         if counter is not None:
             value, per_query, gradient, by_parameters = counter.value_and_gradient(gathered)
-        else:
+        elif mode == "sharded" or world.size == 1:
             value, per_query, gradient, by_parameters = loss.value_and_gradient(gathered, budget)
+        else:
+            value, per_query, gradient, by_parameters = rank_on_rank_zero(loss, gathered, budget)
     return Ranking(
         value,
         None if per_query is None else gathered.spread(per_query, torch.nan),

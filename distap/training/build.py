@@ -249,6 +249,7 @@ def step_of(
         world,
         recipe.seed,
         MicroBatchSizes(replay, recipe.describe.size, 0 if keep == "auto" else keep),
+        mode=recipe.rank.mode,
         memory_bytes=recipe.rank.memory_bytes,
         memory=CrossBatchMemory(0) if memory is None else memory,
         memory_after=recipe.memory.after,

@@ -44,8 +44,9 @@ def not_finite():
 
 
 CASES = {"batch": batch, "left_out": left_out, "not_finite": not_finite, "remembered": batch}
-# All but sup_ap count pairs while chunks arrive.
-COMPARED = [*((case, loss) for case in CASES for loss in LOSSES if loss != "sup_ap"), ("left_out", "sup_ap")]
+# All but sup_ap count pairs while chunks arrive, and none does in mode central.
+COMPARED = [(case, loss, "sharded") for case in CASES for loss in LOSSES if loss != "sup_ap"]
+COMPARED += [("remembered", "ap_q", "central"), ("left_out", "sup_ap", "sharded")]
 
 
 def extended(gathered):
@@ -63,23 +64,23 @@ def small_chunks():
     return mock.patch.multiple("distap.ranking.gather", LEAST_SENT=3, LEAST_COUNTED=3)
 
 
-def rank_at_once(world, case, loss):
+def rank_at_once(world, case, loss, mode):
     descriptors, labels, taking_part, images = share(world, case)
     taking_part = taking_part & descriptors.isfinite().all(1)
     gathered = gather(descriptors, labels, taking_part, world, SLOTS, images)
-    return rank_descriptors(LOSSES[loss], extended(gathered) if case == "remembered" else gathered)
+    return rank_descriptors(LOSSES[loss], extended(gathered) if case == "remembered" else gathered, mode)
 
 
-def rank_in_chunks(world, case, loss, memory_bytes=None, size=None):
+def rank_in_chunks(world, case, loss, mode, memory_bytes=None, size=None):
     """The batch and its ranking; each rank adds another number of rows at a time."""
     values, size = share(world, case), size or 1 + 2 * world.rank
     with small_chunks():
-        gathering = start_gathering(LOSSES[loss], world, SLOTS, memory_bytes)
+        gathering = start_gathering(LOSSES[loss], world, SLOTS, mode, memory_bytes)
         for start in range(0, len(values[0]), size):
             gathering.add(*(value[start : start + size] for value in values))
         gathered = gathering.finish()
     ranked = extended(gathered) if case == "remembered" else gathered
-    return gathered, rank_descriptors(LOSSES[loss], ranked, memory_bytes, gathering.counter)
+    return gathered, rank_descriptors(LOSSES[loss], ranked, mode, memory_bytes, gathering.counter)
 
 
 def compare_all_cases(world):
@@ -121,24 +122,24 @@ def test_chunks_give_the_batch_in_the_order_of_its_slots(compared, case):
     for rank, answer in enumerate(compared):
         own = (images % len(compared) == rank).nonzero().flatten()
         expected = descriptors[taking_part], labels[taking_part], images, own, taking_part
-        assert all(map(torch.equal, answer[case, "ap_q"][0], expected))
+        assert all(map(torch.equal, answer[case, "ap_q", "sharded"][0], expected))
 
 
-@pytest.mark.parametrize(("case", "loss"), COMPARED)
-def test_chunks_give_the_same_loss_and_gradient(compared, case, loss):
+@pytest.mark.parametrize(("case", "loss", "mode"), COMPARED)
+def test_chunks_give_the_same_loss_and_gradient(compared, case, loss, mode):
     for answer in compared:
-        for one, other in zip(*answer[case, loss][1:], strict=True):
+        for one, other in zip(*answer[case, loss, mode][1:], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-15, equal_nan=True)
 
 
 @pytest.mark.parametrize("memory_bytes", [0, 600])
 def test_bins_that_are_not_or_only_partly_kept_give_the_same_gradient(memory_bytes):
-    kept, other = (rank_in_chunks(World(), "batch", "ap_q", size)[1] for size in (None, memory_bytes))
+    kept, other = (rank_in_chunks(World(), "batch", "ap_q", "sharded", size)[1] for size in (None, memory_bytes))
     torch.testing.assert_close(other.gradient, kept.gradient, rtol=1e-11, atol=1e-15)
 
 
 def test_the_gradient_has_the_same_bits_whenever_chunks_arrive():
-    first, *others = (rank_in_chunks(World(), "batch", "ap_q", size=size)[1] for size in (1, 7, SLOTS))
+    first, *others = (rank_in_chunks(World(), "batch", "ap_q", "sharded", size=size)[1] for size in (1, 7, SLOTS))
     assert all(torch.equal(first.gradient, other.gradient) for other in others)
 
 

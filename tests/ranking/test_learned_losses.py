@@ -75,12 +75,16 @@ def test_a_module_with_parameters_is_trained_as_it_would_be_alone():
 
 def share_of_module(world):
     (raw, labels), mine = problem(3, 21, 5), slice(7 * world.rank, 7 * world.rank + 7)
-    return [backward(module_of(name, group=dist.group.WORLD), raw[mine], labels[mine]) for name in DEFINED]
+    return [
+        backward(module_of(name, group=dist.group.WORLD, mode=mode), raw[mine], labels[mine])
+        for name in DEFINED
+        for mode in ("sharded", "central")
+    ]
 
 
 def test_over_ranks_the_gradients_of_descriptors_and_of_proxies_are_summed():
     raw, labels = problem(3, 21, 5)
-    wholes = [backward(module_of(name), raw, labels) for name in DEFINED]
+    wholes = [backward(module_of(name), raw, labels) for name in DEFINED for _ in range(2)]
     for whole, answers in zip(wholes, zip(*on_ranks(3, share_of_module), strict=True), strict=True):
         values, gradients, by_proxies = zip(*answers, strict=True)
         assert values == pytest.approx([whole[0]] * 3, rel=1e-12)

@@ -80,6 +80,11 @@ def test_wrong_types_and_shapes():
     assert "descriptors are (12, 8) of torch.int64" in refusal(descriptors.long(), labels)
 
 
+def test_a_mode_that_there_is_not():
+    with pytest.raises(DistapError, match="mode is 'shraded'; did you mean sharded"):
+        rank(*batch(), mode="shraded")
+
+
 def test_options_for_what_is_a_loss_already():
     for options in ({"tau": 0.1}, {"weights": "class"}):
         with pytest.raises(DistapError, match="is a loss already"):

@@ -33,6 +33,7 @@ LOSSES = {name: loss.sized(18, 6, 0) for name, loss in ({name: build_loss(name) 
 for loss in LOSSES.values():
     if loss.learned is not None:
         loss.learned.double()
+MODES = ("sharded", "central")
 
 
 def batch():
@@ -53,21 +54,22 @@ def left_out():
 
 CASES = {"batch": (batch, False), "left_out": (left_out, False), "remembered": (batch, True)}
 RANKED = [
-    (case, loss)
+    (case, loss, mode)
     for case in CASES
     for loss in LOSSES
+    for mode in MODES
     if not (case == "remembered" and isinstance(LOSSES[loss], DescriptorLoss))
 ]
 
 
-def rank_share(world, case, loss):
+def rank_share(world, case, loss, mode):
     make, with_memory = CASES[case]
     descriptors, labels, taking_part = make()
     mine = slice(world.rank, None, world.size)
     gathered = gather(descriptors[mine], labels[mine], taking_part[mine], world, SLOTS)
     if with_memory:
         gathered = remembering(1, 9, dimensions=6).extend(gathered)
-    ranking = rank_descriptors(LOSSES[loss], gathered)
+    ranking = rank_descriptors(LOSSES[loss], gathered, mode)
     per_query = ranking.per_query
     if per_query is not None:
         per_query = world.gather_rows(per_query, SLOTS)
@@ -85,15 +87,15 @@ def ranked(request):
     return on_ranks(request.param, rank_all_cases)
 
 
-@pytest.mark.parametrize(("case", "loss"), RANKED)
-def test_many_ranks_give_what_one_process_gives(ranked, case, loss):
-    value, per_query, gradient, by_parameters, _ = rank_share(World(), case, loss)
+@pytest.mark.parametrize(("case", "loss", "mode"), RANKED)
+def test_many_ranks_give_what_one_process_gives(ranked, case, loss, mode):
+    value, per_query, gradient, by_parameters, _ = rank_share(World(), case, loss, "sharded")
     for answer in ranked:
-        got, got_per_query, got_gradient, got_by_parameters, is_finite = answer[case, loss]
+        got, got_per_query, got_gradient, got_by_parameters, is_finite = answer[case, loss, mode]
         assert is_finite
-        assert all(map(torch.equal, got_by_parameters, ranked[0][case, loss][3]))
+        assert all(map(torch.equal, got_by_parameters, ranked[0][case, loss, mode][3]))
         torch.testing.assert_close(got_by_parameters, by_parameters, rtol=1e-11, atol=1e-15)
-        assert torch.equal(got, ranked[0][case, loss][0])
+        assert torch.equal(got, ranked[0][case, loss, mode][0])
         torch.testing.assert_close(got, value, rtol=1e-12, atol=0)
         torch.testing.assert_close(got_gradient, gradient, rtol=1e-11, atol=1e-15)
         if per_query is None:
@@ -104,7 +106,7 @@ def test_many_ranks_give_what_one_process_gives(ranked, case, loss):
 
 def test_rows_that_take_no_part_have_no_gradient(ranked):
     _, _, taking_part = left_out()
-    gradient = ranked[0]["left_out", "ap_q"][2]
+    gradient = ranked[0]["left_out", "ap_q", "sharded"][2]
     assert gradient[~taking_part].abs().max() == 0
     assert gradient[taking_part].abs().max() > 0
 
@@ -135,7 +137,7 @@ def nothing_to_rank(world):
     mine = slice(world.rank, None, world.size)
     gathered = gather(descriptors[mine], torch.arange(SLOTS)[mine], taking_part[mine], world, SLOTS)
     with pytest.raises(DistapError) as error:
-        rank_descriptors(QuantizedAP(), gathered)
+        rank_descriptors(QuantizedAP(), gathered, "central")
     return "nothing can be ranked" if "nothing can be ranked" in str(error.value) else str(error.value)
 
 
@@ -146,12 +148,14 @@ def from_a_group():
 
 def test_a_group_with_shares_of_any_size_gives_what_one_process_gives(from_a_group):
     descriptors, labels, _ = batch()
-    whole, parts = rank(descriptors, labels, "smooth_ap"), [answer["whole"] for answer in from_a_group]
-    assert all(part.loss.item() == pytest.approx(whole.loss.item(), rel=1e-12) for part in parts)
-    torch.testing.assert_close(torch.cat([part.gradient for part in parts]), whole.gradient, rtol=1e-11, atol=1e-15)
-    per_query = torch.cat([part.per_query for part in parts])
-    torch.testing.assert_close(per_query, whole.per_query, rtol=1e-12, atol=1e-15, equal_nan=True)
-    assert {part.queries for part in parts} == {whole.queries}
+    for mode in MODES:
+        whole = rank(descriptors, labels, "smooth_ap")
+        assert all(answer[mode].loss.item() == pytest.approx(whole.loss.item(), rel=1e-12) for answer in from_a_group)
+        gradient = torch.cat([answer[mode].gradient for answer in from_a_group])
+        torch.testing.assert_close(gradient, whole.gradient, rtol=1e-11, atol=1e-15)
+        per_query = torch.cat([answer[mode].per_query for answer in from_a_group])
+        torch.testing.assert_close(per_query, whole.per_query, rtol=1e-12, atol=1e-15, equal_nan=True)
+        assert {answer[mode].queries for answer in from_a_group} == {whole.queries}
 
 
 def test_a_group_of_some_ranks_ranks_among_itself(from_a_group):
@@ -172,7 +176,9 @@ def test_every_rank_of_a_group_is_told_what_is_wrong_and_where(from_a_group):
 def rank_uneven_shares(world):
     descriptors, labels, _ = batch()
     mine = [slice(0, 3), slice(3, 7), slice(7, SLOTS)][world.rank]
-    answers = {"whole": rank(descriptors[mine], labels[mine], "smooth_ap", group=dist.group.WORLD)}
+    answers = {
+        mode: rank(descriptors[mine], labels[mine], "smooth_ap", group=dist.group.WORLD, mode=mode) for mode in MODES
+    }
     some = dist.new_group([1, 2])
     answers["some"] = rank(descriptors[mine], labels[mine], group=some).loss.item() if world.rank else None
     broken = descriptors.clone()
@@ -200,7 +206,7 @@ def traffic_of_sharded_ranking(world):
     descriptors, present = normalize(raw)[mine], torch.ones(len(labels[mine]), dtype=torch.bool)
 
     def ranked(loss):
-        rank_descriptors(loss, gather(descriptors, labels[mine], present, world, ROWS))
+        rank_descriptors(loss, gather(descriptors, labels[mine], present, world, ROWS), "sharded")
 
     losses = {"ap_q": QuantizedAP(bins=20), "sup_ap": build_loss("sup_ap")}
     return {

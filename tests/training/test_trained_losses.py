@@ -53,7 +53,8 @@ def train_by(world, run, shards, changes):
 def test_proxies_do_not_depend_on_the_number_of_ranks_nor_on_the_engine(tmp_path, training_shards):
     settings = {
         "1": (1, {}),
-        "2": (2, {}),
+        "2": (2, {"rank": {"mode": "central"}}),
+        "4": (4, {}),
         "fsdp": (2, {"engine": "fsdp"}),
         "zero": (2, {"engine": {"name": "deepspeed", "stage": 3}}),
     }

@@ -14,10 +14,9 @@ from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor, nn
 
 from distap.errors import DistapError
-from distap.ranking.loss import Budget, Gathered, Loss, LossValue, QueryWeights
+from distap.ranking.loss import Budget, Gathered, Loss, LossValue, QueryWeights, rank_on_rank_zero
 from distap.ranking.rankable import refuse_other_leaves
 from distap.registry import Chosen
-from distap.world import World
 
 
 @dataclass(frozen=True)
@@ -196,7 +195,7 @@ class DescriptorLoss(Loss):
             kind = f"{type(self).__name__} is a loss of the batch's descriptors"
             raise DistapError(f"{kind}, so it cannot rank against a memory of earlier ones")
         if gathered.world.size > 1:
-            return self._of_rank_0(gathered, budget)
+            return rank_on_rank_zero(self, gathered, budget)
         devices = [gathered.gallery.device] if gathered.gallery.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
             torch.manual_seed(int(gathered.labels.sum()))
@@ -204,28 +203,6 @@ class DescriptorLoss(Loss):
             value = self.loss(descriptors, gathered.labels.clone())
             gradient, *others = gradients(value, descriptors, *self.parameters)
         return LossValue(value.detach().double(), None, gradient, tuple(others))
-
-    def _of_rank_0(self, gathered: Gathered, budget: Budget) -> LossValue:
-        # Rank 0 ranks the whole batch like a single process, whose own rows are all rows, then gives each rank its
-        # part.
-        world, like = gathered.world, gathered.gallery
-        value, gradient, failure = torch.zeros((), dtype=torch.float64, device=like.device), None, None
-        by_parameters = tuple(map(torch.zeros_like, self.parameters))
-        if world.rank == 0:
-            own = torch.arange(len(gathered.images), device=like.device)
-            whole = replace(gathered, own=own, world=World(device=world.device))
-            try:
-                value, _, rows, by_parameters = self.value_and_gradient(whole, budget)
-                gradient = whole.spread(rows)
-            except Exception as error:
-                failure = error
-        # Every rank raises: the others would wait for rank 0 in the next collective.
-        if world.maximum(float(failure is not None)):
-            raise failure or DistapError("rank 0 could not rank the batch; its own message says why")
-        received = world.scatter_rows(gradient, like, len(gathered.taking_part))[gathered.local]
-        pairs = zip(by_parameters, self.parameters, strict=True)
-        by_parameters = tuple(world.broadcast(one.to(like)).to(parameter) for one, parameter in pairs)
-        return LossValue(world.broadcast(value), None, received, by_parameters)
 
 
 @dataclass(frozen=True)
