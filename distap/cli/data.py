@@ -79,7 +79,7 @@ def convert_command(
 
 @data.command("pack")
 def pack_command(
-    source: Annotated[Path, typer.Argument(help="A folder with a sub-folder per class, or a CSV file.")],
+    source: Annotated[Path, typer.Argument(help="A folder with a sub-folder per class, or a CSV or Parquet file.")],
     output: Annotated[Path, typer.Argument(help="Folder to write; must not hold anything yet.")],
     images_per_shard: IMAGES_PER_SHARD = 1000,
     shuffle: SHUFFLE = None,
@@ -96,11 +96,11 @@ def pack_command(
 ) -> None:
     """Pack images into WebDataset tar shards with an index beside them.
 
-    A CSV (with commas, semicolons or tabs) has columns by these names: path or filename, relative to it; label or
-    class; and optionally group (the super-category of the class) and split, each of which is packed as OUTPUT/SPLIT.
-    Images are packed byte for byte. Every file that is left out, such as an image that is cut short or missing, is
-    counted by the reason. After an interruption or a full disk the same command continues from the shards that are
-    whole.
+    A CSV (with commas, semicolons or tabs) or a Parquet file has columns by these names: path or filename, relative
+    to the file; label or class; and optionally group (the super-category of the class) and split, each of which is
+    packed as OUTPUT/SPLIT, or by is_query and is_gallery as OUTPUT/SPLIT-query and OUTPUT/SPLIT-gallery. Images are
+    packed byte for byte. Every file that is left out, such as an image that is cut short or missing, is counted by
+    the reason. After an interruption or a full disk the same command continues from the shards that are whole.
     """
     from distap.data.shards.image_files import list_images
     from distap.data.shards.packing import pack_parts

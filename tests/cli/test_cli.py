@@ -110,7 +110,7 @@ def test_packing_says_what_it_did(tmp_path, monkeypatch, capsys):
         (["eval"], "give either a recipe or --checkpoint"),
         (["eval", "--checkpoint", "{tmp}"], "no checkpoint there"),
         (["eval", "{config}", "--data", "{tmp}"], "no image in it, nor shards"),
-        (["data", "pack", "{tmp}/nothing", "{tmp}/out"], "nothing: no such folder or CSV file"),
+        (["data", "pack", "{tmp}/nothing", "{tmp}/out"], "nothing: no such folder, CSV or Parquet file"),
         (["data", "index", "{tmp}"], "the data set is empty"),
         (["report", "{tmp}", "--output", "{tmp}"], "no such run log"),
     ],

@@ -9,11 +9,13 @@ import textwrap
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 import webdataset
 from commands import distap
 from images import write_images
 from PIL import Image
+from pyarrow import parquet
 
 from distap.data.loading.indexed import Reader
 from distap.data.shards.image_files import ImageFile, list_images
@@ -166,7 +168,13 @@ def test_a_wrong_line_of_a_csv_is_named(tmp_path, image_folder, line, message):
         ),
         ("image,category\napple/0.png,1\n", "the columns found are image, category; expected path or filename"),
         ("apple/0.png\n", "the columns found are apple/0.png; expected"),
+        ("path,label,is_query\napple/0.png,1,1\n", "expected both, or none"),
+        ("path,label,is_query,is_gallery\napple/0.png,1,maybe,1\n", "line 2: is_query is 'maybe'; expected true or"),
         ("path,label,split\napple/0.png,1,../x\n", r"line 2: split '../x' cannot name a folder"),
+        (
+            "path,label,is_query,is_gallery\napple/0.png,1,1,1\napple/1.png,1,0,1\n",
+            "split 'validation' some images are both is_query and is_gallery.* would retrieve itself",
+        ),
         (
             "path,label,split\napple/0.png,1,a\napple/1.png,1,b\n",
             r"several parts \(a, b\); pack each by itself",
@@ -180,16 +188,54 @@ def test_columns_that_cannot_be_used_are_told(tmp_path, image_folder, text, mess
         pack(table, tmp_path / "out")
 
 
-def test_a_list_is_packed_by_its_parts_and_missing_files_are_counted(tmp_path, image_folder, monkeypatch, capfd):
-    rows = [("apple/0.png", "apple", "train"), ("bear/0.png", "bear", "test"), ("car/9.png", "car", "test")]
-    table = image_folder / "list.csv"
-    table.write_text("\n".join(";".join(row) for row in [("path", "label", "split"), *rows]) + "\n")
+ROWS = [
+    ("apple/0.png", "apple", "train", "", ""),
+    ("apple/1.png", "apple", "train", "", ""),
+    ("bear/0.png", "bear", "test", "True", "False"),
+    ("bear/1.png", "bear", "test", "False", "True"),
+    ("bear/2.png", "bear", "test", "False", "True"),
+    ("car/9.png", "car", "test", "False", "True"),
+]
+NAMES = ["path", "label", "split", "is_query", "is_gallery"]
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_a_list_is_packed_by_its_parts_and_missing_files_are_counted(
+    tmp_path, image_folder, monkeypatch, capfd, form
+):
+    table = image_folder / f"list.{form}"
+    if form == "csv":
+        table.write_text("\n".join(";".join(row) for row in (NAMES, *ROWS)) + "\n")
+    else:
+        columns = dict(zip(NAMES, zip(*ROWS, strict=True), strict=True))
+        flags = {name: [{"True": True, "False": False}.get(flag) for flag in columns[name]] for name in NAMES[3:]}
+        parquet.write_table(pyarrow.table({**columns, **flags, "image": [b"bytes"] * len(ROWS)}), table)
     assert distap(monkeypatch, "data", "pack", table, tmp_path / "out") == 0
     assert "1 listed files that are not there" in capfd.readouterr().err
-    found = {folder.name: load_index(folder).path.tolist() for folder in (tmp_path / "out").iterdir()}
-    assert found == {"train": ["apple/0.png"], "test": ["bear/0.png"]}
+    found = {folder.name: load_index(folder).path.tolist() for folder in sorted((tmp_path / "out").iterdir())}
+    assert found == {
+        "test-gallery": ["bear/1.png", "bear/2.png"],
+        "test-query": ["bear/0.png"],
+        "train": ["apple/0.png", "apple/1.png"],
+    }
     assert distap(monkeypatch, "data", "pack", table, tmp_path / "other", "--split", 0.5) == 2
     assert "leave --split out" in capfd.readouterr().err
+
+
+def test_flags_alone_make_a_validation_set_or_its_query_and_gallery(image_folder):
+    table = image_folder / "list.csv"
+    for flags, expected in (("1,1", ["train", "validation"]), ("1,0", ["train", "validation-query"])):
+        table.write_text(f"path,label,is_query,is_gallery\napple/0.png,1,,\napple/1.png,1,{flags}\n")
+        assert list(list_images(table).by_part()) == expected
+
+
+def test_parquet_without_pyarrow_says_what_to_install(image_folder, monkeypatch):
+    (image_folder / "list.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(DistapError, match=r"list\.parquet: not a Parquet file that can be read"):
+        list_images(image_folder / "list.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DistapError, match=r"pip install 'distap\[parquet\]'"):
+        list_images(image_folder / "list.parquet")
 
 
 def test_shuffling_mixes_classes_and_loses_nothing(tmp_path):

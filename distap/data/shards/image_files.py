@@ -1,4 +1,4 @@
-"""List images that are not in shards yet: a folder with a sub-folder per class, or a CSV file.
+"""List images that are not in shards yet: a folder with a sub-folder per class, or a CSV or Parquet file.
 
 Every file that is found is either an image of the list or told as left out, with the reason.
 """
@@ -19,6 +19,7 @@ from distap.errors import DistapError
 from distap.randomness import permutation
 
 Nested = Literal["top", "leaf", "merge", "path"]
+TRUE, FALSE = ("true", "1", "1.0", "yes"), ("false", "0", "0.0", "no", "nan", "")
 
 
 class ImageFile(NamedTuple):
@@ -111,12 +112,12 @@ class Listing(NamedTuple):
 
 
 def list_images(source: Path, nested: Nested | None = None) -> Listing:
-    """List the images of a folder with a sub-folder per class, or of a CSV file.
+    """List the images of a folder with a sub-folder per class, or of a CSV or Parquet file.
 
     Its columns are found by their names: path or filename, label or class, and optionally group (the super-category
-    of the class) and split, which cuts the images into parts; others are ignored. Commas, semicolons or tabs separate
-    them. Paths are relative to the file. A CSV without a heading has the columns path,label or path,label,group with
-    integers as labels. Files that are not there are left out.
+    of the class), split, and is_query and is_gallery, which cut the images into parts; others are ignored. A CSV has
+    commas, semicolons or tabs between them. Paths are relative to the file. A CSV without a heading has the columns
+    path,label or path,label,group with integers as labels. Files that are not there are left out.
 
     Args:
         nested: what names the class of an image deeper in a folder: `top`, its folder in `source`; `leaf`, the
@@ -128,7 +129,7 @@ def list_images(source: Path, nested: Nested | None = None) -> Listing:
     elif source.is_file():
         listing, expected = _in_list(source), "lines of path,label"
     else:
-        raise DistapError(f"{source}: no such folder or CSV file")
+        raise DistapError(f"{source}: no such folder, CSV or Parquet file")
     if not listing.images:
         told = "".join(f"\nleft out: {line}" for line in counted(listing.left_out))
         raise DistapError(f"{source}: the data set is empty; expected {expected}{told}")
@@ -183,8 +184,10 @@ def _require_different_names(source: Path, places: Iterable[tuple[str, ...]]) ->
 
 
 def _in_list(source: Path) -> Listing:
-    """The images of a CSV file, by its columns; those that are not there are left out."""
+    """The images of a CSV or Parquet file, by its columns; those that are not there are left out."""
     columns, rows = columns_and_rows(source)
+    if ("is_query" in columns) != ("is_gallery" in columns):
+        raise DistapError(f"{source}: it has one of the columns is_query and is_gallery; expected both, or none")
     found, lines = list[tuple[ImageFile, str]](), dict[Path, str]()
     for where, cells in rows:
         if len(cells) != len(columns):
@@ -207,15 +210,35 @@ def _in_list(source: Path) -> Listing:
         problem = f"none of the {len(found):,} listed images is there; first: {missing[0].name}"
         raise DistapError(f"{source}: {problem}; paths are relative to {source.parent}")
     images, parts = zip(*compress(found, there), strict=True) if found else ((), ())
+    mixed = {part for part in parts if {f"{part}-query", f"{part}-gallery"} & set(parts)}
+    if mixed and "is_query" in columns:
+        raise DistapError(
+            f"{source}: in split {min(mixed)!r} some images are both is_query and is_gallery, or neither, and some "
+            "only one of them; an image in both would retrieve itself, so choose one way for all"
+        )
     return Listing(images, missing, source.parent, parts if any(parts) else ())
 
 
 def _part(where: str, row: dict[str, str]) -> str:
-    """Name the folder of shards that an image belongs to by the column split; "" for any."""
+    """Name the folder of shards that an image belongs to by the columns split, is_query and is_gallery; "" for any.
+
+    Every image of a split is a query that retrieves the others, or each is either a query or in the gallery.
+    """
     split = row.get("split", "")
     if "split" in row and (Path(split).name != split or split.startswith(".") or not is_line(split)):
         raise DistapError(f"{where}: split {split!r} cannot name a folder of shards")
-    return split
+    if "is_query" not in row:
+        return split
+    is_query, is_gallery = (_flag(where, key, row[key]) for key in ("is_query", "is_gallery"))
+    if is_query == is_gallery:
+        return split or ("validation" if is_query else "train")
+    return f"{split or 'validation'}-{'query' if is_query else 'gallery'}"
+
+
+def _flag(where: str, key: str, text: str) -> bool:
+    if text.lower() not in TRUE + FALSE:
+        raise DistapError(f"{where}: {key} is {text!r}; expected true or false")
+    return text.lower() in TRUE
 
 
 def _first(columns: Sequence[str], names: Sequence[str]) -> str:

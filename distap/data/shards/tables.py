@@ -1,4 +1,4 @@
-"""Read the columns of a list of images, a CSV file, by their names."""
+"""Read the columns of a list of images, a CSV or Parquet file, by their names."""
 
 import csv
 from collections.abc import Iterator
@@ -7,13 +7,18 @@ from pathlib import Path
 
 from distap.errors import DistapError
 
-PATH_NAMES, CLASS_NAMES = (
-    ("path", "filename"),
-    ("label", "class"),
-)  # names of the columns that are needed, the first wins
-OPTIONAL = ("group", "split")
+# Names of the columns that are needed, the first wins.
+PATH_NAMES, CLASS_NAMES = ("path", "filename"), ("label", "class")
+OPTIONAL = ("group", "split", "is_query", "is_gallery")
 
 Rows = Iterator[tuple[str, list[str]]]  # the place of each row, for messages, and its cells
+
+
+def columns_and_rows(source: Path) -> tuple[list[str], Rows]:
+    """The names of the columns in small letters, and the rows. A DistapError shows the columns found if some lack."""
+    with source.open("rb") as file:
+        is_parquet = file.read(4) == b"PAR1"
+    return _parquet(source) if is_parquet else _csv(source)
 
 
 def _require_columns(source: Path, columns: list[str]) -> None:
@@ -24,8 +29,8 @@ def _require_columns(source: Path, columns: list[str]) -> None:
         )
 
 
-def columns_and_rows(source: Path) -> tuple[list[str], Rows]:
-    """Return the columns' names in small letters, and the rows; a DistapError shows the columns if some lack."""
+def _csv(source: Path) -> tuple[list[str], Rows]:
+    """The names of the columns, and each row's place and cells."""
 
     def rows() -> Rows:
         # Excel starts UTF-8 files with a byte-order mark.
@@ -51,3 +56,23 @@ def columns_and_rows(source: Path) -> tuple[list[str], Rows]:
     if len(first) not in (2, 3) or not (first[1].isascii() and first[1].removeprefix("-").isdigit()):
         _require_columns(source, first)
     return ["path", "label", "group"][: len(first)], chain([(where, first)], found)
+
+
+def _parquet(source: Path) -> tuple[list[str], Rows]:
+    """Return the columns that are used, and their rows, as `columns_and_rows` does for a CSV."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise DistapError(f"{source}: reading Parquet needs pyarrow: pip install 'distap[parquet]'") from error
+    try:
+        names = {name.lower(): name for name in parquet.read_schema(source).names}
+        _require_columns(source, list(names))
+        used = [name for name in names if name in (*PATH_NAMES, *CLASS_NAMES, *OPTIONAL)]
+        table = parquet.read_table(source, columns=[names[name] for name in used])
+    except (ArrowException, OSError) as error:
+        raise DistapError(f"{source}: not a Parquet file that can be read: {error}") from error
+    rows = zip(*(table.column(names[name]).to_pylist() for name in used), strict=True)
+    return used, (
+        (f"{source}, row {number}", ["" if cell is None else str(cell).strip() for cell in row])
+        for number, row in enumerate(rows, 1)
+    )
