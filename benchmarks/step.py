@@ -4,6 +4,7 @@ import os
 import statistics
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar
 
@@ -33,6 +34,7 @@ from benchmarks.measuring import (
 )
 from benchmarks.own_loops import CachedGradients, Contender, FullBatch, GradCachePackage, MultistageLoop, lines_of
 from distap.errors import DistapError
+from distap.model.compiling import compile_backbone
 from distap.model.folding import fold_batchnorm
 from distap.model.network import RetrievalNetwork
 from distap.precision import PrecisionName, autocast
@@ -236,13 +238,16 @@ class StepBenchmark(harness.Benchmark):
 
 def contenders_with_savings(task: Task, graph: float) -> tuple[dict[str, Contender], dict[str, str]]:
     """Return distap with each saving inside the network, some with graphs kept, and why others are left out."""
+    compiling = partial(compile_backbone, sizes=[task.micro_batch])
     keep, in_bf16 = graphs_kept(task, graph), replace(task, precision="bf16")
     settings: dict[str, tuple[Task, dict[str, Any]]] = {
         "folded": (task, {"change": fold_batchnorm}),
+        "compiled": (task, {"change": compiling}),
         "folded, kept": (task, {"change": fold_batchnorm, "keep": keep}),
         "channels first": (task, {"change": _channels_first}),
         "activations checkpointed": (task, {"change": RetrievalNetwork.checkpoint_activations}),
         "in bf16": (in_bf16, {}),
+        "in bf16, compiled": (in_bf16, {"change": compiling}),
     }
     found, omitted = dict[str, Contender](), dict[str, str]()
     for name, (own, how) in settings.items():

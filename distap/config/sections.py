@@ -64,8 +64,10 @@ class ReplaySection(Section):
 class StepSection(Section):
     """The step as a whole."""
 
+    compile: bool = False
+    """Compile the backbone for training, and for evaluation on images of the same size."""
     fold_batchnorm: bool = False
-    """Compute frozen BatchNorm in the convolution before it."""
+    """Compute frozen BatchNorm in the convolution before it, if the compiler does not."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, slower."""
     max_not_finite: PositiveInt = 5

@@ -20,6 +20,7 @@ from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.sets import open_set
 from distap.model.backbone import RandomWeights, TimmBackbone
+from distap.model.compiling import compile_backbone
 from distap.model.folding import fold_batchnorm
 from distap.model.network import GivenNetwork, RetrievalNetwork, build_network
 from distap.model.trained import TrainedNetwork, read_checkpoint
@@ -191,7 +192,7 @@ def learner_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Learn
 
     if recipe.step.activation_checkpointing:
         network.checkpoint_activations()
-    if recipe.step.fold_batchnorm:
+    if recipe.step.fold_batchnorm and not recipe.step.compile:  # the compiler would compute the folded weights slowly
         fold_batchnorm(network)
     learner: Learner = recipe.engine.build(network, build, world, optimizer.clip_norm, recipe.precision)
     if recipe.ema is not None:
@@ -243,6 +244,10 @@ def step_of(
         replay = fitting_of(recipe, replica, world, batch).replay_size()
     if keep == "auto" and not replica.keeps_graphs:
         logger.warning("replay.keep is auto, but this engine can hold only one graph at a time: none is kept")
+    if recipe.step.compile:
+        assert isinstance(replica.network, RetrievalNetwork)
+        sizes = [min(size, len(world.slots(batch))) for size in (replay, recipe.describe.size or replay)]
+        compile_backbone(replica.network, [*sizes, recipe.evaluation.batch_size])
     stages = ThreeStages(
         replica,
         loss,
@@ -256,6 +261,7 @@ def step_of(
         max_drift=recipe.replay.max_drift or default_drift(world.device, recipe.precision == "float32"),
         stopwatch=Stopwatch() if stopwatch is None else stopwatch,
         skip_below=recipe.replay.skip_below,
+        is_probed=recipe.step.compile,  # each size of micro-batch is compiled, which takes minutes
     )
     return TrainingStep(stages, learner, loss_learner)
 
