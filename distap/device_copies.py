@@ -40,7 +40,7 @@ class DeviceCopies:
 
 
 class ToHost:
-    """A tensor on its way to the CPU, behind the work that is queued on its device now."""
+    """A tensor on its way to the CPU; the copy starts after the work now queued on its device."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._arrived, self._copy = None, tensor
@@ -50,7 +50,7 @@ class ToHost:
             self._arrived = torch.get_device_module(tensor.device).current_stream(tensor.device).record_event()
 
     def is_here(self) -> bool:
-        """Return whether `tensor` need not wait."""
+        """Tell whether reading `tensor` returns without waiting."""
         return self._arrived is None or self._arrived.query()
 
     def tensor(self) -> Tensor:
@@ -61,14 +61,14 @@ class ToHost:
 
 
 def mover(device: torch.device) -> Callable[[Any], Any]:
-    """Return a function that brings images, tensors in any nesting, to the device."""
+    """Return a function that moves images (nested tensors) to the device."""
     if device.type == "cpu":
         return lambda images: tree_map_only(Tensor, lambda tensor: tensor.to(device), images)
     return DeviceCopies(device)
 
 
 def queued(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a small tensor on a device, whose later work finds it there."""
+    """Copy a small tensor to a device, without waiting; work queued later sees it."""
     crosses = tensor.device.type == "cpu" != device.type
     return tensor.pin_memory().to(device, non_blocking=True) if crosses else tensor.to(device)
 

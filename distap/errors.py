@@ -1,4 +1,4 @@
-"""The exceptions that are meant for a person, and the exit statuses of every distap process.
+"""Exceptions with a message for a person, and the exit statuses of every distap process.
 
 | status | name     | meaning                                                            | start it again?          |
 |--------|----------|--------------------------------------------------------------------|--------------------------|
@@ -51,7 +51,7 @@ class CollectiveError(DistapError):
 
 
 def problem_of(error: Mapping[str, Any], keys: Sequence[str]) -> str:
-    """Say in one line where pydantic found a wrong value, under these keys, which one, and what it expected."""
+    """Say in one line which key holds a wrong value, the value, and what pydantic expected."""
     where, kind, expected = ".".join(keys), error["type"], str(error["msg"]).removeprefix("Value error, ")
     if kind == "missing":
         return f"{where}: missing; a value is needed"
@@ -71,7 +71,7 @@ def problem_of(error: Mapping[str, Any], keys: Sequence[str]) -> str:
 
 
 def tensor_given(value: Any, name: str) -> "Tensor":
-    """Return what a caller gave as a tensor: a tensor, numbers in an array or in lists, or a list of tensors.
+    """Convert to a tensor what a caller gave: a tensor, an array, numbers in lists, or a list of tensors.
 
     Raises:
         DistapError: it is none of these; `name` is that of the argument.

@@ -32,7 +32,7 @@ LONGEST_LINGER_SECONDS = 60.0
 
 
 def launch_training(options: list[str], config: Path, overrides: list[str]) -> int:
-    """Start this host's ranks with torchrun's `options`, such as --nnodes=2, and wait; return the exit status."""
+    """Start this host's ranks with torchrun's `options`, such as --nnodes=2; wait for the exit status."""
     from distap.config.reading import load_recipe
     from distap.storage.remotes import UnreachableError
     from distap.telemetry.terminal import set_up_early_logging, set_up_run_logging
@@ -91,7 +91,7 @@ def launch(
 
 
 def job_of(settings: Namespace) -> dict[str, str]:
-    """The environment variable that names a job of several hosts, whose rank 0 may move: its id and meeting point.
+    """Return the environment variable that identifies a job of several hosts, by id and meeting point.
 
     The id alone is often left at its default.
     """
@@ -101,7 +101,7 @@ def job_of(settings: Namespace) -> dict[str, str]:
 
 @contextmanager
 def _outcomes(job: dict[str, str]) -> Iterator[Path]:
-    """Make a folder for the ranks' exit statuses, and name it in their environment, beside their `job`.
+    """Make a folder for the ranks' exit statuses, and pass it and `job` in their environment.
 
     Until torch handles signals, a signal ends this process: there is nothing to lose yet.
     """
@@ -121,7 +121,7 @@ def _outcomes(job: dict[str, str]) -> Iterator[Path]:
 
 
 def main() -> None:
-    """Launch the training of the command line."""
+    """Launch the training that the command line names."""
     end_when_asked()
     # Everything heavy is imported late, so that signals are handled from the first moment on.
     from torch.distributed import run as torchrun

@@ -1,4 +1,4 @@
-"""What a script needs: train, load a network, describe images of any kind, evaluate descriptors."""
+"""The Python API: train, load a network, describe images, evaluate descriptors."""
 
 import json
 import os
@@ -52,7 +52,7 @@ class DescriptorNetwork(
     pipeline_tag="image-feature-extraction",
     tags=["image-retrieval", "timm"],
 ):
-    """A trained network in evaluation mode, with how it takes images, its scales and its whitening.
+    """A trained network in evaluation mode, with its image size, scales and whitening.
 
     `save_pretrained`, `from_pretrained` and `push_to_hub` are those of huggingface_hub. The folder that they write is
     also read by timm: `timm.create_model("local-dir:FOLDER", pretrained=True)` gives the backbone.
@@ -70,21 +70,20 @@ class DescriptorNetwork(
 
     @property
     def dimensions(self) -> int:
-        """D of the descriptors."""
         return self.describer.dimensions
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Descriptors (n, D) of length 1 of (n, 3, height, width) pixels from 0 to 255, all on one device."""
+        """Describe (n, 3, height, width) pixels from 0 to 255 on one device as (n, D) of length 1."""
         descriptors: Tensor = self.network(pixels)
         return descriptors
 
     def transform(self, image: Any) -> Tensor:
-        """Bring an image to size, (3, height, width) uint8, for a loader of one's own; images as in `describe`."""
+        """Scale an image to (3, height, width) uint8, for a loader of one's own; see `describe` for images."""
         describer = self.describer
         return describer.sizing(EncodedImage(image_file(image), describer.max_pixels), scaled=describer.scaled)
 
     def describe(self, images: Iterable[Any]) -> Tensor:
-        """Descriptors (n, D) float32 of length 1, on the CPU; images of one shape are described together.
+        """Return (n, D) float32 of length 1 on the CPU; images of one shape are described together.
 
         Args:
             images: PIL images, paths, the bytes of files, or uint8 pixels: arrays (height, width, 3), tensors
@@ -102,7 +101,7 @@ class DescriptorNetwork(
         return torch.cat(parts) if parts else torch.empty(0, self.dimensions)
 
     def write(self, folder: Path) -> None:
-        """Write what `load` reads into a folder that is there."""
+        """Write the network for `load` into an existing folder."""
         described, network = self.describer, self.describer.retrieval_network
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
         backbone = {
@@ -170,7 +169,7 @@ def train(
     loss: AnyLoss | None = None,
     data: Any = None,
 ) -> Path:
-    """Train a recipe, with objects in place of what it names, and return the folder of the run.
+    """Train a recipe, with Python objects in place of names if given, and return the run's folder.
 
     The run goes on from its newest checkpoint, if there is one. Under torchrun each rank calls this. It joins the
     ranks by itself, and hears SIGTERM and SIGINT as `distap train` does: it then writes a checkpoint and raises
@@ -259,7 +258,7 @@ def load(
 def evaluate(
     descriptors: ArrayLike | Tensor, labels: ArrayLike | Tensor, queries: ArrayLike | Tensor | None = None
 ) -> dict[str, float]:
-    """Exact retrieval figures from 0 to 1: mAP, mAP@R, R@1, R@5, R@10, mP@1, mP@5 and mP@10.
+    """Compute exact retrieval figures from 0 to 1: mAP, mAP@R, R@1, R@5, R@10, mP@1, mP@5 and mP@10.
 
     Args:
         descriptors: (N, C) of length 1.

@@ -115,7 +115,7 @@ class Multistage(nn.Module):
         Args:
             images: of this rank: a tensor (b, ...); a list of tensors (C, H, W) of any sizes, described one by one
                 unless all are alike; a dict or other nesting of tensors (b, ...); or an iterator of micro-batches,
-                each (images, labels), or images alone beside `labels`. They stay where they are, such as in the
+                each (images, labels), or images alone next to `labels`. They stay where they are, such as in the
                 host's memory, and each micro-batch is brought to the network's device.
             labels: (b,) integers from 0.
             samples: numbers by which the memory knows images again.

@@ -2,7 +2,7 @@
 
 To add one of ours, write a class and add its line to REGISTRY. To use a class of your own, write
 `name: "package.module:Class"` in the recipe; no line here is needed. Either way the class is a dataclass or a
-pydantic model: its fields are the keys that stand beside `name`, and METHODS names the method that it needs.
+pydantic model: its fields are the keys next to `name`, and METHODS names the method that it needs.
 """
 
 import difflib

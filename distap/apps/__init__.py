@@ -1,1 +1,1 @@
-"""Use a trained network: export, search, serve; and write the recipe to begin with."""
+"""Use a trained network (export, search, serve), and write a first recipe for one's own images."""

@@ -1,4 +1,4 @@
-"""Look at one's own images, and write the recipe to begin with."""
+"""Look at one's own images, and write a first recipe for them."""
 
 import json
 import textwrap
@@ -53,7 +53,7 @@ class Look:
 
 
 def look(place: str) -> tuple[Look, Classes]:
-    """Look at a folder with a sub-folder a class, at shards, or at a folder with `train` and `test` of these.
+    """Inspect a folder with a sub-folder per class, shards, or a folder with `train` and `test` of these.
 
     Raises:
         DistapError: there are no images, or no class has two.
@@ -145,7 +145,7 @@ def _comment(text: str) -> list[str]:
 
 
 def _quoted(text: str) -> str:
-    """Quote a text for YAML, which reads a number or a colon in a name otherwise."""
+    """Quote a text for YAML, which would otherwise read a number or a colon in a name."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -161,7 +161,7 @@ def _sets_in(place: str) -> tuple[str, str | None]:
 
 
 def _holds_classes(folder: Path) -> bool:
-    """Tell a set from a class, since `train` may be one, of pictures of trains."""
+    """Tell whether a folder holds classes: `train` may also be a class, of pictures of trains."""
     return folder.is_dir() and any(each.is_dir() or each.suffix == ".tar" for each in folder.iterdir())
 
 

@@ -27,7 +27,7 @@ logger = logging.getLogger("distap")
 
 @dataclass(frozen=True)
 class Query:
-    """An image file to search for; or, if `file` is None, an image of the index by its key."""
+    """A query: an image file, or the key of an image in the index if `file` is None."""
 
     name: str  # as it is shown
     file: Path | None = None
@@ -45,7 +45,7 @@ class SearchResult:
 
 @dataclass(frozen=True, eq=False)
 class Searcher:
-    """Find images of a gallery; several threads may ask at once."""
+    """Find similar images in a gallery; several threads may call it at once."""
 
     index: SearchIndex
     describer: ImageDescriber | None = None  # of the images that are searched for; None: search by key alone

@@ -17,7 +17,7 @@ _KINDS = (RuntimeError, DistapError, UnreachableError, DamagedCheckpointError)
 
 
 def on_all(world: World, work: Callable[[], Any], mine: bool = True) -> list[Any]:
-    """Do the work on the ranks for which `mine` is true; return all ranks' results, None for the others.
+    """Run `work` on the ranks for which `mine` is true; return all ranks' results, None for the others.
 
     The work returns a value that JSON can hold, and may take any time: it has a thread of its own, and the ranks meet
     in short collectives meanwhile, so that none of these times out.
@@ -47,7 +47,7 @@ def on_all(world: World, work: Callable[[], Any], mine: bool = True) -> list[Any
 
 
 def first_on_rank_0(world: World, build: Callable[[], T]) -> T:
-    """Build on rank 0 and, if that went well, on the others: a mistake is told once, a download asked for once."""
+    """Build on rank 0 first, then on the others: one rank reports a mistake, one asks for a download."""
     built: list[T] = []
     on_all(world, lambda: built.append(build()), mine=world.rank == 0)
     return built[0] if built else build()

@@ -1,4 +1,4 @@
-"""Files of a run's folder that go to the store together with checkpoints, such as its metrics and evaluations."""
+"""Copy files of a run's folder to the store next to checkpoints, such as metrics and evaluations."""
 
 import logging
 from contextlib import suppress
@@ -26,7 +26,7 @@ class FilesBeside:
         return replace(self, storage=self.storage.by(deadline))
 
     def send(self) -> None:
-        """Upload changed files and remove those that are gone here; a failure is only logged."""
+        """Upload changed files and remove deleted ones from the store; only log a failure."""
         try:
             here = {f.relative_to(self.run).as_posix() for pattern in self.patterns for f in self.run.glob(pattern)}
             for name in sorted(here):
@@ -44,7 +44,7 @@ class FilesBeside:
             logger.warning("not in the store, but in %s: %s", self.run, error)
 
     def fetch(self) -> None:
-        """Download the files into the run's folder."""
+        """Download the files of the store into the run's folder."""
         for name in (name for pattern in self.patterns for name in self.storage.names(pattern)):
             if ".." in name.split("/"):
                 continue

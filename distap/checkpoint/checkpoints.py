@@ -1,4 +1,4 @@
-"""The checkpoints of a run, in a folder on disk or in a store, in one way for both.
+"""The checkpoints of a run, in a folder on disk or in a store, through one interface.
 
 checkpoints/step-00000012/shard-00001-model-00001-of-00001.safetensors    the tensors that rank 0 wrote
 checkpoints/step-00000012/state.json                                      what was saved next to the tensors
@@ -47,7 +47,7 @@ class Checkpoint:
         return self.manifest.step
 
     def state(self, *names: str) -> dict[str, Any]:
-        """Return what was saved next to the tensors; raise if one of `names` in it is not a dictionary."""
+        """Return what was saved next to the tensors; raise if an entry in `names` is not a dictionary."""
         try:
             state = json.loads((self.path / STATE_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -64,14 +64,14 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints in one folder of a storage, as one process sees them."""
+    """The checkpoints in one folder of a storage; each process has its own object."""
 
     storage: Storage
     folder: str = FOLDER
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether the checkpoints are read and written where they stay."""
+        """Whether checkpoints lie on a disk, where they are read and written in place."""
         return isinstance(self.storage, LocalStorage)
 
     def where(self, name: str) -> str:
@@ -82,15 +82,15 @@ class Checkpoints:
         return Path(self.where(name).removeprefix("file://"))
 
     def by(self, deadline: float) -> Self:
-        """Return a copy that begins nothing after `deadline`, in seconds of time.monotonic()."""
+        """Return a copy that starts no work after `deadline`, in seconds of time.monotonic()."""
         return replace(self, storage=self.storage.by(deadline))
 
     def names(self) -> list[str]:
-        """Return the checkpoints that have a manifest, oldest first, damaged ones included."""
+        """Return the names of the checkpoints with a manifest, oldest first, damaged ones included."""
         return [name for name, files in self._listed().items() if MANIFEST_FILE in files]
 
     def manifest(self, name: str) -> Manifest:
-        """Return the manifest of a checkpoint, verified; if it is missing, the checkpoint is damaged."""
+        """Return a checkpoint's manifest, verified; a checkpoint without one is damaged."""
         try:
             data = self.storage.read_whole(f"{self.folder}/{name}/{MANIFEST_FILE}")
         except MissingFileError as error:
@@ -98,7 +98,7 @@ class Checkpoints:
         return parse_manifest(data, self.where(name))
 
     def best(self) -> tuple[float, str] | tuple[None, None]:
-        """Return the highest validation mAP of a checkpoint and the newest such one; damaged ones do not count."""
+        """Return the highest validation mAP of the undamaged checkpoints and the newest one that has it."""
         scores = []
         for name in self.names():
             with suppress(DamagedCheckpointError):
@@ -108,7 +108,7 @@ class Checkpoints:
         return max(scores) if scores else (None, None)
 
     def begin(self, step: int) -> str:
-        """Remove what interrupted or failed writing has left, and return the name of a new checkpoint."""
+        """Remove the rest of interrupted or failed writing, and return the name of a new checkpoint."""
         listed = self._listed()
         for name, files in listed.items():
             if MANIFEST_FILE not in files:
@@ -118,7 +118,7 @@ class Checkpoints:
 
     @contextmanager
     def place(self, name: str, spool: Path) -> Iterator[Path]:
-        """Give the folder to write a checkpoint's files into: its own on disk, a temporary one for a store."""
+        """Yield the folder to write a checkpoint's files into: its own on disk, a temporary one for a store."""
         if self.is_on_disk:
             make_folder(self.path(name))
             yield self.path(name)
@@ -128,12 +128,12 @@ class Checkpoints:
             yield Path(temporary)
 
     def send(self, name: str, folder: Path, files: Iterable[str]) -> None:
-        """Upload files that were written into a `place`, unless they are where they stay."""
+        """Upload files written into a `place`; on disk, do nothing, since they are in their place."""
         for file in [] if self.is_on_disk else files:
             self.storage.upload(f"{self.folder}/{name}/{file}", folder / file)
 
     def publish(self, name: str, manifest: Manifest) -> None:
-        """Make a checkpoint exist, once the files of all ranks are there with their sizes."""
+        """Write the manifest, which makes the checkpoint exist, once all ranks' files are there with their sizes."""
         present = self.storage.sizes(f"{self.folder}/{name}")
         for file, identity in sorted(manifest.files.items()):
             size = present.get(f"{self.folder}/{name}/{file}")

@@ -1,4 +1,4 @@
-"""Find the checkpoint to go on from or to read a network from, on disk or in a store."""
+"""Find the checkpoint to resume from or to read a network from, on disk or in a store."""
 
 import logging
 import shutil
@@ -27,7 +27,7 @@ logger = logging.getLogger("distap")
 
 @contextmanager
 def opened_checkpoint(where: str | Path, best: bool = False, beside: tuple[str, ...] = ()) -> Iterator[Checkpoint]:
-    """Open the checkpoint that a path or URL means, verified. Downloaded files are removed on leaving.
+    """Open and verify the checkpoint that a path or URL names. Downloaded files are removed on leaving.
 
     A store is reached with the credentials and settings of the environment.
 

@@ -125,7 +125,7 @@ class Lease:
 
 
 def _read(place: Storage) -> dict[str, Any] | None:
-    """Return a lease, {} if it is damaged or being written, None if there is none."""
+    """Return a lease; {} if it is damaged or half written, None if there is none."""
     try:
         lease = json.loads(place.read_whole(FILE))
         return lease if lease.keys() >= {"host", "pid", "process", "training", "started"} else {}

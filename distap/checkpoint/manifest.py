@@ -21,7 +21,7 @@ FORMAT = 3
 
 
 class DamagedCheckpointError(DistapError):
-    """The files of a checkpoint are not those that were written; takes the checkpoint and the damage, or one text."""
+    """Raised when a checkpoint's files differ from those written; takes checkpoint and damage, or one text."""
 
     def __init__(self, *parts: object) -> None:
         super().__init__(": damaged checkpoint: ".join(map(str, parts)))
@@ -42,7 +42,7 @@ class Manifest:
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
-    """Parse and verify a manifest; `where` names its checkpoint in messages.
+    """Parse and verify a manifest; messages name its checkpoint as `where`.
 
     Raises:
         DamagedCheckpointError: it is not the manifest that was written.
@@ -68,7 +68,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
 
 
 def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, str]:
-    """Return the damage of each file that is not the one in the manifest, by its name."""
+    """Compare files with the manifest; return each damaged file's name with its damage."""
     damage = {}
     for name in names:
         expected = manifest.files[name]

@@ -1,4 +1,4 @@
-"""Write and read the tensors of a checkpoint as safetensors, each tensor or shard once, by one of the ranks.
+"""Write and read a checkpoint's tensors as safetensors; one of the ranks writes each tensor or shard once.
 
 Neither the files nor their index are pickles, so that reading them runs no code.
 """
@@ -24,7 +24,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled", categ
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Write this rank's part of all tensors into a folder, which may be another one on each rank.
+    """Write this rank's part of all tensors into a folder, which may differ between ranks.
 
     Raises:
         OSError: on all ranks, if one of them cannot write.
@@ -37,7 +37,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], group: dist.Proce
 
 
 def read_tensors(folder: Path, files: Collection[str], prefix: str = "") -> dict[str, Tensor]:
-    """Read those tensors of a verified checkpoint whose name starts with `prefix`, to the CPU.
+    """Read the tensors of a verified checkpoint whose name starts with `prefix`, to the CPU.
 
     `files` are the names in the manifest. The header of a shard says where its part of a tensor begins.
     """

@@ -35,7 +35,7 @@ logger = logging.getLogger("distap")
 
 @dataclass(frozen=True)
 class Written:
-    """The outcome of a checkpoint; `error` says why there is none."""
+    """The outcome of writing a checkpoint; `error` is the reason if it failed."""
 
     step: int
     where: str  # path or URL
@@ -83,7 +83,7 @@ class CheckpointWriter:
         about: dict[str, Any],
         score: float | None = None,
     ) -> Written | None:
-        """Copy the state and start to write it; before, wait for the last checkpoint and return its outcome.
+        """Wait for the last checkpoint and return its outcome, then copy the state and start to write it.
 
         Tensors of one name are written once. The `state`, which JSON can hold, and the parts of the `Manifest` are
         the same on every rank.
@@ -101,14 +101,14 @@ class CheckpointWriter:
         return before
 
     def poll(self) -> Written | None:
-        """Return the outcome of the last checkpoint once, as soon as it is known."""
+        """Return the outcome of the last checkpoint as soon as it is known, and only once."""
         if self._writing is None or not self._writing.done():
             return None
         written, self._writing = self._writing.result(), None
         return written
 
     def wait(self) -> Written | None:
-        """Wait for the checkpoint that is being written and return its outcome, as `poll` does.
+        """Wait until the last checkpoint is written and return its outcome, as `poll` does.
 
         Raises:
             UnreachableError: it is not written in time.
@@ -143,7 +143,7 @@ class CheckpointWriter:
         return Written(job.manifest.step, job.where, seconds, job.blocked_seconds, **outcome)
 
     def _write(self, job: _Job) -> int:
-        """Write the files of all ranks, then the manifest; return their bytes. Fails on all ranks or on none."""
+        """Write the files of all ranks, then the manifest; return the size in bytes. All ranks fail, or none."""
         is_first, ranks = self.world.rank == 0, self._ranks
         # The main thread may be waiting for this one with the same time-out, so leave it some.
         checkpoints = self.checkpoints.by(time.monotonic() + WRITE_SHARE * self.timeout_seconds)

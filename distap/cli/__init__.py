@@ -1,4 +1,4 @@
-"""The `distap` command line; each command is a thin call of the library."""
+"""The `distap` command line; each command is a thin call into the library."""
 
 from typing import Annotated
 

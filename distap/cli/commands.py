@@ -1,4 +1,4 @@
-"""Common parts of all commands: -h, -q and -v, refusal of URLs where a path is due, and results as JSON."""
+"""Parts that all commands share: -h, -q and -v, refusal of URLs in place of local paths, results as JSON."""
 
 import json
 import logging
@@ -50,5 +50,4 @@ class App(typer.Typer):
 
 
 def print_json(value: Any) -> None:
-    """Print a value to the standard output as JSON."""
     typer.echo(json.dumps(value, indent=1))

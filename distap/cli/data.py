@@ -94,7 +94,7 @@ def pack_command(
     left_out: Annotated[Path | None, typer.Option(help=LEFT_OUT, show_default="only counted")] = None,
     workers: WORKERS = CORES,
 ) -> None:
-    """Pack images into WebDataset tar shards with an index beside them.
+    """Pack images into WebDataset tar shards with an index next to them.
 
     A CSV (with commas, semicolons or tabs) or a Parquet file has columns by these names: path or filename, relative
     to the file; label or class; and optionally group (the super-category of the class) and split, each of which is
@@ -128,9 +128,9 @@ def pack_command(
 
 @data.command("index")
 def index_shards_command(source: SOURCE, path: INDEX = None, workers: WORKERS = CORES) -> None:
-    """Write the index of WebDataset shards that others made: reads every byte once and lists all damaged tars.
+    """Write the index of existing WebDataset shards: read every byte once and list all damaged tars.
 
-    Each sample needs one image and a .cls member with its class number. A file classes.txt beside the shards may name
+    Each sample needs one image and a .cls member with its class number. A file classes.txt next to shards may name
     the classes, a line each: the name and, after a tab, the super-category. Called again after an interruption, the
     command continues where it stopped.
     """
@@ -201,7 +201,7 @@ def stats_command(
 
 
 def _print_indexed(source: Path | str, index: "Index", expected: "Collection[str]" = ()) -> None:
-    """Print what a data set holds; warn of classes that were expected and are not there, and of repeated images."""
+    """Print what a data set holds; warn of expected classes that are missing, and of repeated images."""
     import numpy as np
 
     from distap.data.shards.checking import same_bytes
@@ -228,7 +228,7 @@ def _print_indexed(source: Path | str, index: "Index", expected: "Collection[str
 
 
 def _print_left_out(skipped: "Sequence[Skipped]", output: Path | None = None) -> None:
-    """Print a line for each reason, and write a CSV of every file if an output is given."""
+    """Print one line per reason for leaving files out; write a CSV of the files if an output is given."""
     from distap.data.shards.image_folders import as_line, counted
     from distap.storage.atomic import write_whole
 
@@ -241,7 +241,7 @@ def _print_left_out(skipped: "Sequence[Skipped]", output: Path | None = None) ->
 
 
 def _print_rate(images: int, started: float, workers: int) -> None:
-    """Print how long a command took, which foretells a larger one's time; what it found done counts too."""
+    """Print how long a command took, to estimate larger runs; files finished by an earlier run count too."""
     seconds = max(time.monotonic() - started, 1e-3)
     rate = images / seconds
     tell(f"{images:,} images in {seconds:,.1f} s: {rate:,.0f} a second, {rate / workers:,.0f} a worker")

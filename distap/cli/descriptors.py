@@ -1,4 +1,4 @@
-"""`distap extract`, and `distap whiten` and `distap index` that read its descriptors."""
+"""`distap extract` writes descriptors; `distap whiten` and `distap index` read them."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""`distap eval`."""
+"""`distap eval`: measure what a network retrieves."""
 
 from functools import partial
 from pathlib import Path

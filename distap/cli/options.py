@@ -19,14 +19,14 @@ AUTO = 0  # ranks: one for each GPU
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """Names of distap's recipes, and files, that begin with what is typed."""
+    """Complete the name of a recipe or a file."""
     names = [path.stem for path in (Path(__file__).parents[1] / "recipes").glob("*.yaml")]
     files = glob.glob(f"{glob.escape(incomplete)}*")  # noqa: PTH207 - keeps what was typed
     return sorted(name for name in names if name.startswith(incomplete)) + sorted(files)
 
 
 def parse_ranks(text: str | int) -> int:
-    """The number of --ranks; AUTO for `auto`."""
+    """Parse --ranks: a number, or AUTO for `auto`."""
     if text in ("auto", AUTO):
         return AUTO
     if not str(text).isdecimal() or int(text) < 1:
@@ -35,7 +35,7 @@ def parse_ranks(text: str | int) -> int:
 
 
 def ranks_to_start(asked: int, device: str = "auto") -> int:
-    """The number of ranks to start: as many as were asked for; with AUTO one for each GPU, or one without GPUs."""
+    """Return the number of ranks to start; AUTO is one for each GPU, or one without GPUs."""
     if asked != AUTO or device == "cpu":
         return asked or 1
     import torch
@@ -67,7 +67,7 @@ WHITENING = Annotated[
 
 
 def run(command: typer.Typer, name: str) -> None:
-    """Run a command line called `name`; a DistapError is printed without a traceback, since it is for a person."""
+    """Run a command line called `name`; print a DistapError without a traceback, since the user can mend it."""
     status, problem = FAILED, None
     try:
         command(prog_name=name)
@@ -88,7 +88,7 @@ def run(command: typer.Typer, name: str) -> None:
 
 
 def with_options(settings: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the fields of a dataclass, whose types carry their help, as options in place of its last."""
+    """Turn the fields of a dataclass into options of a command, in place of its last parameter."""
 
     def changed(command: Callable[..., None]) -> Callable[..., None]:
         *own, _ = inspect.signature(command).parameters.values()

@@ -1,4 +1,4 @@
-"""`distap init`, `recipes` and `config`: recipes are written, listed and shown in full."""
+"""`distap init`, `recipes` and `config`: write, list and print recipes."""
 
 import re
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def init_command(
         int | None, typer.Option(help=INPUT_SIZE, min=1, show_default="by images and machine")
     ] = None,
 ) -> None:
-    """Look at your images and write a recipe to begin with, which says why it is as it is.
+    """Look at your images and write a first recipe, with the reason for each choice.
 
     It trains with `distap train recipe.yaml`; change in it what you know better.
     """
@@ -93,7 +93,7 @@ def config_command(
     schema: Annotated[bool, typer.Option("--schema", help=SCHEMA)] = False,
     keys: Annotated[bool, typer.Option("--keys", help=KEYS)] = False,
 ) -> None:
-    """Print a recipe in full, as a recipe: each value with where it comes from.
+    """Print a recipe with all defaults, as a recipe; comments say where each value comes from.
 
     That is the recipe, the command line, or the default. Or print what recipes may hold, with --keys or --schema.
     """
@@ -114,7 +114,7 @@ def config_command(
 
 
 def _key_lines() -> Iterator[str]:
-    """Each key with what it takes and its default, and its meaning below."""
+    """Format each key with its possible values and default, and its meaning in the line below."""
     from distap.config.keys import recipe_keys
 
     for key in recipe_keys():

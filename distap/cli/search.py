@@ -1,4 +1,4 @@
-"""`distap search` and `distap serve`."""
+"""`distap search` and `distap serve`: find similar images."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any

@@ -1,4 +1,4 @@
-"""The tables of `distap data stats`."""
+"""Tables that `distap data stats` prints."""
 
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ SPREADS = ("images_a_class", "width", "height", "shorter_side", "megapixels", "a
 
 
 def statistics_tables(figures: "Statistics") -> list[Table]:
-    """Return what a data set holds, how its sizes spread, and the batches that samplings would give."""
+    """Return tables of a data set's contents, its image sizes, and the batches of each sampling."""
     spreads = [
         (name.replace("_", " "), *(f"{each:,.4g}" for each in figures[name].values()))
         for name in SPREADS

@@ -1,4 +1,4 @@
-"""`distap train` and `report`: train a recipe and look at its runs."""
+"""`distap train` and `distap report`: train a recipe, and write a page about runs."""
 
 import os
 import sys
@@ -85,7 +85,7 @@ def _set_take_over(take_over: bool) -> None:
 
 
 def check_training(config: Path, overrides: list[str], ranks: int) -> None:
-    """Build all parts of a training in this process, and tell what `ranks` of them would do."""
+    """Build all parts of a training in this process, and print what `ranks` ranks would do."""
     from distap.config.reading import load_recipe
     from distap.telemetry.terminal import print_result, set_up_logging
     from distap.trainer import Trainer

@@ -1,4 +1,4 @@
-"""The sections of a recipe that say which images are trained and evaluated on, and how they are taken."""
+"""Sections of a recipe about images: which to train and evaluate on, and how to read and scale them."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ TwoOrMore = Annotated[int, Field(ge=2)]
 
 
 class ImagesSection(Section):
-    """The images as evaluation sees them: what a trained network needs of the data section."""
+    """Images to evaluate on: the part of the data section that a trained network needs."""
 
     validation: Shards | None = None
     """Shards to evaluate on; null evaluates nothing."""
@@ -46,7 +46,7 @@ class ImagesSection(Section):
 
 
 class DataSection(ImagesSection):
-    """The images: their places, and how to read them."""
+    """Training images: where they are, and how to read them."""
 
     train: TrainShards
     """Shards to train on: a folder, a pattern or a URL."""
@@ -99,7 +99,7 @@ class SizedSection(Section):
         return self
 
     def sizing(self, image_size: int) -> str:
-        """As `distap.data.images.whole_images.Sizing` writes it; `image_size` is data.image_size."""
+        """Return the sizing as text of `distap.data.images.whole_images.Sizing`; `image_size` is data.image_size."""
         if self.original or self.max_side is not None:
             return "original" if self.original else f"side {self.max_side}"
         resize = "x".join(map(str, self.resize)) if isinstance(self.resize, tuple) else self.resize
@@ -107,7 +107,7 @@ class SizedSection(Section):
 
 
 class DescribingSection(SizedSection):
-    """The part of the evaluation section that describing images needs."""
+    """Keys of the evaluation section for describing images."""
 
     scales: Scales = (1.0,)
     """Describe each image at these scales."""
@@ -123,7 +123,7 @@ class DescribingSection(SizedSection):
 
 
 class EvaluatedSet(SizedSection):
-    """A data set to evaluate on next to data.validation, with images taken alike unless a key says otherwise."""
+    """A data set to evaluate on next to data.validation, with its images scaled alike unless a key here differs."""
 
     data: str
     """Shards, or a folder with a ground truth that `distap data convert` wrote."""
@@ -137,7 +137,7 @@ class EvaluatedSet(SizedSection):
     """Describe each image at these scales; null takes evaluation.scales."""
 
     def within(self, evaluation: DescribingSection) -> DescribingSection:
-        """How images of this set are described."""
+        """Return how to describe the images of this set: its own keys over those of `evaluation`."""
         says = self.original or any((self.resize, self.crop, self.max_side))
         own = self.model_dump(include=set(SizedSection.model_fields)) if says else {}
         return evaluation.model_copy(update=own | ({} if self.scales is None else {"scales": self.scales}))

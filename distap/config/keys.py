@@ -24,17 +24,15 @@ PLAIN = {"int": "integer", "float": "number", "bool": "true or false", "str": "t
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a recipe."""
-
     path: str  # such as optimizer.learning_rate
-    of: str  # the name beside which it may stand, such as ap_q; "" for keys that always may
+    of: str  # the name next to which it may stand, such as ap_q; "" for keys that always may
     values: str
     default: str  # as in a recipe; "" if the key has to be given
     meaning: str
 
 
 def recipe_keys(section: type = Recipe, prefix: str = "", of: str = "") -> Iterator[Key]:
-    """Yield all keys of a section, those of its own sections and of what it chooses by name behind each."""
+    """Yield all keys of a section, each followed by the keys of its sub-sections and of parts chosen by name."""
     for name, annotation, default, meaning in _fields(section):
         by_name = get_args(annotation)[1] if get_origin(annotation) is dict else None  # keys that a user chooses
         kind, inner = _chosen(annotation), _section(annotation if by_name is None else by_name)
@@ -58,7 +56,7 @@ def recipe_keys(section: type = Recipe, prefix: str = "", of: str = "") -> Itera
 
 
 def recipe_schema() -> dict[str, Any]:
-    """Return a JSON Schema with which an editor completes and checks the keys of a recipe; `distap` checks values."""
+    """Return a JSON Schema for completion and checks of keys in an editor; `distap` itself checks values."""
     root: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Recipe of distap"}
     open_to_names = {key.path.rpartition(".")[0] for key in recipe_keys() if key.of or key.path.endswith(".name")}
     for key in recipe_keys():
@@ -127,7 +125,7 @@ def _chosen(annotation: Any) -> Chosen | None:
 
 
 def _section(annotation: Any) -> type | None:
-    """The section that a key holds unless it is null; one that may be written as text is a value."""
+    """Return the sub-section that a key holds (or null); None if the key may also be written as text."""
     parts = _parts(annotation)
     found = [part for part in parts if isinstance(part, type) and _is_section(part)]
     return found[0] if found and str not in parts else None
@@ -138,7 +136,7 @@ def _is_section(part: type) -> bool:
 
 
 def _parts(annotation: Any) -> list[Any]:
-    """The members of a union, without what Annotated says of them."""
+    """Return the members of a union, without the metadata of Annotated."""
     if get_origin(annotation) is Annotated:
         return _parts(get_args(annotation)[0])
     is_union = get_origin(annotation) in (Union, types.UnionType)
@@ -146,7 +144,7 @@ def _parts(annotation: Any) -> list[Any]:
 
 
 def _values(annotation: Any) -> str:
-    """Say for people what a key takes, such as `integer > 0 or auto`."""
+    """Describe a key's values for people, such as `integer > 0 or auto`."""
     if get_origin(annotation) is Annotated:
         inner, *metadata = get_args(annotation)
         bounds = [

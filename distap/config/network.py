@@ -1,4 +1,4 @@
-"""The recipe's section about the network."""
+"""Section of a recipe about the network."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -77,5 +77,5 @@ class ModelSection(Section):
 
     @property
     def architecture(self) -> str:
-        """timm's name of the backbone, or the place of a class from elsewhere."""
+        """timm's name of the backbone, or "package.module:Class" of another backbone."""
         return str(getattr(self.backbone, "architecture", name_of("backbone", self.backbone)))

@@ -1,4 +1,4 @@
-"""Units of a schedule, and how the parts of a network learn."""
+"""Units of a schedule, and the learning rate of each part of the network."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -8,7 +8,7 @@ Unit = Literal["steps", "epochs"]  # an epoch is as many images as there are to 
 
 
 def as_written(number: float) -> Fraction:
-    """The number that a recipe writes: 0.1 is a tenth, not the float that is nearest to it."""
+    """Convert a float to the exact decimal number in the recipe: 0.1 is a tenth, not the nearest float."""
     return Fraction(str(number))
 
 

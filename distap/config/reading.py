@@ -1,4 +1,4 @@
-"""Read a recipe from YAML, apply overrides, and say what is wrong with a key or value."""
+"""Read a recipe from YAML, apply overrides, and explain wrong keys and values."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -38,7 +38,7 @@ def load_recipe(
     overrides: Sequence[str | Mapping[str, Any]] | Mapping[str, Any] = (),
     data_at_hand: bool = False,
 ) -> Recipe:
-    """Read a recipe from a YAML file or by its name, or take it as a dict, and apply overrides, one after the other.
+    """Read a recipe from a YAML file, by name, or from a dict, and apply overrides in order.
 
     An override is a text such as `optimizer.learning_rate=1e-4`; or a dict, with such keys or nested, in which a dict
     that has a `name` replaces the part that was chosen before. A DistapError names each wrong key or value with its
@@ -57,20 +57,20 @@ def load_recipe(
 def changed_settings(
     source: Path | Mapping[str, Any], overrides: Sequence[str | Mapping[str, Any]] | Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the settings of `load_recipe`, not checked yet and without defaults."""
+    """Return a recipe's settings after overrides, as `load_recipe` reads them, unchecked and without defaults."""
     settings = _copied(source) if isinstance(source, Mapping) else _read(recipe_file(source))
     return _overridden(settings, [overrides] if isinstance(overrides, Mapping) else overrides)
 
 
 def recipe_file(config: Path) -> Path:
-    """Return the file of a recipe: `config` itself, or the one of distap's recipes that it names."""
+    """Return the path of a recipe: `config` itself, or the file of a recipe that distap ships."""
     is_name = len(config.parts) == 1 and not config.suffix and not config.is_file()
     is_ours = (RECIPES / f"{config}.yaml").is_file()
     return named_recipe(str(config)) if is_name and (is_ours or not config.exists()) else config
 
 
 def named_recipe(name: str) -> Path:
-    """Return the file of one of distap's recipes; a DistapError says which there are."""
+    """Return the path of a recipe that distap ships; a DistapError lists them."""
     path = RECIPES / f"{name}.yaml"
     if not path.is_file():
         names = sorted(each.stem for each in RECIPES.glob("*.yaml"))
@@ -98,14 +98,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def recipe_from(settings: dict[str, Any], source: str) -> Recipe:
-    """Check settings; a DistapError names `source`."""
+    """Check settings and build a recipe; a DistapError names `source`."""
     return _checked(Recipe, settings, lambda key: source)
 
 
 def recorded_recipe(
     settings: Mapping[str, Any], source: str, folder: str | None = None, overrides: Sequence[str] = ()
 ) -> NetworkRecipe:
-    """Read what a trained network needs of the recipe that was recorded with it, and nothing else.
+    """Read the part of a recorded recipe that a trained network needs.
 
     Args:
         source: what a DistapError about a wrong value names.
@@ -122,7 +122,7 @@ def recorded_recipe(
 
 
 def _place(source: Path, changed: Sequence[str], key: str) -> str:
-    """Name a recipe's file, with the line in which `key` or its section stands unless an override has set it."""
+    """Name a recipe's file, with the line of `key` or its section unless an override has set it."""
     if any(f"{key}.".startswith(f"{each}.") for each in changed):
         return str(source)
     node, line = yaml.compose(recipe_file(source).read_text("utf-8"), yaml.SafeLoader), ""
@@ -148,7 +148,7 @@ def _checked(kind: type[R], settings: dict[str, Any], where: Place, data_at_hand
 
 
 def _build_parts(holder: dict[str, Any], keeps_given: bool, path: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
-    """Replace each `Part` in a recipe by its object; yield what is wrong in the form of pydantic's errors."""
+    """Build each `Part` of a recipe in its place; yield mistakes in the form of pydantic's errors."""
     for key, value in holder.items():
         where = (*path, key)
         if isinstance(value, BaseModel | dict):
@@ -186,12 +186,12 @@ def _require_data(recipe: Recipe, where: Place) -> None:
 
 
 def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same keys in dicts of our own, with the same values."""
+    """Copy nested dicts and keep their values."""
     return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in settings.items()}
 
 
 def _overridden(settings: dict[str, Any], overrides: Sequence[str | Mapping[str, Any]]) -> dict[str, Any]:
-    """Apply overrides to settings, one after the other, and return the settings."""
+    """Apply overrides to settings in order, and return the settings."""
     before = _copied(settings)
     for override in overrides:
         if isinstance(override, Mapping):
@@ -233,7 +233,7 @@ def _override(settings: dict[str, Any], override: str) -> None:
 
 
 def _section(settings: dict[str, Any], parents: Sequence[str], override: str) -> dict[str, Any]:
-    """The section that the last of `parents` names, made if it is not there."""
+    """Return the section at the end of `parents`; create missing ones."""
     for parent in parents:
         if settings.get(parent) is None:
             settings[parent] = {}
@@ -255,7 +255,7 @@ def _problem(error: dict[str, Any], settings: dict[str, Any], kind: type[Network
 
 
 def _written_keys(location: tuple[int | str, ...], settings: dict[str, Any]) -> list[str]:
-    """The keys of pydantic's location as the recipe writes them: no tags of unions, and terms of a sum by name."""
+    """Convert pydantic's location to the recipe's keys: without tags of unions, terms of a sum by name."""
     loc, loss = list(location), settings.get("loss")
     if loc[:2] == ["loss", "terms"] and isinstance(loss, dict) and "terms" not in loss:
         number, place, *rest = loc[2:]
@@ -273,7 +273,7 @@ def _written_keys(location: tuple[int | str, ...], settings: dict[str, Any]) -> 
 
 
 def _known_beside(keys: list[str], kind: type[NetworkRecipe]) -> list[str]:
-    """The keys of the section that the last of `keys` was written in."""
+    """Return the known keys of the section that contains the last of `keys`."""
     section: Any = kind
     for key in keys[:-1]:
         if not issubclass(section, BaseModel):
@@ -284,7 +284,7 @@ def _known_beside(keys: list[str], kind: type[NetworkRecipe]) -> list[str]:
 
 
 def _inside(annotation: Any) -> Iterator[Any]:
-    """An annotation and all that it is made of, such as the members of a union."""
+    """Return an annotation and everything nested in it, such as the members of a union."""
     yield annotation
     for inner in get_args(annotation):
         yield from _inside(inner)

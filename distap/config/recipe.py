@@ -1,4 +1,4 @@
-"""The recipe of a training: all sections together, and what may be written shorter."""
+"""The recipe of a training: all sections together, and their short forms."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +32,7 @@ DeviceName = Literal["auto", "cuda", "cpu"]
 
 
 class NetworkRecipe(Section):
-    """The part of a recipe that a trained network needs: how it is built, and how it takes images."""
+    """The part of a recipe that a trained network needs: its construction, and the size of its images."""
 
     seed: NonNegativeInt = 0
     """Seed of all that is random: weights, batches, augmentation."""
@@ -97,7 +97,7 @@ class Recipe(NetworkRecipe):
 
     @property
     def loader_chunk(self) -> int:
-        """Images that a loader worker hands over at once: a micro-batch, if its size is known."""
+        """Number of images that a loader worker hands over at once: a micro-batch, if its size is known."""
         return next((size for size in (self.describe.size, self.replay.size) if isinstance(size, int)), LOADER_CHUNK)
 
     @property
@@ -107,7 +107,7 @@ class Recipe(NetworkRecipe):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "Recipe":
-        """Refuse combinations that cannot work; what is chosen by name may still be a `Part`."""
+        """Refuse combinations that cannot work; a part chosen by name may still be an unbuilt `Part`."""
         if (self.steps is None) == (self.epochs is None):
             given = "neither is set" if self.steps is None else f"steps is {self.steps} and epochs {self.epochs:g}"
             raise ValueError(f"set either steps or epochs; {given}")

@@ -1,4 +1,4 @@
-"""A recipe in full, as YAML that is a recipe again: each value with where it comes from."""
+"""Print a recipe with all defaults, as YAML that is again a recipe, with the origin of each value."""
 
 import json
 import math
@@ -16,7 +16,7 @@ Written = tuple[Any, Any]  # what stands at one place on the command line and in
 
 
 def resolved_lines(source: Path, overrides: Sequence[str]) -> Iterator[str]:
-    """Yield the lines of a recipe after its overrides, with all defaults; remarks say where each value comes from."""
+    """Yield the lines of a recipe after overrides, with all defaults; comments say where each value comes from."""
     values = load_recipe(source, overrides).model_dump(mode="json")
     written = _loss_in_full(changed_settings({}, overrides)), _loss_in_full(changed_settings(source, overrides))
     yield f"# distap config {' '.join([str(source), *overrides])}".replace("\n", " ")
@@ -35,7 +35,7 @@ def _lines(values: Mapping[str, Any], written: Written, indent: str) -> Iterator
 
 
 def _below(written: Any, key: str, value: Any) -> Any:
-    """Return what a section says of a key; it may be in short form, as `pooling: cls`, and is one value then."""
+    """Return a section's value of a key; a section in short form, such as `pooling: cls`, is one value."""
     if isinstance(written, Mapping):
         return written.get(key, ABSENT)
     return written if written in (key, value) else ABSENT
@@ -48,7 +48,7 @@ def _flow(value: Any) -> str:
 
 
 def _loss_in_full(settings: dict[str, Any]) -> dict[str, Any]:
-    """Write out what a loss that is a sum, or has a preset, stands for."""
+    """Write out a loss that is a sum or has a preset, with all its terms and values."""
     loss = settings.get("loss")
     if not isinstance(loss, dict):
         return settings

@@ -22,7 +22,7 @@ from distap.registry import Chosen, unknown_key
 
 
 class MemorySection(Section):
-    """Descriptors of earlier steps to rank against as well, without gradient."""
+    """Descriptors of earlier steps to add to the gallery, without gradient."""
 
     size: NonNegativeInt = 0
     """Number of descriptors to remember; 0 remembers none."""
@@ -31,14 +31,14 @@ class MemorySection(Section):
 
 
 class DescribeSection(Section):
-    """Stage one: the descriptors of all images, without a graph."""
+    """Stage one: describe all images without a graph."""
 
     size: PositiveInt | None = None
     """Images in a micro-batch; null takes replay.size."""
 
 
 class RankSection(Section):
-    """Stage two: the loss of the global batch and the gradient of each descriptor."""
+    """Stage two: compute the loss of the global batch and the gradient of each descriptor."""
 
     mode: Literal["sharded", "central"] = "sharded"
     """Rank on all ranks (sharded), or on rank 0 (central)."""
@@ -47,7 +47,7 @@ class RankSection(Section):
 
 
 class ReplaySection(Section):
-    """Stage three: every image again, with a graph, to send its descriptor's gradient back."""
+    """Stage three: describe each image again with a graph, and send its descriptor's gradient back."""
 
     size: PositiveInt | Literal["auto"] = 16
     """Images in a micro-batch, which decide the peak memory; auto finds the fastest that fits."""
@@ -62,7 +62,7 @@ class ReplaySection(Section):
 
 
 class StepSection(Section):
-    """The step as a whole."""
+    """Settings of all three stages of a step."""
 
     compile: bool = False
     """Compile the backbone for training, and for evaluation on images of the same size."""
@@ -75,7 +75,7 @@ class StepSection(Section):
 
 
 class OptimizerSection(Section):
-    """How the parameters move. Keys that are not listed here belong to the optimiser that `name` chooses."""
+    """The optimiser: how parameters are updated. Further keys belong to the optimiser that `name` chooses."""
 
     learning_rate: PositiveFloat = 1e-4
     """Learning rate, which the schedule multiplies."""
@@ -114,7 +114,7 @@ class OptimizerSection(Section):
 
 
 class CheckpointSection(Section):
-    """Checkpoints: how often, how many, and where."""
+    """Checkpoints: how often to write them, how many to keep, and where."""
 
     every: PositiveInt = 100
     """Interval between checkpoints; the last step always writes one."""
@@ -127,7 +127,7 @@ class CheckpointSection(Section):
 
 
 class AverageSection(Section):
-    """An exponential moving average of the parameters, which is evaluated and saved in their place."""
+    """An exponential moving average of the parameters; evaluations and saved networks use it."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
     """Weight of the average so far at each step."""
@@ -142,7 +142,7 @@ class StopSection(Section):
 
 
 class MetricsSection(Section):
-    """The endpoint of metrics for Prometheus."""
+    """The Prometheus endpoint of metrics."""
 
     port: Annotated[int, Field(ge=1, le=65000)] | None = None
     """Port of local rank 0; local rank r listens on port + r."""
@@ -154,7 +154,7 @@ class MetricsSection(Section):
 
 
 class LogsSection(Section):
-    """Log lines on the standard error."""
+    """Log lines on standard error."""
 
     format: Literal["text", "json"] = "text"
     """Write text for people, or JSON with one object per line for a log collector."""

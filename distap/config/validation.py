@@ -1,4 +1,4 @@
-"""The base class of a recipe's sections, and texts that are checked by parsing them."""
+"""Base class of a recipe's sections, and strings that are validated by parsing."""
 
 from typing import Annotated
 
@@ -11,7 +11,7 @@ from distap.storage.remotes import RemoteSettings, without_secret_options
 
 
 class Section(BaseModel):
-    """Closed to unknown keys, and frozen. Defaults are validated, since a default may be a name to look up."""
+    """Refuse unknown keys and changes. Defaults are validated too, since a default may be a name to look up."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
@@ -24,7 +24,7 @@ def _checked_store(url: str) -> str:
 
 
 def _shards(allow_pipes: bool = False) -> PlainValidator:
-    """Validate the name of a data set by parsing it, and keep its normal form, or a data set in Python as it is."""
+    """Normalise the name of a data set by parsing it; keep a data set in Python as it is."""
 
     def check(value: object) -> str | Source:
         if isinstance(value, Source):

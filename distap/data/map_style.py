@@ -1,4 +1,4 @@
-"""Images in map-style data sets of torch, torchvision and Hugging Face, in the place of shards."""
+"""Use map-style data sets of torch, torchvision and Hugging Face in place of shards."""
 
 import hashlib
 import os
@@ -25,7 +25,7 @@ NEEDED = "expected items (image, label), or dicts with image and label"
 
 @dataclass(frozen=True, eq=False)
 class DatasetRows:
-    """N images with labels, each a file of its own for a `Reader`; safe to copy into loader workers."""
+    """N labelled images, each presented to `Reader` as a file of its own; safe to copy into loader workers."""
 
     name: str  # of the data set, for messages
     images: Any  # by number: what `image_file` takes
@@ -38,7 +38,7 @@ class DatasetRows:
         return f"{self.name}[{self.numbers[row]}]"
 
     def read(self, row: str, offset: int = 0, size: int = 0) -> bytes:
-        """The bytes of an image's file, which `Reader` asks for by the name of a shard, its row here.
+        """Return the bytes of an image's file; `Reader` passes the row number as the name of a shard.
 
         Raises:
             DamagedImageError: the data set cannot give the image.
@@ -65,7 +65,7 @@ class DatasetRows:
         return data
 
     def digests(self) -> list[str]:
-        """(N,) SHA-256 of a few images, "" of the others.
+        """Return (N,) SHA-256 of a few images, "" for the others.
 
         Raises:
             DistapError: one of them differs from one read to the next, or none can be read.
@@ -90,7 +90,7 @@ class DatasetRows:
 
 
 def source_of(data: Any, track: Track = untracked) -> Source:
-    """A data set in Python as a source of images, wherever a path or URL of shards is one.
+    """Make a data set in Python a source of images, usable in place of a path or URL of shards.
 
     Args:
         data: a path or URL, which is parsed; a Hugging Face `datasets.Dataset` with one column of images and one of
@@ -116,7 +116,7 @@ def source_of(data: Any, track: Track = untracked) -> Source:
 
 
 def rows_behind(source: Source) -> DatasetRows | None:
-    """The images of a source that is a data set of Python or of Hugging Face; None for any other."""
+    """Return the images of a source that is a data set in Python or of Hugging Face; None for other sources."""
     if source.kind == "hf":
         return _of_hub(source.base)
     if source.kind == "given" and source.rows is None:
@@ -147,7 +147,7 @@ def _rows_of(base: Any, name: str, numbers: Sequence[int], track: Track = untrac
 
 @dataclass(frozen=True)
 class _Images:
-    """The images of a data set's items."""
+    """Images of a map-style data set, taken from its items."""
 
     dataset: Any
     name: str
@@ -156,7 +156,7 @@ class _Images:
         return self.item(number)[0]
 
     def item(self, number: int) -> tuple[Any, Any]:
-        """An image and its label."""
+        """Return an image and its label."""
         item = self.dataset[number]
         if isinstance(item, dict) and {"image", "label"} <= item.keys():
             return item["image"], item["label"]
@@ -167,7 +167,7 @@ class _Images:
 
 
 def _classes(base: Any, name: str, numbers: Sequence[int], track: Track) -> list[str]:
-    """The class name of each image: by an attribute if it agrees with the items, otherwise by reading them all."""
+    """Return each image's class name: from an attribute that agrees with the items, or by reading all items."""
     items, known = _Images(base, name), getattr(base, "classes", None)
 
     def read(number: int) -> int | str:
@@ -209,7 +209,7 @@ def _label(value: Any, name: str, number: int) -> int | str:
 
 
 def _named(labels: list[Any], known: Any) -> list[str]:
-    """Names of classes; `known` are those of numbers, if it has one for each and they differ."""
+    """Return class names; `known` lists them by number if there is one for each and they differ."""
     names = list(known) if isinstance(known, list | tuple) else []
     fits = len({name for name in names if isinstance(name, str)}) == len(names)
     fits = fits and all(isinstance(label, int) and label < len(names) for label in labels)
@@ -218,7 +218,7 @@ def _named(labels: list[Any], known: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """The files in an image column of Hugging Face, as they are stored."""
+    """Encoded files in an image column of a Hugging Face data set."""
 
     column: Any  # a data set of one column that is not decoded
 
@@ -228,7 +228,7 @@ class _Encoded:
 
 
 def _of_columns(dataset: Any, name: str, numbers: Sequence[int]) -> tuple[_Encoded, list[str]]:
-    """The images and the class names of a Hugging Face data set, from the columns that fit."""
+    """Return images and class names of a Hugging Face data set, from the columns that fit."""
     import datasets
 
     if dataset.format["type"] == "custom":
@@ -255,7 +255,7 @@ def _of_columns(dataset: Any, name: str, numbers: Sequence[int]) -> tuple[_Encod
 
 @lru_cache(maxsize=8)
 def _of_hub(text: str) -> DatasetRows:
-    """The images of NAME or NAME#SPLIT: a folder that `save_to_disk` wrote, or what `datasets.load_dataset` knows."""
+    """Load NAME or NAME#SPLIT: a folder that `save_to_disk` wrote, or a set that `datasets.load_dataset` finds."""
     try:
         import datasets
     except ModuleNotFoundError as error:

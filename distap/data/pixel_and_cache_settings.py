@@ -1,4 +1,4 @@
-"""Settings of reading that a recipe's `data` section holds; this module imports no torch."""
+"""Settings of reading in a recipe's `data` section; this module imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -40,20 +40,20 @@ class Classes:
         return len(self.labels)
 
     def samples(self, label: int) -> Samples:
-        """Numbers of the samples of a class, ascending."""
+        """Return the numbers of a class's samples, ascending."""
         return self._order[self._ends[label] : self._ends[label + 1]]
 
     def nth(self, labels: NDArray[np.int64], places: NDArray[np.int64]) -> Samples:
-        """Numbers of the samples at these places of these classes, of the same shape as both."""
+        """Return the samples at `places` of classes, by number; both arrays and the result have one shape."""
         return self._order[self._ends[labels] + places]
 
     def available(self, labels: NDArray[np.int64], images: int) -> int:
-        """Number of images that these classes can give if none gives more than `images`."""
+        """Return how many images these classes provide if each gives at most `images`."""
         return int(np.minimum(self.sizes[labels], images).sum())
 
     @cached_property
     def by_group(self) -> dict[str, NDArray[np.int64]]:
-        """The classes of two samples or more of each super-category, by name; classes without one are not in it."""
+        """Return classes with two or more samples by name of super-category; omit empty super-categories."""
         of_class = self.groups[self.with_pairs]
         order = np.argsort(of_class, kind="stable")
         names, starts = np.unique(of_class[order], return_index=True)
@@ -68,15 +68,15 @@ class Sampling(Protocol):
     def size(self) -> int: ...  # B, images of a global batch
 
     def check(self, data: Classes) -> None:
-        """Raise a DistapError if such batches cannot be taken from the data set."""
+        """Raise a DistapError if the data set cannot provide such batches."""
 
     def batch(self, data: Classes, seed: int, step: int) -> Samples:
-        """(B,) numbers of the samples of a step, none twice."""
+        """Return (B,) different sample numbers for a step."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The batches of a training."""
+    """The batches of a training: the sample in each slot of each step."""
 
     classes: Classes
     sampling: Sampling
@@ -86,11 +86,11 @@ class Plan:
         self.sampling.check(self.classes)
 
     def batch(self, step: int) -> Samples:
-        """(B,) the sample in each slot of a step's global batch, as a read-only array."""
+        """Return (B,) the sample in each slot of a step's global batch, as a read-only array."""
         return _batch(self, step)
 
     def stand_ins(self, step: int, slot: int) -> Samples:
-        """Samples to try, in order, if the one in `slot` is damaged: of its class, and not in the batch; may be none.
+        """Return samples to try in order if the one in `slot` is damaged: of its class, not in the batch; maybe none.
 
         The slots of a class divide its remaining samples among them, so two ranks that replace images of one class
         in the same step never choose the same one.
@@ -120,7 +120,7 @@ def in_turn(
     *key: int,
     of: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Return (sum of takes,) the elements of m sets that have their turn, set by set.
+    """Return (sum of takes,) the next elements of m sets that take turns, set by set.
 
     Each set goes through its elements 0 .. count - 1 in one random order after the other. Any `longest` in a row are
     different, also across the seam of two rounds: of those that begin a round, the ones that ended the round before
@@ -151,7 +151,7 @@ def _of_round(
     key: tuple[int, ...],
     of: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Return (m, k) what stands at k places of one round of each of m sets."""
+    """Return (m, k) the elements at k places of one round of each of m sets."""
     rounds = np.where(counts < 2 * longest, 0, rounds)
     values = shuffled(counts, places, *key, of=(of, rounds))
     begun = (rounds > 0) & (places < longest).any(axis=1)
@@ -168,7 +168,7 @@ def _of_round(
 
 
 def _seam(begins: NDArray[np.int64], ended: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Return (m, n) the elements that begin a round, of 0 .. count - 1, with those that ended the one before last."""
+    """Return (m, n) the first elements of a round, reordered: those that ended the round before come last."""
     offsets = np.arange(len(begins))[:, None] * count  # so that elements of two rows are never the same
     again = np.isin(begins + offsets, ended + offsets)
     arranged = np.empty_like(begins)
@@ -179,7 +179,7 @@ def _seam(begins: NDArray[np.int64], ended: NDArray[np.int64], count: int) -> ND
 
 
 def turns(count: int, size: int, turn: int, *key: int) -> Iterator[NDArray[np.int64]]:
-    """Yield (size,) the different elements of range(count) that have their turn, then those of the turns that follow.
+    """Yield (size,) different elements of range(count) for batch `turn` and for each batch after it.
 
     The elements have their turns as `in_turn` says. Where they make less than two turns, each turn draws them anew.
     """

@@ -1,4 +1,4 @@
-"""Get the descriptors of a data set for an evaluation: computed in memory, or kept in a folder."""
+"""Get a data set's descriptors for an evaluation: computed in memory, or kept in a folder."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ logger = logging.getLogger("distap")
 
 @dataclass(frozen=True)
 class Describing:
-    """Describes the images of data sets on all ranks; see `Extraction`."""
+    """Describe the images of data sets on all ranks; see `Extraction`."""
 
     describer: ImageDescriber
     world: World
@@ -39,7 +39,7 @@ class Describing:
     def descriptors(
         self, images: ImageSet, name: str, boxes: Mapping[int, Box] = NO_BOXES
     ) -> tuple[NDArray[np.int64], NDArray[Any]]:
-        """Numbers (n,) of the images that could be described, ascending, and their descriptors (n, D), on every rank.
+        """Return image numbers (n,), ascending, without failed images, and descriptors (n, D), on every rank.
 
         Args:
             name: of the folder to keep them in.

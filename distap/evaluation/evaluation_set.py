@@ -1,4 +1,4 @@
-"""A data set to evaluate on: its queries, its gallery, what each query is to retrieve, and the figures.
+"""A data set to evaluate on: queries, gallery, the truth of each query, and figures.
 
 What is right is told by classes, or by a ground truth. The queries retrieve each other, another gallery as in
 In-Shop, or a gallery that is drawn from their own images as in VehicleID.
@@ -31,7 +31,7 @@ NEIGHBOURS = 10  # images that are reported of each query
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Queries, the gallery that they retrieve, and what is counted of it."""
+    """Queries, their gallery, the truth of each query, and the figures to compute."""
 
     name: str
     queries: ImageSet
@@ -43,7 +43,7 @@ class EvaluationSet:
 
     @property
     def kind(self) -> str:
-        """Name of the way to evaluate, for results."""
+        """Name of the kind of evaluation, for results."""
         return self.truth.dataset if self.truth else DRAWN if self.draws else QUERIED if self.gallery else LABELLED
 
     @property
@@ -73,7 +73,7 @@ class EvaluationSet:
 
 
 def _joined(parts: list[NDArray[Any]], describing: Describing, name: str) -> NDArray[Any]:
-    """The rows of all parts, in memory, or in a file of the folder that keeps descriptors."""
+    """Join the rows of all parts, in memory or in a file of the folder that keeps descriptors."""
     folder, world = describing.folder(f"{name}/gallery"), describing.world
     if len(parts) == 1 or folder is None:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -90,7 +90,7 @@ def _joined(parts: list[NDArray[Any]], describing: Describing, name: str) -> NDA
 
 @dataclass(frozen=True)
 class DescribedSet:
-    """Descriptors of the images of a set that could be described: Q queries, then a gallery of N images."""
+    """Descriptors of a set's images, without failed ones: Q queries, and a gallery of N images."""
 
     of: EvaluationSet
     queries: NDArray[Any]  # (Q, C), in the order of `records` if there are any
@@ -103,12 +103,12 @@ class DescribedSet:
 
     @property
     def device(self) -> torch.device:
-        """The device that ranks."""
+        """Device on which to rank."""
         return self.describing.describer.device
 
     @cached_property
     def labels(self) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
-        """Class numbers of all images, -1 for none, and the names of the classes."""
+        """Return class numbers of all images, -1 without a class, and the names of the classes."""
         names, numbers = np.unique(self.classes, return_inverse=True)
         return np.where(self.classes == "", -1, numbers.reshape(-1)), names
 
@@ -154,7 +154,7 @@ class DescribedSet:
         )
 
     def _retrieved(self, result: Evaluated) -> Retrieved:
-        """The hits of the queries. Images of another gallery follow them as rows that are no queries."""
+        """Rank the gallery for each query. Gallery rows are numbered from the number of queries."""
         first = len(self.queries) if self.of.gallery else 0  # row of the gallery's first image
 
         def filled(values: torch.Tensor, filling: float) -> Any:
@@ -172,7 +172,7 @@ class DescribedSet:
         )
 
     def _rows(self) -> Iterator[tuple[Any, Any]]:
-        """The rows of queries and of the gallery, in each draw."""
+        """Yield the rows of queries and of the gallery in each draw."""
         if not self.of.draws:
             yield slice(None), slice(None)
         labels = self.labels[0]

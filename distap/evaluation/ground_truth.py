@@ -1,4 +1,4 @@
-"""Read the `ground_truth.json` that `distap data convert` writes: the gallery images that each query is to retrieve.
+"""Read the `ground_truth.json` of `distap data convert`: the gallery images that each query must retrieve.
 
 It is there for Revisited Oxford and Paris, and for Google Landmarks v2. The splits of queries and gallery are shards
 in folders next to it, and images are named by their classes.
@@ -21,7 +21,7 @@ from distap.retrieval.truth import ListedTruth
 
 
 class Form(NamedTuple):
-    """Fields of a query's record, and the figures of such a data set."""
+    """The fields of a query's record in a ground truth, and the figures of such data sets."""
 
     protocol: Protocol
     grades: tuple[str, ...]  # lists of positives, one for each grade
@@ -40,7 +40,7 @@ FORMS = {
 
 @dataclass(frozen=True)
 class GroundTruth:
-    """Contents of a `ground_truth.json`."""
+    """The contents of a `ground_truth.json`."""
 
     dataset: str  # one of FORMS
     query: str  # split of the queries
@@ -52,7 +52,7 @@ class GroundTruth:
         return FORMS[self.dataset]
 
     def boxes(self, queries: ImageSet) -> dict[int, Box]:
-        """By image number, the part of a query's image to describe, in whole pixels.
+        """Return the box to describe of each query with one, in whole pixels, by image number.
 
         Raises:
             DistapError: a query is not among the images, or its box is none.
@@ -73,7 +73,7 @@ class GroundTruth:
 def listed_truth(
     form: Form, records: Sequence[Mapping[str, Any]], names: Sequence[str], device: torch.device
 ) -> ListedTruth:
-    """What the queries of these records retrieve from a gallery of images with these names.
+    """Return each query's truth, from its record and the names of the gallery's images.
 
     Of images with the same name, the first is meant.
     """
@@ -100,7 +100,7 @@ def listed_truth(
 
 
 def read_ground_truth(path: Path) -> GroundTruth:
-    """Read the ground truth that `distap data convert` wrote, or raise a DistapError."""
+    """Read a ground truth of `distap data convert`, or raise a DistapError."""
     with reading(path, "distap data convert"):
         found = json.loads(path.read_text())
         truth = GroundTruth(found["dataset"], found["query"], tuple(found["gallery"]), tuple(found["queries"]))

@@ -1,4 +1,4 @@
-"""Save an evaluation to a folder, and read what it scored and retrieved without the network or the images."""
+"""Save an evaluation to a folder; read its figures and hits without network or images."""
 
 import io
 import json
@@ -34,7 +34,7 @@ Figures = Annotated[
 
 @dataclass(frozen=True)
 class Retrieved:
-    """The hits of each of N images of K classes. Rows are numbered 0 to N-1; another gallery follows the queries."""
+    """Hits of N images of K classes. Rows are numbered 0 to N-1; a separate gallery's rows follow the queries'."""
 
     sample: NDArray[np.int64]  # (N,) number in the data set's index, ascending; another gallery is numbered after it
     key: NDArray[np.str_]  # (N,)
@@ -45,7 +45,7 @@ class Retrieved:
     neighbours: NDArray[np.int64]  # (N, k) rows, best first
 
     def class_of(self, row: int) -> str:
-        """Name of a row's class, empty without one."""
+        """Name of a row's class, "" without one."""
         return str(self.class_name[self.label[row]]) if self.label[row] >= 0 else ""
 
 
@@ -70,7 +70,7 @@ class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
     classes: dict[str, Figures] = {}  # queries, mAP and so on of each class
 
     def save(self, folder: Path, **about: Any) -> None:
-        """Write it to a folder, with `about` in result.json, or raise an UnwritableError.
+        """Write the evaluation to a folder, with `about` in result.json; raise an UnwritableError if that fails.
 
         The folder holds no evaluation until all is written; an earlier one is replaced.
         """
@@ -86,7 +86,7 @@ class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
         write_whole(path, self.model_copy(update=about).model_dump_json(indent=1) + "\n")
 
     def retrieved(self) -> Retrieved | None:
-        """Read what each image retrieved; None of a protocol of which it is not kept."""
+        """Read the hits of each image; None for a protocol that keeps none."""
         if self.protocol not in (LABELLED, QUERIED) or self.folder is None:
             return self.hits
         path = self.folder / RETRIEVED_FILE
@@ -123,13 +123,13 @@ def folder_of_step(run: Path, step: int) -> Path:
 
 
 def saved_steps(run: Path) -> list[int]:
-    """Steps after which a training kept an evaluation, ascending."""
+    """Return the steps of a training whose evaluation was kept, ascending."""
     names = [path.parent.name for path in (run / FOLDER).glob(f"step-*/{RESULT_FILE}")]
     return sorted(int(name[5:]) for name in names if name[5:].isdecimal())
 
 
 def keep_few(run: Path, newest: int) -> None:
-    """Remove a training's evaluations except the first, the one with the highest mAP, and that of step `newest`.
+    """Remove a training's evaluations except the first, the one with the highest mAP, and the one of `newest`.
 
     Evaluations of later steps are removed too: the training was interrupted and went back to an earlier step.
     """

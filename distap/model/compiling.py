@@ -1,4 +1,4 @@
-"""A backbone compiled by torch.compile, in a known number of graphs."""
+"""Compile a backbone with torch.compile, in a known number of graphs."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ _NO_LIMIT = 2**16  # torch counts the graphs of all networks in a process togeth
 
 
 def compile_backbone(network: RetrievalNetwork, sizes: Sequence[int]) -> None:
-    """Run a compiled backbone from now on: in training, and in evaluations on images of the same size.
+    """Replace a backbone by a compiled one, for training, and for evaluation on images of the same size.
 
     An engine may wrap the network before or after. Each graph is compiled when it is first needed, which takes
     minutes for a large network. Micro-batches are padded to one of the `sizes`, those of the full ones, or to a half,
@@ -82,12 +82,12 @@ class CompiledBackbone:
         return features[:n]
 
     def padded_size(self, images: int) -> int:
-        """Return the number of images that a micro-batch is padded to."""
+        """Return the number of images to which a micro-batch is padded."""
         return next((size for size in self._sizes if size >= images), images)
 
 
 def _kind(pixels: Tensor, training: bool) -> tuple[Any, ...]:
-    """Return everything that a graph depends on."""
+    """Return everything that requires a graph of its own when it changes."""
     device = pixels.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     passes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()

@@ -1,4 +1,4 @@
-"""A convolution whose gradients a CPU computes faster than by torch's own kernels; equal up to rounding.
+"""A convolution with gradients that are faster on a CPU than torch's, and equal up to rounding.
 
 oneDNN has no fast kernel for the gradient of depthwise weights above 3 x 3: it takes up to 40 times as long as the
 forward pass. And it adds the gradient of a bias up far slower than `sum` does.

@@ -1,4 +1,4 @@
-"""Frozen BatchNorm computed inside the convolution before it, in every stage.
+"""Compute frozen BatchNorm inside the convolution before it, in every stage.
 
 With frozen statistics, BatchNorm multiplies each channel by a number and adds another. So does a convolution with
 other weights:
@@ -33,7 +33,7 @@ TOLERANCE = 1e-6  # of features in float64, relative; a wrong pair changes the f
 
 
 def fold_batchnorm(network: RetrievalNetwork) -> int:
-    """Compute each frozen BatchNorm in the convolution before it from now on; return how many there are.
+    """Fold each frozen BatchNorm into the convolution before it; return the number of folded layers.
 
     An engine may wrap the network before or after, but must not take single modules' parameters away. A DistapError
     tells if BatchNorm is not frozen, if none stands right behind a convolution, or if folding changes the features.
@@ -75,7 +75,7 @@ def _checked_pairs(backbone: nn.Module) -> list[tuple[str, str]]:
 
 
 def _observed(backbone: nn.Module, example: Tensor) -> tuple[Tensor, list[tuple[str, str]]]:
-    """Return the output for an example, and which BatchNorm alone reads the output of which convolution."""
+    """Return the output for an example, and each BatchNorm that alone reads the output of a convolution."""
     found: list[tuple[str, str]] = []
     calls: Counter[str] = Counter()
     made: dict[int, tuple[str, Tensor, int]] = {}  # holding the tensors keeps an id from being used twice

@@ -1,4 +1,4 @@
-"""Descriptors over several scales, and whitening; extraction, serving and export use it."""
+"""Descriptors over several scales, and whitening, for extraction, serving and export."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ LARGEST_SCALE = 8.0
 
 
 class MultiScaleNetwork(nn.Module):
-    """Images to descriptors of length 1: the generalised mean over scales (Radenović et al. 2018), then whitening.
+    """Map images to descriptors of length 1: generalised mean over scales (Radenović et al. 2018), whitening.
 
     One scale of 1 without whitening gives exactly the network's descriptors. `dimensions` is D.
 
@@ -86,13 +86,13 @@ class MultiScaleNetwork(nn.Module):
 
 
 def default_power(network: RetrievalNetwork) -> float:
-    """Return GeM's power if GeM made the descriptors, since then no component is negative; otherwise 1."""
+    """Return GeM's power for GeM's descriptors, which have no negative component; otherwise 1."""
     changed = network.layer_norm or not isinstance(network.head, nn.Identity)
     return 1.0 if changed or not isinstance(network.pooling, GeM) else network.pooling.power.item()
 
 
 def required_size(network: RetrievalNetwork) -> tuple[int, int] | None:
-    """Return the height and width that the backbone insists on; None if it takes any."""
+    """Return the height and width that the backbone requires; None if it takes any."""
     patches = getattr(network.backbone, "patch_embed", None)
     if getattr(patches, "img_size", None) is None or not getattr(patches, "strict_img_size", False):
         return None

@@ -19,7 +19,7 @@ BatchNormMode = Literal["frozen", "batch"]
 
 
 class RetrievalNetwork(nn.Module):
-    """Images to descriptors of length 1.
+    """Map images to descriptors of length 1.
 
     Multistage backpropagation needs an image's descriptor not to depend on the other images of its micro-batch, so
     BatchNorm is frozen by default: it stays in evaluation mode, and only its scale and shift learn. With `batch`, it
@@ -79,7 +79,7 @@ class RetrievalNetwork(nn.Module):
         self.register_buffer("std", 255 * torch.tensor(std).view(1, 3, 1, 1), persistent=False)
 
     def train(self, mode: bool = True) -> "RetrievalNetwork":
-        """Set training mode; frozen BatchNorm stays in evaluation mode."""
+        """Set training mode, but keep frozen BatchNorm in evaluation mode."""
         super().train(mode)
         # torch's own `train` would set it back to training mode with each call.
         if self.batchnorm == "frozen":
@@ -88,7 +88,7 @@ class RetrievalNetwork(nn.Module):
         return self
 
     def checkpoint_activations(self) -> None:
-        """Compute activations again in the backward pass instead of keeping them: less memory, slower."""
+        """Recompute activations in the backward pass instead of keeping them: less memory, slower."""
         self.require_frozen("step.activation_checkpointing", "would update its statistics in both forward passes")
         try:
             self.backbone.set_grad_checkpointing(True)
@@ -99,19 +99,19 @@ class RetrievalNetwork(nn.Module):
             ) from error
 
     def require_frozen(self, key: str, problem: str) -> None:
-        """Raise a DistapError for a key of the recipe if BatchNorm normalises by the micro-batch."""
+        """Raise a DistapError about a recipe's key if BatchNorm normalises by micro-batch."""
         if self.batchnorm != "frozen":
             raise DistapError(f"{key} needs frozen BatchNorm (model.batchnorm: frozen): `batch` {problem}")
 
     def running_statistics(self) -> list[Tensor]:
-        """Return the statistics of BatchNorm that training changes: none if it is frozen."""
+        """Return the BatchNorm statistics that training changes: none if frozen."""
         moving = self._normalisers if self.batchnorm == "batch" else []
         return [s for m in moving for s in (m.running_mean, m.running_var) if s is not None]
 
     def forward(
         self, images: UInt8[Tensor, "n 3 height width"] | Float[Tensor, "n 3 height width"]
     ) -> Float[Tensor, "n C"]:
-        """Return descriptors of length 1, float32 or wider, of images with values from 0 to 255."""
+        """Describe images with values from 0 to 255 as float32 (or wider) of length 1."""
         pooled = self.pooled(images)
         with in_full_precision(pooled.device):
             return normalize(self.head(pooled))
@@ -119,7 +119,7 @@ class RetrievalNetwork(nn.Module):
     def pooled(
         self, images: UInt8[Tensor, "n 3 height width"] | Float[Tensor, "n 3 height width"]
     ) -> Float[Tensor, "n F"]:
-        """Return what the projection gets, float32 or wider."""
+        """Return the input of the projection, float32 or wider."""
         # Channels last: convolutions are faster, on CPUs and on GPUs.
         pixels = (images.to(self.mean.dtype, memory_format=self.memory_format) - self.mean) / self.std
         features = self.backbone(pixels) if self.compiled is None else self.compiled(self.backbone, pixels)
@@ -130,7 +130,7 @@ class RetrievalNetwork(nn.Module):
             return layer_norm(pooled, pooled.shape[-1:]) if self.layer_norm else pooled
 
     def _for_pooling(self, features: Tensor) -> Sequence[Tensor]:
-        """Return the features as maps (n, C, h, w), and the class token if pooling wants it."""
+        """Return the features as maps (n, C, h, w), with the class token if pooling uses it."""
         if features.ndim == 3 and getattr(self.pooling, "needs_map", False):
             raise DistapError(
                 f"model.pooling takes regions of a map, but {architecture_of(self.backbone)} gives tokens; choose "
@@ -158,7 +158,7 @@ def build_network(
     layer_norm: bool = False,
     **of_timm: Any,
 ) -> RetrievalNetwork:
-    """Put a network together from the parts that a recipe chooses; see RetrievalNetwork.
+    """Build a network from the parts that a recipe chooses; see RetrievalNetwork.
 
     Args:
         backbone: its `build()` returns a module with `num_features`.
@@ -179,7 +179,7 @@ def build_network(
 
 @dataclass(frozen=True, eq=False)
 class GivenNetwork:
-    """A network in Python, in the place of the backbone, weights and pooling that a recipe names."""
+    """A network given in Python, in place of a recipe's backbone, weights and pooling."""
 
     given: nn.Module = field(repr=False)  # images (n, 3, height, width) to descriptors (n, C), of any length
 
@@ -187,14 +187,14 @@ class GivenNetwork:
         return self.given
 
     def load(self, backbone: nn.Module) -> None:
-        """Keep the weights that it has."""
+        """Keep the weights of the given network."""
 
     @property
     def architecture(self) -> str:
         return type(self.given).__name__
 
     def retrieval_network(self, image_size: int, batchnorm: BatchNormMode, device: torch.device) -> RetrievalNetwork:
-        """Return the module on a device, with its pixels normalised before it and its descriptors after it.
+        """Return the module on a device, between the normalisation of pixels and of descriptors.
 
         It gets float32 pixels, normalised by the `mean` and `std` of its `pretrained_cfg` as timm's networks have
         them, else from 0 to 1.
@@ -225,7 +225,7 @@ class GivenNetwork:
 
 
 def fingerprint(network: RetrievalNetwork) -> str:
-    """Return the SHA-256, in hexadecimal, of all that decides a network's descriptors.
+    """Return a SHA-256, in hexadecimal, of everything that determines a network's descriptors.
 
     It covers the architecture's name, the pooling and its settings, and the name, dtype, shape and bytes of every
     parameter and buffer, including the mean and deviation of pixels. The device and memory layout do not count.
@@ -242,7 +242,7 @@ def fingerprint(network: RetrievalNetwork) -> str:
 
 
 def settings_of(pooling: nn.Module) -> dict[str, Any]:
-    """Return a pooling's class and settings, without what it learns."""
+    """Return a pooling's class and settings, without learned values."""
     settings = {
         name: value
         for name, value in vars(pooling).items()
@@ -252,7 +252,7 @@ def settings_of(pooling: nn.Module) -> dict[str, Any]:
 
 
 def in_full_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """Turn autocast off inside an autocast region; elsewhere do nothing, because torch.export cannot trace that."""
+    """Turn autocast off if it is on; otherwise do nothing, because torch.export cannot trace it."""
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()

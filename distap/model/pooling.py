@@ -1,4 +1,4 @@
-"""Pooling: one vector from the features of an image."""
+"""Pooling: reduce the features of an image to one vector."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class GeM(nn.Module):
 
 
 class Mean(nn.Module):
-    """Mean over height and width; but for its length the sum, SPoC (Babenko and Lempitsky 2015)."""
+    """Mean over height and width; up to its length this is the sum, SPoC (Babenko and Lempitsky 2015)."""
 
     def forward(self, features: Float[Tensor, "n C h w"]) -> Float[Tensor, "n C"]:
         return features.mean(dim=(-2, -1))
@@ -80,7 +80,7 @@ class ClassToken(nn.Module):
 
 
 class ClassTokenAndMean(nn.Module):
-    """The class token, and behind it the mean over the image's tokens (as DINOv2's linear evaluation takes them)."""
+    """Class token followed by the mean of the image's tokens (as in DINOv2's linear evaluation)."""
 
     needs_class_token, widens = True, 2
 
@@ -116,5 +116,5 @@ class NamedPooling:
 
 
 def _starts(length: int, side: int, count: int) -> list[int]:
-    """Return where `count` regions begin that stand evenly over a length; those of a small one coincide."""
+    """Return the starts of `count` regions, evenly spaced over a length; equal starts are merged."""
     return sorted({round(number * (length - side) / max(count - 1, 1)) for number in range(count)})

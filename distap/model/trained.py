@@ -1,4 +1,4 @@
-"""Read a trained network from a run or one of its checkpoints, a saved folder or the hub, and begin from one."""
+"""Read a trained network from a run, checkpoint, saved folder or hub; start a training from one."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ logger = logging.getLogger("distap")
 
 @dataclass(frozen=True)
 class TrainedNetwork:
-    """The tensors of a trained network, and what was recorded beside them."""
+    """The tensors of a trained network, and the record saved with them."""
 
     whole: ClassVar[bool] = True  # see `build_network`
     where: str  # for messages
@@ -37,7 +37,7 @@ class TrainedNetwork:
     folder: str | None = None  # that relative paths of the recipe were relative to
 
     def load(self, network: RetrievalNetwork) -> None:
-        """Load backbone, pooling and projection; a DistapError names what has to be the same and is not."""
+        """Load backbone, pooling and projection; a DistapError names each required key that differs."""
         if others := self._others(network):
             raise DistapError(
                 f"{self.where}: this network is not the recipe's; to begin from it, the recipe needs\n"
@@ -52,7 +52,7 @@ class TrainedNetwork:
             raise DistapError(f"{self.where}: its tensors are not those of its network: {why}") from error
 
     def _others(self, network: RetrievalNetwork) -> dict[str, Any]:
-        """Return the keys of the recipe's section `model` for which this network has another value, and the value."""
+        """Return the keys of section `model` whose value in this network differs, with that value."""
         model = {"pooling": {"name": "gem"}, "layer_norm": False, "projection": None} | self.settings["model"]
         backbone, others = model.get("backbone"), dict[str, Any]()
         if isinstance(backbone, dict) and backbone.get("name") == GIVEN:
@@ -75,7 +75,7 @@ class TrainedNetwork:
 
 @dataclass(frozen=True)
 class RunWeights:
-    """A whole trained network to begin from: its backbone, pooling and projection."""
+    """Start from a whole trained network: its backbone, pooling and projection."""
 
     path: str
     """Path or URL of a run or checkpoint, a folder that an export or save_pretrained wrote, or `hf-hub:NAME`."""
@@ -93,12 +93,12 @@ class RunWeights:
 
 
 def is_saved(source: str) -> bool:
-    """Tell whether this is a folder or hub name that `read_saved` reads, and not a run."""
+    """Tell whether `read_saved` reads this folder or hub name, which then is no run."""
     return source.startswith(HUB) or (Path(source) / CONFIG).is_file()
 
 
 def read_saved(source: str, **download: Any) -> TrainedNetwork:
-    """Read a folder that `save_pretrained` or an export wrote, or one of the hub.
+    """Read a folder of `save_pretrained` or of an export, or one of the hub.
 
     `download` are options of huggingface_hub's snapshot_download.
     """
@@ -130,5 +130,5 @@ def read_checkpoint(source: Path | str, best: bool = False) -> TrainedNetwork:
 
 
 def _of_pixels(network: RetrievalNetwork) -> Tensor:
-    """Return mean and deviation of pixels, (2, 3), 1 being white."""
+    """Return mean and standard deviation of pixels, (2, 3), on a scale where white is 1."""
     return torch.stack([network.mean, network.std]).flatten(1).cpu() / 255

@@ -75,7 +75,7 @@ def rank(
         memory: descriptors of earlier calls to rank against as well; this batch is added to it.
         images: (b,) numbers by which the memory knows images again; without them an image that comes again is ranked
             against its own remembered descriptor.
-        memory_bytes: bytes to use beside the descriptors; None takes 1 GiB, or a quarter of a GPU's free memory.
+        memory_bytes: bytes to use next to the descriptors; None takes 1 GiB, or a quarter of a GPU's free memory.
         options: of the loss, such as `weights` of the queries, or `preset`, the name of one of its presets.
     Returns:
         A Ranking; its gradient and losses by query are those of this rank's descriptors.

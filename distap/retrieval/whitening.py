@@ -25,7 +25,7 @@ from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet, readin
 from distap.retrieval.row_blocks import row_blocks
 from distap.storage.atomic import write_whole
 
-WHITENING_FILE = "whitening.safetensors"  # in a run folder, or beside the descriptors it was learned from
+WHITENING_FILE = "whitening.safetensors"  # in a run folder, or next to the descriptors it was learned from
 VERSION = 1
 NO_VARIANCE = 1e-9  # share of the greatest variance that rounding to float16 leaves in a constant direction
 HALF_POWER = 0.25  # Revaud et al. 2019: 'square-rooted' PCA; 0.5 is full whitening

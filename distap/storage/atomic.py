@@ -79,7 +79,7 @@ def refuse_foreign(folder: Path, own: Collection[str]) -> None:
 def replacing_folder(path: Path) -> Iterator[Path]:
     """Make a folder that takes the place of `path` on leaving; after an error the old one stays.
 
-    A crash between the two renames leaves nothing at `path`: both folders are in a hidden one beside it.
+    A crash between the two renames leaves nothing at `path`: both folders are in a hidden one next to it.
     """
     try:
         make_folder(path.parent)

@@ -6,7 +6,7 @@ shards/train                      a folder, with index.npz in it
 shards/train-*.tar                a glob
 shards/{000..009}.tar             a brace pattern, as webdataset writes them
 https://host/{000..009}.tar       the same behind http(s)://, s3://, gs:// and file://
-imagefolder:photos/               images that are not packed: a folder with a sub-folder a class
+imagefolder:photos/               images that are not packed: a folder with a sub-folder per class
 hf:photos, hf:user/name#train     a data set of Hugging Face: a folder that save_to_disk wrote, or a name, and a split
 given:module:Class                one that was an object in Python, in the record of a run
 pipe:command                      the output of a shell command; refused unless the caller allows it
@@ -54,7 +54,7 @@ class Source:
     text: str  # as it was written
     base: str  # a folder, or the URL of one without the last slash
     pattern: str | None  # of the shards' names within the base; None means every .tar file in it
-    kept_index: Path | None = None  # a local file that takes the place of the index beside the shards
+    kept_index: Path | None = None  # a local file that takes the place of the index next to the shards
     kind: str = "shards"  # or imagefolder, hf, given
     rows: Any = field(default=None, compare=False, repr=False)  # the images of a data set in Python
 
@@ -101,7 +101,7 @@ def scheme_of(base: str) -> str:
 def parse_source(source: "str | Path | Source", index: Path | None = None, allow_pipes: bool = False) -> Source:
     """Parse the name of a data set, of the kinds at the top of this file; return a Source unchanged.
 
-    `index` is a local file for the index, if it cannot lie beside the shards.
+    `index` is a local file for the index, if it cannot lie next to the shards.
     """
     if isinstance(source, Source):
         return source

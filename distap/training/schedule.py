@@ -9,7 +9,7 @@ from pydantic import NonNegativeFloat, PositiveFloat
 
 from distap.config.rates import Unit, as_written
 
-# Name -> the options that it needs (True) or takes (False) beside `warmup` and `unit`.
+# Name -> the options that it needs (True) or takes (False) next to `warmup` and `unit`.
 _OPTIONS = {
     "constant": {},
     "linear": {"length": False},

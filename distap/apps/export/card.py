@@ -37,7 +37,7 @@ BEGAN_WITH = {
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The data set that a network was trained on; None for what is not known."""
+    """The data set that a network was trained on; an unknown field is None."""
 
     source: str
     fingerprint: str | None
@@ -70,7 +70,7 @@ def origin_of(checkpoint: Checkpoint, recipe: NetworkRecipe) -> Origin:
 
 @dataclass(frozen=True)
 class Exported:
-    """The written files, and how near to the network they are."""
+    """The files that an export wrote, and how closely each agrees with the network."""
 
     describer: ImageDescriber
     programs: dict[str, Agreement]  # by file

@@ -35,7 +35,7 @@ class Agreement:
 
 
 def sizes_to_try(image_size: int, dynamic_size: bool) -> list[Size]:
-    """Return the usual size and, if others are allowed, an upright and a lying one."""
+    """Return the usual image size and, if the program takes any size, one upright and one wide size."""
     longer = image_size * 4 // 3
     others = [(longer, image_size), (image_size, longer)] if dynamic_size else []
     return [(image_size, image_size), *others]

@@ -33,7 +33,7 @@ logging.getLogger("torch.onnx").setLevel(logging.ERROR)
 
 @dataclass(frozen=True)
 class BackboneFile:
-    """How timm loads the file, and how near its features are."""
+    """How timm loads a backbone's file, and how near timm's features are to the network's."""
 
     arguments: str  # of timm.create_model, next to name and path
     largest_difference: float  # of the feature maps, relative to the greatest
@@ -72,7 +72,7 @@ def program_of(network: MultiScaleNetwork, image_size: int, dynamic_size: bool) 
 
 
 def save_program(program: ExportedProgram, path: Path, about: Mapping[str, str]) -> None:
-    """Write a program for torch.export.load, with texts by name; raise a DistapError if torch cannot."""
+    """Save a program for torch.export.load, with `texts` by name; raise a DistapError if torch cannot."""
     try:
         with _without_warnings():
             torch.export.save(program, path, extra_files=dict(about))
@@ -153,13 +153,13 @@ def save_backbone(
 
 
 def _innermost(network: nn.Module, inside: ModuleTracker) -> str:
-    """Describe the module that a forward pass is in, or was in when it failed."""
+    """Name the module whose forward pass runs, or in which it failed."""
     name = max(inside.parents, key=lambda name: name.count(".")).partition(".network.")[2]
     return f"{name} ({type(network.get_submodule(f'network.{name}')).__name__})" if name else "the network"
 
 
 def _first(error: BaseException) -> str:
-    """Shorten a message that may fill pages."""
+    """Shorten a message that may be pages long."""
     return shorten(str(error), 400) or type(error).__name__
 
 

@@ -1,4 +1,4 @@
-"""The routes of a server, and the JSON that they answer with."""
+"""Routes of a search server, and the JSON of its answers."""
 
 from typing import Annotated, Any
 
@@ -108,12 +108,12 @@ def _add_searches(app: FastAPI, service: Service) -> None:
 def _add_operations(app: FastAPI, service: Service) -> None:
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
-        """Answer while the process is alive."""
+        """Report that the process is alive."""
         return {"status": "alive"}
 
     @app.get("/readyz", responses={503: PROBLEMS[503]})
     async def readyz() -> dict[str, str]:
-        """Answer while the index and the network are loaded and the server is not about to stop."""
+        """Report success while index and network are loaded and the server is not about to stop."""
         service.require_ready()
         return {"status": "ready"}
 

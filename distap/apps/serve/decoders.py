@@ -32,7 +32,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def prepare_decoders() -> None:
-    """Start the process that decoders are forked from, which imports what they need and holds no network."""
+    """Start the process that decoders are forked from; it imports what decoders need and holds no network."""
     CONTEXT.set_forkserver_preload([__name__])
     resource_tracker.ensure_running()  # which would unblock the signals
     # The server decides when decoders end, also if a signal goes to all its processes; they inherit this.
@@ -45,7 +45,7 @@ def prepare_decoders() -> None:
 
 @dataclass(frozen=True)
 class DecodingJob:
-    """How an upload becomes pixels, and what that may cost."""
+    """How an upload is decoded to pixels, with limits of time and memory."""
 
     sizing: Sizing
     scaled: bool  # whether JPEG may be decoded at reduced scale
@@ -96,14 +96,13 @@ class Decoders:
         return torch.from_numpy(answer)
 
     def hurry(self) -> None:
-        """Soon end whatever is being decoded, and start no process any more."""
+        """End running decodings soon, and start no further process."""
         self._stopping = True
         timer = threading.Timer(STOPPING_SECONDS, self.close)
         timer.daemon = True
         timer.start()
 
     def close(self) -> None:
-        """End the processes."""
         self._stopping = True
         for decoder in list(self._pids):
             self._end(decoder)
@@ -132,7 +131,7 @@ class Decoders:
 
 
 def _set_up(job: DecodingJob) -> None:
-    """Prepare a decoding process, and limit its memory to what it has by then and what the job allows."""
+    """Prepare a decoding process, and limit its memory to its present size plus what the job allows."""
     for number in STOPS:  # also where the process that forks decoders was there before
         signal.signal(number, signal.SIG_IGN)
     server: Any = multiprocessing.parent_process()
@@ -149,7 +148,7 @@ def _set_up(job: DecodingJob) -> None:
 
 
 def _decoded(job: DecodingJob, data: bytes) -> Any:
-    """Return an array, or the arguments of a RefusedError.
+    """Decode an image: return an array, or the arguments of a RefusedError.
 
     Raises:
         OutOfMemoryError: some libraries keep the memory that they have then, so that this process has to end.

@@ -103,5 +103,5 @@ class Guard:
 
 
 def _route(scope: Scope) -> str:
-    """The declared path, so that clients cannot create new series by inventing paths."""
+    """Return the route as declared, so that clients cannot create metric series by inventing paths."""
     return str(getattr(scope.get("route"), "path", "other"))

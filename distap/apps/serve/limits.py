@@ -47,21 +47,21 @@ class ServeSettings:
 
     @property
     def root(self) -> str:
-        """Return what addresses begin with at a proxy: nothing, or a path with a slash at the start only."""
+        """Return the path under which a proxy shows the server: "", or a path that starts with a slash."""
         return f"/{self.root_path.strip('/')}".rstrip("/")
 
     @property
     def host_in_url(self) -> str:
-        """Return the address as it stands in a URL, one of IPv6 in brackets."""
+        """Return the host for a URL: an IPv6 address in brackets."""
         return f"[{self.host}]" if ":" in self.host else self.host
 
     @property
     def uploads(self) -> int:
-        """Uploads that may arrive at a time: more than searches, since slow clients hold them up."""
+        """Return how many uploads may arrive at once: more than searches, since slow clients hold them up."""
         return 2 * (self.threads + self.queue)
 
     def pixels_of(self, maker: "DescribedBy") -> int:
-        """Return the most pixels of an upload, by how the gallery's images were described."""
+        """Return the most pixels that an upload may have, from how the gallery's images were described."""
         if self.max_pixels is not None:
             return self.max_pixels
         if maker.sizing == "original":

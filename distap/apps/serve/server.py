@@ -83,7 +83,7 @@ def listening(settings: ServeSettings) -> socket.socket:
 
 
 class _Connection(H11Protocol):
-    """uvicorn's, which would leave a connection, and so an open file, to a client that does nothing, for ever.
+    """uvicorn's connection with a time-out, since uvicorn itself keeps an idle client's open file for ever.
 
     uvicorn's own time limit begins with an answer and ends with the first byte of the next request; its limit of
     connections would answer probes with 503 as well.
@@ -147,7 +147,7 @@ class _Server(uvicorn.Server):
         self.loading.add_done_callback(self._end_if_failed)
 
     async def on_tick(self, counter: int) -> bool:
-        """Tell whether to close; uvicorn asks ten times a second."""
+        """Tell whether to close; uvicorn calls this ten times per second."""
         drained = time.monotonic() - self._asked >= self._service.settings.drain_seconds
         self.should_exit |= self._service.draining and drained
         return await super().on_tick(counter)

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Places:
-    """Bound what is under way; `with` takes a place, and raises a RefusedError if none is free."""
+    """Limit the number of concurrent uses: `with` takes a place, or raises a RefusedError if none is free."""
 
     def __init__(self, total: int, calls: str) -> None:
         self._total, self._calls = total, calls
@@ -70,7 +70,7 @@ class Pool:
 
 
 class Service:
-    """Answer searches within the limits of a server; raise a RefusedError for what cannot be answered now."""
+    """Answer searches within a server's limits; raise a RefusedError for a search that cannot run now."""
 
     def __init__(self, settings: ServeSettings) -> None:
         self.settings = settings
@@ -82,7 +82,7 @@ class Service:
         self._loaded: tuple[Searcher, Thumbnails] | None = None
 
     def load(self, searcher: Searcher, thumbnails: Thumbnails) -> None:
-        """Answer searches from now on."""
+        """Start to answer searches with this searcher."""
         # Each search uses this many threads, so that all searches together have the cores.
         torch.set_num_threads(max(torch.get_num_threads() // self.settings.threads, 1))
         if (describer := searcher.describer) is not None:
@@ -93,7 +93,7 @@ class Service:
         self.metrics.images.set(len(searcher.index))
 
     def require_ready(self) -> None:
-        """Raise a RefusedError unless searches are answered, and will be for a while."""
+        """Raise a RefusedError unless the server answers searches and is not about to stop."""
         if self.draining:
             raise RefusedError(503, "not_ready", "the server is stopping")
         self._require_loaded()
@@ -119,7 +119,7 @@ class Service:
         return jpeg
 
     def hurry(self) -> None:
-        """Soon end whatever is being decoded, since the server stops."""
+        """End running decodings soon, because the server stops."""
         if self._decoders is not None:
             self._decoders.hurry()
 

@@ -40,7 +40,7 @@ DATASETS: dict[str, Dataset] = {
 
 @dataclass(frozen=True)
 class Listed:
-    """The list of a split, compared with the images that are there."""
+    """The list of a split, and which of its images were found or are missing."""
 
     split: Split
     images: int  # in the list, each counted once
@@ -57,7 +57,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Converted:
-    """A split that is in shards now."""
+    """A split after conversion to shards."""
 
     listed: Listed
     images: int
@@ -78,7 +78,7 @@ def convert(
     workers: int = 1,
     track: Track = untracked,
 ) -> list[Converted]:
-    """Pack each split of a data set into output/SPLIT; keep a split that is there already, from the same list.
+    """Pack each split of a data set into output/SPLIT; keep a split packed earlier from the same list.
 
     Also write dataset.json (what was converted), missing.txt (split, tab and path of each listed image that is not
     there) and the JSON records of the splits. The last four arguments are those of `pack`.
@@ -129,7 +129,7 @@ def convert(
 
 
 def _look(split: Split, source: Path, file: Path, track: Track) -> Listed:
-    """Read the list of a split and look for its images."""
+    """Read the list of a split and look for its images on disk."""
     lines = 0
     images: dict[Path, ImageFile] = {}
     for image in split.images(source, file):
@@ -148,7 +148,7 @@ def _look(split: Split, source: Path, file: Path, track: Track) -> Listed:
 def _pack(
     part: Listed, folder: Path, done: dict[str, Any], layout: dict[str, Any], workers: int, track: Track
 ) -> Converted:
-    """Pack a split and note it in `done`, unless it is there already."""
+    """Pack a split and add it to `done`, unless it is packed already."""
     stamp = {"digest": part.digest, **layout}
     kept = folder.is_dir() and any(folder.iterdir())
     if kept and any(done.get(folder.name, {}).get(key) != value for key, value in stamp.items()):

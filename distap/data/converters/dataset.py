@@ -1,4 +1,4 @@
-"""The declaration of a data set, and the readers of the list files that its authors distribute."""
+"""Declare data sets, and read the list files that their authors distribute."""
 
 import csv
 from collections.abc import Callable, Iterator, Sequence
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from distap.data.shards.image_files import ImageFile
 from distap.errors import DistapError
 
-GROUND_TRUTH_FILE = "ground_truth.json"  # beside the splits of a data set with a list of matches for each query
+GROUND_TRUTH_FILE = "ground_truth.json"  # next to the splits of a data set with a list of matches for each query
 
 
 class Count(NamedTuple):
-    """Images and classes of the published list; None if no publication says."""
+    """Number of images and classes in the published list; None if no publication states it."""
 
     images: int | None = None
     classes: int | None = None
@@ -44,11 +44,11 @@ class Dataset:
 
 
 class MissingListError(DistapError):
-    """The source folder lacks a file that the data set has."""
+    """Raised if the source folder lacks a list file of the data set."""
 
 
 def find_list(source: Path, name: str, folders: Sequence[str] = ("",)) -> Path:
-    """Return the file of that name in one of these folders of the source; raise MissingListError if none has it."""
+    """Return a list file's path in one of these folders of the source; raise MissingListError if none has it."""
     places = [source / folder / name for folder in folders]
     for place in places:
         if place.is_file():
@@ -72,7 +72,7 @@ class ListLine(NamedTuple):
         return int(text)
 
     def path(self, folder: Path, name: str) -> Path:
-        """Return the file of that name in the folder, which the name may not leave."""
+        """Return the path of a file in the folder; refuse a name that leaves the folder."""
         parts = PurePosixPath(name).parts
         if not name.isprintable():
             raise self.wrong(f"path {name[:200]!r} is no printable text")
@@ -82,7 +82,7 @@ class ListLine(NamedTuple):
 
 
 def read_lines(file: Path, separator: str | None = None) -> Iterator[ListLine]:
-    """Yield the lines that are not empty, cut at commas (outside quotes) or, by default, at spaces and tabs."""
+    """Yield non-empty lines as cells, cut at commas (outside quotes) or, by default, at spaces and tabs."""
     try:
         with file.open("rb") as lines:
             for number, raw in enumerate(lines, 1):

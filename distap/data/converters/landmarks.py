@@ -14,7 +14,7 @@ USAGES = ("Public", "Private", "Ignored")
 
 
 def _images(source: Path, file: Path) -> Iterator[ImageFile]:
-    """Yield the images of a list, which gives an image's web address, its landmark and the box around it."""
+    """Yield the images of a list with web address, landmark and box per image."""
     for line in read_lines(file):
         if len(line.cells) not in (2, 6):
             raise line.wrong(f"{len(line.cells)} columns, expected the image, its landmark and the four of a box")
@@ -25,7 +25,7 @@ def _images(source: Path, file: Path) -> Iterator[ImageFile]:
 
 
 def _path(line: ListLine, source: Path) -> Path:
-    """Return the place of an image: that of its address is where `wget --force-directories` puts it."""
+    """Return an image's path: `wget --force-directories` stores a file under its address."""
     name = line.cells[0]
     if "://" not in name:
         return line.path(source, name)
@@ -71,7 +71,7 @@ def _full(source: Path, file: Path) -> Iterator[ImageFile]:
 
 
 def _unlabelled(source: Path, file: Path) -> Iterator[ImageFile]:
-    """Yield images as classes of their own, called by their ids, by which the ground truth names them."""
+    """Yield each image as a class of its own, named by the id that the ground truth uses."""
     for line in read_table(file, ("id",), ","):
         yield ImageFile(_google_path(line, source / file.stem, line.cells[0]), line.cells[0])
 
@@ -90,7 +90,7 @@ def _ground_truth(file: Path) -> dict[str, Any]:
 
 
 def _solutions(file: Path) -> Iterator[ListLine]:
-    """Yield the lines of the test images that are evaluated; most are not, as they show no landmark of the index."""
+    """Yield the lines of evaluated test images; most show no landmark of the index and are skipped."""
     for line in read_table(file, ("id", "images", "Usage"), ","):
         if line.cells[2] not in USAGES:
             raise line.wrong(f"usage {line.cells[2][:60]!r}, expected one of {', '.join(USAGES)}")
@@ -119,5 +119,5 @@ GOOGLE_LANDMARKS = Dataset(  # Weyand et al. 2020; the queries are those of grou
         Split("train_full", "train.csv", _full, (Count(4_132_914, 203_094),), on_request=True),
         Split("test", "test.csv", _unlabelled, (Count(117_577, 117_577),), on_request=True),
     ),
-    ("", "metadata", "ground_truth"),  # the lists lie beside the images, or as in the authors' addresses
+    ("", "metadata", "ground_truth"),  # the lists lie next to the images, or as in the authors' addresses
 )

@@ -96,7 +96,7 @@ IN_SHOP_COUNTS = {"train": Count(25_882, 3_997), "query": Count(14_218, 3_985), 
 
 
 def _in_shop(source: Path, file: Path, status: str) -> Iterator[ImageFile]:
-    """Yield the images of a status. The list has a line with the number of images and one with the columns."""
+    """Yield the images of a status. The list starts with a line of counts and a line of column names."""
     folder = source / "Img" if (source / "Img").is_dir() else source
     groups: dict[str, str] = {}
     lines = read_lines(file)

@@ -1,4 +1,4 @@
-"""Read the pickles that data sets come as: plain containers, numbers, texts and numpy arrays.
+"""Read pickles of data sets without running code: containers, numbers, texts and numpy arrays only.
 
 Each numpy name in such a pickle is replaced by a stand-in below, which keeps data and does nothing else. A pickle
 with any other name is refused.
@@ -36,13 +36,13 @@ class PlainValue:
         return PlainValue(self.file, f"{self.place}[{key!r}]" if self.place else key, self.value[key])
 
     def items(self) -> "list[PlainValue]":
-        """The items of a list, tuple or array; this and the methods below raise DistapError for anything else."""
+        """Return the items of a list, tuple or array; all methods raise a DistapError for any other value."""
         if not isinstance(self.value, list | tuple):
             raise self.wrong(f"is no list but {type(self.value).__name__}")
         return [PlainValue(self.file, f"{self.place}[{number}]", value) for number, value in enumerate(self.value)]
 
     def integers(self, below: int | None = None) -> list[int]:
-        """A list of whole numbers of 0 or more."""
+        """Return a list of whole numbers of 0 or more."""
         items = self.items()
         for item in items:
             number = item.value
@@ -53,7 +53,7 @@ class PlainValue:
         return [int(item.value) for item in items]
 
     def names(self) -> list[str]:
-        """A list of different words without spaces."""
+        """Return a list of different words without spaces."""
         for item in self.items():
             word = item.value
             if not isinstance(word, str) or word.split() != [word] or not word.isprintable():
@@ -68,7 +68,7 @@ class ForbiddenGlobalError(pickle.UnpicklingError):
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Look every name up in STAND_INS, where `pickle.load` would import and call whatever a pickle names."""
+    """Look every name up in STAND_INS; `pickle.load` would import and call whatever a pickle names."""
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -81,7 +81,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def read_plain_pickle(path: Path) -> PlainValue:
-    """Read a pickle of plain data; raise DistapError if it cannot be read, is damaged, or names anything else."""
+    """Read a pickle of plain data; raise a DistapError if it is unreadable, damaged, or names other classes."""
     try:
         with path.open("rb") as file:
             # Python 2 wrote bytes as strings, which are read as Latin-1.
@@ -94,7 +94,7 @@ def read_plain_pickle(path: Path) -> PlainValue:
 
 
 class _Type:
-    """Stands for numpy.dtype, of numbers, texts and lists only."""
+    """Stand-in for numpy.dtype, of numbers, texts and lists only."""
 
     def __init__(self, code: Any, *_: Any) -> None:
         if not isinstance(code, str) or not PLAIN_TYPE.fullmatch(code):
@@ -116,7 +116,7 @@ class _Type:
 
 
 class _Array(list[Any]):
-    """Stands for a numpy array: a list of its values, row after row."""
+    """Stand-in for a numpy array: a list of its values, row after row."""
 
     def __setstate__(self, state: Any) -> None:
         _, shape, kind, columns_first, data = state
@@ -145,7 +145,7 @@ def _scalar(kind: _Type, data: Any) -> Any:
 
 
 def _encode(text: Any, encoding: Any) -> bytes:
-    """Stands for _codecs.encode, by which protocol 2 writes bytes; some other codecs would run code."""
+    """Stand-in for _codecs.encode, with which protocol 2 writes bytes; other codecs would run code."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"text in {encoding!r:.60}")
     return str(text).encode("latin1")

@@ -1,4 +1,4 @@
-"""Augmentation: from an encoded image to the uint8 pixels of the network's input, cropped and varied at random."""
+"""Augmentation: crop and vary an encoded image at random, to uint8 pixels of the network's input."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ class Croppable(Protocol):
         """Width and height, pixels."""
 
     def crop(self, box: Box, shape: Shape, scaled: bool) -> Tensor:
-        """(3, height, width) uint8: a part of the image, scaled; `scaled` allows decoding at reduced scale."""
+        """Crop and scale a part of the image to (3, height, width) uint8; `scaled` allows decoding at lower scale."""
 
 
 Transform = Callable[[Croppable], Tensor]
@@ -81,7 +81,7 @@ class TorchvisionSteps:
         self._built(224)
 
     def transform(self, image_size: int, scaled_decoding: bool = True) -> "CropAndVary":
-        """Build the steps; raise a DistapError unless they give images of image_size x image_size pixels.
+        """Build the transforms; raise a DistapError unless they give images of image_size x image_size pixels.
 
         Without `scaled_decoding` the pixels are torchvision's own, bit for bit. With it, a first step that is a
         bilinear Resize or RandomResizedCrop decodes JPEG at reduced scale.
@@ -133,7 +133,7 @@ def _is_bilinear(step: v2.Transform) -> bool:
 
 @dataclass(frozen=True)
 class CropAndVary:
-    """Choose a box of an image and the shape to decode it at, and vary the result."""
+    """Choose a box of an image and the size to decode it at, then vary the result."""
 
     size: int  # of the result, pixels
     choose: Callable[[int, int], tuple[Box, Shape]]  # by the image's width and height
@@ -159,7 +159,7 @@ class CropAndVary:
 
 @dataclass
 class Blank:
-    """A black image."""
+    """An image of black pixels."""
 
     size: tuple[int, int]
 
@@ -168,7 +168,7 @@ class Blank:
 
 
 def central_box(width: int, height: int) -> Box:
-    """The largest square in the middle of an image."""
+    """Return the largest square in the middle of an image."""
     side = min(width, height)
     left, top = (width - side) // 2, (height - side) // 2
     return left, top, left + side, top + side
@@ -188,7 +188,7 @@ def _resized(resize: v2.Resize, width: int, height: int) -> tuple[Box, Shape]:
 
 
 def _random(crop: v2.RandomResizedCrop, width: int, height: int) -> tuple[Box, Shape]:
-    """A box drawn as torchvision does, with torch's global random state."""
+    """Draw a box as torchvision does, with torch's global random state."""
     drawn = crop.make_params([_empty(width, height)])
     left, top = drawn["left"], drawn["top"]
     return (left, top, left + drawn["width"], top + drawn["height"]), tuple(crop.size)
@@ -199,7 +199,7 @@ def _empty(width: int, height: int) -> Tensor:
 
 
 def seeded(transform: Transform, image: Croppable, seed: int) -> Tensor:
-    """The image transformed with the randomness of `seed`; torch's global random state is left alone."""
+    """Transform an image with the randomness of `seed`; keep torch's global random state."""
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would seed GPUs as well, and take longer than a crop.
         torch.default_generator.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Crop an image as its file stores it, decoded as far as the crop needs it, and turn the crop upright."""
+"""Crop an image as its file stores it, decode only what the crop needs, and turn the crop upright."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Turns = tuple[bool, bool, bool]  # whether EXIF mirrors the stored image left to
 
 
 def reduction(box: Box, shape: Shape) -> int:
-    """The greatest of FACTORS that leaves a box at least a shape, or 1."""
+    """Return the greatest of FACTORS that leaves a box at least as large as `shape`, or 1."""
     height, width = shape
     across, down = box[2] - box[0], box[3] - box[1]
     return next((factor for factor in FACTORS if across >= factor * width and down >= factor * height), 1)
@@ -22,7 +22,7 @@ def reduction(box: Box, shape: Shape) -> int:
 
 @dataclass
 class StoredImage(ABC):
-    """An image as it lies in its file, of which parts of the upright image are asked for.
+    """An encoded image; `crop` takes parts in the coordinates of the upright image.
 
     A part is first widened or narrowed, by less than a pixel of the result, to whole blocks of f x f pixels of the
     file, where f is its `reduction`: libjpeg can decode at 1/f, which makes one pixel of each block. An antialiased
@@ -38,7 +38,7 @@ class StoredImage(ABC):
         return self.stored_size[::-1] if self.turns[2] else self.stored_size
 
     def crop(self, box: Box, shape: Shape, scaled: bool = True) -> Tensor:
-        """(3, height, width) uint8: a part of the upright image, scaled; `scaled` allows decoding at 1/f."""
+        """Crop and scale a part of the upright image to (3, height, width) uint8; `scaled` allows decoding at 1/f."""
         height, width = shape
         factor = reduction(box, shape)
         left, top, right, bottom = self._stored(box)
@@ -56,10 +56,10 @@ class StoredImage(ABC):
 
     @abstractmethod
     def _decoded(self, part: Box, factor: int) -> Tensor:
-        """(3, height, width) uint8 of a part as stored, at 1/factor of its size or at full size."""
+        """Decode a part of the stored image, at 1/factor of its size or in full, to (3, height, width) uint8."""
 
     def _stored(self, box: Box) -> Box:
-        """A box of the upright image as a box of the stored one."""
+        """Convert a box of the upright image to a box of the stored one."""
         across, down, transposed = self.turns
         width, height = self.stored_size
         left, top, right, bottom = (box[1], box[0], box[3], box[2]) if transposed else box

@@ -1,4 +1,4 @@
-"""Decode images: scale JPEG down while decoding if a crop allows it, and tell kinds of damage apart.
+"""Decode images: scale JPEG down while decoding if a crop allows it, and distinguish kinds of damage.
 
 Pixels are 8-bit RGB and upright, whatever the file: EXIF's orientation is applied (broken EXIF is ignored), 16 bits
 are divided by 257, transparency is shown on white, CMYK is converted by the naive formula, colour profiles are
@@ -50,17 +50,17 @@ class DamagedImageError(Exception):
 
 
 class NoReaderError(DamagedImageError):
-    """An image of a format whose reader is not installed; its message says how to install it."""
+    """Raised for an image format whose reader is not installed; the message says how to install it."""
 
 
 class OutOfMemoryError(DistapError):
-    """Memory did not suffice to decode an image of an allowed size."""
+    """Raised when memory is too short to decode an image of an allowed size."""
 
     status = FAILED
 
 
 def image_size(data: bytes, max_pixels: int = MAX_PIXELS, upright: bool = False) -> tuple[int, int]:
-    """Width and height in pixels, from a header of no more than `max_pixels`; see `EncodedImage` for the errors.
+    """Read width and height in pixels from a header of at most `max_pixels`; see `EncodedImage` for the errors.
 
     `upright` applies EXIF's orientation, if EXIF stands before the pixels.
     """
@@ -70,12 +70,12 @@ def image_size(data: bytes, max_pixels: int = MAX_PIXELS, upright: bool = False)
 
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS, name: str = UNNAMED) -> Image.Image:
-    """The image, upright and RGB; see `EncodedImage`."""
+    """Decode an image, upright and RGB; see `EncodedImage`."""
     return EncodedImage(data, max_pixels, name).whole()
 
 
 def image_file(image: Any) -> bytes:
-    """The bytes of an image's file; pixels become a PNG, which loses nothing.
+    """Return the bytes of an image's file; pixels become a PNG, which is lossless.
 
     `image` is a PIL image, a path, the bytes of a file, or uint8 pixels: an array (height, width, 3), a tensor
     (3, height, width). A DistapError says what else it is.
@@ -110,7 +110,7 @@ def image_file(image: Any) -> bytes:
 
 
 class EncodedImage(StoredImage):
-    """An image file in memory, which is decoded as far as a crop needs it; `size` is its width and height, upright.
+    """An image file in memory, decoded as far as a crop needs; `size` is its upright width and height.
 
     This and the methods raise DamagedImageError if it is no image of `readable_formats`, has more pixels than
     `max_pixels`, or cannot be decoded, and OutOfMemoryError if memory does not suffice.
@@ -130,7 +130,7 @@ class EncodedImage(StoredImage):
             super().__init__(self._image.size, _turns(self._image))
 
     def whole(self) -> Image.Image:
-        """The image, upright and RGB."""
+        """Decode the whole image, upright and RGB."""
         width, height = self.size
         return Image.fromarray(self.crop((0, 0, width, height), (height, width)).permute(1, 2, 0).numpy())
 
@@ -152,7 +152,7 @@ class EncodedImage(StoredImage):
 
 
 def _by_libjpeg(data: bytes, image: Image.Image, factor: int) -> np.ndarray[Any, Any] | None:
-    """Pillow's own pixels (height, width, 3) of a JPEG at 1/factor of its size, in less time.
+    """Decode a JPEG at 1/factor of its size faster than Pillow, to the same pixels (height, width, 3).
 
     None for what only Pillow decodes, or for a file with an error that Pillow may pass over or explain.
     """
@@ -192,7 +192,7 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
 
 
 def _scans(data: bytes) -> int:
-    """Count the markers of scans in a JPEG; faster than bytes.count, which takes a tenth of decoding a large one."""
+    """Count the scan markers in a JPEG, faster than bytes.count, which takes a tenth of decoding a large file."""
     numbers = (np.frombuffer(data, "<u2", (len(data) - start) // 2, start) for start in (0, 1))
     return sum(int(np.count_nonzero(each == START_OF_SCAN)) for each in numbers)
 
@@ -229,7 +229,7 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 @contextmanager
 def _damage_told(data: bytes, allowed: str = "") -> Iterator[None]:
-    """Raise errors as DamagedImageError, lack of memory for what is `allowed` as OutOfMemoryError; hide warnings."""
+    """Raise a DamagedImageError for errors, an OutOfMemoryError if `allowed` and memory is short; hide warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -251,7 +251,7 @@ def _damage_told(data: bytes, allowed: str = "") -> Iterator[None]:
 
 
 def seems_cut(data: bytes) -> bool:
-    """Tell whether an image's end is missing, or far from the file's end, as in one with a film behind it."""
+    """Tell whether the end marker of an image is missing, or far from the file's end (as with a film appended)."""
     if data[:4] == b"RIFF":
         return len(data) < 8 + int.from_bytes(data[4:8], "little")
     return any(data.startswith(start) and mark not in data[-64:] for start, mark in END_MARKS.items())

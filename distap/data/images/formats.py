@@ -1,4 +1,4 @@
-"""The image formats that are read, the same ones everywhere: their suffixes, first bytes and readers.
+"""The image formats that distap reads: suffixes, first bytes and readers.
 
 There are no others: decoders such as that of EPS run programs.
 """
@@ -47,19 +47,19 @@ _STARTS = [(re.compile(each.start, re.DOTALL), each) for each in FORMATS]
 
 
 def format_of(data: bytes) -> Format | None:
-    """The format of a file with this content or beginning; None if it is none of FORMATS."""
+    """Return the format of a file from its first bytes; None if it is none of FORMATS."""
     return next((each for start, each in _STARTS if start.match(data)), None)
 
 
 def suffix_of(data: bytes) -> str:
-    """The usual suffix, without its dot, of a file with this content, "" if its format is unknown."""
+    """Return the usual suffix for a file's content, without the dot; "" if its format is unknown."""
     found = format_of(data)
     return found.suffixes[0].removeprefix(".") if found else ""
 
 
 @cache
 def missing_reader(name: str) -> str:
-    """Say what is missing to read this format, "" if nothing is; an installed reader is given to Pillow."""
+    """Register the reader of a format with Pillow; return "", or say which package is missing."""
     wanted = next(each for each in FORMATS if each.name == name)
     if wanted.feature and not features.check(wanted.feature):
         return f"this Pillow was built without {wanted.feature}: install one of pip's"
@@ -77,13 +77,13 @@ def missing_reader(name: str) -> str:
 
 @cache
 def readable_formats() -> tuple[str, ...]:
-    """Names of the formats that can be read here."""
+    """Return the names of the formats that can be read here."""
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # as of the others: loading has processes of its own
     return tuple(each.name for each in FORMATS if not missing_reader(each.name))
 
 
 def jxl_size(data: bytes) -> tuple[int, int]:
-    """Width and height that a JPEG XL file declares, whose reader would decode all of it first.
+    """Read width and height from a JPEG XL header, because its reader would decode the whole image first.
 
     Raises struct.error or ValueError if its header is damaged.
     """

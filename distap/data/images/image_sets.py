@@ -1,4 +1,4 @@
-"""Images to describe or search, in order: those of shards with an index, or of a plain folder."""
+"""Images to describe or search, in order: from shards with an index, or from a plain folder."""
 
 import os
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class FolderFile(NamedTuple):
 
 
 def list_folder(folder: Path) -> tuple[list[FolderFile], list[Skipped]]:
-    """List the images in a folder and below, by their paths, and the other files with the reason against each.
+    """List the images in a folder and below by path, and the other files with the reason for leaving each out.
 
     Links may not lead out of the folder.
     """
@@ -63,7 +63,7 @@ def list_folder(folder: Path) -> tuple[list[FolderFile], list[Skipped]]:
 
 @dataclass(frozen=True)
 class ImageSet:
-    """N images in order, with their names and what reads them."""
+    """N images in order, with their names and their reader."""
 
     name: str  # as it was given
     fingerprint: str  # identifies the images
@@ -76,7 +76,7 @@ class ImageSet:
         return len(self.keys)
 
     def sizes(self, samples: Sequence[int]) -> NDArray[np.int64]:
-        """(n, 2) width and height in pixels as headers tell them: to plan with, not to rely on.
+        """Read (n, 2) width and height in pixels from headers; they may be wrong and serve planning only.
 
         Those of shards are as stored, before EXIF's orientation; (0, 0) is unknown.
         """
@@ -92,7 +92,7 @@ def open_images(
     remote: RemoteSettings | None = None,
     cache: CacheSettings | None = None,
 ) -> ImageSet:
-    """The images of shards (see `Reader`), or of a local folder that has neither an index nor shards in it."""
+    """Open the images of shards (see `Reader`), or of a local folder without index and shards."""
     source = parse_source(source)
     if _is_plain(source):
         files, left_out = list_folder(Path(source.base))

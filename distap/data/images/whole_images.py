@@ -1,4 +1,4 @@
-"""Bring images to size in their own shapes, put them into large batches of one shape, and make thumbnails."""
+"""Scale images in their own shapes, collect them into large batches of one shape, and make thumbnails."""
 
 import io
 import logging
@@ -40,7 +40,7 @@ logger = logging.getLogger("distap")
 
 @dataclass(frozen=True)
 class Sizing:
-    """How an image is brought to size; `str` and `parse` write it as text and back.
+    """How to scale an image; `str` and `parse` convert it to text and back.
 
     `crop` takes the central square at `pixels` by `pixels`: the largest one, or with `resize` the one that is left of
     the image once its shorter side is scaled to `resize` pixels, or all of it to a height and width. `side` takes the
@@ -72,7 +72,7 @@ class Sizing:
         return cls(found["kind"] or "original", pixels, resize)  # type: ignore[arg-type]
 
     def shape(self, width: int, height: int) -> Shape:
-        """The result's for an image, or a box of one."""
+        """Return the height and width to scale an image, or a box of one, to."""
         if self.kind == "original":
             return height, width
         assert self.pixels is not None
@@ -82,7 +82,7 @@ class Sizing:
         return max(round(height * scale), 1), max(round(width * scale), 1)
 
     def __call__(self, image: EncodedImage, box: Box | None = None, scaled: bool = True) -> Tensor:
-        """(3, height, width) uint8 of the part of an image in a box, or of all; see `EncodedImage` for the errors.
+        """Scale an image, or a part in a box, to (3, height, width) uint8; see `EncodedImage` for the errors.
 
         `scaled` allows decoding JPEG at reduced scale, except with `resize`: its pixels are, bit for bit, those of
         torchvision's Resize(resize) and CenterCrop(pixels) on the image as a uint8 tensor.
@@ -106,13 +106,13 @@ class Sizing:
 
 
 class EncodedImages(Protocol):
-    """Images by number, such as a `Reader`."""
+    """Images accessed by number, such as a `Reader`."""
 
     def encoded(self, sample: int) -> EncodedImage: ...
 
 
 class SizedChunk(NamedTuple):
-    """Some images as a worker hands them over: in one tensor, since each tensor on its way takes an open file."""
+    """Images from a worker in one tensor, since each tensor sent by a worker takes an open file."""
 
     samples: list[int]
     shapes: list[Shape]
@@ -120,7 +120,7 @@ class SizedChunk(NamedTuple):
     damaged: dict[int, str]  # the samples that could not be read, and why
 
     def images(self) -> Iterator[tuple[int, Tensor]]:
-        """Each image's number and its pixels (3, height, width), a view."""
+        """Yield each image's number and its pixels (3, height, width), as a view."""
         parts = self.pixels.split([3 * height * width for height, width in self.shapes])
         for sample, shape, part in zip(self.samples, self.shapes, parts, strict=True):
             yield sample, part.view(3, *shape)
@@ -146,14 +146,14 @@ class SizedImages(Dataset[SizedChunk]):
 
 
 def sized_chunks(images: SizedImages, requests: Iterable[list[int]], workers: int) -> Generator[SizedChunk]:
-    """The images of each request, in order; one of the workers reads all of a request, or with 0 this process."""
+    """Yield the images of each request in order; one worker (or, with 0, this process) reads a whole request."""
     return handed_over(images, requests, workers, PREFETCH)
 
 
 def batches_of_one_shape(
     images: Iterable[tuple[int, Tensor]], most_pixels: int
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Images, given as number and (3, height, width), in batches of one shape: numbers and (n, 3, height, width).
+    """Collect (number, (3, height, width)) images in batches of one shape: numbers and (n, 3, height, width).
 
     A batch is given when no other image of its shape fits into its `most_pixels` (height times width, summed up), and
     all are given at the end. When the images that wait for others of their shape have more than HELD times as many,
@@ -180,7 +180,7 @@ def batches_of_one_shape(
 
 
 class Thumbnails:
-    """JPEG files of a data set's images, scaled down to `longer_side` pixels; several threads may ask at once.
+    """JPEG thumbnails of a data set's images, at most `longer_side` pixels; several threads may ask at once.
 
     Args:
         reader: reads the images; None if there is no data set, and so no thumbnail.
@@ -194,7 +194,7 @@ class Thumbnails:
         self._kept = lru_cache(KEPT)(self._made)
 
     def jpeg(self, row: int) -> bytes | None:
-        """The thumbnail of a row; None if there is no such row or its image cannot be read."""
+        """Return the thumbnail of a row; None if there is no such row or its image cannot be read."""
         try:
             return self._kept(row) if 0 <= row < len(self._samples) else None
         except (DistapError, OSError) as error:  # it may pass, so the cache does not keep it
@@ -215,7 +215,7 @@ class Thumbnails:
 
 
 def thumbnail(image: EncodedImage, longer_side: int, form: str = "JPEG", quality: int = QUALITY) -> bytes:
-    """An image file of the form, scaled down to `longer_side` pixels if it is larger."""
+    """Encode an image in the format `form`, scaled down to `longer_side` pixels if it is larger."""
     buffer = io.BytesIO()
     pixels = Sizing("side", longer_side)(image).permute(1, 2, 0).numpy()
     Image.fromarray(pixels).save(buffer, form, quality=quality)

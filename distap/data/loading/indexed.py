@@ -1,4 +1,4 @@
-"""Indexed reading: images by their offset in the shards, as the plan of batches asks for them."""
+"""Indexed reading: read each image of the plan of batches by its offset in the shards."""
 
 import zlib
 from collections.abc import Generator, Iterator, Mapping
@@ -31,7 +31,7 @@ Request = tuple[int, int, int]  # step, slot and the sample that the plan puts t
 
 
 class Reader:
-    """Images of a data set, each by one positioned read; safe to copy into loader workers.
+    """Read images of a data set, each by its place in a shard; safe to copy into loader workers.
 
     Args:
         source: of the shards.
@@ -57,11 +57,11 @@ class Reader:
             self.cache = ShardCache(cache, index, self.storage)
 
     def encoded(self, sample: int) -> EncodedImage:
-        """The image before it is decoded; raises DamagedImageError if its bytes have changed or are no image."""
+        """Return the image before decoding; raise DamagedImageError if its bytes have changed or are no image."""
         return EncodedImage(self.data(sample), self.max_pixels, self.where(sample))
 
     def data(self, sample: int) -> bytes:
-        """The image's encoded bytes, checked against the index."""
+        """Return the image's encoded bytes, checked against the index."""
         index, meter = self.index, self.storage.meter
         shard, offset, size = int(index.shard[sample]), int(index.offset[sample]), int(index.size[sample])
         if self.cache is not None:
@@ -87,14 +87,14 @@ class Reader:
         return data
 
     def where(self, sample: int) -> str:
-        """Shard and name of a sample, for messages."""
+        """Return shard and name of a sample, for messages."""
         if isinstance(self.storage, DatasetRows):
             return self.storage.where(sample)
         shard, name = self.index.shard_name[self.index.shard[sample]], self.index.names[sample]
         return name if self.source.kind == "imagefolder" else f"{shard}:{name}"
 
     def size(self, sample: int) -> tuple[int, int]:
-        """Width and height as it will be decoded, from the file's header; (0, 0) if it does not tell."""
+        """Read width and height of the decoded image from the file's header; (0, 0) if unknown."""
         try:
             if self.source.kind == "imagefolder" and self.index.size[sample] > HEADER_BYTES:
                 name = str(self.index.shard_name[sample])
@@ -115,14 +115,14 @@ class Reader:
 
 @dataclass(frozen=True)
 class IndexedSource:
-    """Read image by image, from the places that the index of the shards gives."""
+    """Read image by image, from the offsets in the index of the shards."""
 
     def open(self, job: LoadingJob, world: World, stopwatch: Stopwatch) -> "IndexedImages":
         return IndexedImages(job, world, stopwatch)
 
 
 class IndexedImages:
-    """Images that the plan of batches asks for one by one."""
+    """Training images that are read one by one, as the plan of batches asks for them."""
 
     def __init__(self, job: LoadingJob, world: World, stopwatch: Stopwatch) -> None:
         # Once for a host's own shards; those behind a URL are the same for all.
@@ -159,7 +159,7 @@ class IndexedImages:
 
 @dataclass(frozen=True)
 class SlotImages(Dataset[Chunk]):
-    """Chunks of images, each by (step, slot, sample) and augmented by the randomness of (seed, step, slot).
+    """Read chunks of images by (step, slot, sample), augmented by the randomness of (seed, step, slot).
 
     An image of the same class that is not in the batch replaces a damaged one; if there is none, the slot is empty.
     """
@@ -180,7 +180,7 @@ class SlotImages(Dataset[Chunk]):
         return Chunk(pixels, samples, labels, names, failures, self.reader.storage.meter.take())
 
     def _read(self, request: Request, pixels: Tensor, failures: list[Failure]) -> int:
-        """Read the image, or one that stands in for it, into `pixels`; return its number."""
+        """Read an image into `pixels`, or a stand-in if it is damaged; return the number of the one used."""
         step, slot, planned = request
         for sample in self._candidates(step, slot, planned):
             try:

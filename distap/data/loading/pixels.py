@@ -1,4 +1,4 @@
-"""Hold the pixels of a rank's images between describe and replay: in memory, or in a mapped file if they are many.
+"""Hold a rank's pixels between describe and replay: in memory, or in a mapped file if they are many.
 
 Pixels wait as uint8, as the loader gave them, and come back byte for byte either way.
 """
@@ -20,7 +20,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class HeldPixels:
-    """Room for the pixels of `count` images of size x size; all shares of a rank use it one after the other.
+    """Room for `count` images of size x size; all shares of a rank reuse it in turn.
 
     If `pinned`, rows come back in page-locked memory, from which a GPU copies without waiting.
     """
@@ -39,7 +39,7 @@ class HeldPixels:
 
     @property
     def spool_limit_bytes(self) -> int:
-        """The bytes of the file and of what its file system has left; 0 in memory."""
+        """Bytes of the spool file plus the free space of its file system; 0 in memory."""
         return 0 if self._folder is None else self.spool_size_bytes + shutil.disk_usage(self._folder).free
 
     def keep(self, start: int, pixels: Tensor) -> None:
@@ -47,18 +47,18 @@ class HeldPixels:
         self._pixels[start : start + len(pixels)] = pixels
 
     def rows(self, rows: slice | Tensor) -> Tensor:
-        """(n, 3, size, size) uint8 of rows that were kept, valid until the next share is read."""
+        """Return (n, 3, size, size) uint8 of stored rows, valid until the next share is read."""
         found = self._pixels[rows]
         # New page-locked memory each time: a copy to the GPU may still read the rows handed out last.
         return found.pin_memory() if self._pins else found
 
     def blank(self, rows: Tensor) -> None:
-        """Make these rows black."""
+        """Make the pixels of these rows black."""
         self._pixels[rows.cpu()] = 0
 
 
 def _mapped_file(folder: Path, size: int) -> mmap.mmap:
-    """Map a file without a name, whose space is reserved: a full disk must be found now, since it kills later."""
+    """Map an unnamed file with its space reserved, because writing to a full disk later would kill the process."""
     try:
         file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed below; the mapping lives on
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Keep shards on a host's own disk, for all its ranks and loader workers together.
+"""Cache shards on a host's own disk, shared by its ranks and loader workers.
 
     FOLDER/FINGERPRINT/SHA256/shard.tar   a whole shard
     FOLDER/FINGERPRINT/SHA256/lock        held by the process that fetches it
@@ -29,7 +29,7 @@ logger = logging.getLogger("distap")
 
 
 class ShardCache:
-    """The kept shards of the data set in a storage; safe to copy into other processes, for one thread of each."""
+    """Shards of a data set, cached on disk; safe to copy into other processes, for one thread in each."""
 
     def __init__(self, settings: CacheSettings, index: Index, source: Storage) -> None:
         self._arguments = settings, index, source
@@ -49,7 +49,7 @@ class ShardCache:
         return ShardCache, self._arguments
 
     def read(self, shard: int, offset: int, size: int) -> bytes | None:
-        """Return bytes of a kept shard, fewer if it was cut short; None if it is not kept (yet)."""
+        """Return bytes of a cached shard, fewer if it was cut short; None if it is not cached (yet)."""
         try:
             with self._path(shard).open("rb", buffering=0) as file:
                 file.seek(offset)
@@ -59,7 +59,7 @@ class ShardCache:
             return None
 
     def drop(self, shard: int) -> None:
-        """Remove a kept shard that is damaged, and fetch it again."""
+        """Remove a damaged shard from the cache, and fetch it again."""
         self._path(shard).unlink(missing_ok=True)
         self._asked.discard(shard)
         self._fetch_later(shard)
@@ -90,7 +90,7 @@ class ShardCache:
                 )
 
     def _fetch(self, shard: int) -> None:
-        """Fetch a shard, unless another process does so or has done so."""
+        """Fetch a shard, unless another process is fetching it or has fetched it."""
         path = self._path(shard)
         with suppress(BusyError), locked(path.parent, "fetching"):
             if not path.exists():

@@ -1,4 +1,4 @@
-"""The images of a training as its loop sees them, whichever source reads them, and one rank's share of a batch."""
+"""The images of a training from any source, and one rank's share of a batch."""
 
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -30,7 +30,7 @@ NO_SAMPLE = -1
 
 @dataclass(frozen=True)
 class LoadingJob:
-    """The images that a training asks of a source (`data.reading`); safe to copy into loader workers."""
+    """What a training asks of a source of images (`data.reading`); safe to copy into loader workers."""
 
     source: Source
     sampling: Sampling
@@ -55,11 +55,11 @@ class LoadingJob:
 
     @property
     def bytes_ahead(self) -> int:
-        """Bytes of the pixels that workers hand over before they are used."""
+        """Return the bytes of pixels that workers prepare ahead of their use."""
         return self.workers * self.prefetch * self.chunk * 3 * self.image_size**2
 
     def augmented(self, image: Croppable, step: int, slot: int) -> Tensor:
-        """(3, size, size) uint8: the image as a slot of a step gets it, a function of seed, step and slot alone."""
+        """Augment an image for a slot of a step to (3, size, size) uint8; only seed, step and slot decide how."""
         return seeded(self.transform, image, seed_for(AUGMENTATION, self.seed, step, slot))
 
 
@@ -72,13 +72,13 @@ class TrainingImages(Protocol):
     index: Index | None  # of the data set; None without one
 
     def shares(self, steps: range) -> "Generator[ShareOfBatch]":
-        """This rank's share of each step's global batch; use a share up before you take the next."""
+        """Yield this rank's share of each step's global batch; use a share up before taking the next."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state after the last step but for its number, the same on every rank; all ranks call it."""
+        """Return the loader's state after the last step, the same on every rank; call it on all ranks."""
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from such a state."""
+        """Continue from what `state_dict` returned."""
 
 
 class Failure(NamedTuple):
@@ -89,14 +89,14 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, where: str, error: DamagedImageError) -> "Failure":
-        """Raises a DistapError if the reader of the image's format is not installed."""
+        """Describe the failure to read an image; raise a DistapError if its format's reader is not installed."""
         if isinstance(error, NoReaderError):
             raise DistapError(f"{where}: {error}") from error
         return cls(where, error.reason)
 
 
 class Chunk(NamedTuple):
-    """n images as a worker hands them over."""
+    """n images from a loader worker."""
 
     pixels: Tensor  # (n, 3, size, size) uint8, zero in the place of a missing image
     samples: list[int]  # (n,) numbers of the images, NO_SAMPLE for a missing one
@@ -108,7 +108,7 @@ class Chunk(NamedTuple):
 
 
 class ShareOfBatch:
-    """This rank's share of a global batch, b images, read as they are asked for; pixels wait for the replay."""
+    """This rank's b images of a global batch, read as they are asked for; pixels stay for the replay."""
 
     def __init__(
         self, step: int, total: int, count: int, held: HeldPixels, chunks: Iterator[Chunk], stopwatch: Stopwatch
@@ -124,7 +124,7 @@ class ShareOfBatch:
         self.traffic = Traffic()  # of what was read so far; workers read ahead
 
     def images(self, rows: slice | Tensor) -> Tensor:
-        """(n, 3, size, size) uint8 pixels of some of the share's images, valid until the next share is read.
+        """Return (n, 3, size, size) uint8 pixels of some images of the share, valid until the next share is read.
 
         `rows` are from start to stop; or (n,) ascending, of rows that have been read.
         """
@@ -134,7 +134,7 @@ class ShareOfBatch:
             return self.held.rows(rows)
 
     def blank(self, rows: Tensor) -> None:
-        """Make these images black."""
+        """Make the pixels of these images black."""
         self.held.blank(rows)
 
     def _read(self) -> None:
@@ -152,7 +152,7 @@ class ShareOfBatch:
 def shares_of(
     job: LoadingJob, world: World, stopwatch: Stopwatch, steps: range, chunks: Generator[Chunk]
 ) -> Generator[ShareOfBatch]:
-    """A rank's shares of the global batches of these steps; a DistapError tells at once if there is no room.
+    """Yield a rank's shares of the steps' global batches; raise a DistapError at once if there is no room.
 
     `chunks` are this rank's images of all these steps.
     """

@@ -1,4 +1,4 @@
-"""Streamed reading: shards from their first byte to their last, for pipes and for shards that have no index.
+"""Streamed reading: read whole shards in sequence, for pipes and for shards without an index.
 
 Each loader worker of each rank has shards of its own, a stream, and walks them in webdataset's pipeline: in a new
 random order each pass, and shuffled within a shard. It promises less than indexed reading:
@@ -41,7 +41,7 @@ logger = logging.getLogger("distap")
 
 @dataclass(frozen=True)
 class StreamedSource:
-    """Read shard by shard, from the first byte to the last; needs no index."""
+    """Read shard by shard, from first to last byte; needs no index."""
 
     label: str = LABEL_FIELD
     """Member of a sample that holds its class, such as cls, txt or json; or __key__, the sample's own name. A whole
@@ -59,7 +59,7 @@ class StreamedSource:
         return StreamedImages(self, job, world, stopwatch)
 
     def labelled(self, key: str, members: Members) -> Members:
-        """The members of a sample with the number of its class in `cls`, as distap's own shards have it."""
+        """Return a sample's members with the number of its class in `cls`, as in distap's own shards."""
         if (self.label, self.label_key) == (LABEL_FIELD, None):
             return members
         try:
@@ -75,7 +75,7 @@ class StreamedSource:
 
 
 class StreamedImages:
-    """The images of this rank's streams. Stream k of rank r of W reads the shards of number r + W k, modulo all."""
+    """Images of this rank's streams. Stream k of rank r of W reads shards number r + W k, modulo all."""
 
     def __init__(self, source: StreamedSource, job: LoadingJob, world: World, stopwatch: Stopwatch) -> None:
         if type(job.sampling) is not RandomSampling:
@@ -108,7 +108,7 @@ class StreamedImages:
         return shares_of(self._job, self._world, self._stopwatch, steps, self._chunks(steps.start))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """`cursors`: (S, 3) int64, the position of each stream."""
+        """Return `cursors`, (S, 3) int64: the position of each stream."""
         own = torch.tensor(self._cursors, dtype=torch.int64, device=self._world.device)
         return {"cursors": self._world.gather_rows(own, self._world.size * len(self._streams))}
 
@@ -131,7 +131,7 @@ class StreamedImages:
             )
 
     def _chunks(self, first: int) -> Generator[Chunk]:
-        """This rank's images from step `first` on, in the order of its slots."""
+        """Yield this rank's images from step `first` on, in the order of slots."""
         job, slots, streams = self._job, self._world.slots(self.size), len(self._streams)
         # Chunk c of the run, counted over all steps, comes from stream c mod n: a run that goes on keeps the turns.
         begin = first * -(-len(slots) // job.chunk)
@@ -145,7 +145,7 @@ class StreamedImages:
 
 @dataclass(frozen=True)
 class StreamImages(IterableDataset[Chunk]):
-    """A rank's chunks of images, without end; worker w of n gives the chunks begin + w, begin + w + n, ..."""
+    """Endless chunks of a rank's images; worker w of n yields chunks begin + w, begin + w + n, ..."""
 
     source: StreamedSource
     job: LoadingJob
@@ -187,7 +187,7 @@ class StreamImages(IterableDataset[Chunk]):
 
 
 def _class_number(value: Any) -> int:
-    """A whole number stands for itself; the name of a class gets a number of its own, the same in every run."""
+    """Return a class's number: a whole number itself, or a number for its name, the same in every run."""
     if isinstance(value, bool | float):
         raise TypeError(f"{value} is no class")
     if isinstance(value, str) and value and not value.isdigit():

@@ -1,4 +1,4 @@
-"""The streams of streamed reading: each walks its shards in webdataset's pipeline, from any position on.
+"""Streams of streamed reading: each walks its shards with webdataset's pipeline, from any position on.
 
 distap's strict tar reader replaces webdataset's, which loses samples without a word: at a changed bit in a header, a
 cut at a block's end, a command that fails.
@@ -30,18 +30,18 @@ Found = tuple[str, str, Members]  # shard and key of a sample, its key alone, it
 
 
 class FailedCommandError(DistapError):
-    """A command failed, but may succeed when started again, as it may have read from a network."""
+    """Raised if a command failed but may succeed when repeated, such as one that reads from a network."""
 
     status = FAILED
 
 
 def number_of(name: str) -> int:
-    """A number of 63 bits for a name, the same everywhere."""
+    """Hash a name to 63 bits, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(name.encode(errors="backslashreplace"), digest_size=8).digest()) >> 1
 
 
 class StreamedShards:
-    """Shards that are read from their first byte to their last; safe to copy into loader workers."""
+    """Read shards from first to last byte; safe to copy into loader workers."""
 
     def __init__(self, source: Source, remote: RemoteSettings | None = None) -> None:
         self.source = source
@@ -51,16 +51,16 @@ class StreamedShards:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the shards' names: what they hold is not known before they have been read."""
+        """Hash of the shards' names, since their contents are unknown before reading."""
         return hashlib.sha256("\0".join(self.names).encode(errors="backslashreplace")).hexdigest()
 
     def samples(self, shard: int, shuffle: int, seed: int) -> Iterator[Group]:
-        """The samples of a shard, key and members, shuffled by webdataset through a buffer of `shuffle` samples."""
+        """Yield key and members of a shard's samples, shuffled through webdataset's buffer of `shuffle` samples."""
         shuffled = webdataset.shuffle(shuffle, initial=shuffle, rng=random.Random(seed))
         return iter(webdataset.DataPipeline([[shard], self._groups, shuffled]))
 
     def _groups(self, shards: Iterable[int]) -> Iterator[Group]:
-        """A stage of the pipeline, in place of webdataset's url_opener, tar_file_expander and group_by_keys."""
+        """A stage of webdataset's pipeline, in place of url_opener, tar_file_expander and group_by_keys."""
         for shard in shards:
             name = self.names[shard]
             if self._storage is None:
@@ -71,7 +71,7 @@ class StreamedShards:
                 yield from read_groups(file, length, self._storage.where(name))
 
     def _of_command(self, name: str) -> Iterator[Group]:
-        """The samples in the output of a shell command, which is killed if this generator ends before it."""
+        """Yield the samples of a shell command's output; kill the command if this generator ends earlier."""
         command = name.removeprefix("pipe:")
         with subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, start_new_session=True) as process:
             assert process.stdout is not None
@@ -92,7 +92,7 @@ class StreamedShards:
 
 
 class Cursor(NamedTuple):
-    """The place where a stream goes on."""
+    """The position from which a stream continues."""
 
     turn: int = 0  # passes over all of its shards that are done
     place: int = 0  # shards of the pass that are done
@@ -100,7 +100,7 @@ class Cursor(NamedTuple):
 
 
 class Stream:
-    """The samples of a stream: `own` are the numbers of its shards, `number` tells it from the other streams."""
+    """Samples of one stream; `own` are the numbers of its shards, `number` identifies the stream."""
 
     def __init__(
         self, shards: StreamedShards, own: range, number: int, seed: int, shuffle: int, cursor: Cursor
@@ -111,7 +111,7 @@ class Stream:
         self._step, self._in_batch = -1, set[str]()  # names of the images of a step that were used
 
     def candidates(self, step: int) -> Iterator[Found]:
-        """The next samples that the batch has not got yet, to be tried until one is used; take no further one then.
+        """Yield further samples that the batch does not hold yet; stop after the first that can be used.
 
         At the seam of two passes an image may come up again within a batch, as its own positive: it is left out.
         """
@@ -132,7 +132,7 @@ class Stream:
         )
 
     def _walk(self, cursor: Cursor) -> Iterator[tuple[Cursor, Found | None]]:
-        """Endlessly, pass after pass: each sample, and None at the end of a pass, with the cursor behind it."""
+        """Yield each sample, and None at the end of a pass, with the cursor after it; repeat without end."""
         first, begin, skip = cursor
         names = self.shards.names
         for turn in count(first):

@@ -1,4 +1,4 @@
-"""Loader workers: processes that read images, end with their rank, and explain themselves when one is lost."""
+"""Loader worker processes: read images, end with their rank, and explain the loss of a worker."""
 
 import gc
 import os
@@ -28,7 +28,7 @@ _abandoned: list[Any] = []  # loaders that lost a worker
 
 
 class LostWorkerError(DistapError):
-    """A process that reads images has ended unasked, or hangs."""
+    """Raised if a process that reads images has died or hangs."""
 
     status = FAILED
 
@@ -109,7 +109,7 @@ def _unchanged(item: Any) -> Any:
 
 
 def _begin(rank: int, _: int) -> None:
-    """Make this worker end with its rank (a process id), and with nothing else."""
+    """Make this worker end with its rank (a process id) and ignore requests to stop."""
     # Leave alone what the rank had: collecting one of its loaders here would end that loader's workers, and touching
     # shared memory would copy it.
     gc.freeze()
@@ -120,7 +120,7 @@ def _begin(rank: int, _: int) -> None:
 
 
 def _noted(requests: Iterable[list[Any]], asked: deque[Any]) -> Iterator[list[Any]]:
-    """The requests, of each of which the first image is noted."""
+    """Yield the requests, and note the first image of each."""
     for request in requests:
         asked.append(request[0])
         yield request
@@ -138,7 +138,7 @@ def _require_shared_memory(size: int) -> None:
 
 
 def _awaited(chunks: Iterator[Any], workers: list[BaseProcess], next_image: Callable[[], str]) -> Any:
-    """Return the next chunk, None at the end; raise LostWorkerError if a worker is lost, now or before."""
+    """Return the next chunk, None at the end; raise LostWorkerError if a worker is or was lost."""
     for worker in workers:
         if worker.exitcode:  # one that raised an error ends with 0, and its error is among the chunks
             raise _lost(f"worker {worker.pid} has ended with status {worker.exitcode}")
@@ -180,7 +180,7 @@ def _kill(workers: list[BaseProcess]) -> None:
 
 
 class _WhileWaiting:
-    """Let torch's handler of SIGCHLD, which raises when a worker is lost, do so only while the rank waits for one."""
+    """Let torch's SIGCHLD handler, which raises when a worker is lost, run only while the rank waits for one."""
 
     def __init__(self, theirs: Callable[[int, FrameType | None], Any]) -> None:
         self.theirs, self.waiting = theirs, False

@@ -49,7 +49,7 @@ class ClassesSampling(RandomSampling):
 
 @lru_cache(maxsize=2)
 def _shares(data: Classes, total: int) -> tuple[int, NDArray[np.int64]]:
-    """The number of images that each class gives of `total` (or all it has), and the classes that have more."""
+    """Return how many images each class gives of `total` (or all its images), and which classes have more."""
     sizes = np.sort(data.sizes)
     # If the k smallest classes give all they have, levels[k] is what each of the others would have to give. The first
     # k whose next class is larger than that is the answer.

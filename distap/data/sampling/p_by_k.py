@@ -1,4 +1,4 @@
-"""Batches of P classes with K images, of all classes or of two super-categories."""
+"""Batches of P classes with K images each, from all classes or from two super-categories."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class PByKSampling:
             )
 
     def batch(self, data: Classes, seed: int, step: int) -> Samples:
-        """(B,) sample numbers, class by class."""
+        """Return (B,) sample numbers, class by class."""
         usable = data.with_pairs
         order = (usable[places] for places in turns(len(usable), self.classes, step, CLASSES, seed))
         return _some_of_each(data, order, self.images, self.size, seed, step)
@@ -92,7 +92,7 @@ class SuperPByKSampling(PByKSampling):
                 )
 
     def batch(self, data: Classes, seed: int, step: int) -> Samples:
-        """(B,) sample numbers, class by class, one super-category after the other."""
+        """Return (B,) sample numbers, class by class, one super-category after the other."""
         pairs = _pairs(self, data)
         epoch, turn = divmod(step, len(pairs))
         # Where there are very many pairs, how often a super-category had its turn before is not counted.
@@ -115,13 +115,13 @@ class SuperPByKSampling(PByKSampling):
 
 @lru_cache(maxsize=2)
 def _available(sampling: SuperPByKSampling, data: Classes) -> list[int]:
-    """The number of images that each super-category can give."""
+    """Return how many images each super-category provides."""
     return [data.available(members, sampling.images) for members in data.by_group.values()]
 
 
 @lru_cache(maxsize=2)
 def _pairs(sampling: SuperPByKSampling, data: Classes) -> NDArray[np.int64]:
-    """(pairs, 2) numbers of the super-categories that can make a batch together."""
+    """Return (pairs, 2) numbers of super-categories that together fill a batch."""
     given = np.array(_available(sampling, data))
     pairs = np.stack(np.triu_indices(len(given), 1), axis=1)
     return pairs[given[pairs].sum(axis=1) >= sampling.size]
@@ -130,7 +130,7 @@ def _pairs(sampling: SuperPByKSampling, data: Classes) -> NDArray[np.int64]:
 def _some_of_each(
     data: Classes, order: Iterator[NDArray[np.int64]], images: int, total: int, seed: int, step: int
 ) -> Samples:
-    """(total,) up to `images` random samples of each class, in the order of turns, until there are `total`."""
+    """Return (total,) up to `images` random samples per class, in the order of turns, until `total` are found."""
     needed = np.empty(0, dtype=np.int64)
     while data.available(needed, images) < total:
         longer = np.concatenate([needed, next(order)])

@@ -1,4 +1,4 @@
-"""Batches of any images."""
+"""Batches of random images."""
 
 from dataclasses import dataclass
 

@@ -66,7 +66,7 @@ def check(
 
 
 def _not_indexed(source: Source, remote: RemoteSettings, index: Index) -> list[Damage]:
-    """Shards in the data set's folder that its index does not have, so that nothing reads their images."""
+    """Return shards in the data set's folder that its index lacks, so that nothing reads their images."""
     if source.kind != "shards" or source.scheme not in LISTABLE:
         return []
     try:
@@ -79,7 +79,7 @@ def _not_indexed(source: Source, remote: RemoteSettings, index: Index) -> list[D
 
 
 def same_bytes(index: Index) -> NDArray[np.int64]:
-    """(n, 2) pairs of samples whose images have the same size and CRC-32, neighbours in groups of such images.
+    """Return (n, 2) pairs of samples with the same image size in bytes and CRC-32.
 
     Not all are equal: PNG files hold checksums of their own, so theirs meet a few times in 10,000 images.
     """

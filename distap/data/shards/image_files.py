@@ -1,4 +1,4 @@
-"""List images that are not in shards yet: a folder with a sub-folder per class, or a CSV or Parquet file.
+"""List images to pack into shards: a folder with a sub-folder per class, or a CSV or Parquet file.
 
 Every file that is found is either an image of the list or told as left out, with the reason.
 """
@@ -29,7 +29,7 @@ class ImageFile(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """An image to pack, with what tells of a later change."""
+    """An image to pack, with size and time, which show later changes."""
 
     image: ImageFile
     size: int  # bytes
@@ -47,7 +47,7 @@ class Entry(NamedTuple):
 
 
 def look_at_all(images: Sequence[ImageFile], about: str, track: Track) -> tuple[list[Entry], list[Skipped]]:
-    """The images with their sizes, and those that are links to nothing, or no files."""
+    """Return the images with their sizes, and those that are broken links or no files."""
     answers = ask_files(_look_at, images, about, track)
     left_out = [answer for answer in answers if isinstance(answer, Skipped)]
     return [answer for answer in answers if isinstance(answer, Entry)], left_out
@@ -70,13 +70,13 @@ def _unreadable(path: Path, error: OSError) -> DistapError:
 
 
 def field_of(path: Path, data: bytes) -> str:
-    """The field of an image in its sample: the file's suffix without its dot, or that of its content."""
+    """Return the field of an image in its sample: the file's suffix without its dot, or that of its content."""
     suffix = path.suffix.lower()
     return suffix.removeprefix(".") if suffix in IMAGE_SUFFIXES else suffix_of(data)
 
 
 class Listing(NamedTuple):
-    """Images of a source in order, and the files that are none of them."""
+    """The images of a source in order, and its other files."""
 
     images: Sequence[ImageFile]
     left_out: Sequence[Skipped]
@@ -84,12 +84,12 @@ class Listing(NamedTuple):
     parts: Sequence[str] = ()  # the folder of shards that each image belongs to, if the source says so
 
     def name_of(self, image: ImageFile) -> str:
-        """The image's path within the source, as one line of text."""
+        """Return the image's path within the source, as one line of text."""
         path = image.path.absolute() if self.root.is_absolute() else image.path
         return as_line(path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else str(path))
 
     def by_part(self) -> dict[str, "Listing"]:
-        """The images of each part, by its name; the files that are left out stay with the first."""
+        """Return the images of each part by name; left-out files stay with the first part."""
         found: dict[str, Listing] = {}
         for name in sorted(set(self.parts)):
             images = [image for image, part in zip(self.images, self.parts, strict=True) if part == name]
@@ -97,7 +97,7 @@ class Listing(NamedTuple):
         return found
 
     def halves(self, share: float, seed: int) -> tuple["Listing", "Listing"]:
-        """Two listings with different classes, the second with this share of them, drawn at random.
+        """Split the classes at random into two listings; the second gets this share of them.
 
         The files that are left out stay with the first.
         """
@@ -137,7 +137,7 @@ def list_images(source: Path, nested: Nested | None = None) -> Listing:
 
 
 def sort_classes(names: Iterable[str]) -> list[str]:
-    """Different names in the order in which classes are numbered: whole numbers by their value, others by name."""
+    """Sort class names in the order of their numbers: whole numbers by value, other names alphabetically."""
     return sorted(set(names), key=lambda name: (len(name) if name.isdigit() else 0, name))
 
 
@@ -184,7 +184,7 @@ def _require_different_names(source: Path, places: Iterable[tuple[str, ...]]) ->
 
 
 def _in_list(source: Path) -> Listing:
-    """The images of a CSV or Parquet file, by its columns; those that are not there are left out."""
+    """List the images of a CSV or Parquet file by its columns, without missing files."""
     columns, rows = columns_and_rows(source)
     if ("is_query" in columns) != ("is_gallery" in columns):
         raise DistapError(f"{source}: it has one of the columns is_query and is_gallery; expected both, or none")
@@ -220,7 +220,7 @@ def _in_list(source: Path) -> Listing:
 
 
 def _part(where: str, row: dict[str, str]) -> str:
-    """Name the folder of shards that an image belongs to by the columns split, is_query and is_gallery; "" for any.
+    """Name the folder of shards for an image by the columns split, is_query and is_gallery; "" without them.
 
     Every image of a split is a query that retrieves the others, or each is either a query or in the gallery.
     """
@@ -246,7 +246,7 @@ def _first(columns: Sequence[str], names: Sequence[str]) -> str:
 
 
 def group_of_each_class(images: Sequence[ImageFile]) -> dict[str, str]:
-    """The groups by class; raise DistapError if a class has two, or a name cannot be a line of classes.txt."""
+    """Return groups by class; raise a DistapError if a class has two, or a name cannot be a line of classes.txt."""
     groups: dict[str, str] = {}
     for path, name, group in images:
         known = groups.setdefault(name, group)

@@ -1,4 +1,4 @@
-"""Walk through folders, and tell of every file that is no image why it is left out."""
+"""Walk through folders, and give a reason for leaving out each file that is no image."""
 
 import logging
 import os
@@ -16,14 +16,14 @@ _EXTENSION = re.compile(r"\.(?=[a-z0-9]{1,5}$)\d*[a-z]\w*")  # ".mp4", but not "
 
 
 class Skipped(NamedTuple):
-    """A file that was left out, and why."""
+    """A file that was left out, and the reason."""
 
     name: str
     reason: str
 
 
 def counted(left_out: Iterable[Skipped]) -> list[str]:
-    """A line for each reason: the number of files, the reason, and one of the files as an example."""
+    """Return one line per reason: the number of files, the reason, and one file as an example."""
     groups: dict[str, list[Skipped]] = defaultdict(list)
     for skipped in left_out:
         groups[skipped.reason.partition(":")[0]].append(skipped)
@@ -32,24 +32,24 @@ def counted(left_out: Iterable[Skipped]) -> list[str]:
 
 
 def is_line(name: str) -> bool:
-    """Tell whether a name is one line of text that UTF-8 can hold; bytes that are no UTF-8 are surrogates in it."""
+    """Tell whether a name is one line of text in UTF-8; bytes outside UTF-8 appear as surrogates in it."""
     return name.encode(errors="replace").decode().splitlines() == [name] and "\t" not in name
 
 
 def as_line(name: str) -> str:
-    """The name, with what one line of text cannot hold as escape sequences."""
+    """Return the name as one line of text; escape everything else."""
     return name if is_line(name) else repr(name)[1:-1]
 
 
 @cache
 def warn_of(source: str, left_out: tuple[Skipped, ...]) -> None:
-    """Log what is left out of a source, once."""
+    """Log once what was left out of a source."""
     for line in counted(left_out):
         logger.warning("%s: left out: %s", source, line)
 
 
 def walk_images(folder: Path, follow: bool = True) -> Iterator[Path | Skipped]:
-    """Every file below a folder: images by their paths, anything else as Skipped.
+    """Yield every file below a folder: images by their paths, other files as Skipped.
 
     Links to folders are followed, or told where not; what they lead to is not listed a second time.
     """
@@ -78,7 +78,7 @@ def walk_images(folder: Path, follow: bool = True) -> Iterator[Path | Skipped]:
 
 
 def _left_out(path: Path, is_hidden: bool) -> str:
-    """Why a file is no image that can be read, as far as its name tells, or the content if it has no extension.
+    """Return why a file is no readable image, judging by its name, or by its content if it has no extension.
 
     `is_hidden` tells that a folder above it is.
     """

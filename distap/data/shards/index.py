@@ -1,4 +1,4 @@
-"""The index beside a data set's shards, `index.npz`: place, class and size of every image."""
+"""The index of a data set's shards, `index.npz`: place, class and size of every image."""
 
 import hashlib
 import io
@@ -26,7 +26,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Index:
-    """N samples in S shards, of K classes."""
+    """N samples in S shards, with K classes."""
 
     shard: NDArray[np.int32]  # (N,) number of the sample's shard
     offset: NDArray[np.int64]  # (N,) first byte of the image within its shard
@@ -49,7 +49,7 @@ class Index:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of all rows, which stands for the data set in the state of a training."""
+        """SHA-256 of all rows, which identifies the data set in the state of a training."""
         digest = hashlib.sha256()
         for name in COLUMNS:
             if name != "path":  # it says where images came from, and not what they are
@@ -60,26 +60,26 @@ class Index:
 
     @cached_property
     def names(self) -> NDArray[np.str_]:
-        """(N,) what the images are called: by their paths if all are known, otherwise by their keys."""
+        """Return (N,) names of the images: their paths if all are known, otherwise their keys."""
         return self.path if self.path.all() else self.key
 
     @cached_property
     def classes(self) -> Classes:
-        """The samples by class, as the plan of batches takes them."""
+        """Return the samples by class, for the plan of batches."""
         return Classes(self.label, self.class_group)
 
     @property
     def shard_counts(self) -> NDArray[np.int64]:
-        """(S,) number of samples in each shard."""
+        """Return (S,) the number of samples in each shard."""
         return np.bincount(self.shard, minlength=len(self.shard_name))
 
     def save(self, source: Source | Path | str, remote: RemoteSettings | None = None) -> None:
-        """Write the index atomically to the place where its source expects it."""
+        """Write the index atomically to the place that its source defines."""
         storage, name = index_place(parse_source(source), remote)
         storage.write(name, self.to_bytes())
 
     def to_bytes(self, **others: Any) -> bytes:
-        """Return the contents of an index file, with other arrays beside the columns if given."""
+        """Return the contents of an index file, with further arrays as columns if given."""
         buffer = io.BytesIO()
         columns: dict[str, Any] = {name: getattr(self, name) for name in COLUMNS}
         np.savez(buffer, version=np.array(INDEX_VERSION), **columns, **others)
@@ -96,14 +96,14 @@ SAMPLE_COLUMNS = [name for name in COLUMNS if name not in (*SHARD_COLUMNS, *CLAS
 
 
 def index_place(source: Source, remote: RemoteSettings | None) -> tuple[Storage, str]:
-    """The storage of a data set's index, and its name there."""
+    """Return the storage that holds a data set's index, and its name there."""
     if source.kept_index is None:
         return storage_of(source.base, remote), source.index_name
     return storage_of(str(source.kept_index.parent)), source.kept_index.name
 
 
 def parse_index(data: Buffer, where: str) -> Index:
-    """Parse the contents of the index file `where`, and check every row, so that none leads outside the data set.
+    """Parse the contents of index file `where`; check every row, so that none leads outside the data set.
 
     Its columns are views of `data`.
     """

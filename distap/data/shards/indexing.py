@@ -39,7 +39,7 @@ def index_shards(
 
     An interrupted pass continues when this is called again: the scan of each shard is kept in the user's cache folder
     until all are done, and reused if the shard's size and time of change (or ETag) are the same. The samples whose
-    image has no readable header are returned beside the index.
+    image has no readable header are returned next to the index.
 
     Raises:
         DistapError: there are no shards, or some cannot be used; the message lists all such shards.
@@ -65,7 +65,7 @@ def index_shards(
 
 
 def scan_shard(file: Readable, name: str, length: int, where: str) -> Scan:
-    """Index one shard, to be called `name`; the other arguments and errors are those of `read_samples`."""
+    """Index one shard under the name `name`; see `read_samples` for the other arguments and errors."""
     hashed = Hashed(file)
     found = list(read_samples(hashed, length, where))
     samples = [sample for sample in found if isinstance(sample, Sample)]
@@ -101,7 +101,7 @@ def merge_scans(source: Source, storage: Storage, parts: Sequence[Index]) -> Ind
 
 
 def _paths(storage: Storage, keys: NDArray[np.str_]) -> NDArray[np.str_]:
-    """The path of each key's image if all are known, otherwise none."""
+    """Return the path of each key's image if all are known, otherwise an empty result."""
     none = np.full(len(keys), "")
     if (lines := _lines(storage, PATHS_FILE)) is None:
         return none
@@ -115,7 +115,7 @@ def _paths(storage: Storage, keys: NDArray[np.str_]) -> NDArray[np.str_]:
 
 
 def _lines(storage: Storage, name: str) -> list[str] | None:
-    """The lines of a text beside the shards; None if there is no such file."""
+    """Return the lines of a text next to the shards; None if there is no such file."""
     try:
         with storage.open(name) as file:
             return file.read().decode("utf-8").splitlines()
@@ -126,7 +126,7 @@ def _lines(storage: Storage, name: str) -> list[str] | None:
 
 
 def _class_names(storage: Storage, numbers: list[int]) -> tuple[list[str], list[str]]:
-    """Return names and super-categories of the classes with these numbers, which ascend."""
+    """Return names and super-categories of the classes with these ascending numbers."""
     if (lines := _lines(storage, NAMES_FILE)) is None:
         return [str(number) for number in numbers], [""] * len(numbers)
     if numbers[-1] >= len(lines):
@@ -136,7 +136,7 @@ def _class_names(storage: Storage, numbers: list[int]) -> tuple[list[str], list[
 
 
 def _scan_or_recall(base: str, remote: RemoteSettings, records: Path, name: str) -> Scan | str:
-    """Scan a shard or recall an earlier scan; return the reason if the shard cannot be used."""
+    """Scan a shard or read the record of an earlier scan; return the reason if the shard is unusable."""
     storage = storage_of(base, remote)
     try:
         about = storage.about(name)
@@ -155,7 +155,7 @@ def _scan_or_recall(base: str, remote: RemoteSettings, records: Path, name: str)
 
 
 def _recall(record: Path) -> Scan | None:
-    """Read the record of a scan; None if there is none, or a damaged one."""
+    """Read the record of a scan; None if it is missing or damaged."""
     try:
         data = record.read_bytes()
         index = parse_index(data, str(record))

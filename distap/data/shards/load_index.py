@@ -1,4 +1,4 @@
-"""Read the index of a data set, whatever it is made of."""
+"""Read the index of any data set: shards, single files, or a data set in Python."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +22,7 @@ THREADS = 16  # remote shards whose sizes are asked for at once
 
 
 def load_index(source: Source | Path | str, remote: RemoteSettings | None = None, compare: bool = True) -> Index:
-    """Read and check the index of a data set, and with `compare` that its shards exist and have the same sizes."""
+    """Read and check a data set's index; with `compare`, also that its shards exist with the same sizes."""
     source = parse_source(source)
     if (rows := rows_behind(source)) is not None:
         return index_of_files(source, range(len(rows.keys)), rows.keys, rows.classes, 0, rows.digests())
@@ -65,7 +65,7 @@ def _index_of_images(source: Source) -> Index:
 def index_of_files(
     source: Source, names: Sequence[Any], keys: Sequence[str], of_class: Sequence[str], sizes: Any, digests: Any = ""
 ) -> Index:
-    """Make an index that takes each image file for a shard; sizes and digests may be 0 or "", unknown.
+    """Make an index that treats each image file as a shard; unknown sizes are 0 and unknown digests "".
 
     Images that belong to no class have the class "".
     """

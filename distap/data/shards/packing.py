@@ -1,6 +1,6 @@
-"""Pack images into WebDataset tar shards, in parallel, continuing where an earlier packing was stopped.
+"""Pack images into WebDataset tar shards in parallel; continue an earlier packing that was stopped.
 
-Shards are written into a hidden folder beside the output, and one rename makes the output appear when it is complete.
+Shards are written into a hidden folder next to the output; one rename then makes the complete output appear.
 Neither the number of processes nor an interruption changes a byte.
 """
 
@@ -62,7 +62,7 @@ class _Layout(NamedTuple):
 def pack(
     images: Path | Listing | Sequence[ImageFile], output: Path, *arguments: Any, **layout: Any
 ) -> tuple[Index, list[Skipped]]:
-    """Pack images into shards with an index beside them; return the index and the files that were left out.
+    """Pack images into shards with an index next to them; return the index and the files that were left out.
 
     `images` are in the order in which to pack them; or a folder or CSV, as in `list_images`. Their paths are kept
     within the folder, or within the lowest one that holds all of them. See `pack_parts` for the other arguments.
@@ -89,7 +89,7 @@ def pack_parts(
     decode: bool = False,
     workers: int = 1,
 ) -> list[tuple[Index, list[Skipped]]]:
-    """Pack each part, byte for byte, into shards in the folder of its name; return its index and what was left out.
+    """Pack each part into shards in the folder of its name; return its index and the files left out.
 
     Args:
         parts: by name, "" for one that fills the output itself.
@@ -128,7 +128,7 @@ def pack_parts(
 
 
 def require_free(output: Path) -> None:
-    """Raise a DistapError unless a folder of this name can appear by a rename."""
+    """Raise a DistapError unless a folder of this name can appear by renaming another."""
     if output.name in ("", ".."):
         raise DistapError(f"{output}: give the folder to write a name of its own")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -140,7 +140,7 @@ def require_free(output: Path) -> None:
 def _pack_aside(
     aside: Path, listing: Listing, groups: dict[str, str], layout: _Layout, workers: int, track: Track
 ) -> tuple[Index, list[Skipped]]:
-    """Write the shards that are not there yet, and their index; return it with the images left out."""
+    """Write the missing shards and their index into a hidden folder; return the index and the images left out."""
     entries, broken = look_at_all(listing.images, "listing images", track)
     if layout.shuffle is not None:
         entries = [entries[place] for place in permutation(len(entries), layout.shuffle)]
@@ -180,7 +180,7 @@ def _jobs(aside: Path, entries: list[Entry], numbers: dict[str, int], layout: _L
 
 
 def _write_shard(job: _Job) -> tuple[Index, list[Skipped]]:
-    """Write a shard, unless an earlier call did, and read it back; return its index and the images left out."""
+    """Write a shard unless it exists, and read it back; return its index and the images left out."""
     try:
         record = json.loads(job.record.read_bytes())
         sha256, skipped = record["sha256"], [Skipped(*image) for image in record["skipped"]]
@@ -200,7 +200,7 @@ def _write_shard(job: _Job) -> tuple[Index, list[Skipped]]:
 
 
 def _write(job: _Job) -> tuple[str, list[Skipped]]:
-    """Write the shard and its record; return the shard's SHA-256 and the images left out."""
+    """Write a shard and its record; return the shard's SHA-256 and the images left out."""
     skipped: list[Skipped] = []
     with replacing(job.shard) as file:
         hashed = Hashed(file)
@@ -224,7 +224,7 @@ def _write(job: _Job) -> tuple[str, list[Skipped]]:
 
 
 def _start(aside: Path, fingerprint: str) -> None:
-    """Keep what an earlier packing of the same list has written, and remove that of another list."""
+    """Keep the shards that an earlier packing of the same list wrote, and remove those of another list."""
     plan = aside / PLAN_FILE
     if not plan.is_file() or plan.read_bytes() != fingerprint.encode():
         plan.unlink(missing_ok=True)  # without it, the next call removes whatever is there

@@ -1,4 +1,4 @@
-"""Spread work over processes that end with their parent, and report its progress."""
+"""Spread work over processes that end with their parent, and show its progress."""
 
 import multiprocessing
 import os
@@ -24,12 +24,12 @@ Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
 
 
 def untracked(items: Iterable[Any], description: str, total: int) -> Iterable[Any]:
-    """Show nothing: the default for every `track`."""
+    """Show no progress: the default for every `track`."""
     return items
 
 
 def ask_files(question: Callable[[Job], Result], items: Collection[Job], about: str, track: Track) -> list[Result]:
-    """Give what `question` answers for each item, in order, asking for many files at once."""
+    """Yield the result of `question` for each item in order, with many questions under way at once."""
     with ThreadPool(STAT_THREADS) as pool:
         answers = list(track(pool.imap(question, items, STAT_CHUNK), about, len(items)))
         pool.close()
@@ -42,7 +42,7 @@ def usable_cores() -> int:
 
 
 def forking_context() -> BaseContext:
-    """Return the multiprocessing context that forks this process, where that is safe."""
+    """Return the multiprocessing context that forks, where forking is safe."""
     # The default of Python 3.14 is a server that forks: it would import torch again, and outlive this process.
     return multiprocessing.get_context("fork" if sys.platform == "linux" else None)
 
@@ -50,7 +50,7 @@ def forking_context() -> BaseContext:
 def map_in_processes(
     function: Callable[[Job], Result], jobs: Sequence[Job], workers: int, about: str = "", track: Track = untracked
 ) -> list[Result]:
-    """Give the results of the jobs in order, computed by up to `workers` processes (by this one if one is enough).
+    """Yield the results of jobs in order, from up to `workers` processes (from this one if one is enough).
 
     After an error or Ctrl-C, or if this process dies, the workers end at once, in the middle of their jobs.
     The function and what it raises must be picklable. A worker that is killed raises a DistapError.

@@ -22,7 +22,7 @@ Statistics = dict[str, Any]  # the figures that `statistics` returns, ready for 
 
 
 def statistics(reader: Reader) -> Statistics:
-    """Count a data set. Sizes are those of the stored files, whatever EXIF says; unknown ones are left out."""
+    """Count a data set's images, classes and sizes. Sizes are those of stored files before rotation by EXIF."""
     index = reader.index
     classes = index.classes
     width, height = (side[index.width > 0] for side in (index.width, index.height))
@@ -70,13 +70,13 @@ def statistics(reader: Reader) -> Statistics:
 
 
 def most_classes(classes: Classes, images: int) -> int:
-    """Return the greatest P for which p_by_k with K = `images` finds enough images for a batch."""
+    """Return the greatest P for which p_by_k with K = `images` can fill a batch."""
     usable = classes.with_pairs
     return min(len(usable), classes.available(usable, images) // images) if len(usable) else 0
 
 
 def share_with_positive(classes: Classes, batch: int) -> float:
-    """Return the mean share of a random batch's images that have another image of their class in it.
+    """Return the mean share of a random batch's images with another image of their class in the batch.
 
     An image whose class has s of the N images is alone with probability C(N - s, B - 1) / C(N - 1, B - 1).
     """

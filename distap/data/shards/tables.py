@@ -1,4 +1,4 @@
-"""Read the columns of a list of images, a CSV or Parquet file, by their names."""
+"""Read named columns of a list of images, from a CSV or Parquet file."""
 
 import csv
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ Rows = Iterator[tuple[str, list[str]]]  # the place of each row, for messages, a
 
 
 def columns_and_rows(source: Path) -> tuple[list[str], Rows]:
-    """The names of the columns in small letters, and the rows. A DistapError shows the columns found if some lack."""
+    """Return column names in small letters, and the rows. A DistapError shows the columns if some lack."""
     with source.open("rb") as file:
         is_parquet = file.read(4) == b"PAR1"
     return _parquet(source) if is_parquet else _csv(source)
@@ -30,7 +30,7 @@ def _require_columns(source: Path, columns: list[str]) -> None:
 
 
 def _csv(source: Path) -> tuple[list[str], Rows]:
-    """The names of the columns, and each row's place and cells."""
+    """Return the column names of a CSV, and each row's place and cells."""
 
     def rows() -> Rows:
         # Excel starts UTF-8 files with a byte-order mark.
@@ -59,7 +59,7 @@ def _csv(source: Path) -> tuple[list[str], Rows]:
 
 
 def _parquet(source: Path) -> tuple[list[str], Rows]:
-    """Return the columns that are used, and their rows, as `columns_and_rows` does for a CSV."""
+    """Return the used columns of a Parquet file and their rows, like `columns_and_rows`."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:

@@ -24,7 +24,7 @@ MAX_DIGITS = 18  # of a class number, so that it fits int64
 
 
 class DamagedShardError(DistapError):
-    """A shard is not whole, or holds something that cannot be trained on."""
+    """Raised if a shard is not whole, or holds something that cannot be trained on."""
 
 
 class Readable(Protocol):
@@ -93,7 +93,7 @@ def read_groups(file: Readable, length: int | None, where: str) -> Iterator[Grou
 
 
 def labelled_image(key: str, members: dict[str, TarMember]) -> tuple[int, TarMember, tuple[int, int]]:
-    """Find a sample's class number, its image, and the image's width and height in pixels among its members.
+    """Return a sample's class number, its image, and the image's width and height in pixels, from its members.
 
     Raises DamagedImageError, with reason `missing_field` if the image or its integer label is missing.
     """
@@ -120,7 +120,7 @@ def _split_name(name: str) -> tuple[str, str]:
 
 
 class _ForwardFile:
-    """Give tarfile a file that it can neither seek in nor read beyond the end of."""
+    """A file for tarfile that can be read forwards only, and not beyond its end."""
 
     def __init__(self, file: Readable, length: int | None) -> None:
         self._file, self._length = file, length
@@ -139,7 +139,7 @@ class _ForwardFile:
 
 
 def _members(file: Readable, length: int | None, where: str) -> Iterator[TarMember]:
-    """Yield the files of an archive, and check that it holds nothing else and ends as it should."""
+    """Yield the files of an archive; check that it holds nothing else and ends properly."""
     forward, last = _ForwardFile(file, length), "the beginning"
     try:
         archive = tarfile.TarFile(fileobj=forward, encoding="utf-8", errors="strict")  # type: ignore[arg-type]

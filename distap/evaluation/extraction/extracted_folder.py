@@ -1,4 +1,4 @@
-"""Describe a data set into a folder that all ranks see. A stopped extraction continues from its finished parts.
+"""Describe a data set into a folder that all ranks share; continue a stopped extraction from its parts.
 
 OUTPUT/extraction.json     the plan: what is described in which way; written first, by rank 0
 OUTPUT/parts/000012.npz    a part, written by the rank that described it; removed at the end
@@ -110,7 +110,7 @@ def _part_path(output: Path, number: int) -> Path:
 
 
 def _read_part(output: Path, number: int, *names: str) -> list[Any]:
-    """Read arrays of a part, or raise a DistapError that names its file."""
+    """Read the arrays of a part; raise a DistapError that names its file."""
     path = _part_path(output, number)
     try:
         with reading(path, "distap extract"), np.load(path, allow_pickle=False) as file:
@@ -120,7 +120,7 @@ def _read_part(output: Path, number: int, *names: str) -> list[Any]:
 
 
 def _begin(output: Path, plan: dict[str, Any]) -> int:
-    """Write the plan into a new or empty folder, or require the same plan there. Return its images of a part."""
+    """Write the plan into a new or empty folder, or require the same plan there; return the images per part."""
     path, plan = output / EXTRACTION_FILE, json.loads(json.dumps(plan))
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         write_whole(path, json.dumps(plan, indent=2) + "\n")
@@ -138,7 +138,7 @@ def _begin(output: Path, plan: dict[str, Any]) -> int:
 
 
 def _require_shared(output: Path, extraction: Extraction) -> None:
-    """Raise a DistapError on all ranks if one does not see the plan that rank 0 has written."""
+    """Raise a DistapError on all ranks if a rank does not see the plan that rank 0 wrote."""
     try:
         status = (output / EXTRACTION_FILE).stat()
         seen = [status.st_ino, status.st_size, status.st_mtime_ns]
@@ -150,7 +150,7 @@ def _require_shared(output: Path, extraction: Extraction) -> None:
 
 
 def _join_parts(extraction: Extraction, output: Path, parts: int, dtype: DType) -> None:
-    """Write one array of all parts in the order of the data set, without holding it in memory."""
+    """Join one array of all parts in the order of the data set, in a file rather than in memory."""
     describer, images = extraction.describer, extraction.images
     left_out: dict[int, str] = {}
     present = np.zeros(len(images), dtype=bool)

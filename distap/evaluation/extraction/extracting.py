@@ -1,4 +1,4 @@
-"""Describe a data set in parts, each by one rank. The descriptors do not depend on the number of ranks."""
+"""Describe a data set in parts, each on one rank; descriptors do not depend on the number of ranks."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ NOT_FINITE = "its descriptor is not finite"
 
 @dataclass(frozen=True)
 class DescribedPart:
-    """Descriptors of the n images of a part that could be described, and why the others could not."""
+    """Descriptors of a part's n images, without failed ones, and the reason for each failure."""
 
     samples: NDArray[np.int64]  # (n,) image numbers
     descriptors: NDArray[np.float32]  # (n, D)
@@ -38,12 +38,12 @@ class DescribedPart:
 
 
 class BrokenOffError(Exception):
-    """A rank was asked to stop. All ranks raise this after the same exchange of their progress."""
+    """Raised on all ranks, at the same exchange of progress, if any rank was asked to stop."""
 
 
 @dataclass(frozen=True, eq=False)
 class Extraction:
-    """Hold what all ranks describe together, and how; raise a DistapError if they see different images."""
+    """A data set to describe on all ranks, with the settings; raise a DistapError if ranks see other images."""
 
     describer: ImageDescriber
     images: ImageSet
@@ -60,12 +60,12 @@ class Extraction:
 
     @property
     def part_size(self) -> int:
-        """Number of images in a part, independent of the number of ranks."""
+        """Number of images in a part, the same for any number of ranks."""
         return min(max(-(-len(self.images) // PARTS), FEWEST), MOST)
 
     @cached_property
     def shapes(self) -> NDArray[np.int64]:
-        """(N, 2) expected height and width of each image, (0, 0) if unknown. Each rank looks at its share."""
+        """Return (N, 2) expected height and width of each image, (0, 0) if unknown; ranks share the reading."""
         sizing = self.describer.sizing
         if sizing.kind == "crop":
             return np.full((len(self.images), 2), sizing.shape(1, 1), dtype=np.int64)
@@ -80,7 +80,7 @@ class Extraction:
         return np.asarray(gathered.cpu())
 
     def parts(self, size: int) -> list[NDArray[np.int64]]:
-        """Image numbers of each part of `size` images.
+        """Return the image numbers of each part of `size` images.
 
         Images that are all cropped to one shape keep their order, since neighbours in a shard are read fastest
         together. Whole images are sorted from the largest to the smallest, so that images of one shape are together
@@ -93,7 +93,7 @@ class Extraction:
     def described(
         self, parts: Sequence[NDArray[np.int64]], missing: Sequence[int]
     ) -> Iterator[tuple[int, DescribedPart]]:
-        """Yield this rank's share of the parts numbered `missing`; workers read ahead across their borders."""
+        """Yield this rank's share of the parts numbered `missing`; workers read ahead from part to part."""
         describer, images, world = self.describer, self.images, self.world
         limit = max(int(describer.batch_pixels / max(1.0, *describer.network.scales) ** 2), 1)
         mine, areas = missing[world.rank :: world.size], self.shapes.prod(axis=1)
@@ -140,7 +140,7 @@ def extract_descriptors(extraction: Extraction) -> tuple[NDArray[np.int64], NDAr
 
 
 def worker_requests(samples: list[int], areas: NDArray[np.int64], limit: int) -> list[list[int]]:
-    """Split images into requests, each read by one worker: at most CHUNK images, or `limit` pixels, or one image."""
+    """Split images into requests for workers: at most CHUNK images, or `limit` pixels, or one image."""
     requests: list[list[int]] = [[]]
     held = 0
     for sample, area in zip(samples, areas[samples].tolist(), strict=True):
@@ -153,7 +153,7 @@ def worker_requests(samples: list[int], areas: NDArray[np.int64], limit: int) ->
 
 
 class SharedProgress:
-    """Exchange the ranks' progress every few seconds; every rank raises a BrokenOffError if one asks to stop.
+    """Exchange the ranks' progress every few seconds; every rank raises a BrokenOffError if one must stop.
 
     Rank 0 can show the progress of all. However uneven the work is, no rank waits in a collective for longer than
     these seconds and one batch.

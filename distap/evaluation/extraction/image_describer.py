@@ -1,4 +1,4 @@
-"""Turn the bytes of images into descriptors, in the same way for a data set and for a single image."""
+"""Turn encoded images into descriptors, in the same way for a data set and for one image."""
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,12 +25,12 @@ logger = logging.getLogger("distap")
 
 
 class TooLittleMemoryError(DistapError):
-    """The device has too little memory to describe these images."""
+    """Raised if the device has too little memory to describe these images."""
 
 
 @dataclass(frozen=True, eq=False)
 class ImageDescriber:
-    """Describes images in one way, on the network's device. Settings that do not fit raise a DistapError."""
+    """Describe images on the network's device. Contradictory settings raise a DistapError."""
 
     retrieval_network: RetrievalNetwork
     sizing: Sizing
@@ -58,13 +58,13 @@ class ImageDescriber:
 
     @cached_property
     def network(self) -> MultiScaleNetwork:
-        """Pixels to descriptors at all scales, whitened."""
+        """Network that maps pixels to descriptors over all scales, whitened."""
         whitening = None if self.whitening is None else self.whitening.tensors
         return MultiScaleNetwork(self.retrieval_network, self.scales, self.power, whitening, self.antialias)
 
     @cached_property
     def described_by(self) -> DescribedBy:
-        """The record to store with its descriptors. The network is hashed on first use."""
+        """Return the record to store with descriptors. The network is hashed on first use."""
         whitening = None if self.whitening is None else self.whitening.fingerprint
         hashed = fingerprint(self.retrieval_network)
         scales, power = self.network.scales, self.network.power
@@ -79,7 +79,7 @@ class ImageDescriber:
         return self.retrieval_network.mean.device
 
     def describe(self, images: Sequence[bytes]) -> Tensor:
-        """Descriptors (n, D) float32 of length 1, on the CPU, of encoded images.
+        """Return descriptors (n, D) float32 of length 1, on the CPU, of encoded images.
 
         Several threads may call this at once if the network is in evaluation mode.
 
@@ -90,7 +90,7 @@ class ImageDescriber:
         return self.describe_pixels(pixels, len(images))
 
     def describe_pixels(self, images: Iterable[Tensor], count: int) -> Tensor:
-        """Descriptors as of `describe`, of `count` images (3, height, width) uint8 that are brought to size."""
+        """Describe `count` scaled images (3, height, width) uint8; returns the same as `describe`."""
         descriptors = torch.empty(count, self.dimensions)
         with self.evaluating():
             for rows, batch in batches_of_one_shape(enumerate(images), self.batch_pixels):
@@ -98,7 +98,7 @@ class ImageDescriber:
         return descriptors
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Descriptors (n, D), on the network's device, of (n, 3, height, width) uint8; call it within `evaluating`.
+        """Describe (n, 3, height, width) uint8 as (n, D) on the network's device; call it within `evaluating`.
 
         Raises:
             TooLittleMemoryError: memory does not suffice.
@@ -138,7 +138,7 @@ def describer_like(
     max_pixels: int = MAX_PIXELS,
     scaled: bool = True,
 ) -> ImageDescriber:
-    """A describer that repeats how stored descriptors were made, by this network and whitening or a DistapError.
+    """Return a describer that repeats how stored descriptors were made; other networks raise a DistapError.
 
     The network is put into evaluation mode.
     """
