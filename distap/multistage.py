@@ -110,7 +110,7 @@ class Multistage(nn.Module):
     def forward(
         self, images: Any, labels: Tensor | ArrayLike | None = None, samples: Sequence[int] | None = None
     ) -> Tensor:
-        """The loss of the batch: a scalar, the same on every rank, which can be differentiated once.
+        """Return the loss of the batch: a scalar, the same on every rank, to differentiate once.
 
         Args:
             images: of this rank: a tensor (b, ...); a list of tensors (C, H, W) of any sizes, described one by one
@@ -190,7 +190,7 @@ class Multistage(nn.Module):
 
     @contextmanager
     def _frozen(self, network: nn.Module) -> Iterator[None]:
-        """Keep BatchNorm layers in evaluation mode; without `freeze_batchnorm` none may be in another."""
+        """Keep BatchNorm layers in evaluation mode inside; without `freeze_batchnorm` all are in it already."""
         changed = set_batchnorm(network, training=False)
         try:
             yield
@@ -223,7 +223,7 @@ class Multistage(nn.Module):
     def _batch(
         self, network: nn.Module, images: Any, labels: Tensor | ArrayLike | None, samples: Sequence[int] | None
     ) -> tuple[GivenBatch, World, bool]:
-        """Check what all ranks were given, cut this rank's images along their rows, and say whether all are alike."""
+        """Check the images of all ranks, cut this rank's along rows, and tell whether all have one size and type."""
         world, parts, known, failure = world_of(self.network, self.group), list[Any](), torch.empty(0), None
         try:
             parts, known = cut_along_rows(images, labels)

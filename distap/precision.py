@@ -11,7 +11,7 @@ PrecisionName = Literal["float32", "bf16", "fp16"]
 
 
 def autocast(precision: PrecisionName, device_type: str = "cpu") -> AbstractContextManager[None]:
-    """A new region in which convolutions and matrix products have this dtype; `float32` changes nothing.
+    """Enter a new region that computes convolutions and matrix products in this dtype; `float32` does nothing.
 
     Do not enter it twice: it caches casts of weights, which are stale after the next update.
     """

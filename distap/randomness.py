@@ -15,7 +15,7 @@ def seed_for(*key: int) -> int:
 
 
 def permutation(count: int, *key: int) -> np.ndarray:
-    """Return a random order of range(count), (count,) int64, as a pure function of the key."""
+    """Return a random order of range(count), (count,) int64, a pure function of the key."""
     # numpy guarantees Philox's stream for every version, but not what `Generator.permutation` makes of it.
     raw = np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
     return np.argsort(raw, kind="stable")
@@ -24,7 +24,7 @@ def permutation(count: int, *key: int) -> np.ndarray:
 def shuffled(
     counts: NDArray[np.int64], places: NDArray[np.int64], *key: int, of: Sequence[NDArray[np.int64]] = ()
 ) -> NDArray[np.int64]:
-    """Return (m, k) what stands at k places of each of m random orders of range(count), a pure function of the key.
+    """Return (m, k) the elements at k places of m random orders of range(count), a pure function of the key.
 
     The cost is that of the places, however large the counts: a Feistel network permutes the numbers below the next
     power of two, again and again until one is below the count (cycle walking; Black and Rogaway 2002).
@@ -48,7 +48,7 @@ def shuffled(
 
 
 def _sorted_orders(counts: NDArray[np.int64], own: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return (m, n) a random order of range(count) in each row, followed by what the longest one has more."""
+    """Return (m, n) random orders of range(count), one per row, padded to the longest."""
     columns = np.arange(counts.max(initial=0))
     ranks = _mixed(own[:, None] + columns.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     ranks[columns >= counts[:, None]] = np.iinfo(np.uint64).max
@@ -58,7 +58,7 @@ def _sorted_orders(counts: NDArray[np.int64], own: NDArray[np.uint64]) -> NDArra
 def _walked(
     counts: NDArray[np.int64], places: NDArray[np.int64], words: Sequence[np.uint64], own: NDArray[np.uint64]
 ) -> NDArray[np.int64]:
-    """Return (n,) what the network makes of each place, below its count."""
+    """Return (n,) the permuted number of each place, walking the Feistel network until it is below its count."""
     limits, numbers = counts.astype(np.uint64), places.astype(np.uint64)
     bits = np.ceil(np.log2(limits)).astype(np.uint64)  # counts are far below 2^52, up to which this is exact
     low, high = (bits + np.uint64(1)) >> np.uint64(1), bits >> np.uint64(1)
@@ -76,7 +76,7 @@ def _feistel(
     words: Sequence[np.uint64],
     own: NDArray[np.uint64],
 ) -> NDArray[np.uint64]:
-    """Permute numbers of low + high bits; `words` are the keys of the rounds, `own` those of the numbers."""
+    """Permute numbers of low + high bits; `words` are the keys of rounds, `own` those of single numbers."""
     one = np.uint64(1)
     masks = (one << low) - one, (one << high) - one
     halves = [numbers & masks[0], numbers >> low]
@@ -87,7 +87,7 @@ def _feistel(
 
 
 def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return 64 random-looking bits for each number (the finaliser of SplitMix64; Steele et al. 2014)."""
+    """Mix each number to 64 random-looking bits (finaliser of SplitMix64; Steele et al. 2014)."""
     numbers = (numbers ^ numbers >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ numbers >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return numbers ^ numbers >> np.uint64(31)

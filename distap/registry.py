@@ -1,4 +1,4 @@
-"""Everything that a recipe chooses by name, in one table, and the way from a name to an object.
+"""One table of everything that a recipe chooses by name, and the construction of objects from names.
 
 To add one of ours, write a class and add its line to REGISTRY. To use a class of your own, write
 `name: "package.module:Class"` in the recipe; no line here is needed. Either way the class is a dataclass or a
@@ -100,7 +100,7 @@ GIVEN = "given"  # in the record of a run, the name of an object in Python that 
 
 
 def suggestion(word: str, known: Collection[str]) -> str:
-    """The end of a message about an unknown word: 'did you mean', or the words that are known."""
+    """End a message about an unknown word: 'did you mean', or the known words."""
     close = difflib.get_close_matches(word, known, n=1)
     if close:
         return f"did you mean {close[0]}?"
@@ -108,7 +108,7 @@ def suggestion(word: str, known: Collection[str]) -> str:
 
 
 def class_of(kind: str, name: str) -> type:
-    """Import the class that a name of this kind, or "package.module:Class", stands for; or raise a ValueError."""
+    """Import the class of a name of this kind or of "package.module:Class"; raise a ValueError if there is none."""
     check_name(kind, name)
     module, _, attribute = REGISTRY[kind].get(name, name).partition(":")
     try:
@@ -129,7 +129,7 @@ def class_of(kind: str, name: str) -> type:
 
 
 def _lack(kind: str, found: type) -> str:
-    """Say what a class lacks to be one of this kind; return an empty text if it lacks nothing."""
+    """Return what a class lacks to be of this kind; "" if it lacks nothing."""
     if not callable(getattr(found, METHODS[kind], None)):
         return f"needs a method {METHODS[kind]!r}, which {found.__name__} has not"
     base = BASES.get(kind, "builtins:object")
@@ -139,7 +139,7 @@ def _lack(kind: str, found: type) -> str:
 
 
 def check_name(kind: str, name: str) -> None:
-    """Raise a ValueError unless a name is in the table or of the form "package.module:Class"; import nothing."""
+    """Raise a ValueError unless a name is known or of the form "package.module:Class"; import nothing."""
     module, colon, attribute = name.partition(":")
     of_others = bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
     if name not in REGISTRY[kind] and not of_others:
@@ -148,7 +148,7 @@ def check_name(kind: str, name: str) -> None:
 
 
 def name_of(kind: str, part: object) -> str:
-    """The name that a recipe gives to an object of this kind."""
+    """Return the recipe's name for an object of this kind."""
     own = getattr(part, "name", None)  # a class that serves several names keeps the one it was given
     if isinstance(own, str):
         return own
@@ -157,7 +157,7 @@ def name_of(kind: str, part: object) -> str:
 
 
 def place_of(part: object) -> str:
-    """ "package.module:Class" of an object, or "package.module:function" of a function."""
+    """Return "package.module:Class" of an object, or "package.module:function" of a function."""
     named = part if hasattr(part, "__qualname__") else type(part)
     return f"{named.__module__}:{named.__qualname__}"
 
@@ -167,7 +167,7 @@ def fields_of(chosen: type) -> list[str]:
 
 
 def build_part(kind: str, name: str, **options: Any) -> Any:
-    """Return an object of this kind; a DistapError names each wrong name, key or value."""
+    """Build an object of this kind; a DistapError names each wrong name, key or value."""
     try:
         return Part(kind, name, options).build()
     except ValidationError as error:
@@ -178,7 +178,7 @@ def build_part(kind: str, name: str, **options: Any) -> Any:
 
 
 def sum_in_full(loss: Any) -> Any:
-    """Write `{sup_ap: 0.5, calibration: {weight: 0.5, beta: 0.5}}` as a sum; return any other loss as it is."""
+    """Write `{sup_ap: 0.5, calibration: {weight: 0.5, beta: 0.5}}` as a sum; return other losses unchanged."""
     if not isinstance(loss, Mapping) or "name" in loss or not loss.keys() & REGISTRY["loss"].keys():
         return loss
     terms = []
@@ -191,14 +191,14 @@ def sum_in_full(loss: Any) -> Any:
 
 @dataclass(frozen=True)
 class Part:
-    """What a recipe chooses by name and its keys, before the class is imported; or the record of an object."""
+    """A part that a recipe chooses by name, with its keys, before its class is imported; or an object's record."""
 
     kind: str
     name: str
     keys: Mapping[str, Any]
 
     def build(self) -> Any:
-        """Import the class and return an object; raise a ValidationError for a key, a ValueError for the name."""
+        """Import the class and build the object; raise a ValidationError for a key, a ValueError for the name."""
         if self.name == GIVEN:
             raise ValueError(
                 f"an object in Python, {self.keys.get('of')}, was here; distap.train(...) takes it again"
@@ -220,7 +220,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Annotates a field of a recipe that is chosen by name: `loss: Annotated[Any, Chosen("loss")] = "ap_q"`.
+    """Annotate a field that a recipe chooses by name: `loss: Annotated[Any, Chosen("loss")] = "ap_q"`.
 
     A recipe gives a name, or a mapping of `name` and keys. The field then holds a `Part`, so that a typo elsewhere is
     told before any class is imported; `distap.config.reading` builds all parts when all else is right.
@@ -264,7 +264,7 @@ class Chosen:
 
 
 def _can_be_named(kind: str, part: object) -> bool:
-    """Tell whether a recipe of another process could name this part's class; an adapter has an object as `given`."""
+    """Tell whether another process could build this part by name; not if it wraps an object as `given`."""
     if hasattr(part, "given") or type(part).__module__ == "__main__":
         return False
     try:
@@ -281,7 +281,7 @@ def unknown_key(key: str, value: Any, known: Collection[str]) -> InitErrorDetail
 
 
 def by_path(entry: Mapping[str, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings, such as a recipe, each with the keys that lead to it."""
+    """Yield the values of nested mappings, such as a recipe, with the keys that lead to each."""
     for key, value in entry.items():
         if isinstance(value, Mapping) and value:
             yield from by_path(value, separator, f"{prefix}{key}{separator}")

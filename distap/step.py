@@ -68,7 +68,7 @@ class Described:
 
 @dataclass
 class ThreeStages:
-    """Describe, gather, rank, replay; a DistapError if the network or the engine does not allow these sizes."""
+    """Describe, gather, rank, replay; raise a DistapError if network or engine do not allow these sizes."""
 
     replica: Replica  # the network on this rank
     loss: Loss
@@ -93,7 +93,7 @@ class ThreeStages:
         self._reducing = False  # in a backward pass that other ranks take part in
 
     def describe(self, batch: Batch) -> Described:
-        """Stage one: describe this rank's images. Their pixels stay with the batch, some with a graph."""
+        """Stage one: describe this rank's images. Pixels stay with the batch; some images keep a graph."""
         share, start = len(self.world.slots(batch.total)), 0
         first_kept = self.sizes.first_kept(share)
         gathering = start_gathering(self.loss, self.world, batch.total, self.mode, self.memory_bytes)
@@ -147,7 +147,7 @@ class ThreeStages:
         buffers.restore()
 
     def gather(self, described: Described, batch: Batch) -> tuple[Gathered, list[int]]:
-        """Collect the descriptors and labels of all ranks; return them and this rank's rows that are not finite.
+        """Collect descriptors and labels of all ranks; return them and this rank's rows that are not finite.
 
         One descriptor that is not finite would poison every query of every rank, so its row is left out.
         """
@@ -161,7 +161,7 @@ class ThreeStages:
             return described.gathering.finish(), lost.tolist()
 
     def rank(self, gathering: Gathering, gathered: Gathered, step: int) -> Ranking:
-        """Stage two: the loss of the global batch and the gradient of this rank's descriptors."""
+        """Stage two: compute the loss of the global batch and the gradient of this rank's descriptors."""
         with self.stage("rank", step):
             remembers = self.memory.size > 0 and step >= self.memory_after
             ranked = self.memory.extend(gathered) if remembers else gathered
@@ -171,7 +171,7 @@ class ThreeStages:
             return ranking
 
     def replay(self, batch: Batch, described: Described, ranking: Ranking) -> tuple[float, int, int]:
-        """Stage three: describe again, with a graph, and send each descriptor's gradient back.
+        """Stage three: describe again with a graph, and backpropagate each descriptor's gradient.
 
         Returns the drift, and how many images were described again and how many had kept their graph.
         """
@@ -222,7 +222,7 @@ class ThreeStages:
         return worst, counts
 
     def _forward(self, batch: Batch, rows: Rows, keeps: bool = False) -> Float[Tensor, "n C"]:
-        """Describe a micro-batch; (seed, step, slot) seeds its dropout, so describe and replay draw the same."""
+        """Describe a micro-batch; (seed, step, slot) seeds dropout, so describe and replay draw the same."""
         images = self._to_device(batch.images(rows))
         if keeps:  # the graph may need the pixels after the batch has overwritten their memory
             images = copied(images)
@@ -233,7 +233,7 @@ class ThreeStages:
 
     @contextmanager
     def stage(self, name: str, step: int) -> Iterator[None]:
-        """Time a stage, tell the other ranks' watchdogs of it, and restore torch's random state at its end."""
+        """Time a stage, announce it to other ranks' watchdogs, and restore torch's random state at its end."""
         self.world.note(f"{name} of step {step + 1}")
         devices = [self.world.device] if self.world.device.type == "cuda" else []
         with self.stopwatch.stage(name), torch.random.fork_rng(devices):

@@ -11,7 +11,7 @@ from torch.profiler import record_function
 
 
 class Stopwatch:
-    """Seconds by stage. Time inside an inner stage counts for the inner one alone.
+    """Seconds by stage. Time inside an inner stage counts only for the inner one.
 
     Work that a stage queues on the device counts for it. Only the outermost stage waits for the device, at its begin
     and end; an inner one would keep the device from working while the host prepares its next work. Inner stages that
@@ -29,7 +29,7 @@ class Stopwatch:
 
     @contextmanager
     def stage(self, name: str, part_of_outer: bool = False) -> Iterator[None]:
-        """Count the enclosed seconds for `name`; with `part_of_outer`, for the enclosing stage as well."""
+        """Count the enclosed seconds for `name`; with `part_of_outer`, also for the enclosing stage."""
         self.begins(name, self._depth > 0)
         if part_of_outer and self._device is not None and self._depth:
             begin, end = (self._module.Event(enable_timing=True) for _ in range(2))

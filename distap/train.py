@@ -12,7 +12,7 @@ from distap.cli.train import train_rank
 
 
 class _Callable(ModuleType):
-    """This module, once imported, stands where the function `distap.train` was, so calling it calls that."""
+    """Make this module callable, because importing it hides the function `distap.train`."""
 
     def __call__(self, *arguments: Any, **objects: Any) -> Path:
         from distap.library import train
@@ -24,7 +24,7 @@ sys.modules[__name__].__class__ = _Callable
 
 
 def main() -> None:
-    """Run this process's rank with the recipe of the command line."""
+    """Train on this process's rank with the recipe of the command line."""
     application = typer.Typer(add_completion=False)
     application.command()(train_rank)
     run(application, "torchrun -m distap.train")

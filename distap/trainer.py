@@ -52,7 +52,7 @@ ALWAYS_TOLERATED = 10  # damaged images, since a share of a small first batch sa
 
 @contextmanager
 def trained(recipe: Recipe, startup: Startup) -> Iterator[int]:
-    """Train on this process's rank: alone, or as one of the ranks that torchrun starts; yield what `train` returns.
+    """Train on this process's rank, alone or as one of torchrun's ranks; yield what `train` returns.
 
     The ranks are still joined inside.
     """
@@ -118,7 +118,7 @@ class Trainer:
         self.startup.reached("network")
 
     def train(self) -> int:
-        """Train from the newest checkpoint, if there is one, to the last step, and return FINISHED.
+        """Train from the newest checkpoint, if any, to the last step, and return FINISHED.
 
         If a rank is asked to stop, write a checkpoint and return RESTART.
         """
@@ -184,7 +184,7 @@ class Trainer:
         return bool(self.evaluations) and self.length.is_due(self.recipe.evaluation, self.done)
 
     def _after_first_step(self) -> None:
-        """Keep as many graphs as memory allows, if the recipe wants that, and log the time since the cold start."""
+        """Keep as many graphs as memory allows, if the recipe wants it; log the time since the start."""
         if self.recipe.replay.keep == "auto" and self.learner.replica.keeps_graphs:
             fitting = fitting_of(self.recipe, self.learner.replica, self.world, self.images.size)
             sizes = self.step.stages.sizes
@@ -269,7 +269,7 @@ class Trainer:
         self.report.checkpoint(self.state.save(self.done, score))
 
     def _finish_checkpoint(self) -> None:
-        """Wait for the last checkpoint, without which the run is not done."""
+        """Wait for the last checkpoint, without which the run is not complete."""
         written = self.state.writer.wait()
         self.report.checkpoint(written)
         if written is not None and written.error is not None:

@@ -41,7 +41,7 @@ LENT_BYTES = 2**20  # a server returns allocations above this to the system as s
 
 @dataclass(frozen=True)
 class World:
-    """This process among the ranks. `World()` is a world of one rank, which communicates nothing."""
+    """This process among the ranks; `World()` is one rank alone, which communicates nothing."""
 
     rank: int = 0
     size: int = 1
@@ -56,7 +56,7 @@ class World:
             self.watchdog.note(activity)
 
     def collective(self, name: str) -> AbstractContextManager[None]:
-        """Enclose a collective of all ranks; a CollectiveError then names the rank that is missing."""
+        """Enclose a collective of all ranks; a CollectiveError then names the missing rank."""
         if self.watchdog is None:
             return nullcontext()
         channel = "" if self.group is None else self.group.group_name
@@ -67,14 +67,14 @@ class World:
         return range(self.rank, total, self.size)
 
     def gather_rows(self, rows: Tensor, total: int) -> Tensor:
-        """Return the (B, ...) rows of all ranks in slot order; each gives (b, ...), for its slots of `total` B."""
+        """Return the (B, ...) rows of all ranks in slot order; each rank gives (b, ...) for its slots of `total`."""
         if self.size == 1:
             return rows
         # Only the last row of a rank can be padding, so all padding comes after the last slot.
         return self.start_gather(_padded(rows, self._share(total))).rows()[:total]
 
     def start_gather(self, rows: Tensor) -> "Arrival":
-        """Begin to gather rows, (n, ...) with the same n on every rank, which must not change before they arrive."""
+        """Start gathering rows, (n, ...) with the same n on every rank; do not change them until they arrive."""
         if self.size == 1:
             return Arrival(self, rows, rows)
         received = rows.new_empty(self.size * len(rows), *rows.shape[1:])
@@ -83,7 +83,7 @@ class World:
         return Arrival(self, rows, received, work)
 
     def gather_values(self, value: Any) -> list[Any]:
-        """Return each rank's value, which JSON can hold."""
+        """Return every rank's value, which must be JSON."""
         text = json.dumps(value).encode()
         text = text.ljust(int(self.maximum(len(text))))
         row = torch.tensor([list(text)], dtype=torch.uint8, device=self.device)
@@ -107,7 +107,7 @@ class World:
         return received[: len(self.slots(total))]
 
     def reduce_rows(self, rows: Tensor) -> Tensor:
-        """Sum the (B, ...) rows of all ranks, in slot order, and return the (b, ...) rows of this rank's slots."""
+        """Sum the (B, ...) rows of all ranks, in slot order; return the (b, ...) rows of this rank's slots."""
         if self.size == 1:
             return rows
         share = self._share(len(rows))
@@ -142,7 +142,7 @@ class World:
         return float(worst)
 
     def all_agree(self, holds: bool) -> bool:
-        """Return, on every rank, whether it holds on all ranks."""
+        """Return, on every rank, whether the condition holds on all ranks."""
         return self.maximum(0.0 if holds else 1.0) == 0.0
 
     def barrier(self) -> None:
@@ -152,7 +152,7 @@ class World:
                 dist.barrier(group=self.group)
 
     def _share(self, total: int) -> int:
-        """Return the greatest number of slots that a rank holds."""
+        """Return the greatest number of slots on any rank."""
         return -(-total // self.size)
 
 
@@ -161,7 +161,7 @@ ALONE = World()
 
 @dataclass(frozen=True)
 class Arrival:
-    """Rows of all ranks that are on their way."""
+    """Rows of all ranks that are being gathered."""
 
     world: World
     sent: Tensor  # kept alive until the rows have arrived
@@ -169,7 +169,7 @@ class Arrival:
     work: dist.Work | None = None
 
     def is_here(self) -> bool:
-        """Return whether `rows` need not wait."""
+        """Tell whether reading `rows` returns without waiting."""
         return self.work is None or self.work.is_completed()
 
     def rows(self) -> Tensor:
@@ -184,7 +184,7 @@ class Arrival:
 
 
 def lone_world() -> World:
-    """Return a world of one for a long-running process that handles large tensors now and then, such as a server."""
+    """Return a world of one rank for a long-running process that handles large tensors, such as a server."""
     world = World(device=device_of(0))
     if world.device.type == "cpu":
         _mallopt({M_MMAP_THRESHOLD: LENT_BYTES})
@@ -193,7 +193,7 @@ def lone_world() -> World:
 
 @contextmanager
 def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator[World]:
-    """Join the ranks that torchrun's environment describes, and leave them at the end; without torchrun, be alone.
+    """Join the ranks that torchrun's environment describes, and leave at the end; without torchrun, be alone.
 
     All ranks have `timeout_seconds` to join, and for each collective. Each takes a device that is `wanted`.
 
@@ -247,7 +247,7 @@ def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator
 
 
 def _allow_open_files(rank: int, ranks: int) -> None:
-    """Raise this process's limit of open files to what the ranks need; a DistapError if it may not be so high."""
+    """Raise this process's limit of open files to what the ranks need; raise a DistapError if forbidden."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = (OF_GROUPS + OF_STORE * (rank == 0)) * ranks + OF_REST
     if hard != resource.RLIM_INFINITY and hard < needed:
@@ -267,7 +267,7 @@ def _padded(rows: Tensor, length: int) -> Tensor:
 
 
 def device_of(local_rank: int, wanted: str = "auto") -> torch.device:
-    """Return the device of a rank, by its number on this host; a DistapError if there is a GPU, but not for it.
+    """Return the device of a rank by its local number; raise a DistapError if GPUs are too few.
 
     `auto` takes a GPU where torch sees one, and the CPU elsewhere; `cuda` raises a DistapError there.
     """
@@ -284,7 +284,7 @@ def device_of(local_rank: int, wanted: str = "auto") -> torch.device:
 
 
 def without_gpu() -> str:
-    """Why torch can use no GPU, as far as versions tell."""
+    """Return why torch can use no GPU, judging by versions."""
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     found = re.search(r"\d+(\.\d+)+", DRIVER.read_text()) if DRIVER.is_file() else None
     driver = f"driver {found[0]}" if found else "no driver"

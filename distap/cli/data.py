@@ -80,7 +80,7 @@ def convert_command(
 @data.command("pack")
 def pack_command(
     source: Annotated[Path, typer.Argument(help="A folder with a sub-folder per class, or a CSV or Parquet file.")],
-    output: Annotated[Path, typer.Argument(help="Folder to write; must not hold anything yet.")],
+    output: Annotated[Path, typer.Argument(help="Folder to write; it must be new or empty.")],
     images_per_shard: IMAGES_PER_SHARD = 1000,
     shuffle: SHUFFLE = None,
     decode: Annotated[
@@ -131,7 +131,7 @@ def index_shards_command(source: SOURCE, path: INDEX = None, workers: WORKERS = 
     """Write the index of existing WebDataset shards: read every byte once and list all damaged tars.
 
     Each sample needs one image and a .cls member with its class number. A file classes.txt next to shards may name
-    the classes, a line each: the name and, after a tab, the super-category. Called again after an interruption, the
+    the classes, one per line: the name and, after a tab, the super-category. Called again after an interruption, the
     command continues where it stopped.
     """
     from distap.data.shards.indexing import index_shards

@@ -24,7 +24,7 @@ RERANK_NEIGHBOURS = "Number of neighbours used by --rerank, about as many as a c
 COMPARE = "Also evaluate without refinement, and with each refinement by itself."
 RECIPE = "Recipe of the network to evaluate as it is before training."
 NEIGHBOURS = "Number of neighbours used by --query-expansion and --database-augmentation."
-KEPT = "Folder to keep descriptors in, and to take them from if they are there."
+KEPT = "Folder to store descriptors in, and to reuse them from."
 OUTPUT = "Folder to write results.json to, and each set's result.json, queries and neighbours."
 
 

@@ -59,11 +59,11 @@ class DataSection(ImagesSection):
     unseen_classes: bool = True
     """Refuse a validation set that shares a class with training."""
     augmentation: Annotated[Any, Chosen("augmentation", otherwise="crop_flip_colour")] = "crop_flip_colour"
-    """Random changes of training images."""
+    """How to crop and vary training images at random."""
     prefetch: PositiveInt = 4
     """Number of micro-batches that each worker reads ahead."""
     pixels: PixelSettings = PixelSettings()
-    """Place where pixels wait between describe and replay."""
+    """Where pixels wait between describe and replay."""
     max_damaged: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Stop when more than this share of images is damaged (10 are always tolerated)."""
 
@@ -87,7 +87,7 @@ class SizedSection(Section):
     crop: PositiveInt | None = None
     """Side of the crop, pixels; null takes data.image_size."""
     max_side: PositiveInt | None = None
-    """Take whole images, the longer side at most this many pixels."""
+    """Take whole images, scaled down to at most this many pixels on the longer side."""
     original: bool = False
     """Take whole images at their original size."""
 
@@ -114,9 +114,9 @@ class DescribingSection(SizedSection):
     antialias: bool = True
     """Smooth images before shrinking them to a scale below 1."""
     recall_at: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (1, 5, 10)
-    """The k of R@k and mP@k, except where a ground truth says them."""
+    """Values k of R@k and mP@k, except where a ground truth sets them."""
     gap_batch: TwoOrMore | None = None
-    """Also give by how much mAP is higher within random batches of this many images, for sets whose images all
+    """Also report by how much mAP is higher within random batches of this many images, for sets whose images all
     retrieve each other."""
     batch_size: PositiveInt = 64
     """Number of images that evaluation describes at once. Lower it if memory runs out."""
@@ -132,7 +132,7 @@ class EvaluatedSet(SizedSection):
     gallery_draws: NonNegativeInt = 0
     """Draw an image of each class as the gallery of the others, this many times."""
     distractors: tuple[str, ...] = ()
-    """Shards to add to the gallery of a ground truth."""
+    """Shards to add to the gallery of a data set with a ground truth."""
     scales: Scales | None = None
     """Describe each image at these scales; null takes evaluation.scales."""
 

@@ -20,9 +20,9 @@ class ProjectionSection(Section):
     """A linear layer behind pooling. A number stands for its dimensions."""
 
     dimensions: PositiveInt
-    """Dimensions of the descriptors."""
+    """Number of dimensions of the descriptors."""
     start: Literal["random", "whitening"] = "random"
-    """Begin with random weights, or with a PCA whitening of training images."""
+    """Start with random weights, or with a PCA whitening of training images."""
     images: PositiveInt = 10_000
     """Number of training images to learn the whitening from."""
 
@@ -48,11 +48,11 @@ class ModelSection(Section):
     arguments: dict[str, Any] = Field({})
     """Further arguments of timm.create_model, such as {img_size: 448} or {drop_path_rate: 0.1}."""
     layer_norm: bool = False
-    """Standardise what pooling gives, as in ROADMAP's code."""
+    """Apply layer normalisation to the pooled vector, as in ROADMAP's code."""
     projection: ProjectionSection | None = None
-    """Dimensions of a linear layer, or a mapping; null for no layer."""
+    """Number of dimensions of a linear layer after pooling, or a mapping; null for no layer."""
     batchnorm: Literal["frozen", "batch"] = "frozen"
-    """Normalise by fixed or by batch statistics."""
+    """Normalise BatchNorm layers by the stored statistics (frozen) or by the micro-batch's (batch)."""
 
     @model_validator(mode="before")
     @classmethod

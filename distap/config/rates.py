@@ -17,7 +17,7 @@ class GroupSettings:
     """Learning rate and weight decay of one part of the network."""
 
     factor: float = 1.0
-    """Multiply the learning rate of this part; 0 keeps it as it is."""
+    """Factor on the learning rate of this part; 0 keeps the part unchanged."""
     weight_decay: float = 0.0
     """Weight decay of matrices and kernels; biases, scales and the pooling's power never decay."""
 

@@ -35,7 +35,7 @@ class NetworkRecipe(Section):
     """The part of a recipe that a trained network needs: its construction, and the size of its images."""
 
     seed: NonNegativeInt = 0
-    """Seed of all that is random: weights, batches, augmentation."""
+    """Seed of everything random: weights, batches, augmentation."""
     model: ModelSection = Field(default_factory=ModelSection)
     data: ImagesSection = ImagesSection()
     evaluation: DescribingSection = DescribingSection()
@@ -53,14 +53,14 @@ class Recipe(NetworkRecipe):
     device: DeviceName = "auto"
     """Train on cuda or cpu; auto takes GPUs where torch sees them, else the CPU."""
     engine: Annotated[Any, Chosen("engine", otherwise="ddp")] = "ddp"
-    """Way in which ranks share the network."""
+    """How ranks share the network."""
     precision: PrecisionName = "float32"
     """Precision of the network's computations; parameters stay float32."""
     timeout_seconds: PositiveFloat = 600
-    """Fail a collective that takes longer."""
+    """Time limit of each communication between ranks, seconds."""
     data: DataSection
     sampling: Annotated[Any, Chosen("sampling", otherwise="random")] = "random"
-    """Way in which the images of a global batch are drawn."""
+    """How to draw the images of a global batch."""
     loss: Annotated[Any, Chosen("loss", otherwise="ap_q")] = "ap_q"
     """Ranking loss; a sum is written as {sup_ap: 0.5, calibration: 0.5}."""
     memory: MemorySection = MemorySection()
@@ -70,7 +70,7 @@ class Recipe(NetworkRecipe):
     step: StepSection = StepSection()
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     schedule: Annotated[Any, Chosen("schedule", otherwise="linear")] = "linear"
-    """Change of the learning rate over the steps."""
+    """How the learning rate changes over the steps."""
     ema: AverageSection | None = None
     checkpoint: CheckpointSection = CheckpointSection()
     stop: StopSection = StopSection()

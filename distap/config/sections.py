@@ -27,21 +27,21 @@ class MemorySection(Section):
     size: NonNegativeInt = 0
     """Number of descriptors to remember; 0 remembers none."""
     after: NonNegativeInt = 0
-    """Begin to remember after this many steps; at first descriptors change too fast."""
+    """Start to remember after this many steps, because descriptors change too fast at first."""
 
 
 class DescribeSection(Section):
     """Stage one: describe all images without a graph."""
 
     size: PositiveInt | None = None
-    """Images in a micro-batch; null takes replay.size."""
+    """Number of images in a micro-batch; null takes replay.size."""
 
 
 class RankSection(Section):
     """Stage two: compute the loss of the global batch and the gradient of each descriptor."""
 
     mode: Literal["sharded", "central"] = "sharded"
-    """Rank on all ranks (sharded), or on rank 0 (central)."""
+    """Rank each rank's queries there (sharded), or all on rank 0 (central)."""
     memory_bytes: Annotated[int, Field(ge=2**20)] | None = None
     """Bytes that ranking may use next to the descriptors, 1 MiB or more; null chooses by the device."""
 
@@ -50,14 +50,14 @@ class ReplaySection(Section):
     """Stage three: describe each image again with a graph, and send its descriptor's gradient back."""
 
     size: PositiveInt | Literal["auto"] = 16
-    """Images in a micro-batch, which decide the peak memory; auto finds the fastest that fits."""
+    """Number of images in a micro-batch, which sets the peak memory; auto finds the fastest size."""
     keep: NonNegativeInt | Literal["auto"] = 0
     """Micro-batches of a rank that keep their graph from describe; auto takes half of the memory that is free after a
     step."""
     skip_below: NonNegativeFloat = 0.0
     """Skip the replay of images whose descriptor gradient is at most this times the longest one."""
     max_drift: PositiveFloat | None = None
-    """Stop if an image's two descriptors differ by more; null takes 1e-4, 1e-3 with TF32, or 0.1 below
+    """Stop if describe and replay differ by more in an image; null takes 1e-4, 1e-3 with TF32, or 0.1 below
     float32."""
 
 
@@ -80,16 +80,16 @@ class OptimizerSection(Section):
     learning_rate: PositiveFloat = 1e-4
     """Learning rate, which the schedule multiplies."""
     clip_norm: PositiveFloat | None = None
-    """Greatest norm of the gradient; null never clips."""
+    """Clip the gradient to this norm; null never clips."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Rate of a layer of the backbone over that of the layer after it; null is 1."""
+    """Learning rate of a backbone layer divided by that of the layer after it; null is 1."""
     head_only: Annotated[NonNegativeFloat, Field(allow_inf_nan=False)] = 0
-    """Keep the backbone as it is for this long at first, in schedule.unit."""
+    """Do not train the backbone for this long at first, in schedule.unit."""
     backbone: GroupSettings = GroupSettings()
     pooling: GroupSettings = GroupSettings()
     head: GroupSettings = GroupSettings()
     loss: GroupSettings = GroupSettings()
-    """Rates of a loss with parameters of its own, such as proxies."""
+    """Learning rate and weight decay of the loss's own parameters, such as proxies."""
     chosen: Annotated[Any, Chosen("optimizer", otherwise="adam")] = "adam"
 
     @model_validator(mode="before")
@@ -121,7 +121,7 @@ class CheckpointSection(Section):
     unit: Unit = "steps"
     """Unit of checkpoint.every: steps or epochs."""
     keep: PositiveInt = 2
-    """Keep this many of the newest checkpoints, next to the best by validation mAP."""
+    """Number of newest checkpoints to keep, next to the best by validation mAP."""
     store: StoreURL | None = None
     """Store checkpoints at this URL, such as s3://bucket/run; hosts then need not share `run`."""
 
@@ -130,7 +130,7 @@ class AverageSection(Section):
     """An exponential moving average of the parameters; evaluations and saved networks use it."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
-    """Weight of the average so far at each step."""
+    """Weight of the old average at each step; the new parameters get the rest."""
 
 
 class StopSection(Section):
@@ -145,7 +145,7 @@ class MetricsSection(Section):
     """The Prometheus endpoint of metrics."""
 
     port: Annotated[int, Field(ge=1, le=65000)] | None = None
-    """Port of local rank 0; local rank r listens on port + r."""
+    """Port of local rank 0's metrics; local rank r listens on port + r."""
     address: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all interfaces."""
 

@@ -17,7 +17,7 @@ class PixelSettings:
     data.image_size ** 2."""
     spool_folder: Path | None = None
     """Folder of the spool file; null takes the system's for temporary files. A folder that is itself in memory
-    (tmpfs) saves none."""
+    (tmpfs) saves no memory."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic where it is a config section
 

@@ -103,7 +103,6 @@ class DescribedSet:
 
     @property
     def device(self) -> torch.device:
-        """Device on which to rank."""
         return self.describing.describer.device
 
     @cached_property

@@ -38,9 +38,9 @@ class TimmBackbone:
     """A timm network without classifier and pooling."""
 
     architecture: str = "resnet50"
-    """Name of timm, such as `vit_base_patch16_224.dino`; or one that begins with hf-hub: or local-dir:."""
+    """Architecture of timm, such as `vit_base_patch16_224.dino`; or hf-hub:NAME or local-dir:FOLDER."""
     pixels: dict[str, tuple[float, float, float]] | None = None
-    """Normalisation by `mean` and `std`, 1 being white; null takes timm's."""
+    """Normalisation of pixels by `mean` and `std`, on a scale where white is 1; null takes timm's."""
 
     def build(
         self,

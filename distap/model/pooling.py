@@ -99,7 +99,7 @@ class GeMPooling:
     """Generalised mean with a learned power, which starts at `power`."""
 
     power: PositiveFloat = 3.0
-    """Power at the start; 1 is the mean, large powers approach the maximum."""
+    """Initial power; 1 is the mean, large powers approach the maximum."""
 
     def build(self) -> nn.Module:
         return GeM(self.power)

@@ -80,7 +80,7 @@ class RunWeights:
     path: str
     """Path or URL of a run or checkpoint, a folder that an export or save_pretrained wrote, or `hf-hub:NAME`."""
     best: bool = False
-    """Take a run's checkpoint with the highest validation mAP instead of the newest."""
+    """Take the run's checkpoint with the highest validation mAP instead of the newest."""
 
     whole: ClassVar[bool] = True
 

@@ -1,1 +1,1 @@
-"""Every HTML page that distap writes or serves; their markup is in templates/, as Jinja2."""
+"""HTML pages that distap writes or serves; their markup is in templates/, as Jinja2."""

@@ -16,7 +16,7 @@ Format = Callable[..., str]  # of a number and, if it has to tell more apart, ho
 
 @dataclass(frozen=True)
 class Series:
-    """A named line. A point whose y is None or not finite is left out."""
+    """A named line; points whose y is None or not finite are left out."""
 
     name: str
     points: Sequence[tuple[float, float | None]]
@@ -24,7 +24,7 @@ class Series:
 
 
 def plain(value: float, digits: int = 4) -> str:
-    """Write a number as short as its size allows, such as 5e-4 or 12.5."""
+    """Format a number as briefly as its size allows, such as 5e-4 or 12.5."""
     if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e4):
         number, power = f"{value:.{digits - 1}e}".split("e")
         return f"{float(number):.{digits}g}e{int(power)}"
@@ -36,7 +36,7 @@ def percent(share: float, digits: int = 3) -> str:
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Return multiples of 1, 2 or 5 times a power of ten between `low` and `high`, about `wanted` of them."""
+    """Return about `wanted` multiples of 1, 2 or 5 times a power of ten between `low` and `high`."""
     rough = (high - low) / wanted
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)
@@ -45,7 +45,7 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 class Chart:
-    """Axes that span the given points, at least one, with the lines to draw between them."""
+    """Axes that span the given points (at least one), and the lines to draw between them."""
 
     def __init__(
         self, points: Sequence[Point], x_label: str, y_label: str, y_format: Format = plain, from_zero: bool = False
@@ -61,28 +61,28 @@ class Chart:
         self._high = min(high + more, 1.0) if y_format is percent and high <= 1 else high + more
 
     def x(self, value: float) -> float:
-        """Return the place of an x value, from the left edge."""
+        """Return the distance of an x value from the left edge."""
         width = self._right - self._left
         return LEFT + ((value - self._left) / width if width else 0.5) * (END - LEFT)
 
     def y(self, value: float) -> float:
-        """Return the place of a y value, from the top edge."""
+        """Return the distance of a y value from the top edge."""
         return HEIGHT - BOTTOM - (value - self._low) / (self._high - self._low) * (HEIGHT - TOP - BOTTOM)
 
     def x_ticks(self) -> list[tuple[float, str]]:
-        """Return the place and the text of each mark; only whole numbers are marked."""
+        """Return place and text of each mark on the x axis, whole numbers only."""
         values = ticks(self._left, self._right) if self._right > self._left else []
         return [(self.x(value), f"{value:.0f}") for value in values if value == int(value)]
 
     def y_ticks(self) -> list[tuple[float, str]]:
-        """Return the place and the text of each mark, with as many digits as tell the marks apart."""
+        """Return place and text of each mark on the y axis, with enough digits to differ."""
         values = ticks(self._low, self._high)
         of_digits = ([self.y_format(value, digits) for value in values] for digits in range(4, 18))
         texts = next(texts for texts in of_digits if len(set(texts)) == len(texts))
         return [(self.y(value), text) for value, text in zip(values, texts, strict=True)]
 
     def ends(self) -> list[tuple[float, float, str]]:
-        """Return the place and the text of each line's last value, moved apart where they would overlap."""
+        """Return place and text of each line's last value, moved apart where texts would overlap."""
         last = [points[-1] for _, points in self.lines if points]
         ends = sorted((self.y(y), self.x(x), self.y_format(y, 3)) for x, y in last)
         free = HEIGHT - BOTTOM - APART * (len(ends) - 1)  # the lowest place that leaves room for those below
@@ -111,7 +111,7 @@ def line_chart(
 
 
 def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST_POINTS) -> list[Point]:
-    """Return the finite points, or the means of `most` equal intervals if there are more."""
+    """Return the finite points, or the means of `most` equal intervals if there are more points."""
     finite = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
     if len(finite) <= most:
         return finite

@@ -1,4 +1,4 @@
-"""Choose the queries and classes that a report shows in pictures, with what was retrieved for them."""
+"""Choose the queries and classes that a report shows as pictures, with their retrieved images."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -51,7 +51,7 @@ class Confusion(NamedTuple):
 
 
 class ContactSheets:
-    """Choose from what several networks retrieved from one data set; the last network decides what is hard."""
+    """Choose pictures from the hits of several networks on one data set; the last network decides what is hard."""
 
     def __init__(self, retrieved: dict[str, Retrieved], thumbnail: Callable[[int], bytes | None]) -> None:
         self._retrieved, self._thumbnail = retrieved, thumbnail
@@ -81,7 +81,7 @@ class ContactSheets:
         return [sheet for sheet in sheets if sheet.examples]
 
     def confusions(self) -> list[Confusion]:
-        """Return the pairs of classes that the last network takes for each other most often."""
+        """Return the pairs of classes that the last network confuses most often."""
         retrieved = self._retrieved[self._last]
         mistakes = {name: _mistakes(each) for name, each in self._retrieved.items()}
         by_network = {name: Counter(pair for _, pair in rows) for name, rows in mistakes.items()}
@@ -129,7 +129,7 @@ def _positives(retrieved: Retrieved, row: int) -> int:
 
 
 def _mistakes(retrieved: Retrieved) -> list[tuple[int, tuple[int, int]]]:
-    """Return the rows of queries whose nearest image is of another class, with the two classes."""
+    """Return the rows of queries whose nearest image is of another class, with both classes."""
     if not retrieved.neighbours.shape[1]:
         return []
     nearest = retrieved.label[retrieved.neighbours[:, 0]]

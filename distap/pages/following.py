@@ -1,4 +1,4 @@
-"""Write the page of a run again and again while the run trains."""
+"""Rewrite a run's page at an interval while the run trains."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ LEAST_SHARE = 3  # a page that took long to write waits for three times as long,
 
 
 def follow_runs(folders: Sequence[Path], seconds: float, write: Callable[[], Path]) -> None:
-    """Call `write` every so many seconds until no run in `folders` trains, or until Ctrl-C."""
+    """Call `write` at an interval until no run in `folders` trains, or until Ctrl-C."""
     told = False
     with suppress(KeyboardInterrupt):
         while any(is_training(folder) for folder in folders):
@@ -29,7 +29,7 @@ def follow_runs(folders: Sequence[Path], seconds: float, write: Callable[[], Pat
 
 
 def is_training(folder: Path) -> bool:
-    """Tell whether a training holds the lease of a run folder: it renews the lease, and removes it at its end."""
+    """Tell whether a training holds the lease of a run folder: a training renews it, and removes it at its end."""
     try:
         age = time.time() - (folder / FILE).stat().st_mtime
     except FileNotFoundError:

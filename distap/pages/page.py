@@ -1,4 +1,4 @@
-"""Fill in the templates of pages."""
+"""Render the templates of HTML pages."""
 
 import base64
 from collections.abc import Iterable
@@ -19,22 +19,22 @@ SIDES, WEBP_QUALITY, MOST_BYTES = (THUMBNAIL, 224, 160, 128, 96), 70, 570_000  #
 
 
 def page_text(template: str, **values: Any) -> str:
-    """Return the HTML of a template; every value is escaped."""
+    """Render a template as HTML; every value is escaped."""
     return TEMPLATES.get_template(template).render(values, pictures={})  # collected to be written once each
 
 
 def write_page(path: Path, template: str, **values: Any) -> None:
-    """Write a page as one file, which needs no network and runs no script. Its folder is created."""
+    """Write a page as one file without scripts or links to the network; make its folder if needed."""
     write_whole(path, page_text(template, **values))
 
 
 def page_asset(name: str) -> bytes:
-    """Return a file of templates/ as it is, such as the stylesheet."""
+    """Return a file of templates/ unchanged, such as the stylesheet."""
     return files("distap.pages").joinpath("templates", name).read_bytes()
 
 
 def _fitting(images: Iterable[bytes]) -> list[str]:
-    """Encode images as WebP in base64, at the largest of SIDES with which all have at most MOST_BYTES."""
+    """Encode images as WebP in base64, at the largest size in SIDES at which they fit into MOST_BYTES."""
     for side in SIDES:
         files = [thumbnail(EncodedImage(image), side, "WEBP", WEBP_QUALITY) for image in images]
         if sum(map(len, files)) <= MOST_BYTES:

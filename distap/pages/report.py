@@ -1,4 +1,4 @@
-"""Write report.html and summary.json of a run, or of several side by side."""
+"""Write report.html and summary.json about one run or several runs."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def report(
     output: Path | None = None,
     reload: int | None = None,
 ) -> tuple[Path, dict[str, Any]]:
-    """Write the report page of a run, or of several side by side, and a summary as JSON; return path and summary.
+    """Write a page about one run or several, and a summary as JSON; return the page's path and the summary.
 
     Args:
         output: folder to write to; by default the run's, or the one that holds all of the runs.
@@ -92,7 +92,7 @@ def report(
 def contact_sheets(
     evaluations: dict[str, Evaluation], retrieved: dict[str, Retrieved], recipe: dict[str, Any]
 ) -> tuple[list[Sheet], list[Confusion], str]:
-    """Return what networks retrieved, in pictures: the sheets, the pairs of classes, and why there are none."""
+    """Return sheets of pictures of hits, the confused pairs of classes, and the reason if there are no sheets."""
     try:
         if len(retrieved) < len(evaluations):
             return [], [], "neighbours are kept neither of galleries that are drawn nor of sets with a ground truth"
@@ -105,7 +105,7 @@ def contact_sheets(
 
 
 def _recipe_text(recipe: dict[str, Any]) -> str:
-    """Return the recipe as YAML, without what reaches its data: a report is shown to others."""
+    """Return the recipe as YAML without access to its data, since a report is shown to others."""
     data = {**recipe["data"], "remote": {**recipe["data"].get("remote", {}), "options": {}}}
     return without_secrets(yaml.safe_dump({**recipe, "data": data}, sort_keys=False, allow_unicode=True))
 
@@ -128,7 +128,7 @@ def _thumbnails(evaluations: Sequence[Evaluation], recipe: dict[str, Any]) -> Th
 
 
 class _Joined(NamedTuple):
-    """Read the images of a data set, and those of its gallery numbered after them."""
+    """Read images of a data set, followed by those of its separate gallery."""
 
     readers: Sequence[EncodedImages]
     own: int  # images of the first reader
@@ -164,7 +164,7 @@ def training_charts(runs: Sequence[Run]) -> dict[str, Chart | None]:
 
 
 def stage_seconds(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
-    """Return the mean seconds of each stage on rank 0, for each run, without stages that no run has."""
+    """Return the mean seconds of each stage on rank 0 for each run; omit stages that no run has."""
     means = {
         run.name: {name: sum(e["seconds"].get(name, 0.0) for e in run.steps) / len(run.steps) for name in CHARTED}
         for run in runs

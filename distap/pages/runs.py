@@ -34,7 +34,7 @@ class Run:
 
     @property
     def validations(self) -> list[dict[str, Any]]:
-        """Return the log's lines on evaluations, the last of each step; the one before the training comes first."""
+        """Return the log's evaluations, the last of each step; an evaluation before training comes first."""
         lines = {entry["step"]: entry for entry in self.entries if "validation" in entry}
         before = self.before
         if lines and before and not before.step and before.data == str(self.recipe["data"]["validation"]):
@@ -43,14 +43,14 @@ class Run:
 
     @property
     def train_seconds(self) -> float:
-        """Return the seconds of the whole training, with its evaluations and checkpoints."""
+        """Return the seconds of the whole training, including evaluations and checkpoints."""
         # Only the lines of steps have a whole, `step`, next to its parts.
         seconds = [entry["seconds"] for entry in self.entries]
         return sum(each["step"] if "step" in each else sum(each.values()) for each in seconds)
 
     @property
     def outside_network_share(self) -> float | None:
-        """Return the share of the steps' seconds outside the network's forward and backward; None without steps."""
+        """Return the share of step time spent outside the network's forward and backward; None without steps."""
         whole, network = (sum(entry["seconds"][name] for entry in self.steps) for name in ("step", "network"))
         return 1 - network / whole if whole else None
 
@@ -65,7 +65,7 @@ class Run:
         }
 
     def evaluations(self) -> dict[str, Evaluation]:
-        """Return the evaluations as `before` and `after`, or by their step in the middle of the training."""
+        """Return the evaluations as `before` and `after`, or by step within the training."""
         if self.before and self.after and self.before.fingerprint != self.after.fingerprint:
             raise DistapError(
                 f"{self.before.folder} and {self.after.folder} are of different data: they cannot be compared"
@@ -77,7 +77,7 @@ class Run:
 
 
 def read_run(folder: Path, name: str = "") -> Run:
-    """Read the folder of a training, called `name`, with its first and its newest evaluation."""
+    """Read a run's folder under the name `name`, with its first and its newest evaluation."""
     entries = read_run_log(folder)
     path = folder / "recipe.yaml"
     try:
@@ -97,7 +97,7 @@ def read_run(folder: Path, name: str = "") -> Run:
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:
-    """Name several runs by the parts of their paths in which they differ."""
+    """Name runs by the parts of their paths that differ."""
     paths = [folder.resolve() for folder in folders]
     shared = Path(os.path.commonpath(paths))
     names = [path.relative_to(shared.parent if shared in paths else shared) for path in paths]
@@ -107,7 +107,7 @@ def run_names(folders: Sequence[Path]) -> list[str]:
 
 
 def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Return the dotted recipe keys whose values differ, with the value in each run, but not the run's folder."""
+    """Return dotted recipe keys whose values differ, with each run's value, without the run's folder."""
     settings = [dict(by_path(run.recipe, ".")) for run in runs]
     texts = [{key: v if isinstance(v, str) else json.dumps(v) for key, v in each.items()} for each in settings]
     values = {key: [each.get(key, "–") for each in texts] for each in texts for key in each if key != "run"}

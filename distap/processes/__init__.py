@@ -1,1 +1,1 @@
-"""The processes of a training: how ranks start, meet, are watched and stop."""
+"""Processes of a training: how ranks start, meet, are watched and stop."""

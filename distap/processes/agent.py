@@ -1,4 +1,4 @@
-"""The launcher's agent: torchrun's, which starts a host's ranks and meets the other hosts, with five corrections.
+"""The launcher's agent: torchrun's agent, which starts a host's ranks and meets other hosts, with five fixes.
 
 - It reads each rank's exit status from a file, since torchrun reports 1 for all, and restarts only where that helps.
 - It gives ranks the recipe's grace time after a signal, also when it stops them because new hosts have come.
@@ -46,7 +46,7 @@ logger = logging.getLogger("distap")
 
 
 def ranks_here(settings: Namespace) -> int:
-    """Return the number of this host's ranks; a DistapError if torchrun's settings name impossible numbers."""
+    """Return the number of ranks on this host; raise a DistapError if torchrun's settings are impossible."""
     try:
         ranks = torchrun.determine_local_world_size(settings.nproc_per_node)
     except ValueError as error:
@@ -61,7 +61,7 @@ def ranks_here(settings: Namespace) -> int:
 
 
 def run_ranks(settings: Namespace, outcomes: Path, linger_seconds: float, start_rank: Callable[..., Any]) -> int:
-    """Start this host's ranks with torchrun's settings, wait for them, and return the host's exit status.
+    """Start this host's ranks with torchrun's settings, wait, and return the host's exit status.
 
     `start_rank` is called as torch's `get_subprocess_handler`. Ranks leave their exit statuses in `outcomes`. When a
     rank has failed and the rendezvous is gone, stay for `linger_seconds`.
@@ -97,7 +97,7 @@ def run_ranks(settings: Namespace, outcomes: Path, linger_seconds: float, start_
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent with the corrections that this module names; `returned` is set when nothing can hang any more."""
+    """torch's agent with this module's fixes; `returned` is set when nothing can hang any more."""
 
     def __init__(
         self, outcomes: Path, linger_seconds: float, settings: Namespace, returned: threading.Event, **of_torch: Any
@@ -111,7 +111,7 @@ class Agent(LocalElasticAgent):
         threading.Thread(target=self._pass_trace_signals_on, name="distap-signals", daemon=True).start()
 
     def run(self, role: str = "default") -> RunResult:
-        """Run the ranks; torch's work after that, such as closing the rendezvous, gets `linger_seconds`."""
+        """Run the ranks; give torch's later work, such as closing the rendezvous, `linger_seconds`."""
         try:
             result: RunResult = super().run(role)
             return result
@@ -170,7 +170,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _let_leave(self) -> None:
-        """Wait for the other ranks, which the watchdog has told to leave, then kill them.
+        """Wait for the other ranks, which the watchdog told to leave, then kill them.
 
         torch would send SIGTERM, which a rank that is about to leave with status 75 takes for a second request, and
         which a suspended rank never sees.
@@ -188,7 +188,7 @@ class Agent(LocalElasticAgent):
         return [handler.proc for handler in list(handlers.values())]
 
     def _end_in_time(self) -> None:
-        """End the process from a thread, since the main thread may hang in the rendezvous' store for ever."""
+        """End the process from a thread, since the main thread may hang in the rendezvous' store."""
         since: float | None = None
         while not self._returned.wait(PROBE_SECONDS):
             left = [process.poll() for process in self._processes()]
@@ -213,7 +213,7 @@ class Agent(LocalElasticAgent):
                     process.send_signal(TRACE_SIGNAL)
 
     def _ask_trace(self, number: int, frame: FrameType | None) -> None:
-        """Take a trace signal that the kernel gave to one of numpy's threads, started before it was blocked."""
+        """Take a trace signal that the kernel delivered to a numpy thread older than the blocking of signals."""
         self._is_trace_asked = True
 
     def _meets(self) -> bool:
@@ -222,7 +222,7 @@ class Agent(LocalElasticAgent):
 
 
 def free_lock(process: subprocess.Popen[bytes]) -> None:
-    """Release the lock of `Popen.poll`, which stays taken if torch's signal handler raises inside `poll`.
+    """Release the lock of `Popen.poll`, which torch's signal handler leaves locked if it raises inside `poll`.
 
     torch would then wait for a rank that has left long ago.
     """

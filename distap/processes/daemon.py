@@ -1,4 +1,4 @@
-"""Threads for work that may hang, such as calls over a broken network."""
+"""Daemon threads for work that may hang, such as calls over a broken network."""
 
 import threading
 from collections.abc import Callable
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def in_daemon(work: Callable[[], T], name: str) -> Future[T]:
-    """Run `work` in a thread that does not keep the process from ending, as those of an executor would."""
+    """Run `work` in a thread that does not keep the process alive, as an executor's thread would."""
     future = Future[T]()
 
     def run() -> None:

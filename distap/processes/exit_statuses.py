@@ -1,4 +1,4 @@
-"""A rank's exit status, and its end when the launcher dies.
+"""A rank's exit status, and the end of a rank when its launcher dies.
 
 torchrun's own status is 1 whatever its workers' are, so each rank also writes its status (see `distap.errors`) to a
 file in the folder that `distap.launcher` names in the environment.
@@ -19,7 +19,7 @@ PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def record_outcome(status: int, error: BaseException | None = None) -> None:
-    """Write this rank's exit status and error where the launcher looks for them; without a launcher, do nothing."""
+    """Write this rank's exit status and error for the launcher; without a launcher, do nothing."""
     folder = os.environ.get(FOLDER)
     # A full disk, or a folder that was tidied away, must not keep a rank from leaving.
     with suppress(OSError):
@@ -36,7 +36,7 @@ def record_outcome(status: int, error: BaseException | None = None) -> None:
 
 
 def recorded_outcomes(folder: Path) -> dict[int, int]:
-    """Read the exit statuses that ranks have written, by rank."""
+    """Read the exit statuses that ranks wrote, by rank."""
     outcomes: dict[int, int] = {}
     with suppress(FileNotFoundError):  # also while those of an earlier round are removed
         for file in folder.iterdir():
@@ -46,7 +46,7 @@ def recorded_outcomes(folder: Path) -> dict[int, int]:
 
 
 def status_of(outcomes: dict[int, int]) -> int:
-    """Return the exit status of a host whose ranks did not all finish; a rank without an outcome crashed."""
+    """Return the exit status of a host with failed ranks; a rank without a record has crashed."""
     if MISTAKE in outcomes.values():
         return MISTAKE
     # One that was asked to stop and could not wait for the others has left them without it.

@@ -1,4 +1,4 @@
-"""What ranks say about themselves, once a second, and what is wrong with a rank by that."""
+"""Heartbeats: what each rank reports once per second, and the faults that this shows."""
 
 import time
 from dataclasses import dataclass
@@ -26,14 +26,14 @@ class Collective:
 
 @dataclass
 class Heart:
-    """The last heartbeat that was read of another rank, and when it was seen to change."""
+    """The last heartbeat read from another rank, and the time at which it changed."""
 
     member: RankProcess
     said: dict[str, Any]
     changed: float
 
     def problem(self, collective: Collective | None, silence: float) -> str | None:
-        """Tell what is wrong with this rank; None if nothing is."""
+        """Return the fault of this rank; None if it is well."""
         doing, quiet = self.said.get("activity", "start"), time.monotonic() - self.changed
         for collective_name in self.said.get("waiting", ()):
             doing += f", waiting in {collective_name}"

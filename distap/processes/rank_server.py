@@ -1,4 +1,4 @@
-"""Ranks that start at once, since a server that has imported everything forks them.
+"""Start ranks at once, by forking a server that has already imported everything.
 
 A new interpreter imports torch and timm for seconds. The launcher imports them anyway, to check the recipe; it forks
 this server before it has threads, sockets or a GPU, and the server forks a rank whenever the agent asks for one:
@@ -41,7 +41,7 @@ ANSWER_SECONDS = 60.0
 
 
 class ForkedRank:
-    """A rank as torch's agent knows it: what is asked of a SubprocessHandler, and of the Popen that it holds."""
+    """A forked rank with the methods that torch's agent calls on a SubprocessHandler and its Popen."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -49,7 +49,7 @@ class ForkedRank:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit status, or minus the signal that killed the rank, or None while it runs."""
+        """Return the exit status, minus a signal's number if it killed the rank, or None while the rank runs."""
         if self.returncode is None:
             # Without a lock, which torch's signal handlers would leave taken: several threads may look, one reaps.
             with suppress(ChildProcessError):
@@ -60,7 +60,7 @@ class ForkedRank:
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """Wait at most `timeout` seconds for the exit status; raise a TimeoutExpired after that."""
+        """Wait at most `timeout` seconds for the exit status; then raise a TimeoutExpired."""
         deadline = time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() > deadline:
@@ -70,7 +70,7 @@ class ForkedRank:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the rank, if it still runs."""
+        """Send a signal to the rank if it still runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -82,7 +82,7 @@ class ForkedRank:
 
 @contextmanager
 def rank_server(module: str) -> Iterator[Callable[..., Any]]:
-    """Yield what torch's agent starts a rank with: `RankServer.start`, or new interpreters where forks are unsafe."""
+    """Yield the function that starts a rank: `RankServer.start`, or a new interpreter where forks are unsafe."""
     hears_ends = signal.getsignal(signal.SIGCHLD) != signal.SIG_IGN  # which a supervisor may have set
     if sys.platform != "linux" or threading.active_count() > 1 or not hears_ends or _torch_forbids_forks():
         yield get_subprocess_handler
@@ -95,7 +95,7 @@ def rank_server(module: str) -> Iterator[Callable[..., Any]]:
 
 
 def _torch_forbids_forks() -> bool:
-    """Tell whether a GPU is open (from torch.cuda.is_available on, before is_initialized) or autograd has threads."""
+    """Tell whether a GPU is open (even before torch.cuda.is_initialized) or autograd has started threads."""
     try:
         opened = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
         threads = [each.read_text() for each in Path("/proc/self/task").glob("*/comm")]
@@ -105,7 +105,7 @@ def _torch_forbids_forks() -> bool:
 
 
 class RankServer:
-    """Forks ranks that run `python -u -m module`, with all that this process has imported when the server is made."""
+    """Fork ranks that run `python -u -m module`, with everything that this process has imported by now."""
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -123,7 +123,7 @@ class RankServer:
     def start(
         self, entrypoint: str, args: tuple[str, ...], env: dict[str, str], stdout: str, stderr: str, **of_torch: Any
     ) -> Any:
-        """Start a rank as torch's `get_subprocess_handler` does, which also starts what is not our module."""
+        """Start a rank like torch's `get_subprocess_handler`, which also starts any other command."""
         ours, numa = ("-u", "-m", self._module), of_torch.get("numa_options")
         libc, is_other = ctypes.CDLL(None), args[: len(ours)] != ours or numa is not None
         if is_other or libc.prctl(PR_SET_CHILD_SUBREAPER, 1):  # which not every system allows
@@ -140,13 +140,13 @@ class RankServer:
             libc.prctl(PR_SET_CHILD_SUBREAPER, 0)  # loader workers of a dead rank go to the system, as ever
 
     def close(self) -> None:
-        """End the server; ranks go on."""
+        """End the server; running ranks continue."""
         self._socket.close()
         os.waitpid(self._pid, 0)
 
 
 def _serve(launcher: socket.socket) -> dict[str, Any]:
-    """Fork a rank for each request. Only ranks return, each with its own request."""
+    """Fork a rank for each request. Only the ranks return, each with its own request."""
     die_with_parent()
     heard = {number: signal.getsignal(number) for number in (*SIGNALS, TRACE_SIGNAL)}
     go_deaf()  # Ctrl-C reaches all processes of a terminal
@@ -176,7 +176,7 @@ def _serve(launcher: socket.socket) -> dict[str, Any]:
 
 
 def _be_rank(module: str, asked: dict[str, Any]) -> None:
-    """Become what a new interpreter would be that was started in this way."""
+    """Turn a forked process into what a new interpreter with this request would be."""
     os.environ.clear()
     os.environ.update(asked["environment"])
     for stream, file in zip((sys.stdout, sys.stderr), asked["files"], strict=True):
@@ -194,7 +194,7 @@ def _be_rank(module: str, asked: dict[str, Any]) -> None:
 
 
 def _end_process_after(work: Callable[[], None]) -> NoReturn:
-    """Do `work` and end as an interpreter does, but never return to what called the launcher: it runs once, there."""
+    """Do `work` and end like an interpreter, without returning into the launcher's caller, which must run once."""
     status = 1
     try:
         try:

@@ -1,4 +1,4 @@
-"""How the hosts of a training find each other at torchrun's rendezvous.
+"""How hosts of a training find each other at torchrun's rendezvous.
 
 torch waits a minute or two, deaf to signals, and asks only once whether this machine is that host. That is too little
 for pods: pulling another pod's image may take longer, and its name spreads over name servers with a delay.
@@ -23,7 +23,7 @@ logger = logging.getLogger("distap")
 
 
 def await_meeting_point(settings: Namespace) -> None:
-    """Return when someone answers at torchrun's --rdzv-endpoint, or when the endpoint is this machine.
+    """Wait until the host at torchrun's --rdzv-endpoint answers; return at once on that host itself.
 
     It also returns when join_timeout of --rdzv-conf is over, so that torch says what is wrong, and at once for other
     backends than c10d or if is_host says that this machine is the endpoint. If the endpoint is the beginning of this
@@ -54,7 +54,7 @@ def await_meeting_point(settings: Namespace) -> None:
 
 
 def who_came(handler: Any) -> str:
-    """Say how many hosts came to a rendezvous of torch that has failed, within what time, and who."""
+    """Say how many hosts, and which, came to a failed rendezvous of torch in which time."""
     state, settings = handler._state_holder.state, handler._settings
     if state.closed:
         return "another host has given up, and says who came"
@@ -64,7 +64,7 @@ def who_came(handler: Any) -> str:
 
 
 def answers(host: str, port: int) -> bool:
-    """Tell whether someone accepts connections there."""
+    """Tell whether a port at this address accepts connections."""
     with suppress(OSError):
         socket.create_connection((host, port), PROBE_SECONDS).close()
         return True

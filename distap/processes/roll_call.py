@@ -1,4 +1,4 @@
-"""How ranks call the roll: all join within the time-out, or each raises an error that names the missing ones.
+"""Roll call of the ranks: all join within the time-out, or each raises an error that names the missing ones.
 
 torchrun's store outlives a restart of its ranks, with every key that dead ranks wrote, and its agents disagree on
 the number of restarts once one of them was replaced. So rank 0 numbers the attempts in the store itself. Every living
@@ -34,8 +34,6 @@ logger = logging.getLogger("distap")
 
 @dataclass(frozen=True)
 class RankProcess:
-    """A rank and its process."""
-
     rank: int
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
@@ -47,8 +45,6 @@ class RankProcess:
 
 @dataclass(frozen=True)
 class Party:
-    """The ranks that have joined."""
-
     store: Store  # without keys of earlier attempts
     members: list[RankProcess]  # in the order of ranks
     address: str  # host:port of the store
@@ -57,7 +53,7 @@ class Party:
 
 
 def join(rank: int, size: int, timeout_seconds: float) -> Party:
-    """Wait for all ranks at the store that MASTER_ADDR and MASTER_PORT name; raise a CollectiveError without them."""
+    """Wait for all ranks at the store MASTER_ADDR:MASTER_PORT; raise a CollectiveError if some are missing."""
     deadline = time.monotonic() + timeout_seconds
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     address = f"{host}:{port}"
@@ -81,7 +77,7 @@ def join(rank: int, size: int, timeout_seconds: float) -> Party:
 
 
 def warn_of_loopback(members: Sequence[RankProcess]) -> None:
-    """Warn if other hosts' ranks would connect to themselves: gloo gives them the address of this host's name."""
+    """Warn if other hosts would connect to themselves, because gloo gives them this host's loopback address."""
     if len({member.host for member in members}) < 2 or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     with suppress(OSError):  # a name that nobody knows; gloo will say so
@@ -136,7 +132,7 @@ def _absent(size: int, present: Sequence[RankProcess], timeout_seconds: float) -
 
 
 def _wait_for_server(host: str, port: int, timeout_seconds: float, deadline: float) -> None:
-    """Wait until the store's port is open. TCPStore itself waits up to twice the time-out and fails in C++ frames."""
+    """Wait until the store's port is open; TCPStore itself waits up to twice the time-out and then fails in C++."""
     while True:
         try:
             socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), 0.1)).close()

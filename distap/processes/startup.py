@@ -1,4 +1,4 @@
-"""How long a start takes, by phase."""
+"""Measure how long each phase of a start takes."""
 
 import os
 import time
@@ -24,13 +24,13 @@ class Startup:
         self._last = started
 
     def reached(self, phase: str) -> None:
-        """End a phase: the seconds since the end of the one before belong to it."""
+        """End a phase; the seconds since the end of the previous phase belong to it."""
         now = time.time()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
 
     def summary(self, first_step: Mapping[str, float]) -> str:
-        """Tell the phases, and the longest stages of the first step by their seconds."""
+        """Describe in one line how long each phase of the start took, and the longest stages of the first step."""
         phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self.seconds.items())
         longest = sorted(first_step.items(), key=lambda stage: -stage[1])[:3]
         stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in longest)

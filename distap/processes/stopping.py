@@ -1,4 +1,4 @@
-"""Listen for requests to stop: SIGTERM, SIGINT, and SIGHUP when a terminal is closed.
+"""Listen for requests to stop: SIGTERM, SIGINT, and SIGHUP from a closed terminal.
 
 Schedulers announce a pre-emption by SIGTERM and kill some time later. A rank that is asked to stop finishes its step
 with the others; the ranks decide together when that is.
@@ -27,7 +27,7 @@ logger = logging.getLogger("distap")
 
 
 class StopRequest:
-    """Listens while it is entered, in the main thread.
+    """Listen for requests to stop while entered, in the main thread.
 
     The first signal sets `requested`. The process ends at once when a second one comes, a second or more later, and
     with the status RESTART `grace_seconds` after the first. A thread calls `on_trace_signal` at each TRACE_SIGNAL.
@@ -90,18 +90,18 @@ class StopRequest:
         _end(RESTART)
 
     def _leave_in_child(self) -> None:
-        """Silence a forked loader worker, which shares the pipe and must not speak for this rank."""
+        """Silence a forked loader worker, which shares the pipe but must not speak for this rank."""
         if self._handlers and os.getpid() != self._pid:
             signal.set_wakeup_fd(-1)
             go_deaf()
 
 
 def _left_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the thread that reads the pipe handles the signal."""
+    """Do nothing: a thread reads the signal from the pipe and handles it."""
 
 
 def end_when_asked(tidy: Callable[[], None] = lambda: None) -> None:
-    """End the process at once with RESTART on a signal, until a StopRequest listens: there is nothing to save yet.
+    """Exit with RESTART on a signal, until a StopRequest listens; before training, nothing needs saving.
 
     An exception would not do: imports swallow it, and torch would close the rendezvous of all hosts.
     """
@@ -116,7 +116,7 @@ def end_when_asked(tidy: Callable[[], None] = lambda: None) -> None:
 
 
 def leave_when_asked() -> None:
-    """Raise SystemExit(RESTART) on a signal, so that files are closed; call it when everything is imported."""
+    """Raise SystemExit(RESTART) on a signal, so that files are closed; call it after all imports."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(RESTART)
@@ -125,13 +125,13 @@ def leave_when_asked() -> None:
 
 
 def go_deaf() -> None:
-    """Ignore all signals from now on, so that none replaces the exit status that is settled already."""
+    """Ignore all signals from now on, so that the exit status cannot change any more."""
     for number in (*SIGNALS, TRACE_SIGNAL):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _handle(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
-    """Install a handler of the requests to stop, leave trace signals alone, and return the handlers before."""
+    """Install a handler for requests to stop, leave trace signals to the thread; return the previous handlers."""
     signal.signal(TRACE_SIGNAL, _left_to_the_thread)
     # `nohup` ignores SIGHUP, and so do we then.
     heeded = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]

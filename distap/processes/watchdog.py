@@ -1,4 +1,4 @@
-"""Find out which rank keeps a collective from finishing, say so on every rank, and end the process.
+"""Find the rank that keeps a collective from finishing, report it on every rank, and end the process.
 
 A rank whose peer is stopped, stuck or cut off would wait in its collective until the process group's time-out, and
 then know only that somebody did not answer. So every rank runs two threads:
@@ -48,7 +48,7 @@ logger = logging.getLogger("distap")
 
 @dataclass
 class _Case:
-    """Something that this rank cannot go on from."""
+    """A reason why this rank cannot continue."""
 
     problem: str
     collective: Collective | None
@@ -57,7 +57,7 @@ class _Case:
 
 
 class Watchdog:
-    """Watches the collectives of one rank until `stop`; each may take `timeout_seconds`."""
+    """Watch the collectives of one rank until `stop`; each may take `timeout_seconds`."""
 
     def __init__(self, party: Party, timeout_seconds: float) -> None:
         self.party, self.timeout_seconds = party, timeout_seconds
@@ -83,7 +83,7 @@ class Watchdog:
         self._judging.start()
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Tell the other ranks why this one leaves, and end the threads.
+        """Tell the other ranks why this rank leaves, and end the threads.
 
         A launcher stops all ranks when one has left with an error, so let the others first say why they fail. The
         store ends with the process that serves it, so let the others first read what it says.
@@ -104,7 +104,7 @@ class Watchdog:
 
     @property
     def activity(self) -> tuple[str, float]:
-        """Return what this rank does at present, and for how many seconds."""
+        """Return what this rank does now, and for how many seconds."""
         return self._activity, time.monotonic() - self._active_since
 
     def note(self, activity: str) -> None:
@@ -112,7 +112,7 @@ class Watchdog:
 
     @contextmanager
     def collective(self, name: str, channel: str = "", device: torch.device | None = None) -> Iterator[None]:
-        """Watch the enclosed collective; raise a CollectiveError if the network or another rank makes it fail.
+        """Watch the enclosed collective; raise a CollectiveError if the network or another rank breaks it.
 
         Every rank enters the collectives of a `channel`, a process group, in the same order.
         """
@@ -152,7 +152,7 @@ class Watchdog:
         self._condemned.set()
 
     def _beat(self) -> None:
-        """Exchange news with the store, which may take for ever: only this thread ever waits for it."""
+        """Exchange heartbeats with the store; only this thread calls the store, since a call may never return."""
         while True:
             is_last = self._leaving.is_set()
             try:
@@ -196,12 +196,12 @@ class Watchdog:
                 known.said, known.changed = text, now
 
     def _is_awaited(self) -> bool:
-        """Tell whether another rank may still want to hear this one's farewell."""
+        """Tell whether another rank may still wait for this rank's farewell."""
         left = ["left" in heart.said for heart in self._hearts.values()]
         return self.verdict is None and sum(left) < len(self.party.members) - 1
 
     def _judge(self) -> None:
-        """Watch the clock, by this rank's memory alone: a call to the store over a broken network never returns."""
+        """Watch the clock with local data only, since a call to the store over a broken network never returns."""
         woken = time.monotonic()
         while not self._condemned.wait(self.beat_seconds / 2):
             now = time.monotonic()
@@ -240,7 +240,7 @@ class Watchdog:
         return f"rank {self.party.rank}{': ' * bool(collective)}{collective} ({self._activity})"
 
     def _verdict_of(self, case: _Case) -> tuple[str, int]:
-        """Name the ranks that are missing, as far as this rank knows, and the exit status that they ask for."""
+        """Name the missing ranks, as far as this rank knows, and the exit status to end with."""
         silent = time.monotonic() - self._store_heard
         if silent > self._silence:
             unknown = [str(member) for member in self.party.members if member.rank != self.party.rank]
@@ -259,12 +259,12 @@ class Watchdog:
 
 
 def is_of_the_network(error: BaseException) -> bool:
-    """Tell whether torch raised this error because a rank or the network failed."""
+    """Tell whether this error of torch comes from a failed rank or network."""
     return isinstance(error, dist.DistError) or any(mark in str(error) for mark in OF_THE_NETWORK)
 
 
 def _first_line(error: Exception) -> str:
-    """Strip torch's source location and gloo's advice."""
+    """Return the first line of an error, without torch's source location and gloo's advice."""
     line = str(error).strip().partition("\n")[0].partition(". This is typically")[0]
     return re.sub(r"^\[[^]]*\.(cc|cpp|h):\d+\] ", "", line)[:300]
 

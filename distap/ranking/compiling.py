@@ -1,4 +1,4 @@
-"""Compile elementwise functions where that pays, and run the same functions as they are elsewhere."""
+"""Compile elementwise functions where that is faster; run them uncompiled elsewhere."""
 
 import functools
 import logging
@@ -18,7 +18,7 @@ Function = Callable[..., Any]
 
 @functools.cache
 def compiled(function: Function) -> Function:
-    """Return a function of tensors and numbers as torch.compile makes it, or as it is if that fails."""
+    """Return a function of tensors and numbers compiled by torch.compile, or unchanged if that fails."""
     chosen = torch.compile(function, dynamic=True)
     seen: set[tuple[Any, ...]] = set()  # arguments that need no new graph
     logger.info("ranking: %s is compiled", function.__name__)
@@ -47,7 +47,7 @@ def compiled(function: Function) -> Function:
 
 @contextmanager
 def _one_graph_for_all_sizes() -> Iterator[None]:
-    """Compile for any sizes: torch would take sizes that are equal once for equal always, and give up silently."""
+    """Compile for any sizes: torch would take sizes that are once equal for always equal, and give up silently."""
     # Imported here, since it takes a second that only those who compile should wait.
     import torch._dynamo
     import torch.fx.experimental._config

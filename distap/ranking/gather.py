@@ -1,4 +1,4 @@
-"""Gather a global batch from all ranks, chunk by chunk, while the network goes on describing."""
+"""Gather a global batch from all ranks in chunks, while the network goes on describing."""
 
 from collections import deque
 
@@ -17,7 +17,7 @@ FACTS_BYTES = 3 * 8  # label, number of the image, whether it takes part: int64 
 
 
 class Gathering:
-    """Collects a batch: `add` rows as they are described, then `finish`.
+    """Collect a batch: `add` rows as they are described, then `finish`.
 
     Every rank adds its own rows in their order, as many at a time as it likes. Rows travel packed, a chunk in one
     collective, which starts when this rank has all its rows of the chunk; nothing waits before `finish`:
@@ -47,7 +47,7 @@ class Gathering:
         taking_part: Bool[Tensor, " n"],
         images: Int64[Tensor, " n"] | None = None,
     ) -> None:
-        """Take this rank's next rows; a row whose descriptor is not finite takes no part either.
+        """Add this rank's next rows; rows whose descriptor is not finite take no part.
 
         Labels, taking_part and images may be on the CPU: they cross to the descriptors' device together.
         """
@@ -101,7 +101,7 @@ class Gathering:
 
     @torch.no_grad()
     def finish(self) -> Gathered:
-        """Wait for what is on its way and return the batch; a ValueError if rows are missing, or too many."""
+        """Wait for pending messages and return the batch; raise a ValueError if rows are missing or too many."""
         own_rows = len(self.world.slots(self.slots))
         if self._filled != own_rows or self._packed is None:
             raise ValueError(f"rank {self.world.rank} added {self._filled} of its {own_rows} rows")
@@ -123,7 +123,7 @@ def gather(
     slots: int,
     images: Int64[Tensor, " b"] | None = None,
 ) -> Gathered:
-    """Collect the descriptors and labels of all ranks in slot order, all at once; see `Gathering`."""
+    """Gather the descriptors and labels of all ranks in slot order, in one call; see `Gathering`."""
     gathering = Gathering(world, slots)
     gathering.add(descriptors, labels, taking_part, images)
     return gathering.finish()

@@ -1,4 +1,4 @@
-"""The losses as a PyTorch module, for a training loop of one's own."""
+"""The losses as a PyTorch module, for one's own training loop."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ Gradients = Callable[[Tensor], Sequence[Tensor | None]]
 
 
 class ListwiseLoss(nn.Module):
-    """A listwise loss of a batch: `loss(embeddings, labels)` is a scalar to call `backward` on.
+    """A listwise loss of a batch: `loss(embeddings, labels)` returns a scalar to differentiate.
 
     Value and gradient are computed together, in memory linear in the batch, in float32 at least whatever autocast
     says; `backward` only multiplies. With a process group the batch is that of all ranks, and the gradient that of
@@ -52,7 +52,7 @@ class ListwiseLoss(nn.Module):
     def forward(
         self, embeddings: Tensor, labels: Tensor | ArrayLike, images: Tensor | ArrayLike | None = None
     ) -> Tensor:
-        """The loss of the batch, a scalar.
+        """Return the loss of the batch, a scalar.
 
         Args:
             embeddings: (b, C) of this rank, of any length; they are normalised here.
@@ -94,7 +94,7 @@ class ListwiseLoss(nn.Module):
 
 
 class KnownGradient(torch.autograd.Function):
-    """Ties a loss to tensors: `gradients` gives theirs from the loss's own, once if `only_once`."""
+    """Give a loss known gradients by tensors; `only_once` refuses a second backward pass."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: Gradients, only_once: bool, *_: Tensor) -> Tensor:

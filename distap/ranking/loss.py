@@ -1,4 +1,4 @@
-"""What a loss of stage two takes, a gathered batch and a budget, and what it gives, its value and a gradient."""
+"""Interface of losses: take a gathered batch and a memory budget, return the loss and its gradient."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +25,7 @@ TENSORS_A_PAIR = 8  # values, in the dtype of the descriptors, that are alive at
 
 @dataclass(frozen=True)
 class Gathered:
-    """The global batch as every rank sees it, and which of its rows are this rank's.
+    """The global batch, the same on every rank, and which of its rows belong to this rank.
 
     Of the batch's slots, B take part: images that could be read and whose descriptor is finite. They are the queries.
     They are ranked against a gallery of N images: the batch itself, then the descriptors that a cross-batch memory
@@ -49,18 +49,18 @@ class Gathered:
 
     @property
     def local(self) -> Bool[Tensor, " slots_of_rank"]:
-        """Which of this rank's slots take part."""
+        """Return which of this rank's slots take part."""
         return self.taking_part[self.world.rank :: self.world.size]
 
     @cached_property
     def class_sizes(self) -> Int64[Tensor, " N"]:
-        """The number of gallery images of each image's class."""
+        """Return the number of gallery images of each image's class."""
         # Of the gallery, not of the batch: a remembered image makes a lone one of the batch a query.
         _, classes, counts = torch.unique(self.gallery_labels, return_inverse=True, return_counts=True)
         return counts[classes]
 
     def query_weights(self, weights: QueryWeights = "uniform", smallest: int = 2) -> Float64[Tensor, " B"]:
-        """The weight of each query in the mean; they sum to 1, and one of a class with fewer images has none.
+        """Return each query's weight in the mean; weights sum to 1, and one of a class below `smallest` has none.
 
         `uniform` weighs every query the same, `class` every class (Revaud et al. 2019, fig. 5).
         """
@@ -71,11 +71,11 @@ class Gathered:
         return weight / weight.sum()
 
     def share(self, rows: Float[Tensor, "b *K"]) -> Float[Tensor, "B *K"]:
-        """Every rank's rows, in the order of `descriptors`."""
+        """Return every rank's rows, in the order of `descriptors`."""
         return self.world.gather_rows(self.spread(rows), len(self.taking_part))[self.taking_part]
 
     def spread(self, rows: Float[Tensor, "b *K"], fill: float = 0.0) -> Float[Tensor, "slots_of_rank *K"]:
-        """This rank's rows at their slots, with `fill` at the slots that take no part."""
+        """Spread this rank's rows to its slots, with `fill` at slots that take no part."""
         full = rows.new_full((len(self.local), *rows.shape[1:]), fill)
         full[self.local] = rows
         return full
@@ -92,7 +92,7 @@ class Gathered:
 
 @dataclass(frozen=True)
 class Budget:
-    """The memory that ranking may use beside the descriptors: half for tiles, half to keep between two passes."""
+    """Memory for ranking next to the descriptors: half for tiles, half to keep between two passes."""
 
     device: torch.device  # of the descriptors
     memory_bytes: int | None = None  # None takes 1 GiB on a CPU and a quarter of the free memory on a GPU
@@ -104,14 +104,14 @@ class Budget:
         return _free_at_first(self.device) // 8 if self.device.type == "cuda" else 2**29
 
     def pairs(self, itemsize: int) -> int:
-        """The number of pairs in a tile, for descriptors of `itemsize` bytes a value."""
+        """Return the number of pairs in a tile, for descriptors with `itemsize` bytes per value."""
         tile_pairs = GPU_TILE_PAIRS if self.device.type == "cuda" else CPU_TILE_PAIRS
         return max(1, min(tile_pairs, self.half // (TENSORS_A_PAIR * itemsize)))
 
 
 @cache
 def _free_at_first(device: torch.device) -> int:
-    """Bytes that were free on a GPU at the first call; later ones give the same, so that tiles stay the same."""
+    """Return the bytes free on a GPU at the first call, and the same later, so that tiles keep their size."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 
@@ -132,16 +132,16 @@ class LossValue(NamedTuple):
 
 @runtime_checkable
 class Counter(Protocol):
-    """Does the first half of a loss's work while the descriptors of the batch still arrive."""
+    """Do the first half of a loss's work while descriptors of the batch still arrive."""
 
     seen: int  # images that were added
 
     def add(self, descriptors: Tensor, labels: Tensor, is_own: Tensor) -> None:
-        """Take the next images of the gallery: (n, C), and on the CPU (n,) labels and (n,) bool, this rank's own."""
+        """Add the next images of the gallery: (n, C), and on the CPU (n,) labels and (n,) bool, this rank's own."""
         ...
 
     def value_and_gradient(self, gathered: Gathered) -> LossValue:
-        """Finish: the first `seen` images of the gallery were added, the others were not."""
+        """Finish the loss; the first `seen` images of the gallery were added, later ones were not."""
         ...
 
 
@@ -161,7 +161,7 @@ class Loss(ABC):
 
     @abstractmethod
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
-        """The loss of the whole batch, and its gradient by this rank's descriptors.
+        """Return the loss of the whole batch, and its gradient by this rank's descriptors.
 
         Every rank calls this, without autograd and outside autocast. The dtype of the descriptors is the precision of
         similarities and gradients.
@@ -169,7 +169,7 @@ class Loss(ABC):
 
     @property
     def learned(self) -> nn.Module | None:
-        """The module of the parameters that this loss trains beside the network, such as proxies."""
+        """Module with the parameters that this loss trains next to the network, such as proxies."""
         return None
 
     @property
@@ -177,11 +177,11 @@ class Loss(ABC):
         return [one for one in self.learned.parameters() if one.requires_grad] if self.learned is not None else []
 
     def sized(self, classes: int | None, dimensions: int, seed: int) -> "Loss":
-        """This loss with new parameters for a training on K classes, if known, with descriptors of C dimensions."""
+        """Return this loss with new parameters for K classes, if known, and descriptors of C dimensions."""
         return self
 
     def counter(self, pairs: int, budget: Budget) -> Counter | None:
-        """A counter to begin with before the batch is complete; None if this loss needs all of it at once.
+        """Return a counter to start before the batch is complete; None if this loss needs the whole batch.
 
         There will be about `pairs` pairs of an own query and a gallery image.
         """
@@ -197,7 +197,7 @@ class SizedLoss(Loss):
     dimensions: PositiveInt | None = None
     """Number C of dimensions of the descriptors; null takes the network's."""
     seed: NonNegativeInt | None = None
-    """Seed of the first parameters; null takes the recipe's."""
+    """Seed of the initial parameters; null takes the recipe's."""
 
     def sized(self, classes: int | None, dimensions: int, seed: int) -> "SizedLoss":
         for key, given, found in (("classes", self.classes, classes), ("dimensions", self.dimensions, dimensions)):
@@ -212,7 +212,7 @@ AnyLoss = str | Mapping[str, Any] | Loss | Callable[..., Any]
 
 
 def build_loss(loss: AnyLoss, **options: Any) -> Loss:
-    """A loss from its name ("package.module:Class" for one of your own), a recipe's form, its class or a function.
+    """Build a loss from its name ("package.module:Class" for your own), a recipe's form, a class or a function.
 
     Raises:
         DistapError: the loss, the preset, an option or its value is wrong; or a loss was given with options.
@@ -274,7 +274,7 @@ def rank_on_rank_zero(loss: Loss, gathered: Gathered, budget: Budget) -> LossVal
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Compute outside autocast and without TF32: rounded similarities fall into other bins and spoil the gradient."""
+    """Compute outside autocast and without TF32: rounded similarities fall into wrong bins and spoil the gradient."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -285,7 +285,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 
 def strips(start: int, stop: int, width: int) -> Iterator[slice]:
-    """Cut a range into parts of about the same size, none wider than `width`."""
+    """Cut a range into parts of similar size, none wider than `width`."""
     # Even parts: a narrow rest would be a tile of its own, and slower.
     parts = -(-(stop - start) // width)
     cuts = [start + part * (stop - start) // max(parts, 1) for part in range(parts + 1)]

@@ -1,4 +1,4 @@
-"""Descriptors of earlier steps as more of the gallery (cross-batch memory, Wang et al. 2020)."""
+"""Add descriptors of earlier steps to the gallery (cross-batch memory, Wang et al. 2020)."""
 
 import io
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from distap.ranking.loss import Gathered
 
 
 class CrossBatchMemory:
-    """The newest `size` descriptors: queries are ranked against them too, but no gradient flows to them.
+    """The newest `size` descriptors: queries are ranked against them too, but they get no gradient.
 
     Every rank remembers the same. If an image comes again, its newest descriptor replaces the older one.
     """
@@ -28,7 +28,7 @@ class CrossBatchMemory:
         return len(self.labels)
 
     def extend(self, gathered: Gathered) -> Gathered:
-        """The batch, with what is remembered of other images behind it in the gallery."""
+        """Return the batch with remembered descriptors of other images appended to its gallery."""
         if self.descriptors is None:
             return gathered
         descriptors, labels, _ = self._of_other_images(gathered)
@@ -39,7 +39,7 @@ class CrossBatchMemory:
         )
 
     def remember(self, gathered: Gathered) -> None:
-        """Add a batch, and forget the oldest descriptors."""
+        """Add a batch; drop the oldest descriptors."""
         if self.size == 0:
             return
         kept = [gathered.descriptors, gathered.labels, gathered.images]
@@ -62,14 +62,14 @@ class CrossBatchMemory:
         return {"descriptors": self.descriptors, "labels": self.labels, "images": self.images}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Remember what was saved, or the newest of it if the size is smaller now."""
+        """Restore a saved state; take the newest descriptors if `size` is smaller now."""
         if state:
             newest = slice(max(0, len(state["labels"]) - self.size), None)
             self.descriptors = state["descriptors"][newest]
             self.labels, self.images = state["labels"][newest], state["images"][newest]
 
     def as_bytes(self) -> Tensor:
-        """Return the state as uint8: safetensors, Accelerate and Hugging Face save a module's tensors alone."""
+        """Return the state as a uint8 tensor, because safetensors, Accelerate and Hugging Face save only tensors."""
         buffer = io.BytesIO()
         torch.save(self.state_dict(), buffer)
         return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)

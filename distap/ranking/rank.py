@@ -1,4 +1,4 @@
-"""Rank descriptors: the loss of a batch and the gradient of every descriptor, sharded over ranks or on rank 0."""
+"""Rank descriptors: compute the loss of a batch and every descriptor's gradient, on all ranks or on rank 0."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
@@ -31,12 +31,12 @@ Mode = Literal["sharded", "central"]
 
 
 class NothingToRankError(DistapError):
-    """No image of a batch has another of its class."""
+    """Raised if no image of a batch has another image of its class."""
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """The result of stage two; b are this rank's images."""
+    """The result of stage two; this rank has b images."""
 
     loss: Float64[Tensor, ""]  # of the whole global batch, the same on every rank
     per_query: Float64[Tensor, " b"] | None  # loss of each own query, NaN without positive; None: not by query
@@ -58,7 +58,7 @@ def rank(
     memory_bytes: int | None = None,
     **options: object,
 ) -> Ranking:
-    """The loss of a batch and the gradient of every descriptor, for descriptors from anywhere.
+    """Return the loss of a batch and the gradient of every descriptor, however descriptors were made.
 
     With a process group the batch is that of all its ranks, in shares of any size, and every rank calls this alike.
     The loss is then a mean over the queries of all ranks: sum gradients over ranks, do not average them.
@@ -109,7 +109,6 @@ def rank(
 
 
 def check_mode(mode: str) -> Mode:
-    """Return the mode, or raise a DistapError if there is no such mode."""
     if mode not in get_args(Mode):
         raise DistapError(f"mode is {mode!r}; {suggestion(mode, get_args(Mode))}")
     return cast(Mode, mode)
@@ -118,7 +117,7 @@ def check_mode(mode: str) -> Mode:
 def start_gathering(
     loss: Loss, world: World, slots: int, mode: Mode = "sharded", memory_bytes: int | None = None
 ) -> Gathering:
-    """Begin to gather a batch, and to count its pairs for `rank_descriptors` while it arrives if the loss can."""
+    """Begin to gather a batch for `rank_descriptors`; count pairs as they arrive if the loss allows it."""
     counter = None
     if mode == "sharded" or world.size == 1:
         counter = loss.counter(len(world.slots(slots)) * slots, Budget(world.device, memory_bytes))
@@ -133,7 +132,7 @@ def rank_descriptors(
     memory_bytes: int | None = None,
     counter: Counter | None = None,
 ) -> Ranking:
-    """Loss and descriptor gradients of a global batch (Revaud et al. 2019, section 3.2, second stage).
+    """Return the loss of a global batch and its descriptor gradients (Revaud et al. 2019, section 3.2, stage two).
 
     Mode and memory are those of `rank`; `counter` is that of the batch's gathering. The Ranking has a row for each
     slot of this rank; a slot that takes no part has gradient zero and loss NaN. If no query has a positive, or all

@@ -15,7 +15,7 @@ LARGEST_LABEL = torch.iinfo(torch.int64).max
 
 
 def check_arguments(descriptors: Tensor, labels: Tensor, world: World) -> None:
-    """Raise a DistapError on all ranks if any handed `rank` what cannot be ranked."""
+    """Raise a DistapError on all ranks if `rank` cannot rank some rank's descriptors or labels."""
     kind = f"(b, {', '.join(map(str, descriptors.shape[1:]))}) of {descriptors.dtype}"
     kinds, problems = zip(*world.gather_values([kind, _problem(descriptors, labels)]), strict=True)
     if len(set(kinds)) > 1:
@@ -46,7 +46,7 @@ def _problem(descriptors: Tensor, labels: Tensor) -> str | None:
 
 
 def label_problem(labels: Tensor, count: int) -> str | None:
-    """Say why these are no class numbers of `count` images; None if they are."""
+    """Return why labels are no class numbers of `count` images; None if they are."""
     if labels.shape != (count,):
         return f"labels are {tuple(labels.shape)} for {count} images; one for each is expected"
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
@@ -69,7 +69,7 @@ def _rows(wrong: Tensor) -> str:
 
 
 def refuse_other_leaves(output: Tensor, known: Iterable[Tensor], advice: str) -> None:
-    """Raise a DistapError if a backward pass from `output` would reach a tensor that is none of `known`."""
+    """Raise a DistapError if a backward pass from `output` would reach a tensor outside `known`."""
     nodes, seen, ours = [output.grad_fn], set(), {id(one) for one in known}
     while nodes:
         node = nodes.pop()

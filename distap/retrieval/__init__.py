@@ -1,1 +1,1 @@
-"""What a trained network retrieves: extraction of descriptors, and the figures of the field."""
+"""Retrieval with descriptors: search, evaluation, whitening and the field's figures."""

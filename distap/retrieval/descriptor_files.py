@@ -1,4 +1,4 @@
-"""Read and write a folder of descriptors, or of an index over them: files, keys, and a record of how they were made.
+"""Read and write folders of descriptors or indexes: files, keys, and a record of how they were made.
 
 The record `about.json` names every file with its size and SHA-256, and is written last. So a folder without it is
 unfinished, and one whose files are other ones is damaged. Of descriptors it has the size alone, since hashing would
@@ -30,7 +30,7 @@ Texts = NDArray[Any]  # of np.str_; beartype would treat each text length as a t
 
 @contextmanager
 def reading(path: Path, command: str) -> Iterator[None]:
-    """Turn the exceptions of a missing or damaged file into a DistapError that names the command which writes it."""
+    """Turn errors about missing or damaged files into a DistapError that names the command which writes them."""
     try:
         yield
     except DistapError:
@@ -43,7 +43,7 @@ def reading(path: Path, command: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DescribedBy:
-    """How images were turned into descriptors. Only descriptors made in the same way can be compared."""
+    """How images were turned into descriptors; only descriptors made in the same way can be compared."""
 
     network: str  # hash of its tensors
     sizing: str  # how images were resized, such as `crop 224`, `side 1024` or `original`
@@ -54,11 +54,11 @@ class DescribedBy:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "DescribedBy":
-        """Undo `dataclasses.asdict` after a round trip through JSON."""
+        """Rebuild the record from JSON of `dataclasses.asdict`."""
         return cls(**{**values, "scales": tuple(values["scales"])})
 
     def require_same(self, other: "DescribedBy", what: str, data: str) -> None:
-        """Raise a DistapError listing the differences if `what` was described differently from `data`."""
+        """Raise a DistapError that lists the differences if `what` and `data` were described differently."""
         differences = [
             f"{field.name} is {getattr(other, field.name)!r}, not {getattr(self, field.name)!r}"
             for field in fields(DescribedBy)
@@ -70,7 +70,7 @@ class DescribedBy:
 
 @dataclass(frozen=True)
 class DescriptorSet:
-    """Descriptors of length 1 of N images, in the order of their data set."""
+    """Descriptors of N images, of length 1, in the order of their data set."""
 
     descriptors: NDArray[Any]  # (N, C) float32 or float16, possibly a memory map
     keys: Texts  # (N,) unique names
@@ -91,7 +91,7 @@ class DescriptorSet:
 
 
 def write_descriptors(folder: Path, descriptors: DescriptorSet) -> None:
-    """Write a folder that `read_descriptors` reads, see `write_described`."""
+    """Write a folder for `read_descriptors`; see `write_described`."""
     write_described(folder, descriptors, {DESCRIPTORS_FILE: _array(descriptors.descriptors)})
 
 
@@ -101,7 +101,7 @@ def write_described(
     files: Mapping[str, Callable[[BinaryIO], Any] | None],
     **about: Any,
 ) -> None:
-    """Write files with the keys and classes of the descriptors, and then the record of them all.
+    """Write files with keys and classes of descriptors, and finally their record.
 
     Earlier contents become invalid as soon as writing starts.
 
@@ -140,7 +140,7 @@ def write_described(
 def read_described(
     folder: Path, name: str, command: str, remedy: str
 ) -> tuple[dict[str, Any], DescribedBy, Texts, Texts, tuple[int, int]]:
-    """Read the record of a folder that `write_described` wrote, its keys (N,) and classes (N,), and its N and C.
+    """Read the record of a folder of `write_described`, its keys (N,) and classes (N,), and its N and C.
 
     Args:
         name: another file that must be there, and intact.
@@ -169,7 +169,7 @@ def read_described(
 
 
 def read_descriptors(folder: Path) -> DescriptorSet:
-    """Read a folder that `write_descriptors` wrote, its descriptors as a memory map; see `read_described`."""
+    """Read a folder of `write_descriptors`, with descriptors as a memory map; see `read_described`."""
     about, described_by, keys, classes, shape = read_described(
         folder, DESCRIPTORS_FILE, "distap extract", "extract again"
     )
@@ -181,7 +181,7 @@ def read_descriptors(folder: Path) -> DescriptorSet:
 
 
 def new_descriptors(path: Path, shape: tuple[int, int], dtype: Any) -> "np.memmap[Any, Any]":
-    """Create a .npy file as a writable memory map with its disk space reserved.
+    """Create a .npy file as a writable memory map with reserved disk space.
 
     Without the reservation, a write to the map on a full disk would kill the process.
     """
@@ -204,7 +204,7 @@ def _array(values: NDArray[Any]) -> Callable[[BinaryIO], Any]:
 
 
 def _require_intact(path: Path, size_bytes: int, sha256: str | None, remedy: str) -> None:
-    """Raise a DistapError unless a file has this size, and this SHA-256 if it is given."""
+    """Raise a DistapError unless a file has this size, and this SHA-256 if given."""
     try:
         found = path.stat().st_size
         if found != size_bytes:

@@ -1,4 +1,4 @@
-"""Rank a gallery for the queries of a set, and take the figures of the set's protocol from the ranks of positives."""
+"""Rank a gallery for the queries of a set, and compute its protocol's figures from the ranks of positives."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,11 +40,11 @@ class Evaluated:
 
     @property
     def left_out(self) -> dict[str, int]:
-        """Number of queries without a positive, by group."""
+        """Return the number of queries without a positive, by group."""
         return {group: int(self.values[name].isnan().sum()) for group, name in self.leading.items()}
 
     def summary(self) -> dict[str, float]:
-        """Means over the queries, from 0 to 1; NaN if none of them has a positive."""
+        """Return means over the queries, from 0 to 1; NaN if no query has a positive."""
         return {
             f"{part} {name}".strip(): float(values[chosen].nanmean())
             for part, chosen in self.in_part.items()
@@ -52,7 +52,7 @@ class Evaluated:
         }
 
     def class_figures(self, labels: Int64[Tensor, " Q"]) -> dict[int, dict[str, int | float]]:
-        """Number of queries, and the means of all figures but mP@k over them, of each class that has queries."""
+        """Return for each class with queries their number, and the means of all figures but mP@k."""
         queries = self.is_query
         classes, number, counts = labels[queries].unique(return_inverse=True, return_counts=True)
         columns: dict[str, list[int | float]] = {"queries": counts.tolist()}
@@ -148,7 +148,7 @@ def decomposability_gap(
     whole: float | None = None,
     world: World = ALONE,
 ) -> float:
-    """By how much mAP within batches overstates mAP over the whole set (Ramzi et al. 2021, eq. 6).
+    """Return how much mAP within batches exceeds mAP over the whole set (Ramzi et al. 2021, eq. 6).
 
     It is the mean over the batches of the mAP of each as a labelled set of its own, less the mAP of all images. It is
     positive, since a batch holds fewer negatives, and NaN if no batch holds two images of a class.
@@ -203,7 +203,7 @@ def _blocks(counts: Int64[Tensor, " Q"], gallery: int, with_all: bool) -> Iterat
 def _resident(
     descriptors: Tensor | NDArray[Any], dtype: torch.dtype, device: torch.device, what: str
 ) -> Tensor | NDArray[Any]:
-    """A tensor on the device, unless an array is too large and has to be converted in blocks."""
+    """Return a tensor on the device, except for an array so large that it must be converted in blocks."""
     if isinstance(descriptors, Tensor):
         require_finite(descriptors, 0, what)
     elif descriptors.size * 4 > RESIDENT_BYTES:

@@ -1,4 +1,4 @@
-"""Exact figures of retrieval, by name: what is counted of the ranks of each query's positives.
+"""Exact figures of retrieval by name, computed from the ranks of each query's positives.
 
 Public codebases disagree, so here are the definitions. Ranks count from 1. P(k) is the share of positives among the
 first k. A query without a positive is left out of the means and counted. A positive ranks after the negatives that
@@ -38,7 +38,7 @@ AT = (1, 5, 10)  # the k of R@k and mP@k unless others are asked for
 
 @dataclass(frozen=True)
 class Ranked:
-    """Ranks from 1 of the positives of q queries, ascending and padded with 0."""
+    """Ranks of the positives of q queries, from 1, ascending and padded with 0."""
 
     ranks: Int64[Tensor, "q P"]
     others: int  # images that each query is ranked against
@@ -55,12 +55,12 @@ class Ranked:
         return torch.where(self.ranks > 0, place / self.ranks.clamp(min=1), 0)
 
     def hits(self, k: int | Int64[Tensor, " q"]) -> Float64[Tensor, " q"]:
-        """Positives among the first k of each query; NaN for a query without any."""
+        """Count the positives among the first k of each query; NaN for a query without any."""
         last = torch.as_tensor(k, device=self.ranks.device).view(-1, 1)
         return ((self.ranks > 0) & (self.ranks <= last)).sum(1).double().masked_fill(self.count == 0, torch.nan)
 
     def interpolated_precision(self) -> Float64[Tensor, "q 101"]:
-        """Greatest precision at any recall of at least r, for r = 0, 0.01 ... 1. Each query needs a positive."""
+        """Return the greatest precision at recall r or more, for r = 0, 0.01 ... 1. Each query needs a positive."""
         greatest_behind = self.precision.flip(1).cummax(dim=1).values.flip(1)
         # Recall r needs r x count positives, rounded up; in integers, since 0.07 x 100 is more than 7.
         needed = (torch.arange(101, device=self.ranks.device) * self.count[:, None] + 99) // 100
@@ -71,7 +71,7 @@ Figure = Callable[[Ranked], Float64[Tensor, " q"]]  # of each query; NaN for one
 
 
 def average_precision(ranked: Ranked, k: int | None = None) -> Float64[Tensor, " q"]:
-    """The sum of precision at the ranks up to k over the number of positives, at most k; None takes all ranks."""
+    """Sum precision at ranks up to k (None takes all), over the number of positives (at most k)."""
     if k is None:
         return ranked.precision.sum(1) / ranked.count  # 0 / 0 is NaN
     return ranked.precision.masked_fill(ranked.ranks > k, 0).sum(1) / ranked.count.clamp(max=k)
@@ -83,7 +83,7 @@ def average_precision_at_r(ranked: Ranked) -> Float64[Tensor, " q"]:
 
 
 def area_by_trapezoids(ranked: Ranked) -> Float64[Tensor, " q"]:
-    """The mean over the positives of the precision just before each and at it."""
+    """Average, over positives, the precision just before each positive and at it."""
     ranks = ranked.ranks
     place = torch.arange(ranks.shape[1], device=ranks.device).double()  # positives before this one
     from_zero = (ranks - 1).clamp(min=0)
@@ -111,17 +111,17 @@ def precision_of_k(ranked: Ranked, k: int) -> Float64[Tensor, " q"]:
 
 @dataclass(frozen=True)
 class Protocol:
-    """The figures of a kind of data set."""
+    """The figures of a kind of data set, and how to compute them."""
 
     figures: Mapping[str, Figure]  # by name; the first says which queries have no positive
     groups: Mapping[str, Sequence[int] | None] = field(default_factory=lambda: {"": None})
-    """The grades that are positive, by the name that comes before the figures'; other positives are then junk. None
+    """Grades that count as positive, by the prefix of their figures' names; other positives are then junk. None
     stands for all."""
     parts: tuple[str, ...] = ()  # of the queries, whose means are figures too
 
 
 def labelled_figures(at: Sequence[int] = AT) -> Protocol:
-    """mAP, mAP@R, and R@k and mP@k for each k of `at`."""
+    """Return mAP, mAP@R, and R@k and mP@k for each k of `at`."""
     found = {f"{name}@{k}": partial(figure, k=k) for name, figure in (("R", recall), ("mP", precision)) for k in at}
     return Protocol({"mAP": average_precision, "mAP@R": average_precision_at_r, **found})
 

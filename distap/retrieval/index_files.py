@@ -1,4 +1,4 @@
-"""Read and write a folder with a Faiss index, and search it.
+"""Read, write and search a folder with a Faiss index.
 
 Faiss trusts its files, and a damaged one can crash the process. So size and SHA-256 are compared before Faiss reads a
 byte.
@@ -60,11 +60,10 @@ class SearchIndex:
 
     @property
     def dimensions(self) -> int:
-        """C of the descriptors."""
         return int(self.index.d)
 
     def search(self, descriptors: Float[np.ndarray, "Q _"], k: int) -> list[list[Hit]]:
-        """The k most similar images of each query of length 1, best first, or fewer if the index finds no more."""
+        """Return the k most similar images per query of length 1, best first, or fewer if the index finds no more."""
         if descriptors.shape[1] != self.dimensions:
             raise DistapError(
                 f"the index of {self.data} is of {self.dimensions} dimensions, the query of {descriptors.shape[1]}: "
@@ -91,7 +90,7 @@ class SearchIndex:
         return self.rows[key]
 
     def descriptor(self, row: int) -> Float32[np.ndarray, " C"]:
-        """Descriptor of an image, approximate if the index stores codes. Some kinds of index raise a RuntimeError."""
+        """Return an image's descriptor, approximate if the index stores codes. Some kinds raise a RuntimeError."""
         with self._lock:
             ivf = faiss.try_extract_index_ivf(self.index)
             if ivf is not None and not isinstance(self.index, faiss.IndexRefine):
@@ -102,14 +101,14 @@ class SearchIndex:
 
     @cached_property
     def rows(self) -> dict[str, int]:
-        """Row of each image by its key."""
+        """Return the row of each image by its key."""
         return {key: row for row, key in enumerate(self.keys.tolist())}
 
 
 def write_index(
     folder: Path, index: SearchIndex, descriptors: DescriptorSet, measured: dict[str, Any] | None = None
 ) -> None:
-    """Write a folder that `read_index` reads. Earlier contents become invalid as soon as writing starts.
+    """Write a folder for `read_index`. Earlier contents become invalid as soon as writing starts.
 
     Args:
         index: over all descriptors, in their order.
@@ -121,7 +120,7 @@ def write_index(
 
 
 def require_free_for_index(folder: Path) -> None:
-    """Refuse a folder that holds descriptors, whose files an index would replace, or anything else."""
+    """Raise a DistapError if a folder holds descriptors, whose files an index would replace, or other files."""
     if (folder / DESCRIPTORS_FILE).exists():
         raise DistapError(f"{folder}: holds descriptors; name another folder for the index")
     if not (folder / INDEX_FILE).exists():
@@ -129,7 +128,7 @@ def require_free_for_index(folder: Path) -> None:
 
 
 def read_index(folder: Path) -> SearchIndex:
-    """Read a folder that `write_index` wrote into memory, or raise a DistapError that names the damaged file."""
+    """Read a folder of `write_index` into memory; raise a DistapError that names a damaged file."""
     about, described_by, keys, classes, shape = read_described(folder, INDEX_FILE, "distap index", "index it again")
     with reading(folder / INDEX_FILE, "distap index"):
         index = faiss.read_index(str(folder / INDEX_FILE))

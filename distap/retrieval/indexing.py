@@ -1,4 +1,4 @@
-"""Build a Faiss index over descriptors, and measure it against exact search: recall, time of a query, and size.
+"""Build a Faiss index over descriptors; compare it with exact search: recall, time per query, and size.
 
 A factory string such as `OPQ64,IVF4096,PQ64` lists the parts of an index from its first transformation to its codes
 (https://github.com/facebookresearch/faiss/wiki/The-index-factory). A named kind of index is a factory string, with
@@ -34,7 +34,7 @@ TIE = 1e-6  # absolute or relative difference of similarities that float32 sums 
 
 
 def ivf_pq(images: int, dimensions: int) -> tuple[str, str]:
-    """Smallest: product-quantised codes (Jégou et al. 2011) in lists, of which a search reads the nearest.
+    """Return the smallest index: product-quantised codes (Jégou et al. 2011) in lists; a search reads the nearest.
 
     About 4 √N lists with at least 39 descriptors each, of which a sixteenth is read, at least 8. A code has one part
     for every two dimensions, at most 256, of 8 bits, or fewer if there are under 1,024 descriptors.
@@ -61,7 +61,7 @@ def build_index(
     track: Callable[[Iterable[Any], str, int], Iterable[Any]] | None = None,
     gpu: bool = False,
 ) -> SearchIndex:
-    """Train an index on a sample and add all descriptors, which are read in blocks.
+    """Train an index on a sample, then add all descriptors, read in blocks.
 
     Args:
         kind: one of KINDS, or a factory string of Faiss.
@@ -125,7 +125,7 @@ def search_index(
     kind: str = "flat",
     search: str = "",
 ) -> SearchIndex:
-    """A Faiss index in memory over descriptors (N, C) of length 1; `search_index(...).search(queries, k)` gives hits.
+    """Build a Faiss index over descriptors (N, C) of length 1; `search_index(...).search(queries, k)` gives hits.
 
     Args:
         keys: (N,) names of the images; None takes the numbers of the rows.
@@ -155,7 +155,7 @@ class IndexFigures:
 def measure_recall(
     index: Any, values: Float[np.ndarray, "N C"], queries: Float[np.ndarray, "Q _"] | None = None, at: int = 10
 ) -> IndexFigures:
-    """Compare the results of an index with those of exact search, for at most MEASURED queries.
+    """Compare an index with exact search, for at most MEASURED queries.
 
     An image counts as found if its similarity reaches that of the last exact result. So any of several exact
     duplicates will do.

@@ -1,4 +1,4 @@
-"""Find the nearest descriptors of a gallery by exact search, in memory bounded by the result."""
+"""Find the nearest descriptors of a gallery by exact search, with memory for little more than the result."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ SORTED_QUERIES = 1024  # queries whose results are sorted at once
 
 
 def installed_faiss() -> Any:
-    """The module of Faiss, which only search needs. A DistapError if it is missing."""
+    """Return the module of Faiss, which only search needs. Raise a DistapError if it is missing."""
     try:
         import faiss
         import faiss.contrib.exhaustive_search
@@ -27,7 +27,7 @@ def installed_faiss() -> Any:
 def nearest(
     queries: Float[np.ndarray, "Q C"], gallery: Float[np.ndarray, "N _"], k: int, exclude_self: bool = False
 ) -> tuple[Float32[np.ndarray, "Q k"], Int64[np.ndarray, "Q k"]]:
-    """Similarities and rows of the k nearest gallery descriptors of each query, by inner product, best first.
+    """Return similarities and rows of each query's k nearest gallery descriptors by inner product, best first.
 
     Among equal similarities, the lower row comes first. Numbers of any float type are compared in float32. A build
     of Faiss for GPUs searches on all GPUs that it sees.
@@ -73,5 +73,5 @@ def without_rows(
 
 
 def bounded_threads() -> None:
-    """Let Faiss use as many threads as torch, so that ranks on one machine share its cores."""
+    """Limit Faiss to as many threads as torch, so that ranks on one machine share its cores."""
     installed_faiss().omp_set_num_threads(torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""Rank a query's positives by counting what comes before each, so that no gallery is sorted.
+"""Rank a query's positives by counting the images before each, so that no gallery is sorted.
 
 The rank of a positive is its place among the positives plus the number of negatives before it. Similarities are
 computed tile by tile (some columns of the gallery, all queries), in two passes:
@@ -30,7 +30,7 @@ FEW = 16  # up to this many positives, one pass over the similarities for each i
 
 
 class Tiles:
-    """Similarities of q queries to N gallery images, some columns at a time.
+    """Similarities of q queries to N gallery images, in blocks of columns.
 
     The last tile is kept, so reading it again is free and shows what was masked in it. The gallery may be a memory
     map of float16, which is converted in blocks; `pairs` is the number of similarities in a tile. Of several ranks
@@ -66,7 +66,7 @@ class Tiles:
         return ((span, self[number]) for number, span in enumerate(self.spans))
 
     def __getitem__(self, number: int) -> Float[Tensor, "q n"]:
-        """Similarities to the gallery images of `spans[number]`."""
+        """Return similarities to the gallery images of `spans[number]`."""
         if self._kept is None or self._kept[0] != number:
             self._kept = None  # free its memory before the next tile takes as much
             self._kept = number, self._similarities(self.spans[number])
@@ -91,7 +91,7 @@ def negatives_before(
     positives: Int64[Tensor, "q P"],
     ignored: Int64[Tensor, "q I"],
 ) -> Int64[Tensor, "q P"]:
-    """Number of gallery images before each positive that are neither positive nor ignored, 0 where there is none.
+    """Count the gallery images before each positive that are neither positive nor ignored; 0 without a positive.
 
     Of ranks that share the gallery, each counts in its tiles; all call this, and all get the sums.
 
@@ -115,7 +115,7 @@ def negatives_before(
 
 
 def best(tiles: Tiles, ignored: Int64[Tensor, "q _"], k: int) -> Int64[Tensor, "q k"]:
-    """The k most similar gallery images that are not ignored."""
+    """Return the k most similar gallery images that are not ignored."""
     parts = []
     for span, similarities in tiles:
         _mask(similarities, span, ignored)
@@ -126,14 +126,14 @@ def best(tiles: Tiles, ignored: Int64[Tensor, "q _"], k: int) -> Int64[Tensor, "
 
 
 def _mask(similarities: Float[Tensor, "q n"], span: range, *rows: Int64[Tensor, "q _"]) -> None:
-    """Set the similarities to some gallery rows to minus infinity. Column j belongs to gallery row `span[j]`."""
+    """Set similarities to some gallery rows to minus infinity. Column j belongs to gallery row `span[j]`."""
     for table in rows:
         query, place = _inside(table, span)
         similarities[query, table[query, place] - span.start] = -torch.inf
 
 
 def ranks_of_positives(before: Int64[Tensor, "q P"], exists: Bool[Tensor, "q P"]) -> Int64[Tensor, "q P"]:
-    """Ranks from 1, ascending and padded with 0, from the number of negatives before each positive."""
+    """Turn the negatives before each positive into ranks from 1, ascending and padded with 0."""
     last = torch.iinfo(torch.int64).max
     ascending = before.masked_fill(~exists, last).sort(dim=1).values
     place = torch.arange(1, before.shape[1] + 1, device=before.device)
@@ -146,7 +146,7 @@ def _inside(table: Tensor, span: range) -> tuple[Tensor, Tensor]:
 
 
 def count_above(similarities: Float[Tensor, "q n"], bounds: Float[Tensor, "q P"]) -> Int64[Tensor, "q P"]:
-    """How many of a row's similarities reach each bound; 0 for infinity."""
+    """Count a row's similarities that reach each bound; 0 for an infinite bound."""
     if similarities.device.type != "cpu":
         return count_above_in_columns(similarities, bounds)
     result = np.zeros(bounds.shape, dtype=np.int64)
@@ -162,7 +162,7 @@ def count_above(similarities: Float[Tensor, "q n"], bounds: Float[Tensor, "q P"]
 
 
 def count_above_in_columns(similarities: Float[Tensor, "q n"], bounds: Float[Tensor, "q P"]) -> Int64[Tensor, "q P"]:
-    """`count_above` for all rows together, as suits a GPU."""
+    """Compute `count_above` for all rows at once, which suits a GPU."""
     if bounds.shape[1] > FEW:
         return similarities.shape[1] - torch.searchsorted(similarities.sort(dim=1).values, bounds.contiguous())
     counts = torch.zeros_like(bounds, dtype=torch.int64)

@@ -40,7 +40,7 @@ class Expansion:
     def apply(
         self, queries: Float[np.ndarray, "Q C"], gallery: Float[np.ndarray, "N _"], same: bool = False
     ) -> NDArray[Any]:
-        """Expanded queries (Q, C) in a new array of their dtype, from descriptors of length 1.
+        """Return expanded queries (Q, C) in a new array of their dtype, from descriptors of length 1.
 
         Args:
             gallery: (N, C); a memory map is read in blocks.
@@ -60,7 +60,7 @@ class Expansion:
 
 @dataclass(frozen=True)
 class KReciprocal:
-    """Re-ranking by neighbours in common (Zhong et al. 2017), among the query and its head.
+    """Re-rank each query's head by common neighbours (Zhong et al. 2017).
 
     Distances are d = (1 - s) / 2, from 0 to 1 like the Jaccard distance that they are mixed with. The authors' code
     divides by the greatest distance instead.
@@ -72,7 +72,7 @@ class KReciprocal:
     original: float = 0.3  # λ: weight of the original distance
 
     def order(self, query: Float32[np.ndarray, " C"], head: Float32[np.ndarray, "K C"]) -> Int64[np.ndarray, " K"]:
-        """New order of the head, as places in it; ties keep their order."""
+        """Return the new order of the head, as places in it; ties keep their order."""
         nodes = np.concatenate([query[None], head])
         distances = (1 - nodes @ nodes.T) / 2
         _, others = nearest(nodes, nodes, self.neighbours, exclude_self=True)
@@ -91,7 +91,7 @@ class KReciprocal:
 
 @dataclass(frozen=True)
 class Diffusion:
-    """Re-ranking by diffusion over the graph of mutual neighbours in the head (Iscen et al. 2017).
+    """Re-rank by diffusion over the graph of mutual neighbours in the head (Iscen et al. 2017).
 
     It solves (I - α S) f = (1 - α) y, where S holds the normalised affinities and y those of the query. Images that
     no path connects to the query come last and keep their order.
@@ -104,11 +104,11 @@ class Diffusion:
     walk: float = 0.99  # α: reach of the diffusion
 
     def order(self, query: Float32[np.ndarray, " C"], head: Float32[np.ndarray, "K C"]) -> Int64[np.ndarray, " K"]:
-        """New order of the head, as places in it; ties keep their order."""
+        """Return the new order of the head, as places in it; ties keep their order."""
         return np.argsort(-self.scores(query, head), kind="stable")
 
     def scores(self, query: Float32[np.ndarray, " C"], head: Float32[np.ndarray, "K C"]) -> Float64[np.ndarray, " K"]:
-        """f of each image of the head, in its given order."""
+        """Return f of each image of the head, in its given order."""
         similarities, near = nearest(head, head, self.neighbours, exclude_self=True)
         affinity = np.where(_is_mutual(near), np.maximum(similarities, 0).astype(np.float64) ** self.power, 0)
         degree = affinity.sum(axis=1)
@@ -131,7 +131,7 @@ def reranked_heads(
     size: int,
     exclude_self: bool = False,
 ) -> Int64[Tensor, "Q K"]:
-    """The `size` nearest gallery rows of each query, re-ranked, from descriptors of length 1.
+    """Return each query's `size` nearest gallery rows, re-ranked, from descriptors of length 1.
 
     Args:
         gallery: (N, C); a memory map is read in blocks.
@@ -152,7 +152,7 @@ def reranked_heads(
 
 @dataclass(frozen=True)
 class Refinement:
-    """Parts applied in the order of the fields; None skips a part."""
+    """Refinements of descriptors and rankings, applied in the order of the fields; None skips one."""
 
     whitening: Whitening | None = None  # of queries and gallery
     augment: Expansion | None = None  # of the gallery by itself: database-side augmentation
@@ -162,7 +162,7 @@ class Refinement:
 
     @property
     def parts(self) -> dict[str, str]:
-        """Field and printed name of each part that is not None."""
+        """Return field and printed name of each part that is not None."""
         names = {
             "whitening": "whitening",
             "augment": "augmentation",
@@ -173,11 +173,11 @@ class Refinement:
 
     @property
     def name(self) -> str:
-        """Names of the parts, joined by plus signs, or `plain` if there are none."""
+        """Names of the parts joined by plus signs, or `plain` without parts."""
         return " + ".join(self.parts.values()) or "plain"
 
     def variants(self) -> Iterator["Refinement"]:
-        """Yield no refinement, each part by itself, and all parts together."""
+        """Yield the empty refinement, each part alone, and all parts together."""
         yield PLAIN
         if len(self.parts) > 1:
             for kept in self.parts:
@@ -189,7 +189,7 @@ class Refinement:
     def apply(
         self, queries: NDArray[Any], gallery: NDArray[Any], same: bool = False
     ) -> tuple[NDArray[Any], NDArray[Any], Int64[Tensor, "Q K"] | None]:
-        """Refine queries (Q, C) and gallery (N, C) of length 1. Arrays that do not change are returned as they are.
+        """Refine queries (Q, C) and gallery (N, C) of length 1. Unchanged arrays are returned themselves.
 
         Args:
             same: query i is row i of the gallery; it is neither its own neighbour nor in its own head.
@@ -215,13 +215,13 @@ PLAIN = Refinement()
 
 
 def _is_mutual(near: Int64[np.ndarray, "n k"]) -> Bool[np.ndarray, "n k"]:
-    """Which neighbours of a node have that node among their own neighbours."""
+    """Return which neighbours of a node have that node among their own neighbours."""
     node, total = np.arange(len(near))[:, None], len(near)
     return np.isin(near * total + node, node * total + near)
 
 
 def _expanded_neighbourhoods(near: Int64[np.ndarray, "n k"]) -> Bool[np.ndarray, "n n"]:
-    """R*(i, k1) of each node i (eq. 3 and 4): its reciprocal neighbours R(i, k1), grown by those of its neighbours.
+    """Return R*(i, k1) of each node i (eq. 3 and 4): reciprocal neighbours R(i, k1), plus those of neighbours.
 
     A neighbour's R(j, k1 / 2) is added if more than two thirds of it lie in R(i, k1).
     """

@@ -1,4 +1,4 @@
-"""Read descriptors from arrays and memory maps some rows at a time, in the number type that is computed in."""
+"""Read descriptors from arrays and memory maps in blocks of rows, converted to the dtype of computation."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +20,7 @@ def row_blocks(
     rows: NDArray[np.int64] | None = None,
     numbers: int | None = None,
 ) -> Iterator[tuple[slice, NDArray[Any]]]:
-    """Yield blocks of at most `numbers` numbers: the places of their rows, and copies of these in `dtype`.
+    """Yield blocks of at most `numbers` numbers: the places of the rows, and copies of the rows in `dtype`.
 
     Args:
         rows: the rows to read, in this order; None reads all.
@@ -36,7 +36,7 @@ def row_blocks(
 def finite(
     values: Float[np.ndarray, "n C"], first_row: int = 0, what: str = "descriptor", dtype: Any = np.float32
 ) -> NDArray[Any]:
-    """A contiguous copy of some rows in `dtype`. A DistapError names the first row that is not finite."""
+    """Return a contiguous copy of some rows in `dtype`. A DistapError names the first row that is not finite."""
     result = np.array(values, dtype, order="C")
     require_finite(result, first_row, what)
     return result
@@ -49,7 +49,7 @@ def on_device(
     first_row: int = 0,
     what: str = "descriptor",
 ) -> Tensor:
-    """Some rows as a tensor; those of an array are checked as in `finite`."""
+    """Return some rows as a tensor; rows of an array are checked as in `finite`."""
     if isinstance(values, Tensor):
         return values.to(device, dtype)
     result = torch.from_numpy(np.array(values)).to(device, dtype)  # memory maps are read-only, which torch warns of

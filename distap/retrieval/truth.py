@@ -1,4 +1,4 @@
-"""What each query is to retrieve: the rows of a gallery that are right, and those that do not count.
+"""The truth of each query: gallery rows that are right, and rows that do not count.
 
 A truth gives tables for some queries at a time, so that a set of large classes needs no list for each image.
 """
@@ -54,7 +54,6 @@ class ClassTruth:
             raise DistapError(f"none of the {len(queries)} {whose} of its class{where}: there is nothing to retrieve")
 
     def tables(self, rows: Int64[Tensor, " q"]) -> Tables:
-        """The gallery rows of these queries."""
         own, count = rows[:, None], (self.counts[rows, None] + self.is_of_itself) * (self.counts[rows, None] > 0)
         place = torch.arange(max(int(count.max()), 1), device=rows.device)
         found = self._by_class[(self._start[own] + place).clamp(max=self.gallery - 1)]
@@ -90,11 +89,10 @@ class ListedTruth:
 
     @cached_property
     def counts(self) -> Int64[Tensor, " Q"]:
-        """Positives of each query."""
+        """Return the number of positives of each query."""
         return torch.tensor([len(own) for own in self.positives], dtype=torch.int64, device=self.device)
 
     def tables(self, rows: Int64[Tensor, " q"]) -> Tables:
-        """The gallery rows of these queries."""
         chosen = rows.tolist()
         positives, grades, junk = (
             None if lists is None else padded([lists[row] for row in chosen], self.device)
@@ -108,7 +106,7 @@ Truth = ClassTruth | ListedTruth
 
 
 def padded(rows: Sequence[Sequence[int] | NDArray[Any]], device: torch.device) -> Int64[Tensor, "q most"]:
-    """A table of numbers, padded with NONE, from a list for each query; it has a column at least."""
+    """Turn a list per query into one table padded with NONE, with at least one column."""
     table = np.full((len(rows), max([1, *map(len, rows)])), NONE, dtype=np.int64)
     for number, own in enumerate(rows):
         table[number, : len(own)] = own

@@ -1,4 +1,4 @@
-"""Learn, apply, save and load a whitening: a mean and a linear projection of descriptors, then length 1.
+"""Learn, apply, save and load a whitening: subtract a mean, project, scale to length 1.
 
 PCA scales the principal components by a power of their variance. Discriminative whitening (Lw) shrinks the
 directions in which matching images differ. Covariances are accumulated in float64 over blocks of a memory map.
@@ -50,19 +50,19 @@ class Whitening:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Mean (C,) and projection (D, C) in float64, for the last layer of a network."""
+        """Return mean (C,) and projection (D, C) in float64, for the last layer of a network."""
         return torch.from_numpy(self.mean.copy()), torch.from_numpy(self.projection.copy())
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the arrays, as stored in `DescribedBy.whitening`."""
+        """Return the SHA-256 of the arrays, which `DescribedBy.whitening` stores."""
         digest = hashlib.sha256(json.dumps(self.projection.shape).encode())
         for values in (self.mean, self.projection):
             digest.update(np.ascontiguousarray(values, dtype="<f8").tobytes())
         return digest.hexdigest()
 
     def apply(self, descriptors: NDArray[Any]) -> NDArray[Any]:
-        """Whitened descriptors (N, D) of length 1, in float32 or wider, from (N, C), which is read in blocks."""
+        """Whiten descriptors (N, C), read in blocks; return (N, D) of length 1, in float32 or wider."""
         if descriptors.ndim != 2 or descriptors.shape[1] != len(self.mean):
             raise DistapError(
                 f"whitening: learned from descriptors of {len(self.mean)} dimensions, not of {descriptors.shape}"
@@ -92,7 +92,7 @@ def save_whitening(path: Path, whitening: Whitening) -> None:
 
 
 def load_whitening(path: Path) -> Whitening:
-    """Read what `save_whitening` wrote to this file, or to WHITENING_FILE in this folder."""
+    """Read a whitening from a file, or from WHITENING_FILE in a folder."""
     if path.is_dir():
         path /= WHITENING_FILE
     with reading(path, "distap whiten"):
@@ -113,7 +113,7 @@ def load_whitening(path: Path) -> Whitening:
 
 
 def learn_pca(descriptors: DescriptorSet, power: float = HALF_POWER, dimensions: int | None = None) -> Whitening:
-    """Principal components, each divided by its variance to the power (Revaud et al. 2019).
+    """Learn principal components, each divided by its variance to a power (Revaud et al. 2019).
 
     Args:
         power: 0 only rotates, 0.5 whitens fully.
@@ -133,7 +133,7 @@ def learn_discriminative(
     pairs: Int64[np.ndarray, "P 2"] | None = None,
     centre: Centre = "images",
 ) -> Whitening:
-    """Discriminative whitening Lw (Radenović et al. 2018): matching images differ equally in every direction.
+    """Learn discriminative whitening Lw (Radenović et al. 2018): matching images differ equally in all directions.
 
     The projection is the inverse square root of the covariance of the differences of matching images, followed by
     the principal components of the descriptors so whitened. Directions in which no matching images differ are
@@ -161,7 +161,7 @@ def learn_discriminative(
 
 
 def read_pairs(path: Path, descriptors: DescriptorSet) -> Int64[np.ndarray, "P 2"]:
-    """Rows of the pairs in a JSON list of {"query", "positive"}, which name images by key or by class.
+    """Return rows of the pairs in a JSON list of {"query", "positive"}, which name images by key or by class.
 
     Converted sets without classes store each image's name as its class, so a class with one image names that image.
     """
@@ -212,7 +212,7 @@ def _mean(values: NDArray[Any], rows: NDArray[np.int64] | None = None) -> Float6
 
 
 def _covariance_within(descriptors: DescriptorSet, mean: Float64[np.ndarray, " C"]) -> Covariance:
-    """Mean over images i of the mean over the others j of its class of (x_i - x_j)(x_i - x_j)ᵀ.
+    """Return the mean over images i of the mean over others j of its class of (x_i - x_j)(x_i - x_j)ᵀ.
 
     Over a class of n images, the sum over i is 2 n / (n - 1) times the scatter around the mean m of the class, and
     the scatter is Σ x xᵀ - n m mᵀ. So no pair needs to be formed. An image alone in its class matches none.
@@ -239,7 +239,7 @@ def _covariance_within(descriptors: DescriptorSet, mean: Float64[np.ndarray, " C
 
 
 def _covariance_of_pairs(descriptors: DescriptorSet, pairs: Int64[np.ndarray, "P 2"]) -> Covariance:
-    """Mean over pairs of rows (i, j) of (x_i - x_j)(x_i - x_j)ᵀ."""
+    """Return the mean over pairs of rows (i, j) of (x_i - x_j)(x_i - x_j)ᵀ."""
     values = descriptors.descriptors
     if not len(pairs) or pairs.min() < 0 or pairs.max() >= len(values):
         raise DistapError(
@@ -255,7 +255,7 @@ def _covariance_of_pairs(descriptors: DescriptorSet, pairs: Int64[np.ndarray, "P
 def _principal_directions(
     covariance: Covariance, what: str
 ) -> tuple[Float64[np.ndarray, " D"], Float64[np.ndarray, "D C"]]:
-    """Variances, greatest first, and unit directions, without those whose variance is only rounding.
+    """Return variances, greatest first, and unit directions, without those that are only rounding noise.
 
     The greatest component of each direction is positive, so that the result does not depend on the LAPACK version.
     """

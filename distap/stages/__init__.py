@@ -1,1 +1,1 @@
-"""What the three stages lean on: micro-batches and their sizes, device copies, the replay drift."""
+"""Foundations of the three stages: micro-batches and their sizes, replicas of networks, the replay drift."""

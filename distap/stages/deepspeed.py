@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO: ranks share out the optimiser's state, the gradients and the parameters.
+"""DeepSpeed ZeRO: shard the optimiser's state, the gradients and the parameters over ranks.
 
 Each rank sums its gradients over the micro-batches of a step, and the ranks reduce them once, after the last one.
 On their own, stages 2 and 3 would reduce in every backward pass.
@@ -22,7 +22,7 @@ from distap.stages.replica import ReplacedForward, Replica
 
 
 class ZeroReplica(Replica):
-    """The network under DeepSpeed; it has to have the same parameters on every rank.
+    """A network under DeepSpeed; it must have the same parameters on every rank.
 
     Args:
         optimizer: over the network's parameters; DeepSpeed steps it.
@@ -64,7 +64,7 @@ class ZeroReplica(Replica):
 
     @contextmanager
     def describing(self) -> Iterator[None]:
-        """Enclose forward passes of one rank alone: stage 3 gathers all parameters for them."""
+        """Enclose forward passes of one rank alone; stage 3 gathers all parameters for them."""
         if not self.lockstep or self._is_whole:
             yield
             return
@@ -122,7 +122,7 @@ class ZeroReplica(Replica):
             self.zero.micro_step_id = -1
 
     def _sharing(self, name: str) -> AbstractContextManager[None]:
-        """Enclose communication that only stage 3 has."""
+        """Enclose communication that only stage 3 needs."""
         return self.world.collective(name) if self.lockstep else nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""Watch what the three stages rest on: an image's descriptor depends on the image and the random state alone."""
+"""Check the assumption of the three stages: a descriptor depends only on its image and the random state."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from distap.errors import DistapError
 
 
 def default_drift(device: torch.device, is_float32: bool) -> float:
-    """Return the greatest difference between two descriptors of an image that no recipe or caller has to allow.
+    """Return the default limit of the difference between two descriptors of an image.
 
     Exact networks have none. What is allowed is rounding: of micro-batches of other sizes, TF32, or autocast.
     """
@@ -21,7 +21,7 @@ def default_drift(device: torch.device, is_float32: bool) -> float:
 
 
 def mixes_images(network: nn.Module) -> str | None:
-    """Say why an image's descriptor depends on its micro-batch in this network; None if no layer is known to."""
+    """Return why a descriptor depends on its micro-batch in this network; None if no layer is known to mix images."""
     for name, module in network.named_modules():
         if not module.training:
             continue
@@ -37,7 +37,7 @@ def mixes_images(network: nn.Module) -> str | None:
 
 
 def refuse_mixing(describe: Callable[[int, int], Tensor], network: nn.Module, count: int, limit: float) -> None:
-    """Describe a few images in two cuts, and raise a DistapError if an image's descriptor differs.
+    """Describe a few images in two cuts; raise a DistapError if an image's descriptor differs.
 
     Args:
         describe: from a number of images and a seed to the descriptors of the first so many.
@@ -82,7 +82,7 @@ def _evaluating(network: nn.Module) -> Iterator[None]:
 
 
 class MovingBuffers:
-    """Buffers of layers in training mode, such as counters and running estimates, as they are before a stage.
+    """Buffers of layers in training mode, such as counters and running estimates, saved before a stage.
 
     Describe and replay each run the network, so such buffers would move twice per step, and replay would compute with
     other ones than describe.
@@ -94,7 +94,7 @@ class MovingBuffers:
         self._before = [(buffer, buffer.clone()) for buffer in buffers]
 
     def restore(self) -> None:
-        """Bring back those that have moved since."""
+        """Restore the buffers that changed since."""
         for now, before in self._before:
             if not torch.equal(now, before):
                 # By `data`: kept graphs hold some buffers without using them, and would refuse what has changed.
@@ -109,7 +109,7 @@ def drift(again: Float[Tensor, "n C"], before: Float[Tensor, "n C"]) -> Float[Te
 
 
 def drift_error(worst: float, limit: float, step: int) -> DistapError:
-    """The error for a drift above its limit; `step` counts from 1."""
+    """Return the error for a drift above its limit; `step` counts from 1."""
     return DistapError(
         f"step {step}: replay drift {worst:.2g} exceeds {limit:g}: describe and replay gave different descriptors "
         "for the same image, so the gradient would be wrong. Usual causes: randomness that torch's generators do "

@@ -1,4 +1,4 @@
-"""FSDP2 (`fully_shard`): ranks share out parameters, gradients and the optimiser's state.
+"""FSDP2 (`fully_shard`): shard parameters, gradients and the optimiser's state over ranks.
 
 A step gathers the parameters once, before its first description, and reduces their gradients once, in its last
 backward pass, whatever the number of micro-batches. With `reshard`, which needs less memory, every micro-batch of
@@ -28,7 +28,7 @@ SMALLEST_UNIT = 0.01  # share of the parameters; a smaller block is not worth me
 
 
 class FSDPReplica(Replica):
-    """A network to which `fully_shard` was applied, by `shard` or by the caller.
+    """A network after `fully_shard`, by `shard` or by the caller.
 
     Args:
         reshard: in stage three, keep a unit's parameters only while it computes.
@@ -49,7 +49,7 @@ class FSDPReplica(Replica):
 
     @contextmanager
     def describing(self) -> Iterator[None]:
-        """Gather the parameters; if a replay follows that need not free them, they stay until its end."""
+        """Gather the parameters, and keep them until the end of a replay that follows, unless it must free them."""
         # Otherwise FSDP would free a unit after each micro-batch and gather it again before the next one.
         self._stay_whole(True)
         self._gather()
@@ -94,10 +94,10 @@ class FSDPReplica(Replica):
                 raise
 
     def reduce(self) -> None:
-        """Do nothing: the last backward pass has reduced."""
+        """Do nothing: the last backward pass has reduced the gradients."""
 
     def release(self) -> None:
-        """Keep this rank's shards alone."""
+        """Free all parameters but this rank's shards."""
         self._stay_whole(False)
         for unit in self._units:
             unit.reshard()
@@ -136,7 +136,7 @@ class FSDPReplica(Replica):
 
 
 def shard(network: nn.Module, world: World, by_block: bool) -> set[str]:
-    """Share out a network's parameters, rank 0's; return the names of those without dimensions.
+    """Shard rank 0's parameters of a network over ranks; return the names of those without dimensions.
 
     With `by_block`, the larger blocks are units of their own, which can come and go while others compute; otherwise
     the whole network is one unit, which takes the fewest messages. Gradients are summed over the ranks.
@@ -163,7 +163,7 @@ def shard(network: nn.Module, world: World, by_block: bool) -> set[str]:
 
 
 def blocks(network: nn.Module) -> list[nn.Module]:
-    """The larger parts that a network calls one by one, such as residual blocks: the members of its module lists."""
+    """Return the large parts that a network calls in turn, such as residual blocks, from its module lists."""
     enough = SMALLEST_UNIT * _count(network)
     return [block for block in _members(network) if _count(block) > enough]
 

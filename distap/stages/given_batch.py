@@ -1,4 +1,4 @@
-"""A batch of a caller's loop and what the caller's network gives for it, as the three stages read them."""
+"""A batch from a caller's loop and the outputs of the caller's network, in the form of the three stages."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -20,7 +20,7 @@ from distap.world import World
 
 
 class GivenBatch:
-    """One rank's images; a rank with fewer than others repeats its last one, which takes no part."""
+    """One rank's images; a rank with fewer images than others repeats its last one, which takes no part."""
 
     def __init__(
         self, parts: list[Any], labels: Tensor, samples: Sequence[int] | None, share: int, world: World, step: int
@@ -50,7 +50,7 @@ class GivenBatch:
 
 
 class Outputs:
-    """What a caller's network gives: descriptors, with further losses of each image behind them as columns."""
+    """Outputs of a caller's network: descriptors, followed by further losses per image as columns."""
 
     def __init__(self, network: nn.Module, world: World, normalise: bool) -> None:
         self._network, self._world, self._normalise = network, world, normalise
@@ -60,7 +60,7 @@ class Outputs:
 
     @property
     def default_drift(self) -> float:
-        """The greatest difference between two descriptors of an image unless the caller says another."""
+        """Return the default limit of the difference between an image's two descriptors."""
         is_autocast = self._autocast[-1]
         parameters = self._network.parameters()
         is_float32 = all(one.dtype in (torch.float32, torch.float64) for one in parameters if one.is_floating_point())
@@ -87,11 +87,11 @@ class Outputs:
         return torch.cat([descriptors, *(other[:, None].to(descriptors) for other in others)], dim=1)
 
     def without_other(self, rows: Tensor) -> Tensor:
-        """The descriptors; one whose other loss is not finite is not finite either, so that it is left out."""
+        """Return the descriptors; those whose other loss is not finite become NaN, to be left out."""
         return rows[:, : self._width] + 0 * rows[:, self._width :].sum(1, keepdim=True)
 
     def with_other(self, ranking: Ranking, gathered: Gathered, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of the batch, other losses included, and its gradient by each row of outputs."""
+        """Return the loss of the batch with other losses, and its gradient by each row of outputs."""
         if rows.shape[1] == self._width:
             return ranking.loss.to(rows.dtype), ranking.gradient
         taking_part = gathered.local[:, None].to(rows) / len(gathered.images)
@@ -101,7 +101,7 @@ class Outputs:
 
 
 def cut_along_rows(images: Any, labels: Tensor | ArrayLike | None) -> tuple[list[Any], Tensor]:
-    """Cut into nestings of tensors that can be cut along their first dimension."""
+    """Convert images to nested tensors that can be cut along their first dimension."""
     if isinstance(images, Iterable) and not isinstance(images, Tensor | list | tuple | Mapping):
         parts = list(images)
         if labels is None and parts:
@@ -136,7 +136,7 @@ def refuse_graphs(parts: list[Any]) -> None:
 
 
 def are_alike(parts: list[Any]) -> bool:
-    """Tell whether images of different parts can be described together."""
+    """Tell whether the network can describe images of different parts together."""
     return len({tuple(shape[1:] for shape in _shapes(part)) for part in parts}) == 1
 
 
@@ -159,7 +159,7 @@ def _blanked(blank: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _told(output: Any) -> str:
-    """Say of what kind and shape a network's output is."""
+    """Describe type and shape of a network's output."""
     if isinstance(output, Tensor):
         return f"a tensor {tuple(output.shape)}"
     if isinstance(output, Mapping):

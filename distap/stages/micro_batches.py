@@ -26,7 +26,7 @@ class Batch(Protocol):
 
     @property
     def labels(self) -> Int64[Tensor, " b"]:
-        """Classes of the images; complete once every image was asked for, like `samples`."""
+        """Labels of the images; complete, like `samples`, after every image was asked for."""
         ...
 
     @property
@@ -36,21 +36,21 @@ class Batch(Protocol):
 
     @property
     def present(self) -> Bool[Tensor, " b"]:
-        """False for an image that could not be read."""
+        """Whether each image could be read."""
         ...
 
     def images(self, rows: Rows) -> Any:
-        """Return what the network takes for these rows, such as pixels (n, ...); wait while they are being read."""
+        """Return the network's input for these rows, such as pixels (n, ...); wait while they are being read."""
         ...
 
     def blank(self, rows: Tensor) -> None:
-        """Replace the pixels of these images, which the network cannot describe, by zeros."""
+        """Set the pixels of these images to zero, because the network could not describe them."""
         ...
 
 
 @dataclass
 class MicroBatchSizes:
-    """How many images the network takes at once. A size that proves too large is halved, and stays so.
+    """Number of images per pass through the network. A size that proves too large is halved for good.
 
     Args:
         replay: images in a micro-batch of stage three.
@@ -69,7 +69,7 @@ class MicroBatchSizes:
                 raise DistapError(f"micro_batch: {size!r} for {name}; a whole number from {least} on is expected")
 
     def check(self, mixing: str | None, keeps_graphs: bool) -> None:
-        """Refuse sizes that the network (`mixing` is what `mixes_images` says) or the engine does not allow."""
+        """Refuse sizes that the network (`mixing` comes from `mixes_images`) or the engine does not allow."""
         if mixing and self.describe not in (None, self.replay):
             both = f"{self.describe} and {self.replay}"
             raise DistapError(f"describe and replay need micro-batches of the same size, not {both}: {mixing}")
@@ -77,11 +77,11 @@ class MicroBatchSizes:
             raise DistapError(f"keep is {self.keep}, but this engine holds one graph at a time; set it to 0")
 
     def first_kept(self, share: int) -> int:
-        """The first row of a share that keeps its graph: the last micro-batches do, to hold memory the shortest."""
+        """Return the first row that keeps its graph: the last micro-batches do, to hold memory the shortest."""
         return max(-(-share // self.replay) - self.keep, 0) * self.replay if self.keep else share
 
     def halve(self, stage: str, size: int, keeps: bool, error: RuntimeError, obstacle: str | None) -> None:
-        """Halve what a stage holds in memory at once, because `error` came with a micro-batch of `size` images.
+        """Halve what a stage holds in memory, after `error` in a micro-batch of `size` images.
 
         If that was to keep its graph, fewer are kept. `error` is raised again if it has another cause than memory,
         and a DistapError if no smaller size is possible, such as for the reason `obstacle`.
@@ -132,7 +132,7 @@ def backward_passes(
     regroup: bool = True,
     lockstep: World | None = None,
 ) -> list[BackwardPass]:
-    """Cut stage three into micro-batches, at least one, and leave out images whose gradient is at most `limit` long.
+    """Cut stage three into one or more micro-batches; omit images whose gradient is at most `limit` long.
 
     Args:
         gradient: dL/d descriptors of the rank's share.
@@ -169,11 +169,11 @@ def backward_passes(
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Tell whether torch ran out of memory, for which it has no error class on the CPU."""
+    """Tell whether torch ran out of memory; on the CPU there is no error class for it."""
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OUT_OF_CPU_MEMORY)
 
 
 def as_rows(numbers: Tensor) -> Rows:
-    """Turn consecutive row numbers into a slice, so that their pixels need no copy."""
+    """Turn consecutive row numbers into a slice, so that indexing makes no copy."""
     first, last = int(numbers[0]), int(numbers[-1])
     return slice(first, last + 1) if last - first + 1 == len(numbers) else numbers

@@ -1,4 +1,4 @@
-"""A network on this rank, as the three stages use it. One class for each way in which ranks share a network.
+"""A network on this rank, for the three stages; one class per way of sharing a network between ranks.
 
     Replica          a whole copy on every rank, trained in place: gradients are all-reduced once per step
     CallersReplica   a whole copy that the caller owns: autograd gets its gradients as if the batch had been one pass
@@ -45,7 +45,7 @@ class Replica:
         self._forward = forward or network
 
     def describing(self) -> AbstractContextManager[None]:
-        """Enclose stage one or an evaluation: parameters are whole inside, so each rank describes on its own."""
+        """Enclose stage one or an evaluation: parameters are whole inside, so each rank describes independently."""
         return nullcontext()
 
     def replaying(self) -> AbstractContextManager[None]:
@@ -53,18 +53,18 @@ class Replica:
         return nullcontext()
 
     def forward(self, images: Any) -> Tensor:
-        """Describe images, with a graph if autograd is on. Without one, call it inside `describing`."""
+        """Describe images, with a graph if autograd is on; without a graph, call it inside `describing`."""
         return self._forward(images)
 
     def release(self) -> None:
-        """Leave parameters as the optimiser and the state of a checkpoint see them."""
+        """Return parameters to the form that the optimiser and checkpoints expect."""
 
     def backward(self, descriptors: Tensor, gradient: Tensor, is_last: bool) -> None:
-        """Add the parameter gradients that follow from dL/d descriptors, (n, C). `is_last` of this step's passes."""
+        """Backpropagate dL/d descriptors, (n, C), into parameter gradients; `is_last` marks a step's last pass."""
         torch.autograd.backward(descriptors, gradient * self.scale)
 
     def reduce(self) -> None:
-        """Sum the gradients over the ranks, after the last backward pass of a step."""
+        """Sum the gradients over ranks after a step's last backward pass."""
         # No wrapper reduces in a backward pass: a rank that runs out of memory in one can start its replay again
         # while the others wait here.
         trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
@@ -73,12 +73,12 @@ class Replica:
             parameter.grad = whole
 
     def discard(self) -> None:
-        """Clear the gradients, because the step is skipped or its replay starts again."""
+        """Clear the gradients, because the step is skipped or its replay restarts."""
         self.network.zero_grad()
 
 
 class CallersReplica(Replica):
-    """The caller's network, which DistributedDataParallel may wrap.
+    """The caller's network, possibly wrapped in DistributedDataParallel.
 
     Gradients of micro-batches are summed next to the parameters, where no hook of a wrapper sees them, and given to
     autograd once. With `sums`, they are summed over the ranks first; otherwise the caller's wrapper does that.
@@ -108,7 +108,7 @@ class CallersReplica(Replica):
 
 
 class ReplacedForward(nn.Module):
-    """A network whose forward pass is another function, to hand to a wrapper such as DDP or DeepSpeed."""
+    """A network with another function as forward pass, for wrappers such as DDP or DeepSpeed."""
 
     def __init__(self, network: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class ReplacedForward(nn.Module):
 
 
 def summed(world: World, gradients: list[Tensor | None], like: Sequence[Tensor]) -> list[Tensor | None]:
-    """Sum over the ranks, in one message per dtype. A gradient that no rank has stays None, so nothing decays."""
+    """Sum gradients over ranks, one message per dtype. A gradient missing on all ranks stays None."""
     if world.size == 1:
         return gradients
     # One message: | gradient 1 | gradient 2 | ... | how many ranks have 1, 2, ... |
@@ -146,7 +146,7 @@ def set_batchnorm(network: nn.Module, training: bool) -> list[nn.Module]:
 
 
 def world_of(network: nn.Module, group: dist.ProcessGroup | None) -> World:
-    """The ranks of a batch: `group`, those over which the network's wrapper averages gradients, or all."""
+    """Return the ranks of a batch: `group`, those over which the network's wrapper averages, or all."""
     device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
     if not (dist.is_available() and dist.is_initialized()):
         return World(device=device)
@@ -163,7 +163,7 @@ def _group_of(network: nn.Module) -> dist.ProcessGroup | None:
 
 
 def refuse_unusable(network: nn.Module, freezes_batchnorm: bool) -> None:
-    """Raise a DistapError that names a part of an unwrapped network with which the gradient would be wrong."""
+    """Raise a DistapError that names a part of an unwrapped network that would make the gradient wrong."""
     for name, module in network.named_modules():
         if name and isinstance(module, FSDPModule) and not isinstance(network, FSDPModule):
             raise DistapError(

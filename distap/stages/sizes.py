@@ -29,7 +29,7 @@ logger = logging.getLogger("distap")
 
 
 class Fitting:
-    """Tries micro-batches of up to `share` random images, in the same order on every rank."""
+    """Try micro-batches of up to `share` random images, in the same order on every rank."""
 
     def __init__(self, replica: Replica, world: World, image_size: int, share: int) -> None:
         if replica.lockstep:
@@ -40,7 +40,7 @@ class Fitting:
         self._replica, self._world, self._image_size, self._share = replica, world, image_size, share
 
     def replay_size(self) -> int:
-        """Return the micro-batch size with the fewest seconds per image, forward and backward, the same on all ranks.
+        """Return the micro-batch size that is fastest per image, forward and backward, the same on all ranks.
 
         Raises:
             DistapError: not even one image fits the memory of every rank.
@@ -68,7 +68,7 @@ class Fitting:
         return best
 
     def kept_graphs(self, size: int) -> int:
-        """Return how many micro-batches of `size` images can keep their graph on this rank, after a step was made."""
+        """Return how many micro-batches of `size` images can keep their graph on this rank, judged after one step."""
         size = min(size, self._share)
         try:
             graph = self._bytes_of_graph(size)
@@ -115,7 +115,7 @@ class Fitting:
 
 
 class SavedBytes(saved_tensors_hooks):
-    """Count the bytes that autograd keeps for the backward pass, except the network's own tensors."""
+    """Count the bytes that autograd keeps for the backward pass, without the network's own tensors."""
 
     def __init__(self, network: nn.Module) -> None:
         # Parameters are saved too, but are there without a graph as well.
@@ -125,7 +125,7 @@ class SavedBytes(saved_tensors_hooks):
 
     @property
     def bytes(self) -> int:
-        """Bytes seen so far; tensors that share memory count once."""
+        """Bytes counted so far; tensors that share memory count once."""
         return sum(storage.nbytes() for storage in self._saved.values())
 
     def _pack(self, tensor: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class SavedBytes(saved_tensors_hooks):
 
 
 def free_memory(device: torch.device) -> int:
-    """Return how many bytes this rank may take beyond its peak so far; a host's ranks share what its CPU has left."""
+    """Return how many bytes this rank may use beyond its peak so far; ranks of a host share its free memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device))

@@ -1,4 +1,4 @@
-"""Write files so that a crash or a full disk leaves either the old file or the new one, never half of it."""
+"""Write files so that a crash or a full disk leaves the old file or the new one, never half of one."""
 
 import errno
 import os
@@ -15,15 +15,15 @@ UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP)  # errors of file systems that canno
 
 
 class UnwritableError(DistapError):
-    """A file or folder cannot be written; the old one, if any, is unchanged."""
+    """Raised if a file or folder cannot be written; an old one is unchanged."""
 
 
 class BusyError(DistapError):
-    """Another process has locked the folder."""
+    """Raised if another process has locked the folder."""
 
 
 def write_whole(path: Path, data: bytes | str) -> None:
-    """Replace a file in one step, text as UTF-8, and make missing folders. On return the file is on the disk."""
+    """Replace a file atomically, text as UTF-8; make missing folders. On return the file is on the disk."""
     try:
         with replacing(path) as file:
             file.write(data.encode() if isinstance(data, str) else data)
@@ -33,7 +33,7 @@ def write_whole(path: Path, data: bytes | str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file that takes the place of `path` on leaving; after an OSError the old one stays."""
+    """Open a new file that replaces `path` on leaving; after an OSError the old one stays."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     make_folder(path.parent)
     try:
@@ -50,7 +50,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def locked(folder: Path, doing: str, wait: bool = False) -> Iterator[None]:
-    """Make the folder if need be, and lock it, "packing" for example.
+    """Make the folder if needed, and lock it for a purpose such as "packing".
 
     While another process has locked it, raise a BusyError, or with `wait` wait for it.
     """
@@ -68,7 +68,7 @@ def locked(folder: Path, doing: str, wait: bool = False) -> Iterator[None]:
 
 
 def refuse_foreign(folder: Path, own: Collection[str]) -> None:
-    """Raise a DistapError if a folder that will be replaced holds other files than `own`, or is a file."""
+    """Raise a DistapError if a folder to be replaced holds other files than `own`, or is a file."""
     found = folder.iterdir() if folder.is_dir() else [folder] if folder.exists() else []
     if foreign := sorted({path.name for path in found}.difference(own)):
         some = f"{', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}"
@@ -77,7 +77,7 @@ def refuse_foreign(folder: Path, own: Collection[str]) -> None:
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """Make a folder that takes the place of `path` on leaving; after an error the old one stays.
+    """Make a folder that replaces `path` on leaving; after an error the old one stays.
 
     A crash between the two renames leaves nothing at `path`: both folders are in a hidden one next to it.
     """
@@ -100,7 +100,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its missing parents, and bring their names to the disk."""
+    """Make a folder and its missing parents, and flush their names to the disk."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -108,7 +108,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Bring the content of a file, or the names in a folder, to the disk."""
+    """Flush the content of a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

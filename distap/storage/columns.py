@@ -1,4 +1,4 @@
-"""Read arrays of known types from .npz files that somebody else may have written."""
+"""Read arrays of known types from untrusted .npz files."""
 
 import io
 import math
@@ -43,7 +43,7 @@ def read_columns(data: Buffer, dtypes: dict[str, str]) -> dict[str, Column]:
 
 @contextmanager
 def _unreadable(where: str) -> Iterator[None]:
-    """Raise a ValueError for whatever is raised: zipfile passes on errors of struct, zlib and others."""
+    """Raise a ValueError for any error: zipfile passes on errors of struct, zlib and others."""
     try:
         yield
     except Exception as error:
@@ -51,7 +51,7 @@ def _unreadable(where: str) -> Iterator[None]:
 
 
 def _contents(archive: zipfile.ZipFile, data: Buffer, name: str) -> Buffer:
-    """Return the bytes of a file in an archive, without a copy if they are not compressed."""
+    """Return the bytes of a file in an archive, without a copy if they are uncompressed."""
     if name not in archive.NameToInfo:
         raise ValueError("missing")
     info = archive.getinfo(name)

@@ -28,20 +28,20 @@ logger = logging.getLogger("distap")
 
 
 class About(NamedTuple):
-    """Hold what a storage tells of a file without reading it."""
+    """What a storage knows of a file without reading it."""
 
     size: int  # in bytes
     version: str  # changes when the file does; "" if the storage does not tell
 
 
 def storage_of(base: str, settings: RemoteSettings | None = None, key: str | None = "data.remote") -> "Storage":
-    """Return the storage of a folder, given by its path or URL; see `Storage` for the arguments."""
+    """Return the storage of a folder by its path or URL; see `Storage` for the arguments."""
     kind = LocalStorage if scheme_of(base) in ("", "file") else Storage
     return kind(base, settings, key)
 
 
 class Storage:
-    """The files of a folder in a bucket, or behind another URL that fsspec has a file system for.
+    """Files of a folder in a bucket, or behind another URL for which fsspec has a file system.
 
     Any thread may use it, and it can be copied into other processes. See `retried` for the errors of its methods.
     `key` says in messages where a recipe has the `settings`; None if they come from elsewhere.
@@ -105,19 +105,19 @@ class Storage:
         return self.read_whole(name)
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file of any size. Each block is a `read` of its own, so that it can be retried."""
+        """Open a file of any size. Each block is one `read`, which can be retried."""
         return io.BufferedReader(_Blocks(self, name), REQUEST_BYTES)
 
     @retried("listed")
     def names(self, pattern: str) -> list[str]:
-        """Return the names of the files that match a glob, sorted."""
+        """Return the names of files that match a glob, sorted."""
         start = joined(strip_protocol(self.base), "")
         found = self._files.glob(start + pattern, detail=True)
         return sorted(path.removeprefix(start) for path, info in found.items() if info["type"] == "file")
 
     @retried("listed")
     def sizes(self, folder: str) -> dict[str, int]:
-        """Return the bytes of each file below a folder, by name; {} if there is no such folder."""
+        """Return the size in bytes of each file below a folder, by name; {} if there is no such folder."""
         start = joined(strip_protocol(self.base), "")
         try:
             found = self._files.find(start + folder, detail=True)
@@ -128,12 +128,12 @@ class Storage:
 
     @retried("written")
     def write(self, name: str, data: bytes) -> None:
-        """Write a small file, which appears whole and outlasts a loss of power."""
+        """Write a small file atomically; on return it survives a loss of power."""
         self._files.pipe_file(self.where(name), data, timeout=self.settings.timeout_seconds)
 
     @retried("written")
     def create(self, name: str, data: bytes) -> bool:
-        """Write a small file unless there is one, of which only one of several writers succeeds; tell whether it did.
+        """Write a small file unless it exists; return True for the one writer that succeeds, False for others.
 
         Object stores that do not know If-None-Match, which S3 and Google's do, replace the other writer's.
         """
@@ -145,7 +145,7 @@ class Storage:
 
     @retried("written")
     def upload(self, name: str, path: Path) -> None:
-        """Copy a local file of any size to `name`; on return it outlasts a loss of power."""
+        """Copy a local file of any size to `name`; on return it survives a loss of power."""
         # s3fs waits without end for a server that is silent when it sends: no time-out of its own is for that.
         seconds = self.settings.timeout_seconds * max(1, path.stat().st_size / PART)
         self._files.put_file(str(path), self.where(name), timeout=seconds)
@@ -157,20 +157,20 @@ class Storage:
 
     @retried("removed")
     def remove(self, name: str) -> None:
-        """Remove a file; if it is gone already, that is no error."""
+        """Remove a file if it exists."""
         with suppress(FileNotFoundError):
             self._files.rm_file(self.where(name))
 
     @property
     def _files(self) -> Any:
-        """The file system of this process: a fork must not use the connections of its parent."""
+        """Return the file system of this process: a fork must not use its parent's connections."""
         if self._made is None or self._made[0] != os.getpid():
             self._made = os.getpid(), file_system(self.scheme, self.settings, self.key)
         return self._made[1]
 
 
 class LocalStorage(Storage):
-    """The files of a folder on disk, given as a path or a file:// URL: reads without fsspec, and atomic writes."""
+    """Files of a folder on disk, given as a path or a file:// URL: reads without fsspec, and atomic writes."""
 
     def _local(self, name: str) -> Path:
         return Path(self.where(name).removeprefix("file://"))

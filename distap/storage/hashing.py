@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """Size and content of a file; a file with another identity is damaged or a different one."""
+    """Size and SHA-256 of a file; they differ if the file is damaged or another one."""
 
     bytes: int
     sha256: str
@@ -20,7 +20,7 @@ def file_identity(path: Path) -> FileIdentity:
 
 
 class Hashed:
-    """Wrap a file that is read or written once from start to end, and hash the bytes on their way."""
+    """Wrap a file that is read or written once from start to end, and hash its bytes."""
 
     def __init__(self, file: Any) -> None:
         self._file, self._digest = file, hashlib.sha256()

@@ -1,4 +1,4 @@
-"""The cache folder of this user, with what the processes of a host share."""
+"""This user's cache folder, shared by the processes of a host."""
 
 import hashlib
 import json
@@ -13,12 +13,12 @@ from distap.storage.locations import scheme_of
 
 
 def short_digest(*parts: Any) -> str:
-    """Return a name for values that JSON can hold, unlike that of any others."""
+    """Hash values that JSON can hold to a short name."""
     return hashlib.sha256(json.dumps(parts).encode(errors="surrogateescape")).hexdigest()[:32]
 
 
 def own_folder(kind: str, place: str) -> Path:
-    """Return the folder for one `kind` of file about a `place`, a path or URL, or raise an UnwritableError.
+    """Return the folder for one `kind` of file about a `place` (path or URL); raise an UnwritableError on failure.
 
     What is in it is believed, so it has to be the user's, and may not come with the data.
     """

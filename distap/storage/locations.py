@@ -1,4 +1,4 @@
-"""Paths and URLs of data sets and of checkpoint stores: what a recipe may write, and which shards it means.
+"""Parse paths and URLs of data sets and of checkpoint stores, and list a data set's shards.
 
 A data set is one of:
 
@@ -67,7 +67,7 @@ class Source:
 
     @property
     def index_name(self) -> str:
-        """Each pattern in a folder has its own."""
+        """Name of the index file; each pattern in a folder has its own."""
         if self.pattern is None:
             return INDEX_FILE
         readable = re.sub(r"[^A-Za-z0-9]+", "-", self.pattern.removesuffix(".tar")).strip("-")[:60]
@@ -83,7 +83,7 @@ def joined(base: str, name: str) -> str:
 
 
 def from_folder(text: str, folder: str) -> str:
-    """Return a path or the name of a data set; if it is relative, it is taken to be relative to `folder`."""
+    """Return a path or name of a data set, relative ones taken from `folder`."""
     kind = next((f"{kind}:" for kind in _UNPACKED if text.startswith(f"{kind}:")), "")
     path = text.removeprefix(kind)
     # A data set of Hugging Face may have a name instead, and one in Python has no place.
@@ -174,7 +174,7 @@ def _local_source(text: str, path: str, index: Path | None) -> Source:
 
 
 def _split_pattern(path: str) -> tuple[str, str | None]:
-    """Return the folder that all shards are in, and the pattern of their names or None."""
+    """Return the folder that holds all shards, and the pattern of their names or None."""
     parts = path.split("/")
     last = len(parts) - parts[-1].endswith(".tar")
     first = next((i for i, part in enumerate(parts) if any(sign in part for sign in "{" + _GLOB)), last)
@@ -225,7 +225,7 @@ def _choices(group: str) -> int:
 
 
 def safe_name(name: str, where: str) -> str:
-    """Return the name of a shard if it stays below its folder; a DistapError says `where` another one stands."""
+    """Return a shard's name if it stays below its folder; otherwise a DistapError names its origin, `where`."""
     if {"", ".", ".."} & set(name.split("/")) or not name.isprintable() or "\\" in name:
         raise DistapError(f"{where}: {name!r} is no name of a shard in the data set's folder, such as part/00.tar")
     return name

@@ -22,7 +22,7 @@ def without_secrets(text: str) -> str:
 
 
 def find_secret(value: Any, place: str, name: str = "") -> str | None:
-    """Return the place of the first secret among nested options, or None.
+    """Return the place of the first secret in nested options, or None.
 
     A telling `name` or value makes an option a secret; `place` is its dotted path, such as `options.s3`.
     """

@@ -1,4 +1,4 @@
-"""fsspec file systems with distap's settings, and one retry policy with distap's error classes for all of them."""
+"""fsspec file systems with distap's retry policy and error classes."""
 
 import errno
 import logging
@@ -27,16 +27,16 @@ Settings = TypeVar("Settings", bound="RemoteSettings | None")
 
 @dataclass(frozen=True)
 class RemoteSettings:
-    """How often reads and writes are retried, and options of the remote file systems."""
+    """Number of retries of reads and writes, and options of remote file systems."""
 
     __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012 - read by pydantic in a section
 
     attempts: int = 5
-    """Number of tries before a read or write has failed."""
+    """Number of attempts before a read or write fails."""
     timeout_seconds: float = 60.0
-    """Longest time of one request, which asks for 8 MiB at most apart from single images."""
+    """Time limit of a request, seconds; requests read at most 8 MiB, or a whole image."""
     backoff_seconds: float = 0.5
-    """Pause before the second attempt, doubled before each further one."""
+    """Seconds before the second attempt, doubled before each further one."""
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Options of fsspec's file systems by scheme, such as {s3: {endpoint_url: ...}}; a recipe's may hold no
     secret."""
@@ -68,13 +68,13 @@ class MissingFileError(DistapError):
 
 
 class UnreachableError(DistapError):
-    """All attempts failed for reasons that may pass, so starting again later may help."""
+    """Raised after all attempts failed for reasons that may pass, so that a later start may succeed."""
 
     status = FAILED
 
 
 def file_system(scheme: str, settings: RemoteSettings, key: str | None) -> Any:
-    """Make an fsspec file system with connections of its own; `key` names the settings in messages."""
+    """Make an fsspec file system with its own connections; messages name its settings as `key`."""
     import fsspec  # slow
 
     options = {name: copy(value) for name, value in settings.options.get(scheme, {}).items()}
@@ -105,7 +105,7 @@ def file_system(scheme: str, settings: RemoteSettings, key: str | None) -> Any:
 
 
 def retried(done: str) -> Callable[[M], M]:
-    """Decorate a method of a storage whose first argument names a file: call it until it succeeds.
+    """Decorate a storage method, whose first argument names a file, to be retried until it succeeds.
 
     Its errors become MissingFileError if there is no such file, DistapError if another attempt cannot help, and
     UnreachableError if all attempts failed. `done` completes "cannot be ..." in their messages.
@@ -161,14 +161,13 @@ def _explained(error: Exception, where: str, done: str, settings: RemoteSettings
 
 
 def _cause(error: Exception) -> Exception:
-    """Return what made fsspec say that there is no file: over HTTP it says so of all failures."""
+    """Return the error behind fsspec's FileNotFoundError: over HTTP, fsspec reports all failures as that."""
     cause = error.__cause__
     is_of_http = isinstance(cause, OSError) or type(cause).__module__.startswith("aiohttp.")
     return cast(Exception, cause) if isinstance(error, FileNotFoundError) and is_of_http else error
 
 
 def _may_pass(error: Exception) -> bool:
-    """Return whether another attempt may succeed."""
     error = _cause(error)
     if isinstance(error, (DistapError, *PERMANENT, *OPTION_ERRORS)) or type(error).__name__ in LACKS_CREDENTIALS:
         return False
@@ -181,7 +180,7 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _answer_to_boto(error: Exception) -> tuple[str, int | None]:
-    """Return error code and HTTP status of the S3 answer behind an error of s3fs; ("", None) if there was none."""
+    """Return error code and HTTP status of an S3 answer behind an error of s3fs; ("", None) without one."""
     cause = error.__cause__
     if isinstance(cause, TimeoutError):  # fsspec wraps it once more
         cause = cause.__cause__

@@ -1,4 +1,4 @@
-"""Count the bytes, retries and cache requests of reading, for the metrics."""
+"""Count bytes, retries and cache requests of reading, for the metrics."""
 
 import os
 from typing import NamedTuple
@@ -15,7 +15,7 @@ class Traffic(NamedTuple):
 
 
 class Meter:
-    """Count the traffic of this process; a copy in another process, or a fork, counts for itself."""
+    """Count the traffic of this process; a copy in another process, or a fork, counts separately."""
 
     def __init__(self) -> None:
         self._process, self._total = os.getpid(), Traffic()
@@ -27,7 +27,7 @@ class Meter:
         self._total = self.take().plus(traffic)
 
     def take(self) -> Traffic:
-        """Return what was counted since the last call."""
+        """Return the counts since the last call."""
         taken = self._total if self._process == os.getpid() else Traffic()
         self._process, self._total = os.getpid(), Traffic()
         return taken

@@ -1,1 +1,1 @@
-"""Show a training to people and monitoring: metrics, health, the run's log, loggers, the terminal, traces."""
+"""Show a training to people and monitoring: metrics, health, run log, loggers, terminal, traces."""

@@ -1,4 +1,4 @@
-"""The HTTP endpoint of a rank: metrics, health and readiness, from early in its start.
+"""HTTP endpoint of a rank for metrics, health and readiness, open from early in its start.
 
 | request       | answer                                                                             |
 |---------------|------------------------------------------------------------------------------------|
@@ -35,7 +35,7 @@ logger = logging.getLogger("distap")
 
 @dataclass
 class Endpoint:
-    """The endpoint of one rank. The trainer fills in its attributes as they become known."""
+    """HTTP endpoint of one rank. The trainer sets its attributes as they become known."""
 
     rank: int = 0
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
@@ -44,7 +44,7 @@ class Endpoint:
 
     @contextmanager
     def served(self, port: int | None, address: str) -> Iterator["Endpoint"]:
-        """Serve http://address:port from a thread while this is entered; without a port, serve nothing.
+        """Serve http://address:port from a thread while entered; without a port, do nothing.
 
         A port that another process has is passed over, with a warning that names the one that is taken instead.
         """
@@ -77,7 +77,7 @@ class Endpoint:
 
     @contextmanager
     def ready(self, stopping: Callable[[], bool]) -> Iterator[None]:
-        """Report the rank as ready while this is entered and `stopping` is false."""
+        """Report the rank as ready while entered and while `stopping` is false."""
         self.not_ready = lambda: "stopping" if stopping() else None
         try:
             yield
@@ -101,7 +101,7 @@ class Endpoint:
         return [json.dumps({"rank": self.rank, **content}).encode() + b"\n"]
 
     def _said(self, problem: str | None, otherwise: str) -> tuple[HTTPStatus, dict[str, Any]]:
-        """Answer with what the rank does, such as `describe of step 12`, and for how many seconds."""
+        """Answer with the rank's activity, such as `describe of step 12`, and its seconds."""
         content: dict[str, Any] = {"status": problem or otherwise}
         if self.watchdog is not None:
             activity, seconds = self.watchdog.activity
@@ -110,7 +110,7 @@ class Endpoint:
 
 
 class _Server(ThreadingWSGIServer):
-    """prometheus_client's server, with a thread for each connection, so that a slow client delays no probe."""
+    """prometheus_client's server with one thread per connection, so that a slow client delays no probe."""
 
     request_queue_size = 128  # with the usual 5, many connections at a time make a probe wait for seconds
 
@@ -132,4 +132,4 @@ class RequestHandler(WSGIRequestHandler):
     timeout = 10.0  # seconds in which a client has to send more of its request or take more of the answer
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Log nothing: probes come every few seconds."""
+        """Log nothing, because probes come every few seconds."""

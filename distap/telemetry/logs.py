@@ -1,4 +1,4 @@
-"""Log lines on the standard error, with time, level, run, rank and step.
+"""Write log lines to standard error, with time, level, run, rank and step.
 
 As text, for people and for grep:
 
@@ -35,7 +35,7 @@ logger = logging.getLogger("distap")
 
 @dataclass
 class LogOrigin:
-    """Name the process that the lines come from."""
+    """The process named in log lines."""
 
     run: str = ""
     rank: int | None = None
@@ -48,7 +48,7 @@ origin = LogOrigin()
 
 
 def log_lines(form: LogFormat, run: str, rank: int | None) -> None:
-    """Log lines to the standard error: all of rank 0 and a launcher (None), warnings and errors of other ranks."""
+    """Log to standard error: all lines of rank 0 and of a launcher (None), warnings and errors of other ranks."""
     origin.run, origin.rank, origin.form = run, rank, form
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
@@ -65,17 +65,17 @@ def log_lines(form: LogFormat, run: str, rank: int | None) -> None:
 
 
 def is_logging_lines() -> bool:
-    """Tell whether messages go into a log, and not to a person at a terminal."""
+    """Tell whether messages become log lines rather than text at a terminal."""
     return origin.form is not None
 
 
 def at_step(step: int) -> None:
-    """Name this step, counted from 1, in lines from now on."""
+    """Add this step, counted from 1, to all further lines."""
     origin.step = step
 
 
 def take_over_loggers() -> None:
-    """With JSON, redirect loggers that packages have set up by now into the same lines."""
+    """With JSON, redirect loggers that packages have set up so far into the same lines."""
     if origin.form != "json":
         return
     logger.handlers, logger.propagate = [], True
@@ -87,7 +87,7 @@ def take_over_loggers() -> None:
 
 
 def printable(text: str) -> str:
-    """Write control characters as escapes, so that a name in a data set cannot command a terminal."""
+    """Escape control characters, so that a name in a data set cannot command a terminal."""
     return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
@@ -97,7 +97,7 @@ class _Formatter(logging.Formatter):
 
 
 class TextLines(_Formatter):
-    """Write a record as one line; a traceback follows on lines of its own."""
+    """Format a record as one line; a traceback follows on further lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         where = f"run={_word(origin.run)} rank={_word(origin.rank)} step={_word(origin.step)}"
@@ -105,7 +105,7 @@ class TextLines(_Formatter):
 
 
 class JsonLines(_Formatter):
-    """Write a record as one JSON object, short enough for a pipe to take in one piece."""
+    """Format a record as one JSON object, short enough for a pipe to take it in one piece."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -127,7 +127,7 @@ class JsonLines(_Formatter):
 
 
 def _shorten(line: dict[str, Any], name: str, cut: Callable[[str, int], str]) -> None:
-    """Shorten a text so that the JSON of its line fits into a pipe in one piece."""
+    """Shorten `text` so that the log line fits into a pipe in one piece."""
     if len(json.dumps(line)) < LONGEST_LINE:
         return
     text = line[name]

@@ -1,4 +1,4 @@
-"""Export the Prometheus metrics of one rank, declared in one table.
+"""Export the Prometheus metrics of one rank from one table of declarations.
 
 Names follow the Prometheus conventions. Figures that are the same on every rank (loss, learning rate, validation) are
 exported by rank 0 only, so that sums over ranks mean something.
@@ -72,7 +72,7 @@ GLOBAL: dict[str, tuple[Any, ...]] = {
 
 
 class TrainingMetrics(SimpleNamespace):
-    """The metrics of one rank, of which the first also exports what is global. Each name above is an attribute."""
+    """Metrics of one rank; rank 0 also exports the global ones. Each name in the table is an attribute."""
 
     def __init__(
         self, is_first: bool, skip_reasons: tuple[str, ...], registry: CollectorRegistry, device: str = "cpu"
@@ -106,7 +106,7 @@ class TrainingMetrics(SimpleNamespace):
     def observe_step(
         self, step: int, images: int, seconds: Mapping[str, float], figures: Mapping[str, float], skipped: str | None
     ) -> None:
-        """Record a step of this rank: its images, seconds by stage and of the whole `step`, and figures by attribute.
+        """Record a step of this rank: images, seconds by stage and of the whole `step`, and figures by attribute.
 
         `skipped` is `descriptor`, `loss` or `gradient` if that was not finite, so that the parameters did not move.
         """
@@ -129,7 +129,7 @@ class TrainingMetrics(SimpleNamespace):
 
 
 def _utilization(gpu: int | None) -> float:
-    """Return a GPU's utilisation from 0 to 1; NaN if there is none, no nvidia-ml-py, or only a slice (MIG)."""
+    """Return a GPU's utilisation from 0 to 1; NaN without GPU or nvidia-ml-py, or for a slice (MIG)."""
     if gpu is None:
         return math.nan
     try:
@@ -139,7 +139,7 @@ def _utilization(gpu: int | None) -> float:
 
 
 def memory_used(control_group: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return the share of a container's memory limit that is in use, without caches of files; NaN without a limit."""
+    """Return the used share of a container's memory limit, without file caches; NaN without a limit."""
     try:
         limit = int((control_group / "memory.max").read_text())  # `max` is no number
         used = dict(line.split() for line in (control_group / "memory.stat").read_text().splitlines())
@@ -149,5 +149,5 @@ def memory_used(control_group: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def host_memory_peak() -> int:
-    """Return the greatest resident memory of this process so far, in bytes."""
+    """Return this process's peak resident memory so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,4 +1,4 @@
-"""Write and read a run's log: metrics.jsonl, one JSON object for each step or evaluation."""
+"""Write and read a run's log, metrics.jsonl: one JSON object for each step or evaluation."""
 
 import json
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger("distap")
 
 
 class JsonLinesFile:
-    """Append JSON lines to a file, never half a line; while the disk is full, lines wait in memory."""
+    """Append whole JSON lines to a file; while the disk is full, keep them in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -47,7 +47,7 @@ class JsonLinesFile:
         self._file.close()
 
     def _write_waiting(self) -> OSError | None:
-        """Write all lines that wait, or none; return why none could be written."""
+        """Write all waiting lines or none; return the reason if they could not be written."""
         whole = self._file.seek(0, os.SEEK_END)
         rest = memoryview(self._waiting)
         try:
@@ -61,7 +61,7 @@ class JsonLinesFile:
 
 
 def run_log_from(folder: Path, step: int) -> JsonLinesFile:
-    """Open folder/metrics.jsonl of a run that goes on from `step`; lines of later steps are removed.
+    """Open folder/metrics.jsonl of a run that continues from `step`; remove lines of later steps.
 
     Lines that cannot be read go to metrics.damaged.jsonl, with a warning.
     """
@@ -80,7 +80,7 @@ def run_log_from(folder: Path, step: int) -> JsonLinesFile:
 
 
 def log_not_finite(folder: Path, step: int, what: str, keys: list[str]) -> None:
-    """Append to folder/not_finite.jsonl a step that was not applied, with the keys of its images.
+    """Append a step that was not applied to folder/not_finite.jsonl, with the keys of its images.
 
     Entries of earlier attempts at a step stay, since they are what a person looks for.
     """
@@ -89,7 +89,7 @@ def log_not_finite(folder: Path, step: int, what: str, keys: list[str]) -> None:
 
 
 def log_start(folder: Path, step: int, **about: Any) -> None:
-    """Append to folder/starts.jsonl when, where and with which versions a training begins or goes on from `step`."""
+    """Append when, where and with which versions a training starts from `step` to folder/starts.jsonl."""
     versions = {"distap": __version__, "torch": torch.__version__, "python": platform.python_version()}
     with closing(JsonLinesFile(folder / STARTS_LOG)) as lines:
         own = {"step": step, "time": time.time(), "host": socket.gethostname(), "commit": _commit()}
@@ -97,13 +97,13 @@ def log_start(folder: Path, step: int, **about: Any) -> None:
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """Read what `log_start` has written; nothing of a run that is older than that file."""
+    """Read what `log_start` wrote; return nothing for a run from before that file existed."""
     path = folder / STARTS_LOG
     return [entry for _, _, entry in _lines(path) if entry is not None] if path.is_file() else []
 
 
 def read_run_log(folder: Path) -> list[dict[str, Any]]:
-    """Read the lines of a run's log; a last line that an interruption cut short is left out."""
+    """Read the lines of a run's log; skip a last line that an interruption cut short."""
     path = folder / RUN_LOG
     if not path.is_file():
         raise DistapError(f"{path}: no such run log; a training writes it into its run folder")
@@ -117,7 +117,7 @@ def read_run_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
-    """Yield the lines of a log with their numbers, and their entries where they can be read."""
+    """Yield numbered lines of a log, with their entries if readable."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -128,7 +128,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
 
 
 def _commit() -> str | None:
-    """Return the commit of the checkout that distap runs from, with `-dirty` if files differ; None without one."""
+    """Return the commit of distap's checkout, with `-dirty` if files differ; None without a checkout."""
     folder = Path(__file__).parent
 
     def git(*arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""Results on the standard output; progress and messages on the standard error, as log lines without a terminal."""
+"""Print results to standard output; print progress and messages to standard error, or log them."""
 
 import logging
 import os
@@ -45,13 +45,12 @@ if not results.is_terminal:
 
 
 def print_result(*parts: object) -> None:
-    """Print lines and tables that a command was called for to the standard output."""
+    """Print a command's results (lines and tables) to standard output."""
     for part in parts:
         results.print(part, markup=not isinstance(part, str))
 
 
 def print_warning(text: str) -> None:
-    """Print a warning of a command to the standard error."""
     console.print(text, markup=False, style="yellow")
 
 
@@ -67,7 +66,7 @@ def track(items: Iterable[T], description: str, total: int) -> Iterator[T]:
 def progress(
     description: str, total: int, done: int = 0, shown: bool = True, seconds: float = TELL_SECONDS
 ) -> Iterator[Callable[..., None]]:
-    """Open a progress bar; without a terminal, or with JSON, tell a line every so many `seconds`, and at the end.
+    """Open a progress bar; without a terminal, or with JSON, log every so many `seconds` and at the end.
 
     Yield a function of the number of items done by now, a text about the last one and, for programs, figures by name.
     Without a text, it shows speed and time left, for which the `done` items of an earlier run do not count.
@@ -95,7 +94,7 @@ def progress(
 
 
 def tell(text: str, **figures: float) -> None:
-    """Tell of progress, unless -q asks for silence."""
+    """Print a message about progress, unless -q is given."""
     if is_logging_lines():
         logger.info("%s", text, extra={"figures": figures})
     elif origin.level <= logging.INFO:
@@ -103,7 +102,7 @@ def tell(text: str, **figures: float) -> None:
 
 
 def figures_table(columns: dict[str, dict[str, float]]) -> Table:
-    """Draw results side by side in percent, a column each; with two columns, add the gain in points."""
+    """Draw results in percent, one column each; with two columns, add the gain in points."""
     gains = ["gain"] if len(columns) == 2 else []
     table = Table("", *(Column(name, justify="right") for name in [*columns, *gains]))
     for figure in next(iter(columns.values())):
@@ -114,7 +113,7 @@ def figures_table(columns: dict[str, dict[str, float]]) -> Table:
 
 
 def text_table(title: str, caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Return a table whose first column is a name and whose other columns are figures."""
+    """Return a table whose first column is a name and whose others are figures."""
     table = Table(title=title, caption=caption, caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for number, heading in enumerate(headings):
         # Headings may wrap, so that figures are whole on a narrow terminal.
@@ -125,7 +124,7 @@ def text_table(title: str, caption: str, headings: Sequence[str], rows: Iterable
 
 
 def set_up_logging(rank: int, as_results: bool = False) -> None:
-    """Print messages of a command: all of rank 0, warnings of the other ranks with their rank.
+    """Print a command's messages: all of rank 0, and warnings of other ranks with their rank.
 
     With `as_results`, what is no warning goes to the standard output, since the command was called for it.
     """
@@ -138,7 +137,7 @@ def set_up_logging(rank: int, as_results: bool = False) -> None:
 
 
 def set_up_run_logging(form: LogFormat, run: str, rank: int | None) -> None:
-    """Print messages of a training at a terminal; without one, or as JSON, log lines (see `log_lines`)."""
+    """Print a training's messages at a terminal; otherwise write log lines (see `log_lines`)."""
     if form == "text" and console.is_terminal:
         set_up_logging(rank or 0)
     else:
@@ -146,13 +145,13 @@ def set_up_run_logging(form: LogFormat, run: str, rank: int | None) -> None:
 
 
 def set_up_early_logging(overrides: Sequence[str], rank: int | None) -> None:
-    """Log JSON if the overrides ask for it, so that an error in the recipe is JSON too."""
+    """Log as JSON if the overrides ask for it, so that an error in the recipe is JSON too."""
     if "logs.format=json" in overrides:
         log_lines("json", "", rank)
 
 
 def print_error(error: Exception) -> None:
-    """Print an error that is meant for a person, without a traceback; once a host, if all ranks met it."""
+    """Print an error for a person, without a traceback; once per host if all ranks met it."""
     if getattr(error, "is_on_all_ranks", False) and os.environ.get("LOCAL_RANK", "0") != "0":
         return
     if is_logging_lines():

@@ -36,11 +36,11 @@ class Tracer:
         self._activities = [ProfilerActivity.CPU, *gpu]
 
     def ask(self) -> None:
-        """Ask for a trace of the next step, from any thread; the ranks then agree on it."""
+        """Request a trace of the next step, from any thread; the ranks then agree on it."""
         self._asked = True
 
     def asked(self) -> bool:
-        """Return whether this rank was asked for a trace since the last call."""
+        """Return whether a trace was requested on this rank since the last call."""
         asked, self._asked = self._asked, False
         return asked
 
@@ -66,7 +66,7 @@ class Tracer:
             logger.info("tracing step %d", step)
 
     def stage_begins(self, name: str, is_inner: bool) -> None:
-        """Trace a stage, and of its parts the first and the last, of which there are as many as the time before."""
+        """Trace a stage: its first and its last part, judging their number by the step before."""
         if is_inner:
             self._parts += 1
         else:
@@ -81,7 +81,7 @@ class Tracer:
                 self._profiler.toggle_collection_dynamic(collects, [ProfilerActivity.CUDA])
 
     def step_done(self, step: int) -> None:
-        """Write the trace of a step, if there is one, next to the training."""
+        """Write the trace of a step, if there is one, while training continues."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
@@ -97,7 +97,7 @@ class Tracer:
         self._writing.start()
 
     def finish(self) -> None:
-        """Wait for the trace that is being written, such as at the end of training."""
+        """Wait until the trace is written, for example at the end of training."""
         if self._writing is not None:
             self._writing.join()
 

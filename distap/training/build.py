@@ -101,7 +101,7 @@ def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> Retr
 def with_given(
     recipe: NetworkRecipe, given: nn.Module | None, where: str, image_size: int | None = None
 ) -> NetworkRecipe:
-    """A recorded recipe with the network in Python that it was made with; without one if its network has a name."""
+    """Return a recorded recipe with the Python network that it was made with, unless its network has a name."""
     backbone = recipe.model.backbone
     if isinstance(backbone, Part) != (given is not None):
         if given is not None:
@@ -128,7 +128,7 @@ def describing_of(
     kept_in: Path | None = None,
     shown: bool = False,
 ) -> Describing:
-    """Return how evaluations describe images with a network of whole parameters; None is as the recipe says."""
+    """Return how evaluations describe images with an unsharded network; None takes the recipe's settings."""
     data, evaluation = recipe.data, recipe.evaluation
     describer = ImageDescriber(
         network,
@@ -143,13 +143,13 @@ def describing_of(
 
 
 def reading_of(recipe: NetworkRecipe) -> dict[str, Any]:
-    """Return the settings of `open_set` that are the same for all of a recipe's data sets."""
+    """Return the settings of `open_set` that a recipe's data sets share."""
     of_data = {name: getattr(recipe.data, name) for name in ("max_pixels", "remote", "cache")}
     return of_data | {"at": recipe.evaluation.recall_at, "gap_batch": recipe.evaluation.gap_batch}
 
 
 def sets_of(recipe: Recipe) -> dict[str, EvaluationSet]:
-    """Open the data sets that a training evaluates on; return them by name, data.validation first."""
+    """Open the data sets that a training evaluates on, by name, data.validation first."""
     data = recipe.data
     if recipe.evaluation.every == 0 or data.validation_source is None:
         return {}
@@ -164,7 +164,7 @@ def sets_of(recipe: Recipe) -> dict[str, EvaluationSet]:
 def evaluations_of(
     recipe: Recipe, network: RetrievalNetwork, world: World, sets: dict[str, EvaluationSet]
 ) -> dict[str, tuple[EvaluationSet, Callable[[], Describing]]]:
-    """Put beside each set how to describe its images: a function, since GeM's power differs at each evaluation."""
+    """Pair each set with a function that describes its images, since GeM's power differs at each evaluation."""
     evaluations: dict[str, tuple[EvaluationSet, Callable[[], Describing]]] = {}
     for name, images in sets.items():
         of_all, other = recipe.evaluation, recipe.evaluation.also.get(name)
@@ -177,7 +177,7 @@ def evaluations_of(
 
 
 def learner_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Learner:
-    """Spread a network over the ranks by the recipe's engine, with its optimiser."""
+    """Build the learner: the network, spread over ranks by the recipe's engine, with its optimiser."""
     optimizer = recipe.optimizer
     trained = {name.partition(".")[0] for name, one in network.named_parameters() if one.requires_grad}
     if optimizer.head_only and trained == {"backbone"}:
@@ -201,7 +201,7 @@ def learner_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Learn
 
 
 def loss_of(recipe: Recipe, images: TrainingImages, network: RetrievalNetwork, world: World) -> Loss:
-    """The recipe's loss, with parameters for these images and this network if it has any, the same on every rank."""
+    """Build the recipe's loss, with parameters (the same on all ranks) if it has some for these images."""
     classes = None if images.index is None else len(images.index.class_name)
     loss: Loss = recipe.loss.sized(classes, network.dimensions, recipe.seed)
     if loss.learned is not None:
@@ -211,7 +211,7 @@ def loss_of(recipe: Recipe, images: TrainingImages, network: RetrievalNetwork, w
 
 
 def loss_learner_of(recipe: Recipe, loss: Loss, world: World) -> Learner | None:
-    """Return what moves the loss's own parameters, if it has any.
+    """Return the learner of the loss's own parameters; None without such parameters.
 
     Every rank holds them and gets their whole gradient from stage two, so there is nothing to reduce.
     """
@@ -237,7 +237,7 @@ def step_of(
     stopwatch: Stopwatch | None = None,
     loss_learner: Learner | None = None,
 ) -> TrainingStep:
-    """Build the recipe's step for global batches of `batch` images, and measure micro-batch sizes that are `auto`."""
+    """Build the recipe's step for global batches of `batch` images; measure micro-batch sizes that are `auto`."""
     replica = learner.replica
     replay, keep = recipe.replay.size, recipe.replay.keep
     if replay == "auto":

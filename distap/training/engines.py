@@ -1,4 +1,4 @@
-"""The ways in which ranks can share a network, as a recipe chooses one under `engine`."""
+"""Ways in which ranks share a network; a recipe chooses one under `engine`."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ class DDPSettings:
         clip_norm: float | None = None,
         precision: PrecisionName = "float32",
     ) -> Learner:
-        """Return a learner of the network, which is on its device with the same parameters on every rank."""
+        """Return a learner for a network that is on its device, with the same parameters on every rank."""
         replica, scalars = self._replica(network, world, precision)
         return Learner(replica, build_optimizer(), clip_norm, precision, scalars)
 
@@ -45,7 +45,7 @@ class FSDPSettings(DDPSettings):
     """FSDP2: each rank holds a shard of every parameter. A single rank keeps the network as it is."""
 
     reshard: bool = False
-    """Keep a block's parameters only while it computes in stage three, to save memory."""
+    """Gather a block's parameters only while it computes in stage three, to save memory."""
 
     def _replica(self, network: nn.Module, world: World, precision: PrecisionName) -> tuple[Replica, Collection[str]]:
         if world.size == 1:
@@ -59,9 +59,9 @@ class DeepSpeedSettings(DDPSettings):
     """DeepSpeed ZeRO."""
 
     stage: Literal[1, 2, 3] = 2
-    """Ranks share out the optimiser's state (1), gradients too (2), parameters too (3)."""
+    """Shard the optimiser's state (1), also gradients (2), also parameters (3) over ranks."""
     offload: bool = False
-    """Keep the optimiser's state in the host's memory, and let the CPU take the step."""
+    """Keep the optimiser's state in host memory, and update parameters on the CPU."""
 
     def build(
         self,
@@ -86,7 +86,7 @@ class DeepSpeedSettings(DDPSettings):
         return ZeroLearner(replica, optimizer, clip_norm, precision, scalars)
 
     def config(self, ranks: int, numel: int, clip_norm: float | None) -> dict[str, Any]:
-        """Return DeepSpeed's configuration: the three stages and `Learner` do what it leaves out."""
+        """Return DeepSpeed's configuration, without what the three stages and `Learner` do themselves."""
         bucket = min(numel + numel % 2, GREATEST_BUCKET)  # all trained parameters, in one message
         return {
             "train_batch_size": ranks,

@@ -1,4 +1,4 @@
-"""A network that learns: its replica on this rank, its optimiser, and the state of both."""
+"""A network in training: its replica on this rank, its optimiser, and the state of both."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class Learner:
-    """Moves the parameters of a replica by the gradients that the three stages have left there.
+    """Update a replica's parameters with the gradients that the three stages computed.
 
     Args:
         optimizer: over the network's parameters, or under FSDP over this rank's shards of them; `factor` of a group
@@ -50,7 +50,7 @@ class Learner:
         self._average: dict[str, Tensor] = {}  # of the trained parameters, or of this rank's shards of them
 
     def update(self, learning_rate: float) -> float:
-        """Move the parameters and clear the gradients.
+        """Update the parameters and clear the gradients.
 
         Returns the norm of the whole gradient before clipping. If it is not finite, nothing has moved.
         """
@@ -79,14 +79,14 @@ class Learner:
         return length
 
     def keep_average(self, decay: float) -> None:
-        """Keep an exponential moving average of the trained parameters from now on, with weight `decay` a step."""
+        """Keep an exponential moving average of trained parameters from now on, with weight `decay` per step."""
         self._decay = decay
         named = self.network.named_parameters()
         self._average = {name: parameter.detach().clone() for name, parameter in named if parameter.requires_grad}
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Put the average, if there is one, in the place of the parameters; enter it before `describing`."""
+        """Replace the parameters by their average, if there is one; enter it before `describing`."""
         self._exchange()
         try:
             yield
@@ -109,12 +109,12 @@ class Learner:
 
     @torch.no_grad()
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """The average of each parameter, and the parameter, as far as this rank holds them."""
+        """Return each parameter's average with the parameter, as far as this rank holds them."""
         present = dict(self.network.named_parameters()) if self._average else {}
         return [(local(mean), local(present[name])) for name, mean in self._average.items()]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return tensors `network.*`, `ema.*`, `optimizer.*` and `scaler.*`, named the same by every engine.
+        """Return tensors `network.*`, `ema.*`, `optimizer.*` and `scaler.*`, with the same names for every engine.
 
         Under FSDP they are this rank's shards, and parameters without dimensions whole.
         """
@@ -139,7 +139,7 @@ class Learner:
         return named in self._scalars or named.rpartition(".")[0] in self._scalars
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from whole tensors, the `state_dict` of any engine on any number of ranks."""
+        """Continue from whole tensors of any engine's `state_dict`, on any number of ranks."""
         self.replica.release()
         present = self.network.state_dict()
         given: dict[str, Any] = {n: _like(present.get(n), t) for n, t in without_prefix("network.", state).items()}
@@ -158,7 +158,7 @@ class Learner:
         self.replica.scale = self._scale.load_state_dict(state)
 
     def _load_average(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with the average, or begin one at the parameters if there was none."""
+        """Continue the average, or start one at the parameters if there was none."""
         averages = without_prefix("ema.", state) or without_prefix("network.", state)
         for name, mean in self._average.items():
             mean.copy_(_like(mean, averages[name].reshape(mean.shape)))
@@ -171,17 +171,17 @@ def set_rates(optimizer: Any, learning_rate: float) -> None:
 
 
 def without_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the entries whose name starts with `prefix`, by the rest of their name."""
+    """Return entries whose name starts with `prefix`, named without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor, or all of one that is whole."""
+    """Return this rank's shard of a tensor, or the whole tensor if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _like(present: Any, given: Tensor) -> Any:
-    """Return this rank's shard of a whole tensor if `present` is a shard, a number if it is one."""
+    """Return this rank's shard of a whole tensor if `present` is sharded, or a number if `present` is one."""
     if isinstance(present, int):
         return int(given)
     if not isinstance(present, DTensor):
@@ -192,7 +192,7 @@ def _like(present: Any, given: Tensor) -> Any:
 
 @dataclass
 class LossScale:
-    """The factor on gradients that keeps small float16 ones from vanishing; in other precisions it stays 1.
+    """Factor on gradients that keeps small float16 ones from vanishing; 1 in other precisions.
 
     torch's GradScaler looks at the gradients of one rank. Here the norm of the whole gradient decides, so the scale
     is the same on every rank and under every engine.
@@ -208,7 +208,7 @@ class LossScale:
             self.scale = 1.0
 
     def update(self, is_finite: bool) -> float:
-        """Halve the scale after a step that was not finite, double it after many that were; return it."""
+        """Halve the scale after a step that was not finite, double it after many finite ones; return it."""
         if self.precision == "fp16":
             self.growth = self.growth + 1 if is_finite else 0
             if not is_finite:

@@ -1,4 +1,4 @@
-"""Optimisers of timm, and the parameter groups that they move."""
+"""Optimisers of timm, and the parameter groups that they update."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from distap.errors import DistapError
 
 @dataclass(frozen=True)
 class TimmOptimizer:
-    """An optimiser of timm; None leaves an option at the optimiser's own default."""
+    """An optimiser of timm; None keeps the optimiser's default for an option."""
 
     name: str = "adam"  # timm's name: `adam`, `adamw`, `sgd` (with Nesterov's momentum), `lion` and so on
     betas: tuple[float, float] | None = None
-    """Decay rates of the running averages."""
+    """Decay rates of the optimiser's running averages of the gradient and its square."""
     momentum: float | None = None
     """Momentum of `sgd`, `momentum`, `rmsprop` and `lars`; timm's default is 0.9."""
     eps: float | None = None
-    """Small number that is added to denominators."""
+    """Small number added to denominators of the update, against division by zero."""
 
     def __post_init__(self) -> None:
         about = optim.get_optimizer_info(self.name)

@@ -1,4 +1,4 @@
-"""Begin a projection as a whitening of training images (Revaud et al. 2019: PCA), before the first step."""
+"""Initialise a projection as a whitening of training images (Revaud et al. 2019: PCA) before the first step."""
 
 import logging
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("distap")
 
 
 def whiten_projection(recipe: Recipe, network: RetrievalNetwork, world: World, only_check: bool = False) -> None:
-    """Set the projection to the PCA whitening of what it gets for the images of the first steps, on every rank.
+    """Set the projection to the PCA whitening of its inputs over the first steps' images, on every rank.
 
     The images are augmented as in those steps, so they are a function of the data set and the seed. Do nothing
     unless the recipe asks for it, or if its weights are those of a whole network. `only_check` describes no image.

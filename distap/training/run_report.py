@@ -1,4 +1,4 @@
-"""Report a run while it trains: to metrics, the run's log, loggers and the terminal."""
+"""Report a running training to metrics, the run's log, loggers and the terminal."""
 
 import logging
 import math
@@ -62,7 +62,7 @@ class RunReport:
     def begins(
         self, step: int | None, length: Length, images: TrainingImages, network: RetrievalNetwork, sets: list[str]
     ) -> None:
-        """Tell what is about to be trained, from `step` on, and on what; None is its newest checkpoint's."""
+        """Report what will be trained, from `step` on; None takes the step of the newest checkpoint."""
         recipe, index, every = self.recipe, images.index, self.recipe.evaluation.every
         self.steps = length.steps
         self.metrics.planned_steps.set(self.steps)
@@ -93,7 +93,7 @@ class RunReport:
 
     @contextmanager
     def opened(self, step: int) -> Iterator[None]:
-        """Open the log and the loggers of a run that goes on from `step`."""
+        """Open the log and the loggers of a run that continues from `step`."""
         recipe, is_first = self.recipe, self.world.rank == 0
         self.metrics.step.set(step)
         self.metrics.checkpoint_step.set(step)
@@ -118,12 +118,12 @@ class RunReport:
             yield
 
     def started(self, seconds: Mapping[str, float]) -> None:
-        """Report the seconds from the cold start of this process to the end of its first step, by phase."""
+        """Report how long each phase from the process's start to the end of its first step took."""
         for phase, of_phase in seconds.items():
             self.metrics.startup_seconds.labels(phase).set(of_phase)
 
     def step(self, step: int, share: ShareOfBatch, result: StepResult, stopwatch: Stopwatch, seconds: float) -> None:
-        """Report a step, counted from 1, and clear the stopwatch that has timed its stages."""
+        """Report a step, counted from 1, and clear the stopwatch that timed its stages."""
         for row in result.not_finite[:NAMED]:
             logger.warning("step %d: the descriptor of %s is not finite; it is left out", step, share.names[row])
         if len(result.not_finite) > NAMED:
@@ -178,7 +178,7 @@ class RunReport:
             )
 
     def reading(self, step: int, share: ShareOfBatch) -> None:
-        """Report the reading of this rank's share of a step: damaged images, traffic, and the bytes of pixels."""
+        """Report on reading this rank's share of a step: damaged images, traffic, and bytes of pixels."""
         for failure in share.failures:
             name = f"{failure.where}: {failure.reason}"
             self.metrics.skipped.labels(failure.reason).inc()
@@ -194,7 +194,7 @@ class RunReport:
         self.metrics.spool_limit.set(share.held.spool_limit_bytes)
 
     def not_finite(self, step: int, what: str, keys: list[str]) -> None:
-        """Report a step that was not applied since its loss or gradient is not finite; `keys` name its images."""
+        """Report a step that was not applied because loss or gradient is not finite; `keys` name its images."""
         logger.warning("step %d: the %s is not finite; the parameters stay as they are", step, what)
         if self.world.rank == 0:
             log_not_finite(self.recipe.run, step, what, keys)
@@ -216,7 +216,7 @@ class RunReport:
         self._write(written.step, seconds=blocked, writing_seconds=written.seconds, bytes=written.bytes)
 
     def validation(self, step: int, figures: dict[str, dict[str, float]], seconds: float) -> None:
-        """Report an evaluation after a step; `figures` are by data set, those of the validation set first."""
+        """Report an evaluation after a step; `figures` are by data set, the validation set first."""
         self.metrics.stage_seconds.labels("evaluation").observe(seconds)
         for name, of_set in figures.items():
             for figure, value in of_set.items():
@@ -230,7 +230,7 @@ class RunReport:
         self._write(step, validation=figures[first], **also, seconds={"evaluation": seconds})
 
     def keep_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Write an evaluation to the run folder on rank 0; training goes on if the disk is full."""
+        """Write an evaluation to the run folder on rank 0; training continues if the disk is full."""
         if self.world.rank != 0:
             return
         run = self.recipe.run

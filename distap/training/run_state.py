@@ -1,4 +1,4 @@
-"""Save the state of a run, and go on from it after an interruption."""
+"""Save the state of a run, and resume from it after an interruption."""
 
 import hashlib
 import json
@@ -41,7 +41,7 @@ logger = logging.getLogger("distap")
 
 
 def is_begun(recipe: Recipe, world: World) -> bool:
-    """Tell whether the run has a checkpoint to go on from.
+    """Tell whether the run has a checkpoint to resume from.
 
     Raises a DistapError if a rank cannot use the recipe's store, or another training on rank 0's host uses the run.
     """
@@ -67,7 +67,7 @@ def _lease_of(recipe: Recipe, storage: Storage) -> Lease:
 
 
 class RunState:
-    """The state of a training on one rank, in memory and in the run's checkpoints, on disk or in a store."""
+    """State of a training on one rank, in memory and in the run's checkpoints, on disk or in a store."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class RunState:
                 self.lease.release()
 
     def resume(self) -> int:
-        """Load the newest undamaged checkpoint, if there is one; return the number of steps that it has done."""
+        """Load the newest undamaged checkpoint, if any; return its number of steps."""
         with newest_checkpoint(self.checkpoints, self._spool, self.world) as found:
             if found is None:
                 return 0
@@ -123,13 +123,13 @@ class RunState:
         return found.step
 
     def _fetch_beside(self) -> float | None:
-        """Bring the files next to checkpoints from a store; return the best score of a checkpoint."""
+        """Download the files next to checkpoints from a store; return the best score of a checkpoint."""
         if self._beside is not None:
             self._beside.fetch()
         return self.checkpoints.best()[0]
 
     def save(self, step: int, score: float | None = None) -> Written | None:
-        """Start to write a checkpoint; return the outcome of the one before, unless `poll` has returned it.
+        """Start to write a checkpoint; return the outcome of the previous one, unless `poll` has returned it.
 
         A DistapError on all ranks if the state is not finite, for no training could go on from it.
         """
@@ -153,12 +153,12 @@ class RunState:
         return self.writer.save(step, tensors, state, about, score)
 
     def send_beside(self) -> None:
-        """Send the files next to checkpoints to the store, if there is one, without a checkpoint."""
+        """Upload the files next to checkpoints to the store, if there is one, without a checkpoint."""
         if self._beside is not None and self.world.rank == 0:
             self._beside.by(time.monotonic() + BESIDE_SECONDS).send()
 
     def is_best(self, score: float | None) -> bool:
-        """Tell whether a state with this validation mAP is the best so far and is to be kept."""
+        """Tell whether a state with this validation mAP is the best so far and will be kept."""
         return score is not None and score > self.best
 
     def _take_over(self, checkpoint: Checkpoint) -> None:
@@ -190,7 +190,7 @@ class RunState:
 
 
 def _identity(recipe: dict[str, Any], fingerprint: object) -> dict[str, Any]:
-    """Return the settings that a run cannot change, since its state would mean something else."""
+    """Return the settings that a run cannot change, because its state would change meaning."""
     reading, optimizer = recipe["data"]["reading"], recipe["optimizer"]
     return {
         **({} if reading == {"name": "indexed"} else {"data.reading": reading}),
@@ -202,13 +202,13 @@ def _identity(recipe: dict[str, Any], fingerprint: object) -> dict[str, Any]:
 
 
 def _may_change(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that may change within a run; a change is logged, since figures may not compare."""
+    """Return the settings that a run may change; each change is logged, since figures may not compare."""
     parts = ((key, *key.rpartition(".")) for key in CHANGES_FIGURES)
     return {key: (recipe[section] if section else recipe).get(name) for key, section, _, name in parts}
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the keys that differ in the settings of `now`, each as `key: was A, is B`."""
+    """Return the settings that differ from those of `now`, each as `key: was A, is B`."""
     names = [name for name, value in now.items() if before.get(name) != value]
     was, has = (dict(by_path({name: of[name] for name in names if name in of}, ".")) for of in (before, now))
     return [

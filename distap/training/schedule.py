@@ -21,7 +21,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class RateSchedule:
-    """How the learning rate changes over a training: it rises over the warm-up, then follows the schedule `name`.
+    """How the learning rate changes: it rises during warm-up, then follows the schedule `name`.
 
     That is `constant`; `linear` (to zero, as Revaud et al. train); `cosine` (half a wave to zero); `step` (times
     `decay` after every so many steps); or `multistep` (times `decay` after each milestone). `step` and `multistep`
@@ -32,15 +32,15 @@ class RateSchedule:
     unit: Unit = "steps"
     """Unit of the schedule's numbers, and of optimizer.head_only."""
     warmup: NonNegativeFloat = 0
-    """Length of a linear rise, whose first step has 1/warmup of the rate."""
+    """Length of a linear rise at the start; its first step has 1/warmup of the rate."""
     length: PositiveFloat | None = None
-    """Length of `linear` and `cosine`, warm-up included; null ends at the last step."""
+    """Length of the schedules `linear` and `cosine` with warm-up; null ends at the last step."""
     every: PositiveFloat | None = None
-    """Length of one rate of `step`."""
+    """Interval between falls of the rate in the schedule `step`."""
     milestones: tuple[NonNegativeFloat, ...] | None = None
-    """Times after which the rate of `multistep` falls."""
+    """Times after which the rate falls in the schedule `multistep`."""
     decay: NonNegativeFloat | None = None
-    """Factor of each fall of `step` and `multistep`, 0.1 by default."""
+    """Factor on the rate at each fall in the schedules `step` and `multistep`, 0.1 by default."""
 
     __pydantic_config__ = {"allow_inf_nan": False}  # noqa: RUF012 - pydantic reads it
 
@@ -59,7 +59,7 @@ class RateSchedule:
             raise ValueError(f"length is {self.length:g}, which the warm-up ({self.warmup:g}) already fills")
 
     def factor(self, step: int, steps: int, epoch: Fraction = Fraction(1)) -> float:
-        """Return what the learning rate is multiplied with in a step, counted from 0, of a training of `steps`.
+        """Return the factor on the learning rate in a step, counted from 0, of a training of `steps`.
 
         An epoch is `epoch` steps; only a schedule in epochs needs it.
         """

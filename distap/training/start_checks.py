@@ -1,4 +1,4 @@
-"""What can be wrong with a training's data and network, found before the first step and told once."""
+"""Find mistakes in a training's data and network before the first step, and report each once."""
 
 import logging
 import re
@@ -26,7 +26,7 @@ logger = logging.getLogger("distap")
 
 
 def check_start(recipe: Recipe, ranks: int) -> None:
-    """Look for mistakes before `ranks` ranks of this host start, without weights and without computing anything."""
+    """Look for mistakes before `ranks` ranks of this host start, without weights or computation."""
     device_of(ranks - 1, recipe.device)
     images, _ = checked_data(recipe, World(ranks - 1, ranks), Stopwatch())  # as the last rank: rank 0 warns
     Length(recipe, images.index, images.size)
@@ -74,7 +74,7 @@ def require_same_data(images: TrainingImages, name: str, world: World) -> None:
 
 
 def checked_network(recipe: Recipe, world: World, weights: Any = None) -> RetrievalNetwork:
-    """Build the network, see `network_of`; a DistapError if it does not take images of the recipe's size."""
+    """Build the network (see `network_of`); raise a DistapError if it rejects images of the recipe's size."""
     network, size = network_of(recipe, world, weights), recipe.data.image_size
 
     def try_size() -> None:

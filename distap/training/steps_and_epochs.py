@@ -1,4 +1,4 @@
-"""How long a training is: its steps, and in steps what its recipe counts in epochs."""
+"""The length of a training in steps, and other lengths that a recipe counts in epochs."""
 
 from collections.abc import Sized
 from dataclasses import dataclass
@@ -32,23 +32,23 @@ class Length:
 
     @property
     def epoch(self) -> Fraction:
-        """Steps of an epoch; 0 if nobody knows."""
+        """Number of steps in an epoch; 0 if unknown."""
         return Fraction(len(self.images or ()), self.batch)
 
     @cached_property
     def steps(self) -> int:
-        """Steps of the whole training."""
+        """Number of steps in the whole training."""
         return self.recipe.steps or max(1, round(self.in_steps(self.recipe.epochs or 0, "epochs")))
 
     def rate(self, step: int) -> float:
-        """The learning rate in a step, counted from 0."""
+        """Return the learning rate of a step, counted from 0."""
         of_epochs = {"epoch": self.epoch} if self._unit == "epochs" else {}
         factor: float = self.recipe.schedule.factor(step, self.steps, **of_epochs)
         return self.recipe.optimizer.learning_rate * factor
 
     @cached_property
     def head_only(self) -> Fraction:
-        """Steps at the beginning in which the backbone stays as it is."""
+        """Number of first steps during which the backbone does not change."""
         return self.in_steps(self.recipe.optimizer.head_only, self._unit)
 
     @property
@@ -59,7 +59,7 @@ class Length:
         return as_written(number) * (self.epoch if unit == "epochs" else 1)
 
     def is_due(self, section: CheckpointSection | EvaluationSection, done: int) -> bool:
-        """Tell whether a save or an evaluation is due after `done` steps; it is after the last one, unless never."""
+        """Tell whether a checkpoint or evaluation is due after `done` steps; one is due at the end, unless never."""
         if section.every == 0 or done == self.steps:
             return section.every != 0
         # Fractions, since an epoch need not be a whole number of steps: due is the first step at or after each
@@ -69,7 +69,7 @@ class Length:
 
 
 def planned_steps(recipe: Recipe, batch: int) -> int:
-    """Steps of a training that has not begun; a DistapError if it counts epochs of images that are not there."""
+    """Return the steps of a training before its start; raise a DistapError for epochs of missing images."""
     if recipe.steps is not None:
         return recipe.steps
     try:

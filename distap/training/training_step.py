@@ -14,7 +14,7 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of a step. Loss and counts are of the global batch."""
+    """The outcome of a step; loss and counts are of the global batch."""
 
     loss: float
     learning_rate: float

@@ -1,4 +1,4 @@
-"""A learner under DeepSpeed ZeRO, whose state has the names of other engines' states."""
+"""A learner under DeepSpeed ZeRO, with the state names of other engines."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ Named = Mapping[str, Tensor]
 
 
 class ZeroLearner(Learner):
-    """Leaves clipping, the step and the optimiser's state to DeepSpeed."""
+    """Leave clipping, the optimiser's step and its state to DeepSpeed."""
 
     replica: ZeroReplica
 
@@ -78,7 +78,7 @@ def check_for_zero(network: nn.Module, optimizer: Optimizer) -> None:
 
 
 def zero_state(zero: Any, trained: Named) -> dict[str, Tensor]:
-    """Return whole tensors `optimizer.state.NAME.KEY` of the trained parameters; all ranks must call it together."""
+    """Return whole tensors `optimizer.state.NAME.KEY` of trained parameters; call it on all ranks together."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     states = list(zero.optimizer.state.items())
@@ -96,7 +96,7 @@ def zero_state(zero: Any, trained: Named) -> dict[str, Tensor]:
 
 
 def load_zero_state(zero: Any, network: nn.Module, trained: Named, state: Named, scalars: set[str]) -> None:
-    """Load whole tensors that any engine's `state_dict` returned; all ranks must call it together.
+    """Load whole tensors of any engine's `state_dict`; call it on all ranks together.
 
     If they hold no state of the optimiser, it stays as it is. `scalars` are parameters without dimensions, which
     DeepSpeed holds as vectors.

@@ -28,16 +28,18 @@ class ServeSettings:
     max_pixels: Annotated[
         int | None, Option(help="Maximum width times height of an upload.", min=1, show_default=PIXELS)
     ] = None
-    decode_seconds: Annotated[float, Option(help="Time limit of decoding an upload.", min=0.1)] = 10.0
+    decode_seconds: Annotated[float, Option(help="Time limit of decoding an upload, seconds.", min=0.1)] = 10.0
     decode_bytes: Annotated[
-        int, Option(help="Memory that decoding an upload may take, once for each thread.", min=1)
+        int, Option(help="Memory that each thread may use to decode an upload, bytes.", min=1)
     ] = 1_000_000_000
     max_k: Annotated[int, Option(help="Maximum number of images that a search may ask for.", min=1)] = 100
     threads: Annotated[int, Option(help="Number of searches to run at once; they share the cores.", min=1)] = 2
     queue: Annotated[int, Option(help="Number of searches that may wait; more get status 503.", min=0)] = 64
-    timeout_seconds: Annotated[float, Option(help="Time limit of an upload, and of a search.", min=0.1)] = 30.0
+    timeout_seconds: Annotated[float, Option(help="Time limit of an upload, and of a search, seconds.", min=0.1)] = (
+        30.0
+    )
     drain_seconds: Annotated[
-        float, Option(help="Time from SIGTERM, when /readyz fails, until new connections are refused.", min=0)
+        float, Option(help="Seconds from SIGTERM, when /readyz fails, until new connections are refused.", min=0)
     ] = 0.0
 
     def __post_init__(self) -> None:

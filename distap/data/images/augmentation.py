@@ -40,9 +40,9 @@ class CropFlipColour:
     flip: float = 0.5
     """Probability of a horizontal flip."""
     colour: float = 0.0
-    """Strength of the change of brightness, contrast and saturation; a quarter of it for hue."""
+    """Strength of random changes of brightness, contrast and saturation; a quarter of it for hue."""
     grey: float = 0.0
-    """Probability of losing all colour."""
+    """Probability of turning an image grey."""
 
     def __post_init__(self) -> None:
         for name in ("crop", "flip", "colour", "grey"):
@@ -159,8 +159,6 @@ class CropAndVary:
 
 @dataclass
 class Blank:
-    """An image of black pixels."""
-
     size: tuple[int, int]
 
     def crop(self, box: Box, shape: Shape, scaled: bool) -> Tensor:

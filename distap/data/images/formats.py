@@ -77,7 +77,6 @@ def missing_reader(name: str) -> str:
 
 @cache
 def readable_formats() -> tuple[str, ...]:
-    """Return the names of the formats that can be read here."""
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # as of the others: loading has processes of its own
     return tuple(each.name for each in FORMATS if not missing_reader(each.name))
 

@@ -1,1 +1,1 @@
-"""Losses that see similarities through soft histograms only: two passes over tiles of pairs, in linear memory."""
+"""Losses that depend on similarities through soft histograms: two passes over tiles of pairs, linear memory."""

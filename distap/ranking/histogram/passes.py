@@ -1,4 +1,4 @@
-"""Losses that see similarities through soft histograms only, in linear memory.
+"""Compute losses that depend on similarities through soft histograms, in linear memory.
 
 A pair of similarity s lies at t = (high - s) / width, counted in bins from the most similar end. The triangular
 kernel of Revaud et al. (2019, eq. 7) touches two neighbouring bins, and its running sum is a clamp: a pair adds
@@ -32,7 +32,7 @@ from distap.ranking.loss import Budget, Gathered, Loss, LossValue, QueryWeights
 
 @dataclass(frozen=True)
 class HistogramLoss(Loss):
-    """1 - a function of each query's soft counts in bins of similarity, the mean over queries.
+    """1 - a function of each query's soft counts in bins of similarity, averaged over queries.
 
     A subclass writes `average_precision`, and autograd differentiates it by the counts.
     """
@@ -40,7 +40,7 @@ class HistogramLoss(Loss):
     bins: int = 20
     """Number of bin centres M, 2 to 128."""
     low: float = -1.0
-    """Similarity of the last bin centre; the bins at the ends are flat outside."""
+    """Similarity of the last bin centre; smaller similarities count fully in the last bin."""
     high: float = 1.0
     """Similarity of the first bin centre."""
     self_pair: bool = True
@@ -69,7 +69,7 @@ class HistogramLoss(Loss):
     def average_precision(
         self, negatives: Float64[Tensor, "b M"], positives: Float64[Tensor, "b M"]
     ) -> Float64[Tensor, " b"]:
-        """AP of each query from its cumulative soft counts, differentiable; 0 for a query without positives."""
+        """Return each query's AP from its cumulative soft counts, differentiable; 0 without positives."""
 
     def counter(self, pairs: int, budget: Budget) -> "Passes":
         return Passes(self, pairs, budget)
@@ -83,7 +83,7 @@ class HistogramLoss(Loss):
 
 
 class Passes:
-    """Counts the pairs of this rank's queries, and turns the counts into the loss and its gradient.
+    """Count the pairs of this rank's queries, and turn the counts into the loss and its gradient.
 
     Images are added a part of the gallery at a time, as they arrive from the other ranks. The order of the tiles
     depends on the parts alone, so that a run that is repeated gives the same bits.
@@ -103,7 +103,7 @@ class Passes:
         self._counts = torch.zeros(2, 0, loss.centres - 1, dtype=torch.float64, device=budget.device)
 
     def add(self, descriptors: Float[Tensor, "n C"], labels: Int64[Tensor, " n"], is_own: Bool[Tensor, " n"]) -> None:
-        """Count the pairs of the gallery's next images, with each other and with those before."""
+        """Count the pairs among the gallery's next images, and between them and earlier ones."""
         own = Images.of(descriptors, labels, is_own, self.seen, self._counts.shape[1])
         rest = Images.of(descriptors, labels, ~is_own, self.seen)
         self._counts = pad(self._counts, (0, 0, 0, len(own.labels)))
@@ -226,7 +226,7 @@ class Passes:
 
 
 def _slopes_by_code(slopes: Float64[Tensor, "b two_slopes"], gathered: Gathered) -> Float[Tensor, "codes N"]:
-    """Slopes of all ranks by code and column: those of negatives by bin, 0, those of positives by bin, 0."""
+    """Return slopes of all ranks by code and column: negatives by bin, 0, positives by bin, 0."""
     # By code first: neighbours in a row are neighbouring columns of a tile, so that lookups on a GPU coalesce.
     shared = gathered.share(slopes.to(gathered.gallery.dtype))
     bins = shared.shape[1] // 2
@@ -237,7 +237,7 @@ def _slopes_by_code(slopes: Float64[Tensor, "b two_slopes"], gathered: Gathered)
 
 
 def _add_in(table: Tensor, columns: Int64[Tensor, "r P"], is_real: Bool[Tensor, "r P"], value: int | float) -> None:
-    """Add a value at some columns of each row, in place; padding repeats a column and adds nothing there."""
+    """Add values at columns of each row, in place; padding repeats a column and adds nothing."""
     values = torch.zeros(columns.shape, dtype=table.dtype, device=table.device)
     table.scatter_add_(1, columns, values.masked_fill_(is_real, value))
 
@@ -245,7 +245,7 @@ def _add_in(table: Tensor, columns: Int64[Tensor, "r P"], is_real: Bool[Tensor, 
 def soft_counts(
     similarities: Float[Tensor, "r c"], high: float, width: float, bins: int
 ) -> Float[Tensor, "r slopes"]:
-    """Cumulative soft counts of each row in all bins but the last (Revaud et al. 2019, eq. 9); none for -inf."""
+    """Return cumulative soft counts per row in all bins but the last (Revaud et al. 2019, eq. 9), without -inf."""
     # With t = (high - s) / width, a pair adds clamp(m + 1 - t, 0, 1) to bin m, and from_high is -t:
     #
     #     1 |‾‾‾‾‾‾‾‾\
@@ -261,7 +261,7 @@ def soft_counts(
 
 
 def bin_codes(similarities: Float[Tensor, "r c"], high: float, width: float, bins: int) -> UInt8[Tensor, "r c"]:
-    """The bin of each pair, 0 to bins - 2; bins - 1 if its similarity lies outside the range."""
+    """Return the bin of each pair, 0 to bins - 2; or bins - 1 for similarities outside the range."""
     t = (high - similarities) / width
     # Beyond the ends the counts are flat, and so is the loss: such a pair has slope 0.
     return torch.where(t < 0, bins - 1, t.clamp(0, bins - 1)).to(torch.uint8)
@@ -270,6 +270,6 @@ def bin_codes(similarities: Float[Tensor, "r c"], high: float, width: float, bin
 def slope_of_pairs(
     codes: UInt8[Tensor, "r c"], by_row: Float[Tensor, "r codes"], by_column: Float[Tensor, "codes c"]
 ) -> Float[Tensor, "r c"]:
-    """The loss's derivative by each similarity: the slope of the row's query and that of the column's."""
+    """Return the loss's derivative by each similarity: the slope of the row's query plus that of the column's."""
     index = codes.long()
     return by_row.gather(1, index) + by_column.gather(0, index)

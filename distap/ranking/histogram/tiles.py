@@ -1,4 +1,4 @@
-"""The similarities of a batch, cut into tiles of images that are sorted by class.
+"""Cut the similarities of a batch into tiles of images sorted by class.
 
 Sorted, the images of a query's class are neighbours, so its positives are picked out of a tile and not searched for.
 """
@@ -18,7 +18,7 @@ MOST_COLUMNS = 2**20  # of a tile: float32 sums over longer rows would lose digi
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Some images of the gallery, sorted by class."""
+    """Images of the gallery, sorted by class."""
 
     descriptors: Float[Tensor, "n C"]
     labels: Int64[Tensor, " n"]  # on the CPU, so that nobody waits for a device to know the size of a class
@@ -33,7 +33,7 @@ class Images:
         first_position: int,
         first_row: int = 0,
     ) -> "Images":
-        """The chosen of some images, which lie in the gallery from `first_position`."""
+        """Choose images that lie in the gallery from `first_position` on, and sort them by class."""
         numbers = chosen.nonzero().flatten()
         order = numbers[labels[numbers].argsort(stable=True)]
         on_device = queued(order, descriptors.device)
@@ -42,7 +42,7 @@ class Images:
 
 @dataclass(frozen=True, eq=False)
 class Tile:
-    """Some rows of queries against some columns of others."""
+    """A tile: rows of queries against columns of gallery images."""
 
     queries: Images
     rows: slice
@@ -56,7 +56,7 @@ class Tile:
 
     @property
     def counts(self) -> slice:
-        """The rows of these queries in a table of all own images."""
+        """Return the rows of this tile's queries in a table of all own images."""
         first = self.queries.first_row
         return slice(first + self.rows.start, first + self.rows.stop)
 
@@ -67,7 +67,7 @@ class Tile:
         return self.queries.descriptors[self.rows] @ self.others.descriptors[self.columns].t()
 
     def same_class(self) -> tuple[Int64[Tensor, "r P"], Bool[Tensor, "r P"]] | None:
-        """For each row the columns of its class, P at most, and which of them are real and no padding.
+        """Return for each row the columns of its class, P at most, and which of them are no padding.
 
         Padding repeats a column. None if no pair of the tile is of one class.
         """
@@ -90,7 +90,7 @@ class Tile:
 
 
 def triangle(own: Images, budget: Budget) -> Iterator[Tile]:
-    """Images against themselves, each pair once."""
+    """Yield tiles that cover each pair of images once."""
     # D d d d     D: a tile on the diagonal, which has each of its pairs both as (i, j) and as (j, i)
     #   D d d     d: mirrored, its pairs count for its rows and, transposed, for its columns
     #     D d

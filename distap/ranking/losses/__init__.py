@@ -1,1 +1,1 @@
-"""One file a family of losses, and the bases to write one from."""
+"""One file per family of losses, and base classes for further ones."""

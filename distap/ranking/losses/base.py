@@ -1,4 +1,4 @@
-"""Losses from others: bases for a function of similarities or one of descriptors, and a weighted sum.
+"""Base classes for losses of similarities or of descriptors, and a weighted sum of losses.
 
 docs/guides/losses.md has examples, and what a recipe calls them.
 """
@@ -21,7 +21,7 @@ from distap.registry import Chosen
 
 @dataclass(frozen=True)
 class Rows:
-    """Some queries against the whole gallery.
+    """A block of queries against the whole gallery.
 
     A query's class has at most P gallery images, the query among them; smaller classes are padded:
 
@@ -38,17 +38,17 @@ class Rows:
 
     @cached_property
     def negatives(self) -> Float[Tensor, "r N"]:
-        """The similarities, with -inf within the query's class."""
+        """Return the similarities, with -inf within the query's class."""
         return self.similarities.scatter(1, self.same_class, -torch.inf)
 
     @cached_property
     def positives(self) -> Float[Tensor, "r P"]:
-        """The similarities of the columns `same_class`."""
+        """Return the similarities of the columns `same_class`."""
         return self.similarities.gather(1, self.same_class)
 
     @cached_property
     def counted_positives(self) -> Float[Tensor, "r P"]:
-        """The similarities of the columns `same_class` that are positives, with -inf in place of the others."""
+        """Return the similarities of columns `same_class`, with -inf for those that are no positives."""
         return self.positives.masked_fill(~self.is_positive, -torch.inf)
 
     @cached_property
@@ -62,19 +62,19 @@ class Rows:
         return times.scatter_add_(1, self.same_class, self.is_positive.int()) > 0
 
     def without_query(self) -> "Rows":
-        """Return the same rows, with no query among its own positives."""
+        """Return the same rows without each query among its own positives."""
         return replace(self, is_positive=self.is_positive & (self.same_class != self.queries[:, None]))
 
     def with_positives(
         self, by_negative: Float[Tensor, "r N"], by_positive: Float[Tensor, "r P"]
     ) -> Float[Tensor, "r N"]:
-        """The derivative by each similarity, from that by negatives, 0 elsewhere, and that by positives."""
+        """Combine derivatives by negatives (0 elsewhere) and by positives into one by each similarity."""
         return by_negative.scatter_add(1, self.same_class, by_positive * self.is_positive)
 
 
 @dataclass(frozen=True)
 class SimilarityLoss(Loss):
-    """A mean over queries, from each query's similarities to the whole gallery.
+    """A mean over queries of a function of each query's similarities to the whole gallery.
 
     A subclass writes `loss`, and autograd differentiates it; or it writes `value_and_slopes`, with a derivative by
     hand that takes less memory. The queries are ranked a block at a time, each rank its own.
@@ -88,7 +88,7 @@ class SimilarityLoss(Loss):
     def loss(
         self, similarities: Float[Tensor, "r N"], positive: Bool[Tensor, "r N"], negative: Bool[Tensor, "r N"]
     ) -> Float[Tensor, " r"]:
-        """The loss of each of r queries, differentiable by the similarities.
+        """Return the loss of each of r queries, differentiable by the similarities.
 
         Args:
             similarities: to the whole gallery of N images, in any order.
@@ -98,7 +98,7 @@ class SimilarityLoss(Loss):
         raise NotImplementedError(f"{type(self).__name__} has to define `loss` or `value_and_slopes`")
 
     def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, Tensor]:
-        """The loss of each query, (r,) float64, and the derivative of their weighted sum by each similarity, (r, N).
+        """Return each query's loss, (r,) float64, and the derivative of the weighted sum by similarities, (r, N).
 
         `totals` are what the method `totals` gave, summed over all queries of all ranks.
         """
@@ -114,7 +114,7 @@ class SimilarityLoss(Loss):
 
     @property
     def number_of_totals(self) -> int:
-        """How many sums over all queries `value_and_slopes` needs beforehand; 0 saves a pass."""
+        """Number of sums over all queries that `value_and_slopes` needs beforehand; 0 saves a pass."""
         return 0
 
     def totals(self, rows: Rows) -> Float64[Tensor, " totals"]:
@@ -177,7 +177,7 @@ class SimilarityLoss(Loss):
 
 @dataclass(frozen=True)
 class DescriptorLoss(Loss):
-    """A loss of the descriptors of the whole batch; rank 0 computes it, and autograd differentiates it.
+    """A loss of the whole batch's descriptors, which rank 0 computes and autograd differentiates.
 
     It takes as much memory as `loss` takes, and ranks against no memory of earlier descriptors. Query weights do not
     apply. The parameters of `learned` are trained, if a subclass has such a module.
@@ -185,7 +185,7 @@ class DescriptorLoss(Loss):
 
     @abstractmethod
     def loss(self, descriptors: Float[Tensor, "B C"], labels: Int64[Tensor, " B"]) -> Float[Tensor, ""]:
-        """The loss of the batch, differentiable by its descriptors.
+        """Return the loss of the batch, differentiable by its descriptors.
 
         Random numbers drawn here depend on the batch alone, so that a run that was interrupted draws them again.
         """
@@ -207,7 +207,7 @@ class DescriptorLoss(Loss):
 
 @dataclass(frozen=True)
 class WeightedSum(Loss):
-    """The sum of losses, each multiplied by its weight."""
+    """A sum of losses, each multiplied by a weight."""
 
     terms: tuple[tuple[float, Annotated[Any, Chosen("loss", at_once=True)]], ...]
     """Weight and loss of each term."""
@@ -238,7 +238,7 @@ class WeightedSum(Loss):
 
 
 def gradients(value: Float[Tensor, ""], *by: Tensor) -> tuple[Tensor, ...]:
-    """The derivative by each tensor; zeros where there is none, such as of a loss that no pair is left for."""
+    """Return the derivative by each tensor; zeros without one, such as from a loss with no pair left."""
     refuse_other_leaves(value, by, "the loss closes over it; write the loss as a module that has it as a parameter")
     found = torch.autograd.grad(value, by, allow_unused=True) if value.requires_grad else [None] * len(by)
     return tuple(torch.zeros_like(each) if one is None else one for one, each in zip(found, by, strict=True))

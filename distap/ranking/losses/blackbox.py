@@ -13,7 +13,7 @@ from distap.ranking.losses.base import Rows, SimilarityLoss
 
 @dataclass(frozen=True)
 class BlackBoxAP(SimilarityLoss):
-    """1 - AP of the exact ranking; its gradient is a difference of two rankings (Rolínek et al. 2020).
+    """1 - AP of the exact ranking; the gradient is a difference of two rankings (Rolínek et al. 2020).
 
     Ranks are piecewise constant in the similarities. With r the ranks over N, the derivative by the similarities is
     taken as (r(s + lam dL/dr) - r(s)) / lam: how the ranking changes when the scores move by the loss's derivative.
@@ -47,7 +47,7 @@ class BlackBoxAP(SimilarityLoss):
 
 
 def _ranks(scores: Float[Tensor, "r n"]) -> Float[Tensor, "r n"]:
-    """The place of each score in its row, from 1 for the greatest; of equal scores the first column comes first."""
+    """Return each score's rank in its row, from 1 for the greatest; among equal scores the first column leads."""
     order = scores.argsort(dim=1, descending=True, stable=True)
     places = torch.arange(1, scores.shape[1] + 1, device=scores.device, dtype=scores.dtype)
     return torch.empty_like(scores).scatter_(1, order, places.expand_as(scores))

@@ -1,4 +1,4 @@
-"""The calibration loss, and ROADMAP, which adds it to SupAP."""
+"""The calibration loss, and ROADMAP, which is SupAP plus calibration."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -15,7 +15,7 @@ from distap.ranking.losses.smooth import SupAP
 
 @dataclass(frozen=True)
 class Calibration(SimilarityLoss):
-    """Positives are to be more similar than alpha, negatives less than beta (Ramzi et al. 2021, eq. 7).
+    """Push positives above similarity alpha and negatives below beta (Ramzi et al. 2021, eq. 7).
 
     The form `all` is the mean over a query's positives plus that over its negatives; `violating`, like the authors'
     code, the mean over all pairs of the batch on the wrong side of alpha plus that over those on that of beta; `sum`
@@ -25,9 +25,9 @@ class Calibration(SimilarityLoss):
 
     self_pair: bool = False
     alpha: float = 0.9
-    """Similarity that positives are to exceed."""
+    """Similarity that positives should exceed."""
     beta: float = 0.6
-    """Similarity that negatives are to stay below."""
+    """Similarity that negatives should stay below."""
     form: Literal["all", "violating", "sum"] = "all"
     """Take means over all pairs, means over those that violate alpha or beta, or sums."""
     presets: ClassVar[Presets] = {
@@ -74,7 +74,7 @@ class Roadmap(SupAP, Calibration):
     """
 
     lam: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Weight of the calibration; SupAP has the rest."""
+    """Weight of the calibration loss; SupAP has the weight 1 - lam."""
     scale: PositiveFloat = 1.0
     """Factor of the sum; the authors' configuration adds both losses whole (2)."""
     is_ap: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""A loss from a function: `@distap.loss` for one with settings, or any function given where a loss is expected."""
+"""Make a loss from a function: `@distap.loss` for one with settings, or any function in place of a loss."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, make_dataclass
@@ -12,7 +12,7 @@ from distap.ranking.losses.base import DescriptorLoss, SimilarityLoss
 
 
 def loss(function: Callable[..., Tensor]) -> type[Loss]:
-    """Make a listwise loss of a function; its further parameters become settings.
+    """Make a listwise loss from a function; its further parameters become settings.
 
         @distap.loss
         def hinge(similarities, same_class, margin=0.1):
@@ -59,13 +59,13 @@ class _OfDescriptors(DescriptorLoss):
 
 @dataclass(frozen=True)
 class FunctionLoss(_OfDescriptors):
-    """Any function of descriptors (B, C) and labels (B,) that gives a scalar; rank 0 calls it for all."""
+    """Any function of descriptors (B, C) and labels (B,) that returns a scalar; rank 0 calls it for all ranks."""
 
     function: Callable[..., Tensor]
 
     @property
     def given(self) -> Callable[..., Tensor]:
-        """Return the function: a run records where it stands, since it has no name in a recipe."""
+        """Return the function; a run records where it is defined, since it has no name in a recipe."""
         return self.function
 
     @property
@@ -86,6 +86,6 @@ class _OfSimilarities(SimilarityLoss):
 
 
 def _settings(made: Loss) -> dict[str, Any]:
-    """The fields that the function takes."""
+    """Return the fields of the loss that the function takes as arguments."""
     inherited = {"function", *(one.name for one in fields(_OfSimilarities))}
     return {one.name: getattr(made, one.name) for one in fields(made) if one.name not in inherited}

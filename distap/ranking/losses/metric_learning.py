@@ -18,7 +18,7 @@ from distap.ranking.losses.base import DescriptorLoss
 
 @dataclass(frozen=True)
 class MetricLearning(DescriptorLoss, SizedLoss):
-    """A loss of pytorch-metric-learning, computed on rank 0 for all; it takes B x B values of memory at least.
+    """A loss of pytorch-metric-learning, computed on rank 0 for all; needs memory for at least B x B values.
 
     A loss with parameters of its own, such as `ProxyAnchorLoss`, is built for `classes` and `dimensions`.
     """

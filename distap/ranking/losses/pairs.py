@@ -17,21 +17,21 @@ SMALLEST = 1e-12  # squared distance, since the root has no derivative at 0
 
 @dataclass(frozen=True)
 class PairLoss(SimilarityLoss):
-    """A loss of pairs of two different images."""
+    """A loss of pairs of different images."""
 
     self_pair: Literal[False] = False
 
 
 @dataclass(frozen=True)
 class MultiSimilarity(PairLoss):
-    """Multi-similarity loss (Wang et al. 2019, eq. 8 to 10), of the pairs that are hard by `epsilon`."""
+    """Multi-similarity loss (Wang et al. 2019, eq. 8 to 10) of pairs that are hard by `epsilon`."""
 
     alpha: PositiveFloat = 2.0
     """Sharpness of the weights of positives."""
     beta: PositiveFloat = 50.0
     """Sharpness of the weights of negatives."""
     base: float = 0.5
-    """Similarity at which neither positives nor negatives weigh more."""
+    """Similarity λ of the paper: positives below it and negatives above it weigh most."""
     epsilon: NonNegativeFloat | None = 0.1
     """Take pairs within this similarity of the hardest one of the other kind; null takes all pairs."""
 
@@ -56,7 +56,7 @@ class Contrastive(PairLoss):
     """
 
     margin: PositiveFloat = 0.7
-    """Distance of descriptors, 0 to 2, beyond which negatives count no more."""
+    """Distance of descriptors, 0 to 2, beyond which negatives are ignored."""
     negatives: PositiveInt | None = None
     """Take this many nearest negatives of a query; null takes all within the margin."""
 
@@ -107,13 +107,13 @@ class Triplet(PairLoss):
 def _hardest(
     similarities: Float[Tensor, "r N"], positive: Bool[Tensor, "r N"], negative: Bool[Tensor, "r N"]
 ) -> tuple[Float[Tensor, "r 1"], Float[Tensor, "r 1"]]:
-    """The greatest similarity of a negative, and the least of a positive."""
+    """Return the greatest similarity of a negative, and the least of a positive."""
     closest = similarities.masked_fill(~negative, -torch.inf).amax(1, keepdim=True)
     return closest, similarities.masked_fill(~positive, torch.inf).amin(1, keepdim=True)
 
 
 def _next_below(similarities: Float[Tensor, "r N"], negative: Bool[Tensor, "r N"]) -> Float[Tensor, "r N"]:
-    """For each similarity the greatest one of a negative below it, or -inf."""
+    """Return for each similarity the greatest smaller one of a negative, or -inf."""
     # Sorting a row once finds it for all positives, in the place of a comparison of each with each negative.
     ordered = similarities.masked_fill(~negative, -torch.inf).sort(1).values
     below = torch.searchsorted(ordered.detach(), similarities.detach().contiguous())

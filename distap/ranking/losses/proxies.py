@@ -1,4 +1,4 @@
-"""Losses that classify each image by its similarity to proxies, one learned direction for each class."""
+"""Losses that classify each image by similarity to proxies: one learned direction per class."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from distap.ranking.losses.base import gradients
 
 @dataclass(frozen=True)
 class ProxyLoss(SizedLoss):
-    """A mean over images, from each one's similarities to the K proxies, which are trained with the network.
+    """A mean over images of a function of similarities to K proxies, which are trained with the network.
 
     Each rank takes its own images, a block at a time. A memory of earlier descriptors changes nothing.
     """
@@ -29,10 +29,10 @@ class ProxyLoss(SizedLoss):
 
     @abstractmethod
     def loss(self, similarities: Float[Tensor, "r K"], labels: Int64[Tensor, " r"]) -> Float[Tensor, " r"]:
-        """The loss of each of r images, differentiable by its similarities to the proxies."""
+        """Return the loss of each of r images, differentiable by its similarities to the proxies."""
 
     def spread(self, dimensions: int) -> float:
-        """The standard deviation of the first proxies' values, a linear layer's; longer ones turn more slowly."""
+        """Standard deviation of initial proxies, as in a linear layer; longer proxies turn more slowly."""
         return float((3 * dimensions) ** -0.5)
 
     @cached_property

@@ -21,7 +21,7 @@ class QuantizedAP(HistogramLoss):
     def average_precision(
         self, negatives: Float64[Tensor, "b M"], positives: Float64[Tensor, "b M"]
     ) -> Float64[Tensor, " b"]:
-        """The sum over bins of the precision down to a bin times the share of positives in it (eq. 10 to 12)."""
+        """Sum over bins the precision up to the bin times the share of positives in it (eq. 10 to 12)."""
         everything, total = negatives + positives, positives[:, -1]
         precision = positives / torch.where(everything > 0, everything, 1)
         return (precision * _in_bin(positives)).sum(1) / torch.where(total > 0, total, 1)
@@ -29,7 +29,7 @@ class QuantizedAP(HistogramLoss):
 
 @dataclass(frozen=True)
 class FastAP(QuantizedAP):
-    """FastAP (Cakir et al. 2019, eq. 9): AP_Q over intervals, so with one centre more, and without the self pair."""
+    """FastAP (Cakir et al. 2019, eq. 9): AP_Q over intervals (one centre more), without the self pair."""
 
     bins: int = 10
     """Number of intervals between bin centres, 1 to 127."""
@@ -43,7 +43,7 @@ class FastAP(QuantizedAP):
 
 @dataclass(frozen=True)
 class TieAwareAP(HistogramLoss):
-    """AP_T: the mean of AP over all orders of the images within a bin (He et al. 2018)."""
+    """AP_T: the mean AP over all orders of the images within a bin (He et al. 2018)."""
 
     form: Literal["simplified", "full"] = "simplified"
     """Use Revaud et al. 2019, eq. 13 (simplified), or the integral over a bin, with the bounds of their code for bins

@@ -1,4 +1,4 @@
-"""Losses that rank pair by pair with a smooth step: Smooth-AP and SupAP.
+"""Losses that rank pairwise with a smooth step: Smooth-AP and SupAP.
 
 The rank of a positive k is one more than the number of images before it, and a step function h of s_j - s_k says
 how much image j counts as before k. With R⁺ the rank among the positives and R⁻ the number of negatives before,
@@ -39,7 +39,7 @@ def sigmoid_slopes(
 
 
 def bounding_counts(similarities: Similarities, positive: Similarities, *step: float) -> Float[Tensor, " r"]:
-    """Counts of negatives with SupAP's step (Ramzi et al. 2021, eq. 5)."""
+    """Count negatives with SupAP's step (Ramzi et al. 2021, eq. 5)."""
     tau, rho, delta, offset, start = step
     t = similarities - positive
     return torch.where(t > delta, rho * t + offset, torch.sigmoid(t / tau) + start * (t > tie_width(t))).sum(1)
@@ -56,13 +56,13 @@ def bounding_slopes(
 
 
 def tie_width(similarities: Tensor) -> float:
-    """Difference up to which rounding may have parted two equal similarities."""
+    """Return the difference up to which rounding may have separated two equal similarities."""
     return 16 * torch.finfo(similarities.dtype).eps
 
 
 @dataclass(frozen=True)
 class SmoothAP(SimilarityLoss):
-    """Smooth-AP (Brown et al. 2020, eq. 5 to 8): a sigmoid as the step."""
+    """Smooth-AP (Brown et al. 2020, eq. 5 to 8), with a sigmoid as the step."""
 
     tau: PositiveFloat = 0.01
     """Temperature of the sigmoid, in units of similarity."""
@@ -93,18 +93,18 @@ class SmoothAP(SimilarityLoss):
         return 1 - precision[:, 0].double(), rows.with_positives(by_negative, by_positive)
 
     def negative_step(self) -> tuple[float, ...]:
-        """The last arguments of `step_functions`."""
+        """Return the last arguments of `step_functions`."""
         return (self.tau,)
 
     def positive_ranks(self, rows: Rows) -> Float[Tensor, "r P"]:
-        """R⁺ of each positive: 1 + the sum of sigmoids over the other positives."""
+        """Return R⁺ of each positive: 1 + the sum of sigmoids over the other positives."""
         others = rows.counted_positives
         ranks = [sigmoid_counts(others, others[:, k, None], self.tau) for k in range(others.shape[1])]
         # The sum counts k itself with 0.5, so 0.5 more makes it 1; for padding it is not a number, and not used.
         return torch.where(rows.is_positive, torch.stack(ranks, dim=1) + 0.5, 1)
 
     def positive_slopes(self, rows: Rows, by_rank: Float[Tensor, "r P"]) -> Float[Tensor, "r P"]:
-        """The derivative by positives, from that by R⁺: each moves the ranks of the others, and is moved by them."""
+        """Turn the derivative by R⁺ into one by positives: each moves the ranks of others, and is moved by them."""
         others = rows.counted_positives
         total = torch.zeros_like(others)
         for k in range(others.shape[1]):
@@ -116,7 +116,7 @@ class SmoothAP(SimilarityLoss):
 
 @dataclass(frozen=True)
 class SupAP(SmoothAP):
-    """SupAP (Ramzi et al. 2021, eq. 4 and 5): steps that bound the AP loss from above.
+    """SupAP (Ramzi et al. 2021, eq. 4 and 5), with steps that bound the AP loss from above.
 
     Positives before a positive are counted exactly, [s_j >= s_k], without gradient. A negative counts
     sigmoid(t / tau) for t = s_j - s_k <= 0, `start` more up to delta, and a line of slope rho beyond, so that a
@@ -128,13 +128,13 @@ class SupAP(SmoothAP):
     """
 
     rho: NonNegativeFloat = 100.0
-    """Slope of the line, per unit of similarity."""
+    """Slope of the step's line, per unit of similarity."""
     delta: NonNegativeFloat | None = None
-    """Difference of similarity at which the line begins; null takes tau ln 99, where the sigmoid is 0.99."""
+    """Difference of similarity at which the step's line begins; null takes tau ln 99 (sigmoid 0.99)."""
     offset: float | None = None
-    """Offset of the line rho t + offset; null continues the step at delta without a jump."""
+    """Offset of the step's line rho t + offset; null continues the step at delta without a jump."""
     start: NonNegativeFloat = 0.5
-    """Height that is added to the step above t = 0."""
+    """Height added to the step for differences t above 0."""
     # elias-ramzi/ROADMAP: roadmap/losses/smooth_rank_ap.py has rho (t - delta) + 1.44 since November 2022.
     presets: ClassVar[Presets] = {"released": {"offset": -3.56, "delta": 0.05}}
     step_functions: ClassVar[tuple[Function, Function]] = (bounding_counts, bounding_slopes)

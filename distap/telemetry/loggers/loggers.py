@@ -1,4 +1,4 @@
-"""The loggers of a run, each in a thread of its own.
+"""Loggers of a run, each in its own thread.
 
 A logger that is slow or broken loses lines, which are counted, and never holds the training up: W&B and MLflow have
 queues too, but wait for the network when they are opened and closed, and when Python ends. The figures are those
@@ -36,7 +36,7 @@ left_hanging = threading.Event()  # a logger's thread did not end
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """The run that a logger logs."""
+    """A run, as a logger needs to know it."""
 
     folder: Path
     id: str
@@ -45,7 +45,7 @@ class LoggedRun:
     steps: int  # of the whole run
 
     def kept_id(self, name: str, create: Callable[[], str]) -> str:
-        """Return what RUN/loggers/NAME holds, the id of this run in a logger's words; create it the first time."""
+        """Return this run's id in a logger's terms, kept in RUN/loggers/NAME; create it on first use."""
         path = self.folder / "loggers" / name
         if not path.exists():
             write_whole(path, create())
@@ -53,28 +53,28 @@ class LoggedRun:
 
 
 class Logger(Protocol):
-    """Takes figures. An error costs the present line only; calls may block."""
+    """Receive figures. After an error only one line is lost; calls may block."""
 
     def log(self, step: int, time: float, figures: Mapping[str, float]) -> None:
-        """Take finite figures by name, at a Unix time in seconds; a step may have several lines."""
+        """Log finite figures by name, at a Unix time in seconds; a step may have several lines."""
 
     def close(self, outcome: Outcome) -> None:
-        """Flush everything; this is the last call."""
+        """Flush everything; no further call follows."""
 
 
 class LoggerSettings(Protocol):
     """A logger's keys in the recipe."""
 
     def prepare(self) -> None:
-        """Import packages, or raise ImportError, and check settings before training starts, without the network."""
+        """Import packages and check settings before training, offline; raise ImportError if a package is missing."""
 
     def open(self, run: LoggedRun) -> Logger:
-        """Open the logger of a run, or go on with it. The thread that will use the logger calls this."""
+        """Open the logger of a run, or continue it; called in the thread that will use the logger."""
         ...
 
 
 def prepare_loggers(chosen: Mapping[str, LoggerSettings]) -> None:
-    """Import the packages of loggers, by name; raise a DistapError if one is missing or a logger cannot work."""
+    """Import the packages of loggers, by name; raise a DistapError if one is missing or cannot work."""
     for name, settings in chosen.items():
         try:
             settings.prepare()
@@ -93,7 +93,7 @@ def opened_loggers(
     lines: int = LINES,
     close_seconds: float = CLOSE_SECONDS,
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Open a run's loggers; yield a function that hands a line of the run's log, with `step` and `time`, to each.
+    """Open a run's loggers; yield a function that passes lines of the run's log, with `step` and `time`, to each.
 
     At most `lines` lines wait for a logger; `count_lost` gets its name for each line that is lost. In the end, all
     loggers together have `close_seconds` to close.
@@ -123,7 +123,7 @@ def opened_loggers(
 
 
 def finite_figures(entry: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a line, nested ones by their path."""
+    """Return the finite numbers of a line; nested ones are named by path."""
     return {
         name: float(value)
         for name, value in by_path(entry, "/")
@@ -132,7 +132,7 @@ def finite_figures(entry: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Outlet:
-    """One logger, and the thread that calls it; `log` never waits, and loses lines beyond those that may wait."""
+    """One logger and its thread; `log` never waits, and drops lines when the queue is full."""
 
     def __init__(
         self, name: str, settings: LoggerSettings, run: LoggedRun, lines: int, count_lost: Callable[[], None]
@@ -145,18 +145,18 @@ class Outlet:
         self._thread.start()
 
     def log(self, step: int, time: float, figures: Mapping[str, float]) -> None:
-        """Put a line into the queue, or lose it if too many wait."""
+        """Queue a line, or drop it if too many wait."""
         if self._queue.qsize() >= self._lines:
             self._lose(f"{self._lines} lines wait for it")
         else:
             self._queue.put((step, time, figures))
 
     def begin_to_close(self, outcome: Outcome) -> None:
-        """Tell the thread that no further line comes."""
+        """Tell the thread that no further line follows."""
         self._queue.put(outcome)
 
     def finish(self, seconds: float) -> None:
-        """Wait at most this long until the logger has closed; lines that it has not taken by then are lost."""
+        """Wait at most this long for the logger to close; lines left in the queue are lost."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             left_hanging.set()
@@ -188,7 +188,7 @@ class Outlet:
             self._lose(f"it cannot be closed: {_told(error)}", 0)
 
     def _lose(self, reason: str, lines: int = 1) -> None:
-        """Count lines, and warn once, since later losses usually have the same reason."""
+        """Count lost lines, and warn once, since later losses usually have the same reason."""
         with self._lock:
             if not self._lost:
                 logger.warning("loggers.%s: figures are lost: %s; training goes on", self.name, reason)
@@ -198,7 +198,7 @@ class Outlet:
 
 
 def end_if_hanging(status: int) -> None:
-    """End the process at once if a logger hangs: exit handlers of its package would wait for it."""
+    """End the process at once if a logger hangs, because its package's exit handlers would wait for it."""
     if not left_hanging.is_set():
         return
     error = sys.exception()

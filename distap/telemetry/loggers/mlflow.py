@@ -26,7 +26,7 @@ class MLflow:
     """
 
     tracking_uri: str | None = None
-    """Address of the server; null takes MLFLOW_TRACKING_URI."""
+    """Address of the MLflow server; null takes MLFLOW_TRACKING_URI."""
 
     def __post_init__(self) -> None:
         if self.tracking_uri is not None and without_secrets(self.tracking_uri) != self.tracking_uri:
@@ -76,5 +76,5 @@ class _Run:
 
 
 def _allowed(name: str) -> str:
-    """Replace characters that MLflow does not take: `mAP@R` becomes `mAP_at_R`."""
+    """Replace characters that MLflow rejects: `mAP@R` becomes `mAP_at_R`."""
     return re.sub(r"[^\w\-./ :]", "_", name.replace("@", "_at_"), flags=re.ASCII)

@@ -1,4 +1,4 @@
-"""Log to TensorBoard's event files."""
+"""Log to event files of TensorBoard."""
 
 import importlib
 import json
@@ -22,7 +22,7 @@ class TensorBoard:
             importlib.import_module(module)
 
     def open(self, run: LoggedRun) -> Logger:
-        """Open a new event file; it hides later steps of earlier files."""
+        """Open a new event file, which hides later steps of earlier files."""
         return _EventFiles(self.folder or str(run.folder / "tensorboard"), run)
 
 

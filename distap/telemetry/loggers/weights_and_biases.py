@@ -23,7 +23,7 @@ class WeightsAndBiases:
     """
 
     project: str = "distap"
-    """Project of the run."""
+    """Project of Weights & Biases to log the run to."""
     mode: Literal["online", "offline"] | None = None
     """Write files to RUN/wandb for `wandb sync` (offline), or send them; null takes WANDB_MODE, or `online`."""
 
