@@ -54,7 +54,7 @@ class ToHost:
         return self._arrived is None or self._arrived.query()
 
     def tensor(self) -> Tensor:
-        """Wait for the copy and return it."""
+        """Wait for the copy on the CPU and return it."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._copy

@@ -44,7 +44,7 @@ class DistapError(Exception):
 class CollectiveError(DistapError):
     """The ranks can no longer work together: one is lost, hangs or never came, or the network is broken.
 
-    Nobody's mistake, so starting again may help.
+    It is nobody's mistake, so starting again may help.
     """
 
     status = FAILED
@@ -74,7 +74,7 @@ def tensor_given(value: Any, name: str) -> "Tensor":
     """Convert to a tensor what a caller gave: a tensor, an array, numbers in lists, or a list of tensors.
 
     Raises:
-        DistapError: it is none of these; `name` is that of the argument.
+        DistapError: it is none of these; messages call the argument `name`.
     """
     import numpy as np  # here, so that recipes can be read without them
     import torch

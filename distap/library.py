@@ -176,8 +176,8 @@ def train(
     SystemExit(75). The record of the run has the class of an object; `load` needs a network like it.
 
     Args:
-        recipe: a YAML file, or its keys and values.
-        overrides: changes to it: keys as on the command line (`optimizer.learning_rate`), or nested. A dict that has
+        recipe: a YAML file, or a dict of a recipe's keys and values.
+        overrides: changes to the recipe, with dotted keys (`optimizer.learning_rate`) or nested dicts. A dict with
             a `name` replaces the part that was chosen before.
         network: takes images (n, 3, height, width), float32, with sides of data.image_size pixels, and gives
             descriptors (n, C), which are then scaled to length 1. Pixels are normalised by the `mean` and `std` of
@@ -236,9 +236,9 @@ def load(
         scales: factors of an image's size at which it is described; None takes the recipe's.
         whitening: a result of `distap whiten`.
         device: None takes a GPU if there is one.
-        network: one built like that which `train` was given; it gets the trained parameters.
+        network: a network built like the one given to `train`; it gets the trained parameters.
     Raises:
-        DistapError: there is no such network, it is damaged, or `network` is missing or another.
+        DistapError: there is no such network, it is damaged, or `network` is missing or does not fit.
     """
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     name = str(source)

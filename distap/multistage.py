@@ -69,7 +69,7 @@ class Multistage(nn.Module):
         skip_below: do not replay images whose gradient is no longer than this times the longest.
         reduce: sum gradients over the ranks here, for a network that nothing wraps.
         reshard: under FSDP2, keep a block's parameters only while it computes in replay.
-        options: of the loss, or `preset`.
+        options: options of the loss, or `preset`.
     Raises:
         DistapError: the loss, an option or the mode is unknown.
     """

@@ -54,7 +54,7 @@ ALWAYS_TOLERATED = 10  # damaged images, since a share of a small first batch sa
 def trained(recipe: Recipe, startup: Startup) -> Iterator[int]:
     """Train on this process's rank, alone or as one of torchrun's ranks; yield what `train` returns.
 
-    The ranks are still joined inside.
+    Inside the `with` block the ranks are still joined.
     """
     rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
     set_up_run_logging(recipe.logs.format, recipe.run_id, rank)

@@ -56,7 +56,7 @@ class Searcher:
         """Return the at most k images of the gallery that are most similar to an image file, best first.
 
         Raises:
-            DamagedImageError: it cannot be decoded or is too large.
+            DamagedImageError: the image cannot be decoded or is too large.
         """
         if self.describer is None:
             raise DistapError("images are described by the network of the index: name its run with --checkpoint")

@@ -23,7 +23,7 @@ def on_all(world: World, work: Callable[[], Any], mine: bool = True) -> list[Any
     in short collectives meanwhile, so that none of these times out.
 
     Raises:
-        DistapError: it failed on some ranks; UnreachableError if starting again may help each of them, and
+        DistapError: the work failed on some ranks; UnreachableError if starting again may help each of them, and
             DamagedCheckpointError if each has found damage.
         RuntimeError: the program failed on another rank; on that rank, its own error.
     """

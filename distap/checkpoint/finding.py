@@ -32,11 +32,11 @@ def opened_checkpoint(where: str | Path, best: bool = False, beside: tuple[str, 
     A store is reached with the credentials and settings of the environment.
 
     Args:
-        where: a run, of which the newest good checkpoint is taken, or one of its checkpoints.
-        best: of a run, take the checkpoint with the highest validation mAP.
+        where: a run (its newest undamaged checkpoint is taken), or one of its checkpoints.
+        best: of a run, take the checkpoint with the highest validation mAP instead of the newest.
         beside: patterns of other files of a run in a store to download as well.
     Raises:
-        DistapError: there is none, the named one is damaged, or the store cannot be read.
+        DistapError: there is no checkpoint, the named one is damaged, or the store cannot be read.
     """
     url = str(where).rstrip("/")
     run = parse_store(url) if scheme_of(url) else str(Path(url).absolute())

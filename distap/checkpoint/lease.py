@@ -56,7 +56,7 @@ class Lease:
         """Take the lease, if need be after waiting to see whether another training renews it.
 
         Raises:
-            DistapError: another training has it, or it cannot be written.
+            DistapError: another training holds the lease, or it cannot be written.
         """
         try:
             for key, place in self._places.items():

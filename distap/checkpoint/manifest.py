@@ -45,8 +45,8 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     """Parse and verify a manifest; messages name its checkpoint as `where`.
 
     Raises:
-        DamagedCheckpointError: it is not the manifest that was written.
-        DistapError: another version of distap wrote it.
+        DamagedCheckpointError: the manifest differs from the one that was written.
+        DistapError: another version of distap wrote the manifest.
     """
     try:
         text = data.decode()

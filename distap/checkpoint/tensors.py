@@ -27,7 +27,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], group: dist.Proce
     """Write this rank's part of all tensors into a folder, which may differ between ranks.
 
     Raises:
-        OSError: on all ranks, if one of them cannot write.
+        OSError: on all ranks, if any rank cannot write.
     """
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:

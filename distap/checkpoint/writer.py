@@ -111,7 +111,7 @@ class CheckpointWriter:
         """Wait until the last checkpoint is written and return its outcome, as `poll` does.
 
         Raises:
-            UnreachableError: it is not written in time.
+            UnreachableError: the checkpoint is not written in time.
         """
         with self.world.collective("writing of the checkpoint"):
             limit = WAIT_SHARE * self.timeout_seconds

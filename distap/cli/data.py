@@ -154,7 +154,7 @@ def check_command(
 ) -> None:
     """Compare every shard and image with the index, and decode every image; exit status 1 if anything is damaged.
 
-    Nothing is changed. A damaged or missing shard is listed and the check goes on.
+    The data set is not changed. The check lists damaged or missing shards and continues.
     """
     from distap.data.shards.checking import check, write_damage
 
@@ -183,7 +183,7 @@ def stats_command(
 ) -> None:
     """Count classes, images per class and sizes, and describe the batches that each way of sampling would give.
 
-    Reads the index, and a random sample of the images for their formats.
+    The command reads the index, and a random sample of the images for their formats.
     """
     from distap.cli.statistics_tables import statistics_tables
     from distap.data.loading.indexed import Reader

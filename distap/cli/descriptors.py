@@ -167,7 +167,7 @@ def index_command(
     Recall@10 counts an image as found if it is as near as the tenth exact result. The index belongs to the network
     that described its images: descriptors of another network are refused. With --json: `output`, `images`,
     `dimensions`, and the `indexes` that were built, that of --output first: `name`, `recall` `at` so many, `bytes`,
-    `milliseconds` a query, `queries`, `build_seconds`, `factory` and `search`.
+    `milliseconds` per query, `queries`, `build_seconds`, `factory` and `search`.
     """
     from distap.retrieval.descriptor_files import read_descriptors
     from distap.retrieval.index_files import require_free_for_index, write_index

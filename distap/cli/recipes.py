@@ -37,7 +37,7 @@ def init_command(
 ) -> None:
     """Look at your images and write a first recipe, with the reason for each choice.
 
-    It trains with `distap train recipe.yaml`; change in it what you know better.
+    Train it with `distap train recipe.yaml`; change what you know better.
     """
     import yaml
 
@@ -95,7 +95,7 @@ def config_command(
 ) -> None:
     """Print a recipe with all defaults, as a recipe; comments say where each value comes from.
 
-    That is the recipe, the command line, or the default. Or print what recipes may hold, with --keys or --schema.
+    Origins are the recipe, the command line, or the default. --keys and --schema print what recipes may hold.
     """
     if schema + keys + (config is not None) != 1:
         raise DistapError("give one of RECIPE, --schema and --keys")

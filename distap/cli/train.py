@@ -119,7 +119,7 @@ def report_command(
 ) -> None:
     """Write a page about one run, or several side by side: curves, times, figures, neighbours, hardest queries.
 
-    With --json: `report`, the page; and `summary`, what summary.json has: figures `before` and `after` (1 is all),
+    With --json: `report`, the page; and `summary`, as in summary.json: figures `before` and `after` (1 is all),
     `train_seconds` and `outside_network_share`; of several runs these by name, in `runs`.
     """
     from distap.pages.following import follow_runs

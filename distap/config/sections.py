@@ -52,8 +52,8 @@ class ReplaySection(Section):
     size: PositiveInt | Literal["auto"] = 16
     """Number of images in a micro-batch, which sets the peak memory; auto finds the fastest size."""
     keep: NonNegativeInt | Literal["auto"] = 0
-    """Micro-batches of a rank that keep their graph from describe; auto takes half of the memory that is free after a
-    step."""
+    """Number of a rank's micro-batches that keep their graph from describe; auto takes half of the memory free
+    after a step."""
     skip_below: NonNegativeFloat = 0.0
     """Skip the replay of images whose descriptor gradient is at most this times the longest one."""
     max_drift: PositiveFloat | None = None

@@ -42,7 +42,7 @@ class DatasetRows:
 
         Raises:
             DamagedImageError: the data set cannot give the image.
-            DistapError: it gives something else.
+            DistapError: the data set gives something other than an image.
         """
         where = self.where(int(row))
         try:
@@ -68,7 +68,7 @@ class DatasetRows:
         """Return (N,) SHA-256 of a few images, "" for the others.
 
         Raises:
-            DistapError: one of them differs from one read to the next, or none can be read.
+            DistapError: an image differs between two reads, or none can be read.
         """
         found, failure = [""] * len(self.keys), None
         few = sorted({k * (len(found) - 1) // (LOOKED_AT - 1) for k in range(LOOKED_AT)})
@@ -98,7 +98,7 @@ def source_of(data: Any, track: Track = untracked) -> Source:
             are (image, label) or dicts of `image` and `label`. An image is a PIL image, a path, the bytes of a file,
             or uint8 pixels; a label a number of 0 or more, or a text. Labels are taken from the attribute `targets`
             or `labels` if it agrees with some items; otherwise all items are read once.
-        track: shows the progress of that.
+        track: shows the progress of reading all items.
     Raises:
         DistapError: it is none of these.
     """

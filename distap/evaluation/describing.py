@@ -42,7 +42,7 @@ class Describing:
         """Return image numbers (n,), ascending, without failed images, and descriptors (n, D), on every rank.
 
         Args:
-            name: of the folder to keep them in.
+            name: name of the folder to keep descriptors in.
             boxes: by image number, the part of an image to describe, in pixels.
         Raises:
             BrokenOffError: a rank was asked to stop.

@@ -114,7 +114,7 @@ class DescribedSet:
     def evaluate(self, refinement: Refinement = PLAIN) -> Evaluation:
         """Refine the descriptors and rank the gallery for each query; all ranks call this.
 
-        If galleries are drawn, figures are means over the draws.
+        With drawn galleries, figures are means over the draws.
         """
         of, world = self.of, self.describing.world
         found = [self._ranked(asking, among, refinement) for asking, among in self._rows()]

@@ -43,11 +43,11 @@ def open_set(
     """Open a folder of `distap data convert` with a ground truth, or shards with classes.
 
     Args:
-        name: for its results; None takes the last part of `where`.
+        name: name of the set in results; None takes the last part of `where`.
         distractors: shards to add to a gallery with a ground truth.
         gallery: shards with classes whose images the others retrieve; None for all others of their own shards.
         gallery_draws: draw an image of each class as the gallery of the others this many times; 0 does not.
-        at: the k of R@k and mP@k, of sets without a ground truth.
+        at: values k of R@k and mP@k, for sets without a ground truth.
         gap_batch: images of a random batch; of sets whose images all retrieve each other, it gives the figure `gap`.
         max_pixels, remote, cache: see `open_images`.
     """

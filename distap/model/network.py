@@ -34,9 +34,9 @@ class RetrievalNetwork(nn.Module):
         pooling: turns (n, C, h, w) into (n, C); tokens come as (n, C, t, 1).
         projection: dimensions of a linear layer before normalisation; None for no layer.
         batchnorm: `frozen` or `batch`.
-        mean, std: of the pixels that the backbone was trained with, 1 being white.
+        mean, std: of the pixels that the backbone was trained with; white is 1.
         features: C of the maps or tokens; None takes what the backbone says.
-        layer_norm: standardise what pooling gives, without a scale and shift that learn, as ROADMAP's code does.
+        layer_norm: standardise the pooled vector, without learned scale and shift, as ROADMAP's code does.
 
     A pooling may have the attributes `needs_class_token` (it then also gets the tokens (n, p, C) that stand before
     those of the image), `needs_map` (it takes no tokens) and `widens` (it gives so many times C numbers).
@@ -200,7 +200,7 @@ class GivenNetwork:
         them, else from 0 to 1.
 
         Raises:
-            DistapError: it does not give descriptors (n, C) of images with sides of `image_size`.
+            DistapError: the network does not give descriptors (n, C) of images with sides of `image_size`.
         """
         network, name = self.given.to(device), type(self.given).__name__
         if isinstance(network, RetrievalNetwork):

@@ -16,7 +16,7 @@ class GeM(nn.Module):
     """Generalised mean with a learned power (Radenović et al. 2018, eq. 3): the mean of x^p, to the power 1/p.
 
     Args:
-        power: p at the start; 1 is the mean, large powers approach the maximum.
+        power: initial p; 1 is the mean, large powers approach the maximum.
         smallest: features are clamped to at least this, because a fractional power needs positive ones.
     """
 

@@ -29,7 +29,7 @@ class ListwiseLoss(nn.Module):
 
     Args:
         memory: number of earlier descriptors to rank against as well; part of the module's state.
-        options: of the loss, or `preset`; the other arguments are those of `distap.rank`.
+        options: options of the loss, or `preset`; see `distap.rank` for the other arguments.
     Raises:
         DistapError: the loss or an option is unknown.
     """

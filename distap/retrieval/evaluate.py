@@ -81,7 +81,7 @@ def evaluate_descriptors(
     Args:
         queries: (Q, C) of length 1, so that the dot product is the cosine; a tensor on any device, or an array,
             possibly a memory map of float16, which is read in blocks.
-        gallery: (N, C), likewise.
+        gallery: (N, C), of the same kinds.
         neighbours: number of most similar images to report.
         head: gallery rows that come first for each query, in this order, whatever their similarity.
         world: ranks that share the work; all call this with the same arguments, and get the same bits as one.
@@ -154,7 +154,7 @@ def decomposability_gap(
     positive, since a batch holds fewer negatives, and NaN if no batch holds two images of a class.
 
     Args:
-        batch: images of each. Batches split the images at random, always alike; a remainder is in none.
+        batch: images per batch. Batches split the images at random, always alike; a remainder is left out.
         whole: mAP of all images, if it is known.
         world: ranks that share the work; all of them call this with the same arguments.
     """

@@ -111,8 +111,8 @@ def write_index(
     """Write a folder for `read_index`. Earlier contents become invalid as soon as writing starts.
 
     Args:
-        index: over all descriptors, in their order.
-        measured: more entries for about.json, such as the recall.
+        index: a Faiss index over all descriptors, in their order.
+        measured: further entries for about.json, such as the recall.
     """
     require_free_for_index(folder)
     files = {INDEX_FILE: lambda file: faiss.write_index(index.index, file.name)}

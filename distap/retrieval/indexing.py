@@ -161,10 +161,10 @@ def measure_recall(
     duplicates will do.
 
     Args:
-        index: of Faiss, over `values`.
+        index: a Faiss index over `values`.
         values: a memory map is read in blocks.
         queries: held-out queries; None samples rows of `values` and leaves each out of its own results.
-        at: results of a query, at most the size of the gallery.
+        at: number of results per query, at most the size of the gallery.
     """
     excluded, among = queries is None, values if queries is None else queries
     own = np.sort(permutation(len(among), 1)[:MEASURED]).astype(np.int64)

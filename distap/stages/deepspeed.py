@@ -25,8 +25,8 @@ class ZeroReplica(Replica):
     """A network under DeepSpeed; it must have the same parameters on every rank.
 
     Args:
-        optimizer: over the network's parameters; DeepSpeed steps it.
-        config: for DeepSpeed.
+        optimizer: optimiser of the network's parameters; DeepSpeed calls its step.
+        config: DeepSpeed's configuration.
     """
 
     def __init__(self, *parts: Any, optimizer: Optimizer, config: dict[str, Any]) -> None:

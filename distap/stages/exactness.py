@@ -40,8 +40,8 @@ def refuse_mixing(describe: Callable[[int, int], Tensor], network: nn.Module, co
     """Describe a few images in two cuts; raise a DistapError if an image's descriptor differs.
 
     Args:
-        describe: from a number of images and a seed to the descriptors of the first so many.
-        count: images of the larger cut, at least 2.
+        describe: maps a number n of images and a seed to the descriptors of the first n images.
+        count: number of images in the larger cut, at least 2.
         limit: greatest difference, relative to the largest number of the descriptors.
     """
 
@@ -94,7 +94,7 @@ class MovingBuffers:
         self._before = [(buffer, buffer.clone()) for buffer in buffers]
 
     def restore(self) -> None:
-        """Restore the buffers that changed since."""
+        """Restore the buffers that changed since the stage began."""
         for now, before in self._before:
             if not torch.equal(now, before):
                 # By `data`: kept graphs hold some buffers without using them, and would refuse what has changed.

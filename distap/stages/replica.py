@@ -29,7 +29,7 @@ class Replica:
     """A network with the same parameters on every rank; `backward` adds to their `.grad`.
 
     Args:
-        network: on its device.
+        network: the network, on its device.
         forward: images to descriptors (n, C), float32 or wider; None calls the network.
         scale: multiplies every gradient that `backward` is given.
     """

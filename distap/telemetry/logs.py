@@ -4,7 +4,7 @@ As text, for people and for grep:
 
     2026-11-14T09:30:05.123Z WARNING run=emoji rank=1 step=12 step 12: shards/3.tar/0007: truncated left out
 
-As JSON, one object a line, for a log collector (`rank` is null in the launcher, `step` before the first step):
+As JSON, one object per line, for a log collector (`rank` is null in the launcher, `step` before the first step):
 
     {"time": "...", "level": "warning", "run": "emoji", "rank": 1, "step": 12, "logger": "distap", "message": "..."}
 

@@ -30,7 +30,7 @@ class Learner:
         optimizer: over the network's parameters, or under FSDP over this rank's shards of them; `factor` of a group
             multiplies its learning rate, and `part` is what `held` names.
         clip_norm: greatest norm of the whole gradient; None never clips.
-        precision: of the replica's arithmetic; `fp16` scales the loss.
+        precision: number format of the replica's arithmetic; `fp16` scales the loss.
         scalars: names of parameters without dimensions, which FSDP and DeepSpeed hold as vectors.
     """
 

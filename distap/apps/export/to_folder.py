@@ -65,7 +65,7 @@ def export_to_folder(
     Args:
         checkpoint: a run folder, one of its checkpoints, or the URL of either.
         output: a new folder, an empty one, or that of an earlier export, which is replaced.
-        whitening: result of `distap whiten`, applied last.
+        whitening: a file of `distap whiten`, applied last.
         best: with a run folder, take its best checkpoint, not its newest.
     """
     output = output.resolve()

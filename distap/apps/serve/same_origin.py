@@ -19,7 +19,7 @@ HEADERS = {  # of every answer that a browser shows
 def is_foreign(host: str, origin: str | None, site: str | None, others: Collection[str] = ()) -> bool:
     """Tell whether a page of another site has sent a request, by its headers Host, Origin and Sec-Fetch-Site.
 
-    `others` are names of this host that a proxy may have replaced.
+    `others` are further names of this host, which a proxy may have replaced.
     """
     try:
         page = urlsplit(origin or "")

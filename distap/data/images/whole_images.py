@@ -184,8 +184,8 @@ class Thumbnails:
 
     Args:
         reader: reads the images; None if there is no data set, and so no thumbnail.
-        samples: (N,) the image of each row by its number in the data set, -1 for one that is not there.
-        longer_side: at most, pixels.
+        samples: (N,) number in the data set of each row's image, -1 for a missing image.
+        longer_side: longest side of a thumbnail, pixels.
     """
 
     def __init__(self, reader: EncodedImages | None, samples: NDArray[np.int64], longer_side: int) -> None:

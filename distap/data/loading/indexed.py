@@ -34,8 +34,8 @@ class Reader:
     """Read images of a data set, each by its place in a shard; safe to copy into loader workers.
 
     Args:
-        source: of the shards.
-        index: of the same data set.
+        source: the data set.
+        index: the index of the same data set.
         max_pixels: images with more pixels (width times height) are refused without decoding.
         remote: how a remote source is reached, and how often reading is tried.
         cache: where shards are kept on this host's disk; none, or images that are not packed, reads from the source.

@@ -50,8 +50,8 @@ def handed_over(
         workers: number of processes; 0 reads in this one.
         prefetch: requests that each worker reads ahead.
         longest_wait: seconds after which workers that hand nothing over count as lost.
-        bytes_ahead: what they hand over before it is used, which shared memory has to hold.
-        where: names an item of a request, for a message.
+        bytes_ahead: bytes that workers prepare before use, which shared memory must hold.
+        where: names an item of a request in messages.
 
     Raises:
         DistapError: a worker raised it, or shared memory is too small.

@@ -80,7 +80,7 @@ def walk_images(folder: Path, follow: bool = True) -> Iterator[Path | Skipped]:
 def _left_out(path: Path, is_hidden: bool) -> str:
     """Return why a file is no readable image, judging by its name, or by its content if it has no extension.
 
-    `is_hidden` tells that a folder above it is.
+    `is_hidden` is true if a folder above the file is hidden.
     """
     suffix = path.suffix.lower()
     if path.name.startswith("._"):

@@ -105,7 +105,7 @@ def index_place(source: Source, remote: RemoteSettings | None) -> tuple[Storage,
 def parse_index(data: Buffer, where: str) -> Index:
     """Parse the contents of index file `where`; check every row, so that none leads outside the data set.
 
-    Its columns are views of `data`.
+    The columns are views of `data`.
     """
     remedy = "make it anew with `distap data index`"
     try:

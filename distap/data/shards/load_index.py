@@ -67,7 +67,7 @@ def index_of_files(
 ) -> Index:
     """Make an index that treats each image file as a shard; unknown sizes are 0 and unknown digests "".
 
-    Images that belong to no class have the class "".
+    Images without a class have the class "".
     """
     for key in keys:
         if not is_line(key):

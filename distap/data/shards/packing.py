@@ -92,9 +92,9 @@ def pack_parts(
     """Pack each part into shards in the folder of its name; return its index and the files left out.
 
     Args:
-        parts: by name, "" for one that fills the output itself.
+        parts: the images by name of part; "" fills the output folder itself.
         output: folder of the shards; it must not exist, or be empty, and appears when everything is in it.
-        images_per_shard: at most; the last shard, and those with damaged images, have fewer.
+        images_per_shard: the most images in a shard; the last shard, and those with damaged images, have fewer.
         shuffle: seed of a random order, which streamed reading needs. The given order is faster to read by an index.
         decode: find damage by decoding every image, not only those whose end is missing.
     Raises:

@@ -24,7 +24,7 @@ Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
 
 
 def untracked(items: Iterable[Any], description: str, total: int) -> Iterable[Any]:
-    """Show no progress: the default for every `track`."""
+    """Yield the items without showing progress: the default of every argument `track`."""
     return items
 
 

@@ -49,7 +49,7 @@ def extract_to_folder(
 
     Args:
         output: a new or empty folder that all ranks see, or that of a stopped extraction.
-        dtype: of the stored descriptors.
+        dtype: number format of the stored descriptors.
         part_images: images of a part, which is described again if it is interrupted; by default a 1024th of all,
             from 128 to 4096.
     Returns:

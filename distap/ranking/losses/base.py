@@ -91,7 +91,7 @@ class SimilarityLoss(Loss):
         """Return the loss of each of r queries, differentiable by the similarities.
 
         Args:
-            similarities: to the whole gallery of N images, in any order.
+            similarities: (r, N) to the whole gallery of N images, in any order.
             positive: which are of the query's class; the query itself is one of them if `self_pair`.
             negative: which are of another class.
         """

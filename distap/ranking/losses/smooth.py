@@ -134,7 +134,7 @@ class SupAP(SmoothAP):
     offset: float | None = None
     """Offset of the step's line rho t + offset; null continues the step at delta without a jump."""
     start: NonNegativeFloat = 0.5
-    """Height added to the step for differences t above 0."""
+    """Height added to the step where the difference of similarity t is above 0."""
     # elias-ramzi/ROADMAP: roadmap/losses/smooth_rank_ap.py has rho (t - delta) + 1.44 since November 2022.
     presets: ClassVar[Presets] = {"released": {"offset": -3.56, "delta": 0.05}}
     step_functions: ClassVar[tuple[Function, Function]] = (bounding_counts, bounding_slopes)
