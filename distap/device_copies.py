@@ -15,7 +15,7 @@ AHEAD = 2  # micro-batches that the host prepares while the device computes
 
 
 class DeviceCopies:
-    """Copies micro-batches to a device on a stream of its own.
+    """Copy micro-batches to a device on a stream of its own.
 
     The host runs `AHEAD` micro-batches ahead of the device and then waits, so the next pixels are there in time and
     no more than `AHEAD` micro-batches take memory.

@@ -32,7 +32,7 @@ WANTED = {
 
 
 class DistapError(Exception):
-    """Something the user can mend: the text says what was wrong, where, what was expected and what to do.
+    """A mistake that the user can mend: the text says what was wrong, where, what was expected and what to do.
 
     The commands print it without a traceback and exit with `status`.
     """
@@ -42,7 +42,7 @@ class DistapError(Exception):
 
 
 class CollectiveError(DistapError):
-    """The ranks can no longer work together: one is lost, hangs or never came, or the network is broken.
+    """Raised when ranks can no longer work together: one is lost, hangs or never came, or the network is broken.
 
     It is nobody's mistake, so starting again may help.
     """

@@ -58,7 +58,7 @@ Forward = Callable[[Any], Tensor]  # images to descriptors
 
 @dataclass(frozen=True)
 class Described:
-    """This rank's descriptors after stage one."""
+    """Result of stage one: this rank's descriptors."""
 
     descriptors: Float[Tensor, "b C"]  # without a graph
     kept: dict[int, Tensor]  # descriptors with their graph, by the first row of their micro-batch

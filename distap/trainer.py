@@ -69,7 +69,7 @@ def trained(recipe: Recipe, startup: Startup) -> Iterator[int]:
 
 
 class Trainer:
-    """One training of a recipe on one rank; every rank makes one.
+    """A training of a recipe on one rank; every rank makes one.
 
     Args:
         endpoint: answers HTTP requests about this rank; a new one answers nothing until it is served.

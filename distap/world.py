@@ -134,7 +134,7 @@ class World:
         return tensor
 
     def maximum(self, value: float) -> float:
-        """Return the greatest of the ranks' values, or infinity if any of them is not a number."""
+        """Return the greatest of the ranks' values, or infinity if any value is not a number."""
         worst = torch.tensor(value, dtype=torch.float64, device=self.device).nan_to_num(math.inf, math.inf)
         if self.size > 1:
             with self.collective("all_reduce of a maximum"):
@@ -260,7 +260,6 @@ def _allow_open_files(rank: int, ranks: int) -> None:
 
 
 def _padded(rows: Tensor, length: int) -> Tensor:
-    """Append zeros up to `length` rows."""
     padded = rows.new_zeros(length, *rows.shape[1:])
     padded[: len(rows)] = rows
     return padded

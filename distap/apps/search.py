@@ -80,7 +80,7 @@ class Searcher:
         return [hit for hit in hits if hit.row != row][:k]
 
     def search(self, queries: Sequence[Query], k: int) -> Iterator[SearchResult]:
-        """Yield the result of each query; a file that cannot be used gives a result with a problem."""
+        """Yield the result of each query; an unusable file gives a result with a problem."""
         for query in queries:
             try:
                 hits = self.by_key(query.key, k) if query.file is None else self.by_image(query.file.read_bytes(), k)
@@ -100,7 +100,7 @@ def open_searcher(
     best: bool = False,
     max_pixels: Callable[[DescribedBy], int] = lambda _: MAX_PIXELS,
 ) -> Searcher:
-    """Open an index with the network and the whitening that its images were described by.
+    """Open an index with the network and the whitening that described its images.
 
     Args:
         checkpoint: a run folder or one of its checkpoints, or the URL of either; None allows searches by key alone.

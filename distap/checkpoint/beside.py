@@ -15,7 +15,7 @@ logger = logging.getLogger("distap")
 
 @dataclass
 class FilesBeside:
-    """Copies the files of a run that match `patterns` to a store, and back."""
+    """Copy the files of a run that match `patterns` to a store, and back."""
 
     storage: Storage
     run: Path

@@ -58,7 +58,7 @@ class Checkpoint:
         return state
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """Read the tensors whose name starts with `prefix`, to the CPU."""
+        """Read the tensors whose name starts with `prefix` to the CPU."""
         return read_tensors(self.path, self.manifest.files, prefix)
 
 

@@ -65,7 +65,7 @@ def opened_checkpoint(where: str | Path, best: bool = False, beside: tuple[str, 
 
 @contextmanager
 def newest_checkpoint(checkpoints: Checkpoints, spool: Path, world: World) -> Iterator[Checkpoint | None]:
-    """Find the newest checkpoint of a run that all ranks see undamaged; None if the run has no checkpoint.
+    """Find the newest checkpoint of a run that is undamaged on all ranks; None if the run has no checkpoint.
 
     All ranks share the verification of a checkpoint on disk. Of one in a store, the first rank of each host downloads
     the files into the folder `spool`; they are removed when all ranks leave.
@@ -123,7 +123,7 @@ def _newest(checkpoints: Checkpoints, names: list[str], download: Path, world: W
 
 
 def names_seen_by_all(checkpoints: Checkpoints, world: World) -> list[str]:
-    """Return the checkpoints, good or damaged, oldest first; a DistapError if the ranks see different ones."""
+    """Return names of checkpoints, damaged ones included, oldest first; a DistapError if ranks see different ones."""
     # Hosts that share nothing would each begin a run of their own, so all ranks list the checkpoints.
     deadline = time.monotonic() + LISTING_SECONDS
     while True:

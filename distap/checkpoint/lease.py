@@ -1,4 +1,4 @@
-"""The lease of a run: one training at a time writes into its folder and its store.
+"""The lease of a run: only one training at a time writes into its folder and its store.
 
 RUN/lease.json      host, process and time of the training here, also in checkpoint.store
 
@@ -46,14 +46,14 @@ class Lease:
         self._renewing = Thread(target=self._renew, name="distap-lease", daemon=True)
 
     def require_free(self) -> None:
-        """Raise a DistapError if a training on this host has the lease, before this one uses its GPU and memory."""
+        """Raise a DistapError if a training on this host holds the lease, before this one uses GPU and memory."""
         for key, place in self._places.items():
             other = _read(place) or {}
             if self._is_of_this_host(other) and not self._gone(other, 0.0):
                 raise _refusal(key, place, other)
 
     def take(self) -> None:
-        """Take the lease, if need be after waiting to see whether another training renews it.
+        """Take the lease; if another training holds it, wait first to see whether it renews the lease.
 
         Raises:
             DistapError: another training holds the lease, or it cannot be written.
@@ -68,14 +68,14 @@ class Lease:
         self._renewing.start()
 
     def release(self) -> None:
-        """Stop renewing the lease and remove it, if it was taken."""
+        """Stop renewing the lease, and remove it if it was taken."""
         self._ended.set()
         if self._renewing.ident is not None:
             self._renewing.join(RENEW_SECONDS)
             self._give_back()
 
     def _displace(self, key: str, place: Storage) -> None:
-        """Remove the lease of a training that is gone; raise a DistapError as soon as it shows that it runs."""
+        """Remove the lease of a training that has ended; raise a DistapError as soon as it proves to run."""
         other, since = _read(place), time.monotonic()
         while other is not None and not (gone := self._gone(other, time.monotonic() - since)):
             # Whether the file changes tells more than the time in it: two hosts' clocks may differ.
@@ -88,7 +88,7 @@ class Lease:
             place.remove(FILE)
 
     def _gone(self, other: Mapping[str, Any], watched_seconds: float) -> str:
-        """Tell why the training of another lease is gone; empty if it may run."""
+        """Return why the training of another lease must have ended; "" if it may run."""
         if TAKE_OVER in os.environ:
             return "asked for by --take-over"
         if self._is_of_this_host(other):
@@ -150,7 +150,7 @@ def _named(lease: Mapping[str, Any]) -> str:
 
 
 def _process(pid: int) -> str:
-    """Name a process for good: the boot and container that its id is of, and its start. Empty if it has ended."""
+    """Identify a process beyond its id: by boot, container and start time. "" if it has ended."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

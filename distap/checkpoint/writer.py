@@ -58,7 +58,7 @@ class _Job:
 
 @dataclass(eq=False)
 class CheckpointWriter:
-    """Writes checkpoints in a thread while training goes on; every rank has one and makes the same calls."""
+    """Write checkpoints in a thread while training goes on; every rank has a writer and makes the same calls."""
 
     checkpoints: Checkpoints  # of the run; all hosts share the disk or store
     world: World

@@ -39,7 +39,7 @@ class CommonCommand(TyperCommand):
 
 
 class App(typer.Typer):
-    """Commands that take -h, -q and -v."""
+    """The command line's application, whose commands take -h, -q and -v."""
 
     def __init__(self, **settings: Any) -> None:
         context = {"help_option_names": ["-h", "--help"]}

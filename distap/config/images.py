@@ -79,7 +79,7 @@ class DataSection(ImagesSection):
 
 
 class SizedSection(Section):
-    """How evaluation brings images to size; without any of these keys it crops the largest square."""
+    """How evaluation scales and crops images; by default it crops the largest square."""
 
     resize: PositiveInt | tuple[PositiveInt, PositiveInt] | None = None
     """Scale the shorter side to this many pixels, or all to [height, width], before cropping; null crops the largest

@@ -1,4 +1,4 @@
-"""The keys that a recipe may have: what they take, their defaults and meanings; and the same as a JSON Schema."""
+"""Keys of a recipe: possible values, defaults and meanings; also as a JSON Schema."""
 
 import ast
 import inspect

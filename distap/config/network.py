@@ -17,7 +17,7 @@ from distap.registry import REGISTRY, Chosen, name_of
 
 
 class ProjectionSection(Section):
-    """A linear layer behind pooling. A number stands for its dimensions."""
+    """A linear layer after pooling. A number stands for its dimensions."""
 
     dimensions: PositiveInt
     """Number of dimensions of the descriptors."""
@@ -37,7 +37,7 @@ class ProjectionSection(Section):
 
 
 class ModelSection(Section):
-    """The network."""
+    """The network: backbone, weights, pooling and projection."""
 
     backbone: Annotated[Any, Chosen("backbone", otherwise="timm")] = "resnet50"
     """Network without pooling and classifier; a name alone is an architecture of timm."""

@@ -42,7 +42,7 @@ class NetworkRecipe(Section):
 
 
 class Recipe(NetworkRecipe):
-    """One training."""
+    """A recipe: the settings of one training."""
 
     run: Path
     """Folder of the run: recipe, metrics, checkpoints."""

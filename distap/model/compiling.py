@@ -30,7 +30,7 @@ def compile_backbone(network: RetrievalNetwork, sizes: Sequence[int]) -> None:
 
 
 class CompiledBackbone:
-    """Runs backbones compiled, with a graph for each size of micro-batch, with and without gradients.
+    """Run compiled backbones, with one graph per size of micro-batch, with and without gradients.
 
     Random numbers come from torch's own functions. The compiler's would depend on the graph, so describe and replay
     would drop different elements.

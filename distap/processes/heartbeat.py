@@ -11,7 +11,7 @@ from distap.processes.roll_call import RankProcess
 
 @dataclass
 class Collective:
-    """A collective that this rank has begun."""
+    """A collective operation that this rank has started."""
 
     name: str
     channel: str

@@ -9,7 +9,7 @@ STARTED = "DISTAP_STARTED"  # environment variable: when a launcher began to sta
 
 
 class Startup:
-    """Seconds by phase, from the start of the launcher, of this process if there is none, or since `started`.
+    """Seconds by phase of a start, since the launcher's start, this process's (without launcher) or `started`.
 
     The phases are `launcher` (with the hosts finding each other), `imports`, `joining` (of the ranks), `data`,
     `network` (with its weights and engine), `checkpoint`, `evaluation`, and `first step`.

@@ -190,7 +190,7 @@ class Loss(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class SizedLoss(Loss):
-    """A loss with parameters for each class."""
+    """A loss with learned parameters per class."""
 
     classes: PositiveInt | None = None
     """Number K of classes, with labels 0 to K - 1; null takes the number in the training set."""

@@ -75,5 +75,5 @@ class CrossBatchMemory:
         return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
     def load_bytes(self, state: Tensor) -> None:
-        """Load what `as_bytes` returned."""
+        """Load a state that `as_bytes` returned."""
         self.load_state_dict(torch.load(io.BytesIO(state.cpu().numpy().tobytes()), weights_only=True))

@@ -23,7 +23,7 @@ RESIDENT_BYTES = 2**30  # a gallery up to this size is converted once, a larger 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Figures of Q queries."""
+    """Retrieval figures of Q queries."""
 
     values: dict[str, Float64[Tensor, " Q"]]  # by figure; NaN for a query without a positive
     leading: dict[str, str]  # by group, the figure that says which queries have no positive
@@ -35,7 +35,7 @@ class Evaluated:
 
     @property
     def is_query(self) -> Bool[Tensor, " Q"]:
-        """Which queries have a positive."""
+        """Return which queries have a positive."""
         return self.first_positive > 0
 
     @property

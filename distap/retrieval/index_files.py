@@ -35,7 +35,7 @@ INDEX_FILE = "index.faiss"
 
 
 class Hit(NamedTuple):
-    """An image that a search found."""
+    """A hit: an image that a search found."""
 
     key: str
     class_name: str  # "" for none

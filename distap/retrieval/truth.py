@@ -20,7 +20,7 @@ NONE = -1  # fills a table of gallery rows whose queries have different numbers 
 
 
 class Tables(NamedTuple):
-    """Gallery rows of q queries, padded with NONE."""
+    """Gallery rows that are right or ignored for each of q queries, padded with NONE."""
 
     positives: Int64[Tensor, "q P"]
     grades: Int64[Tensor, "q P"] | None  # of the positives; None if all are alike
@@ -28,7 +28,7 @@ class Tables(NamedTuple):
 
 
 class ClassTruth:
-    """Images of the query's class are right.
+    """The truth of a set with classes: images of the query's class are right.
 
     Args:
         queries: (Q,) class of each query, below 0 for none. An image without a class is in the gallery, but right
@@ -65,7 +65,7 @@ class ClassTruth:
 
 @dataclass(frozen=True)
 class ListedTruth:
-    """Lists of gallery rows for each of Q queries; the rest of the gallery is wrong.
+    """The truth of a set with lists: gallery rows for each of Q queries; the rest of the gallery is wrong.
 
     Raises:
         DistapError: a list names a row twice, or one that is not in the gallery.

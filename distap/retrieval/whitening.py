@@ -39,7 +39,7 @@ Covariance = Float64[np.ndarray, "C C"]
 
 @dataclass(frozen=True, eq=False)
 class Whitening:
-    """`normalise(projection (x - mean))`, in float64."""
+    """A whitening: `normalise(projection (x - mean))`, in float64."""
 
     mean: NDArray[np.float64]  # (C,)
     projection: NDArray[np.float64]  # (D, C), directions of most variance first

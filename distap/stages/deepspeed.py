@@ -127,7 +127,7 @@ class ZeroReplica(Replica):
 
 
 class _NothingToFetch:
-    """Replaces DeepSpeed's coordinator of parameters while all of them are present."""
+    """Replace DeepSpeed's coordinator of parameters while all parameters are present."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: False

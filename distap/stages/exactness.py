@@ -102,7 +102,7 @@ class MovingBuffers:
 
 
 def drift(again: Float[Tensor, "n C"], before: Float[Tensor, "n C"]) -> Float[Tensor, ""]:
-    """Return the greatest difference between two descriptors of an image."""
+    """Return the greatest difference between two descriptors of one image."""
     difference = (again - before).abs().amax(dim=1)
     # An image whose first descriptor was not finite has been blanked since.
     return torch.where(before.isfinite().all(dim=1), difference, 0).max().double()

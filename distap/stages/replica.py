@@ -26,7 +26,7 @@ from distap.world import World
 
 
 class Replica:
-    """A network with the same parameters on every rank; `backward` adds to their `.grad`.
+    """A network with the same parameters on every rank; `backward` adds to the parameters' `.grad`.
 
     Args:
         network: the network, on its device.
@@ -137,7 +137,7 @@ def summed(world: World, gradients: list[Tensor | None], like: Sequence[Tensor])
 
 
 def set_batchnorm(network: nn.Module, training: bool) -> list[nn.Module]:
-    """Put BatchNorm layers into training or evaluation mode; return those that were in the other."""
+    """Put BatchNorm layers into training or evaluation mode; return those whose mode changed."""
     norms: list[nn.Module] = [one for one in network.modules() if isinstance(one, _BatchNorm)]
     changed = [one for one in norms if one.training != training]
     for module in changed:

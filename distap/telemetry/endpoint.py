@@ -85,7 +85,7 @@ class Endpoint:
             self.not_ready = lambda: "finished"
 
     def answer(self, request: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        """Answer a request, as a WSGI application."""
+        """Answer an HTTP request as a WSGI application."""
         path = request.get("PATH_INFO", "/")
         if path == "/metrics":
             return cast(Iterable[bytes], make_wsgi_app(self.registry)(request, start))

@@ -139,7 +139,7 @@ def _utilization(gpu: int | None) -> float:
 
 
 def memory_used(control_group: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return the used share of a container's memory limit, without file caches; NaN without a limit."""
+    """Return the share of a container's memory limit in use, without file caches; NaN without a limit."""
     try:
         limit = int((control_group / "memory.max").read_text())  # `max` is no number
         used = dict(line.split() for line in (control_group / "memory.stat").read_text().splitlines())

@@ -22,7 +22,7 @@ logger = logging.getLogger("distap")
 
 
 class Tracer:
-    """Trace one rank's steps into a folder."""
+    """Trace steps of one rank into a folder."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank

@@ -56,7 +56,7 @@ class FSDPSettings(DDPSettings):
 
 @dataclass(frozen=True)
 class DeepSpeedSettings(DDPSettings):
-    """DeepSpeed ZeRO."""
+    """DeepSpeed ZeRO: ranks share the optimiser's state and, by stage, gradients and parameters."""
 
     stage: Literal[1, 2, 3] = 2
     """Shard the optimiser's state (1), also gradients (2), also parameters (3) over ranks."""

@@ -165,7 +165,7 @@ class Learner:
 
 
 def set_rates(optimizer: Any, learning_rate: float) -> None:
-    """Set each group's rate to its factor of the learning rate."""
+    """Set the learning rate of each group to `learning_rate` times its `factor`."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("factor", 1.0)
 

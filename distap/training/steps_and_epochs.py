@@ -15,7 +15,7 @@ from distap.errors import DistapError
 
 @dataclass(frozen=True)
 class Length:
-    """The length of a training on these images, in global batches of `batch` images.
+    """The length of a training in steps, for global batches of `batch` of its images.
 
     An epoch is len(images) / `batch` steps, whatever the sampling, and need not be a whole number of them.
     """

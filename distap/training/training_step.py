@@ -31,7 +31,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """Describe, gather, rank, replay, update."""
+    """A training step: describe, gather, rank, replay, update."""
 
     stages: ThreeStages
     learner: Learner  # of the network

@@ -47,7 +47,7 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class Origin:
-    """The run behind a checkpoint."""
+    """The run that wrote a checkpoint: its figures, data and settings."""
 
     checkpoint: Path
     step: int
@@ -59,7 +59,7 @@ class Origin:
 
 
 def origin_of(checkpoint: Checkpoint, recipe: NetworkRecipe) -> Origin:
-    """Read a checkpoint's origin from its run's folder; figures of another state are left out."""
+    """Read a checkpoint's origin from its run's folder, without figures of other checkpoints."""
     run, state = checkpoint.path.absolute().parent.parent, checkpoint.state("recipe")
     score, settings = checkpoint.manifest.score, state["recipe"]
     data = _data(settings["data"], state.get("folder"), checkpoint.manifest.about.get("data"))

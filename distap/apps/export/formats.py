@@ -44,7 +44,7 @@ def missing_for_onnx() -> list[str]:
 
 
 def exportable(network: MultiScaleNetwork) -> MultiScaleNetwork:
-    """Return a copy on the CPU, in evaluation mode, without gradients, in the contiguous memory format."""
+    """Return a copy of a network for export: on the CPU, in evaluation mode, without gradients, contiguous."""
     copied = copy.deepcopy(network).cpu().eval().requires_grad_(False).to(memory_format=torch.contiguous_format)
     copied.network.memory_format = torch.contiguous_format
     return copied

@@ -100,7 +100,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
 
     @app.get("/images/{row}", responses={200: {"content": {"image/jpeg": {}}}, **PROBLEMS}, response_class=Response)
     async def thumbnail(row: int) -> Response:
-        """A thumbnail of an image of the index, by its row."""
+        """Return the thumbnail of an image of the index, by its row."""
         headers = {"Cache-Control": "private, max-age=300"}
         return Response(await service.picture(row), media_type="image/jpeg", headers=headers)
 
@@ -119,7 +119,7 @@ def _add_operations(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        """Metrics for Prometheus."""
+        """Return metrics for Prometheus."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -141,7 +141,7 @@ def _add_page(app: FastAPI, settings: ServeSettings) -> None:
 
 
 def _add_problems(app: FastAPI) -> None:
-    """Give all errors one form."""
+    """Return all errors in one JSON form."""
 
     @app.exception_handler(RefusedError)
     async def refused(request: Request, error: RefusedError) -> JSONResponse:

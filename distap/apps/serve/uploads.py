@@ -84,7 +84,7 @@ def _hits_wanted(text: str | UploadFile | None, most: int) -> int:
 
 
 def _limited(request: Request, limit: int) -> Callable[[], Awaitable[Message]]:
-    """Return a receiver of the body that stops at the limit, whatever Content-Length says."""
+    """Return an ASGI receiver of the body that stops at the limit, whatever Content-Length says."""
     received = 0
     too_large = RefusedError(413, "too_large", f"the request has more than {limit:,} bytes: send a smaller file")
     if (length := request.headers.get("content-length", "")).isdecimal() and int(length) > limit:

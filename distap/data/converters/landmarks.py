@@ -1,4 +1,4 @@
-"""Landmarks-clean and Google Landmarks v2."""
+"""Converters of Landmarks-clean and Google Landmarks v2."""
 
 import re
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ LANDMARKS_CLEAN = Dataset(  # Gordo et al. 2016, of the Landmarks of Babenko et 
 
 
 def _clean(source: Path, file: Path) -> Iterator[ImageFile]:
-    """Yield the cleaned training set: a line per landmark, with spaces between its images."""
+    """Yield the cleaned training set from a list with one landmark per line and spaces between images."""
     for line in read_table(file, ("landmark_id", "images"), ","):
         landmark = str(line.integer(0, "landmark"))
         for name in line.cells[1].split():

@@ -1,4 +1,4 @@
-"""Lists of the data sets of metric learning: Stanford Online Products, CUB, iNaturalist, VehicleID and In-shop."""
+"""Converters of metric learning's data sets: Stanford Online Products, CUB, iNaturalist, VehicleID, In-shop."""
 
 from collections.abc import Iterator
 from functools import partial

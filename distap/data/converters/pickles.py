@@ -64,7 +64,7 @@ class PlainValue:
 
 
 class ForbiddenGlobalError(pickle.UnpicklingError):
-    """The pickle names a class or function outside STAND_INS; the message is that name."""
+    """Raised if a pickle names a class or function outside STAND_INS; the message is that name."""
 
 
 class PlainUnpickler(pickle.Unpickler):

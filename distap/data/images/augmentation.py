@@ -102,7 +102,6 @@ class TorchvisionSteps:
 
 
 def _step(step: Any, image_size: int) -> v2.Transform:
-    """Build a transform from its name and arguments, or raise a ValueError."""
     name, options = next(iter(step.items())) if isinstance(step, Mapping) and len(step) == 1 else (step, None)
     known = [each for each, kind in vars(v2).items() if isinstance(kind, type) and issubclass(kind, v2.Transform)]
     if name not in known:

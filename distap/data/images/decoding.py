@@ -42,7 +42,7 @@ END_MARKS = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG": b"IEND\xaeB`\x82", b"GIF8": b
 
 
 class DamagedImageError(Exception):
-    """An image cannot be used, for one of REASONS."""
+    """Raised if an image cannot be used, for one of REASONS."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")

@@ -64,7 +64,7 @@ class LoadingJob:
 
 
 class TrainingImages(Protocol):
-    """The images of a training as one rank sees them."""
+    """Images of a training from the view of one rank."""
 
     size: int  # B, images of a global batch
     fingerprint: str  # a hash that stands for the data set in the state of a run
@@ -152,7 +152,7 @@ class ShareOfBatch:
 def shares_of(
     job: LoadingJob, world: World, stopwatch: Stopwatch, steps: range, chunks: Generator[Chunk]
 ) -> Generator[ShareOfBatch]:
-    """Yield a rank's shares of the steps' global batches; raise a DistapError at once if there is no room.
+    """Return a rank's shares of the steps' global batches; raise a DistapError at once if there is no room.
 
     `chunks` are this rank's images of all these steps.
     """

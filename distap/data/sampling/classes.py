@@ -1,4 +1,4 @@
-"""Batches of every class."""
+"""Batches with images of every class."""
 
 from dataclasses import dataclass
 from functools import lru_cache

@@ -113,7 +113,6 @@ def labelled_image(key: str, members: dict[str, TarMember]) -> tuple[int, TarMem
 
 
 def _split_name(name: str) -> tuple[str, str]:
-    """Return the key and the field of a member."""
     folder, slash, name = name.rpartition("/")
     stem, _, field = name.partition(".")
     return folder + slash + stem, field

@@ -93,7 +93,6 @@ def extract_to_folder(
 
 
 def part_file(part: DescribedPart, dtype: str) -> bytes:
-    """Return the contents of a part's file."""
     buffer = io.BytesIO()
     np.savez(
         buffer,

@@ -138,7 +138,7 @@ def describer_like(
     max_pixels: int = MAX_PIXELS,
     scaled: bool = True,
 ) -> ImageDescriber:
-    """Return a describer that repeats how stored descriptors were made; other networks raise a DistapError.
+    """Return a describer that repeats how stored descriptors were made; a DistapError if network or whitening differ.
 
     The network is put into evaluation mode.
     """

@@ -33,7 +33,7 @@ class Images:
         first_position: int,
         first_row: int = 0,
     ) -> "Images":
-        """Choose images that lie in the gallery from `first_position` on, and sort them by class."""
+        """Choose images (which lie in the gallery from `first_position` on), and sort them by class."""
         numbers = chosen.nonzero().flatten()
         order = numbers[labels[numbers].argsort(stable=True)]
         on_device = queued(order, descriptors.device)

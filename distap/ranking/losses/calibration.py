@@ -68,7 +68,7 @@ class Calibration(SimilarityLoss):
 
 @dataclass(frozen=True)
 class Roadmap(SupAP, Calibration):
-    """(1 - lam) SupAP + lam calibration (Ramzi et al. 2021, eq. 8), from one row of similarities.
+    """(1 - lam) SupAP + lam calibration (Ramzi et al. 2021, eq. 8), from one computation of similarities.
 
     `self_pair` concerns SupAP alone: in calibration a query is no positive of its own.
     """

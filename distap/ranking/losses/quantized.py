@@ -13,7 +13,7 @@ from distap.ranking.loss import Presets
 
 @dataclass(frozen=True)
 class QuantizedAP(HistogramLoss):
-    """AP_Q (Revaud et al. 2019, eq. 7 to 12)."""
+    """AP_Q, Average Precision with quantised similarities (Revaud et al. 2019, eq. 7 to 12)."""
 
     # naver/deep-image-retrieval, dirtorch/loss.py at commit 11171a8; it counts an image alone in its class as AP 1.
     presets: ClassVar[Presets] = {"dirtorch": {"bins": 25, "low": 0.0, "high": 1.0}}

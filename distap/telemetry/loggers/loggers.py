@@ -53,7 +53,7 @@ class LoggedRun:
 
 
 class Logger(Protocol):
-    """Receive figures. After an error only one line is lost; calls may block."""
+    """Interface of a logger of figures. After an error only one line is lost; calls may block."""
 
     def log(self, step: int, time: float, figures: Mapping[str, float]) -> None:
         """Log finite figures by name, at a Unix time in seconds; a step may have several lines."""
@@ -63,7 +63,7 @@ class Logger(Protocol):
 
 
 class LoggerSettings(Protocol):
-    """A logger's keys in the recipe."""
+    """Interface of a logger's keys in the recipe."""
 
     def prepare(self) -> None:
         """Import packages and check settings before training, offline; raise ImportError if a package is missing."""
