@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from distap.device_copies import copied, mover
+from distap.errors import DistapError
 from distap.randomness import seed_for
 from distap.ranking.gather import Gathering
 from distap.ranking.loss import Gathered, Loss
@@ -101,12 +102,7 @@ class ThreeStages:
         buffers = MovingBuffers(self.replica.network)
         with self.stage("describe", batch.step), self.replica.describing():
             if not self.is_probed:
-                try:
-                    self._probe(batch)
-                    self.is_probed = True
-                except RuntimeError as error:  # another step tries again, once micro-batches are smaller
-                    if not is_out_of_memory(error):
-                        raise
+                self._probe_on_all(batch)
             while start < share:
                 keeps = start >= first_kept
                 size = self.sizes.replay if keeps else self.sizes.describe or self.sizes.replay
@@ -128,6 +124,22 @@ class ThreeStages:
                 ranked = parts[-1] if self.ranked_part is None else self.ranked_part(parts[-1])
                 gathering.add(ranked, batch.labels[rows], batch.present[rows], batch.samples[rows])
         return Described(torch.cat(parts), kept, gathering, buffers)
+
+    def _probe_on_all(self, batch: Batch) -> None:
+        """Probe the network on every rank; all of them refuse it if one does, so that none waits for the others."""
+        problem, is_done = "", True
+        try:
+            self._probe(batch)
+        except DistapError as error:
+            problem = str(error)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            is_done = False  # the next step tries again, with the smaller micro-batches that this one ends with
+        problems, done = zip(*self.world.gather_values([problem, is_done]), strict=True)
+        if any(problems):
+            raise DistapError(next(filter(None, problems)))
+        self.is_probed = all(done)
 
     def _probe(self, batch: Batch) -> None:
         """Describe a few images in other cuts, once, and refuse a network whose gradient would be silently wrong."""

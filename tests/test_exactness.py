@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from batches import small_images, small_network
+from ranks import on_ranks
 from safetensors.torch import save
 from torch import nn
 from torch.nn.functional import batch_norm, cross_entropy, normalize
@@ -175,3 +176,14 @@ def test_safetensors_saves_a_module_with_a_multistage_inside():
         again = nn.ModuleDict({"loss": Multistage(Network(), "ap_q", 4, memory=memory)})
         again.load_state_dict(state)
         assert len(again["loss"].memory) == min(memory, IMAGES)
+
+
+def refusals(world):
+    network = Network((lambda d: d - d.mean(0)) if world.rank == 1 else (lambda d: d))
+    with pytest.raises(DistapError, match="it mixes the images"):
+        Multistage(network, "ap_q", 4)(*images_and_labels())
+    return True
+
+
+def test_a_network_that_one_rank_refuses_is_refused_by_all():
+    assert on_ranks(2, refusals) == [True, True]
