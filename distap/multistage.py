@@ -20,6 +20,7 @@ from distap.ranking.losses.base import DescriptorLoss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Ranking, check_mode
 from distap.ranking.rankable import check_arguments, label_problem
+from distap.stages.exactness import Buffer
 from distap.stages.fsdp import FSDPReplica
 from distap.stages.given_batch import GivenBatch, Outputs, are_alike, cut_along_rows, refuse_graphs, rows_of
 from distap.stages.micro_batches import MicroBatchSizes
@@ -105,7 +106,8 @@ class Multistage(nn.Module):
         self.ranking: Ranking | None = None  # of the last call: loss by query, numbers of queries
         self.not_finite: list[int] = []  # rows of the last call whose descriptor was not finite, and was left out
         self.replay_drift = float("nan")  # of the last backward pass
-        self._calls, self._syncs, self._is_probed = 0, True, False
+        self._calls, self._syncs = 0, True
+        self._probed: dict[bool, list[Buffer]] = {}  # buffers that the network moves, by its mode
 
     def forward(
         self, images: Any, labels: Tensor | ArrayLike | None = None, samples: Sequence[int] | None = None
@@ -150,23 +152,24 @@ class Multistage(nn.Module):
             replica = FSDPReplica(*parts, reshard=self.reshard, frees=True, syncs=self._syncs)
         else:
             replica = CallersReplica(*parts, trained=trained, sums=sums)
-        stages = ThreeStages(
-            replica,
-            self.loss,
-            world,
-            seed=int(torch.randint(2**62, ())),
-            sizes=self.sizes if alike else MicroBatchSizes(1),
-            mode=self.mode,
-            memory_bytes=self.memory_bytes,
-            memory=self.memory if self.training else CrossBatchMemory(0),
-            max_drift=forward.default_drift if self.max_drift is None else self.max_drift,
-            skip_below=self.skip_below,
-            ranked_part=forward.without_other,
-            is_probed=self._is_probed,
-        )
         with self._frozen(network):
+            stages = ThreeStages(
+                replica,
+                self.loss,
+                world,
+                seed=int(torch.randint(2**62, ())),
+                sizes=self.sizes if alike else MicroBatchSizes(1),
+                mode=self.mode,
+                memory_bytes=self.memory_bytes,
+                memory=self.memory if self.training else CrossBatchMemory(0),
+                max_drift=forward.default_drift if self.max_drift is None else self.max_drift,
+                skip_below=self.skip_below,
+                ranked_part=forward.without_other,
+                probed=self._probed.get(network.training),
+            )
             described = stages.describe(batch)
-        self._is_probed |= stages.is_probed and torch.is_grad_enabled()
+        if torch.is_grad_enabled() and stages.probed is not None:
+            self._probed[network.training] = stages.probed
         gathered, self.not_finite = stages.gather(described, batch)
         if self.not_finite:
             logger.warning("descriptors of rows %s are not finite; the images are left out", self.not_finite[:10])

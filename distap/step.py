@@ -14,8 +14,9 @@ is watched as the replay drift. The trainer and `distap.Multistage` both run the
 share the network, and lets them reduce gradients once per step.
 """
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,10 +34,13 @@ from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Mode, Ranking, rank_descriptors, start_gathering
 from distap.ranking.rankable import refuse_other_leaves
 from distap.stages.exactness import (
-    MovingBuffers,
+    Buffer,
+    SavedBuffers,
+    buffers_of,
     drift,
     drift_error,
     mixes_images,
+    normalises_by_batch,
     refuse_mixing,
 )
 from distap.stages.micro_batches import (
@@ -64,7 +68,8 @@ class Described:
     descriptors: Float[Tensor, "b C"]  # without a graph
     kept: dict[int, Tensor]  # descriptors with their graph, by the first row of their micro-batch
     gathering: Gathering  # carries them to the other ranks
-    buffers: MovingBuffers  # of the network, before this stage
+    buffers: SavedBuffers  # of the network, before this stage
+    lost: list[int] = field(default_factory=list)  # rows whose descriptor is not finite
 
 
 @dataclass
@@ -85,7 +90,8 @@ class ThreeStages:
     # Skip the replay of images whose descriptor gradient is no longer than this times the longest.
     skip_below: float = 0.0
     ranked_part: Forward | None = None  # of what the network gives; None ranks all of it
-    is_probed: bool = False  # the network was seen to depend on the image and the random state alone
+    # Buffers that the network moves in a pass, once it was seen to depend on image and random state alone.
+    probed: list[Buffer] | None = None
 
     def __post_init__(self) -> None:
         self._mixing = mixes_images(self.replica.network)
@@ -99,10 +105,10 @@ class ThreeStages:
         first_kept = self.sizes.first_kept(share)
         gathering = start_gathering(self.loss, self.world, batch.total, self.mode, self.memory_bytes)
         parts, kept = list[Tensor](), dict[int, Tensor]()
-        buffers = MovingBuffers(self.replica.network)
         with self.stage("describe", batch.step), self.replica.describing():
-            if not self.is_probed:
+            if self.probed is None:
                 self._probe_on_all(batch)
+            buffers = SavedBuffers(buffers_of(self.replica.network) if self.probed is None else self.probed)
             while start < share:
                 keeps = start >= first_kept
                 size = self.sizes.replay if keeps else self.sizes.describe or self.sizes.replay
@@ -127,36 +133,48 @@ class ThreeStages:
 
     def _probe_on_all(self, batch: Batch) -> None:
         """Probe the network on every rank; all of them refuse it if one does, so that none waits for the others."""
-        problem, is_done = "", True
+        problem, moved = "", None
         try:
-            self._probe(batch)
+            moved = self._probe(batch)
         except DistapError as error:
             problem = str(error)
-        except RuntimeError as error:
+        except RuntimeError as error:  # the next step tries again, with the smaller micro-batches of this one's end
             if not is_out_of_memory(error):
                 raise
-            is_done = False  # the next step tries again, with the smaller micro-batches that this one ends with
-        problems, done = zip(*self.world.gather_values([problem, is_done]), strict=True)
+        problems, done = zip(*self.world.gather_values([problem, moved is not None]), strict=True)
         if any(problems):
             raise DistapError(next(filter(None, problems)))
-        self.is_probed = all(done)
+        self.probed = moved if all(done) else None
 
-    def _probe(self, batch: Batch) -> None:
-        """Describe a few images in other cuts, once, and refuse a network whose gradient would be silently wrong."""
-        few = min(self.sizes.replay, PROBED, len(batch.labels))
+    def _probe(self, batch: Batch) -> list[Buffer]:
+        """Describe a few images in other cuts, and refuse a network whose gradient would be silently wrong.
+
+        Return the buffers that move in a pass.
+        """
+        few, network = min(self.sizes.replay, PROBED, len(batch.labels)), self.replica.network
         images = self._to_device(batch.images(slice(0, few)))
 
         def describe(count: int, seed: int) -> Tensor:
             torch.manual_seed(seed)
-            return self.replica.forward(tree_map_only(Tensor, lambda rows: rows[:count], images))
+            rows = self.replica.forward(tree_map_only(Tensor, lambda tensor: tensor[:count], images))
+            return rows if self.ranked_part is None else self.ranked_part(rows)
 
-        buffers, network = MovingBuffers(self.replica.network), self.replica.network
-        if self.replica.keeps_graphs and torch.is_grad_enabled():
-            refuse_other_leaves(describe(few, 0), network.parameters(), OUTSIDE)
-        if few > 1 and self._mixing is None:
-            with torch.no_grad():
-                refuse_mixing(describe, network, few, self.max_drift)
-        buffers.restore()
+        buffers = SavedBuffers(buffers_of(network))
+        # A network that torch.compile has compiled would be compiled again for cuts of other sizes.
+        compiled = "torch._dynamo" in sys.modules
+        eagerly = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+        try:
+            with eagerly:
+                if torch.is_grad_enabled() and not self.replica.lockstep:
+                    # Leaves of both passes: a pass may make some of its own.
+                    refuse_other_leaves([describe(few, 0), describe(few, 0)], network.parameters(), OUTSIDE)
+                with torch.no_grad():
+                    describe(few, 0)
+                    if few > 1 and not normalises_by_batch(network):
+                        refuse_mixing(describe, network, few)
+            return buffers.moved()
+        finally:
+            buffers.restore()
 
     def gather(self, described: Described, batch: Batch) -> tuple[Gathered, list[int]]:
         """Collect descriptors and labels of all ranks; return them and this rank's rows that are not finite.
@@ -170,7 +188,8 @@ class ThreeStages:
             for row in lost.tolist():
                 # A zero gradient times NaN is NaN, so this graph must not be used.
                 described.kept.pop(row // self.sizes.replay * self.sizes.replay, None)
-            return described.gathering.finish(), lost.tolist()
+            described.lost.extend(lost.tolist())
+            return described.gathering.finish(), described.lost
 
     def rank(self, gathering: Gathering, gathered: Gathered, step: int) -> Ranking:
         """Stage two: compute the loss of the global batch and the gradient of this rank's descriptors."""
@@ -190,10 +209,9 @@ class ThreeStages:
         with self.stage("replay", batch.step), self.replica.replaying():
             longest = self.world.maximum(float(ranking.gradient.norm(dim=1).max())) if self.skip_below else 0.0
             others = self.world if self.replica.lockstep else None
-            after = MovingBuffers(self.replica.network)
+            after = described.buffers.saved_now()
             # Until memory suffices: all gradients so far are given up, so a smaller cut begins from nothing.
             while True:
-                described.buffers.restore()
                 cutting = self.sizes.replay, self.skip_below * longest, self._mixing is None, others
                 passes = backward_passes(ranking.gradient, described.kept, *cutting)
                 try:
@@ -204,7 +222,8 @@ class ThreeStages:
                     self.sizes.halve("replay", self.sizes.replay, False, error, begun or self._mixing)
                 self.replica.discard()
                 described.kept.clear()
-            after.restore()
+            if not described.lost:  # else describe has moved them by numbers that are not finite
+                after.restore()
             with self.stopwatch.stage("reduce"):
                 self.replica.reduce()
         greatest = self.world.maximum(float(worst))
@@ -218,9 +237,14 @@ class ThreeStages:
         """Run the backward passes; return this rank's drift and its numbers of replayed and kept images."""
         worst = torch.zeros((), dtype=torch.float64, device=described.descriptors.device)
         counts = torch.zeros(2, dtype=torch.int64, device=described.descriptors.device)
+        is_first = True  # of the passes without a kept graph
         for number, one in enumerate(passes, 1):
             is_last = number == len(passes)
             again = one.kept
+            # Kept graphs come first: their backward passes may need the buffers that describe has left.
+            if again is None and is_first:
+                described.buffers.restore()
+                is_first = False
             if again is None:
                 again = self._forward(batch, one.rows)
                 if not one.is_padding:

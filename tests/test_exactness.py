@@ -5,9 +5,10 @@ from functools import partial
 
 import pytest
 import torch
-from batches import small_images, small_network
+from batches import TensorBatch, small_images, small_network
 from ranks import on_ranks
 from safetensors.torch import save
+from steps import learning, step_with
 from torch import nn
 from torch.nn.functional import batch_norm, cross_entropy, normalize
 from torch.nn.utils.parametrizations import spectral_norm
@@ -16,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import distap
 from distap import Multistage
 from distap.errors import DistapError
+from distap.ranking.losses.quantized import QuantizedAP
+from distap.world import World
 
 IMAGES = 22
 PROXIES = nn.Parameter(torch.randn(5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
@@ -48,6 +51,11 @@ class Network(nn.Module):
         return self.finish(self.layer(images[..., :8, :8].flatten(1)))
 
 
+class Centred(nn.Module):
+    def forward(self, rows):
+        return rows - rows.mean(0)
+
+
 def images_and_labels():
     images, labels = small_images(IMAGES)
     return torch.nn.functional.interpolate(images.double() / 255, 8), labels
@@ -64,7 +72,7 @@ SMALL = nn.Linear(6, 6).double()
         (Network(lambda d: d - d.mean(0)), "it mixes the images"),
         (Network(lambda d: batch_norm(d, None, None, training=True)), "it mixes the images"),
         (Network(lambda d: torch.softmax(d @ d.t(), 1) @ d), "it mixes the images"),
-        (Network(lambda d: nn.functional.dropout(d - d.mean(0))), "it mixes the images"),
+        (Network(layer=nn.Sequential(nn.Linear(192, 6).double(), Centred(), nn.Dropout(0.1))), "it mixes the images"),
         (Network(lambda d: HIDDEN[0](d)), r"a parameter \(6,?6?.*\) would get no gradient"),
         (Network(lambda d: checkpoint(SMALL, d, use_reentrant=True)), "pass use_reentrant=False"),
         (Network(lambda d: {"pooler_output": d}), "a dict with pooler_output for 3 images; descriptors"),
@@ -187,3 +195,71 @@ def refusals(world):
 
 def test_a_network_that_one_rank_refuses_is_refused_by_all():
     assert on_ranks(2, refusals) == [True, True]
+
+
+class Scaling(nn.Module):
+    """A layer that changes its buffer in each pass and computes with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3 * 8 * 8, 6).double()
+        self.register_buffer("scale", torch.full((6,), 1.0, dtype=torch.float64))
+
+    def forward(self, images):
+        with torch.no_grad():
+            self.scale = self.scale + torch.arange(6) / 6
+        return self.layer(images[..., :8, :8].flatten(1)) * self.scale
+
+
+@pytest.mark.parametrize("keep", [0, 1, 9])
+def test_kept_graphs_have_the_buffers_of_their_own_pass(keep):
+    images, labels = images_and_labels()
+    torch.manual_seed(0)
+    network = Scaling()
+    again = deepcopy(network)
+    multistage = Multistage(network, "smooth_ap", distap.MicroBatchSizes(4, None, keep))
+    multistage(images, labels).backward()
+    descriptors = torch.cat([normalize(again(part)) for part in images.split(4)])
+    distap.ListwiseLoss("smooth_ap")(descriptors, labels).backward()
+    torch.testing.assert_close(network.layer.weight.grad, again.layer.weight.grad, rtol=1e-9, atol=1e-12)
+    assert torch.equal(network.scale, again.scale)
+
+
+class Merging(nn.Module):
+    """An adapter that merges itself into its base in evaluation mode, as loralib's layers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.merged = nn.Linear(6, 6).double(), False
+
+    def train(self, mode=True):
+        self.merged |= not mode
+        return super().train(mode)
+
+    def forward(self, rows):
+        return nn.functional.dropout(self.base(rows), 0.1, self.training)
+
+
+def test_trying_a_network_out_leaves_its_layers_as_they_are():
+    network = nn.Sequential(Network(), Merging()).train()
+    Multistage(network, "ap_q", 4)(*images_and_labels()).backward()
+    assert network[1].training and not network[1].merged
+
+
+def test_sound_networks_are_not_refused():
+    def with_a_leaf_of_its_own(descriptors):
+        return descriptors + torch.zeros(1, dtype=torch.float64).requires_grad_()
+
+    for finish in (with_a_leaf_of_its_own, lambda d: d + 0.01 * torch.randn_like(d)):
+        Multistage(Network(finish), "ap_q", 4)(*images_and_labels()).backward()
+
+
+def test_an_image_that_is_not_finite_spoils_no_statistics():
+    images, labels = images_and_labels()
+    images[5] = torch.inf
+    norm = nn.BatchNorm1d(6).double()
+    network = Network(layer=nn.Sequential(nn.Linear(3 * 8 * 8, 6).double(), norm)).train()
+    learner = learning(network, torch.optim.SGD(network.parameters(), lr=0.1), World())
+    step = step_with(learner, QuantizedAP(), World(), 0, distap.MicroBatchSizes(4))
+    assert step(TensorBatch(images, labels, World()), 0.1).not_finite == [4, 5, 6, 7]
+    assert norm.running_mean.isfinite().all()

@@ -1,6 +1,6 @@
 """Refuse descriptors and labels that cannot be ranked, and graphs whose gradients would be lost."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -68,9 +68,18 @@ def _rows(wrong: Tensor) -> str:
     return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:MOST_ROWS]))}{more}"
 
 
-def refuse_other_leaves(output: Tensor, known: Iterable[Tensor], advice: str) -> None:
-    """Raise a DistapError if a backward pass from `output` would reach a tensor outside `known`."""
-    nodes, seen, ours = [output.grad_fn], set(), {id(one) for one in known}
+def refuse_other_leaves(outputs: Sequence[Tensor], known: Iterable[Tensor], advice: str) -> None:
+    """Raise a DistapError if backward passes from all outputs would reach a tensor that is none of `known`."""
+    ours = {id(one) for one in known}
+    first, *others = map(_leaves, outputs)
+    for leaf in first:
+        if id(leaf) not in ours and all(any(leaf is one for one in of_other) for of_other in others):
+            kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor"
+            raise DistapError(f"a {kind} {tuple(leaf.shape)} would get no gradient: {advice}")
+
+
+def _leaves(output: Tensor) -> list[Tensor]:
+    nodes, seen, found = [output.grad_fn], set(), list[Tensor]()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
@@ -81,8 +90,7 @@ def refuse_other_leaves(output: Tensor, known: Iterable[Tensor], advice: str) ->
                 "the network checkpoints activations with use_reentrant=True, which hides parameters from autograd; "
                 "pass use_reentrant=False (gradient_checkpointing_kwargs of Hugging Face networks)"
             )
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in ours:
-            kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor"
-            raise DistapError(f"a {kind} {tuple(leaf.shape)} would get no gradient: {advice}")
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.append(leaf)
         nodes += [following for following, _ in node.next_functions]
+    return found

@@ -1,6 +1,6 @@
 """Check the assumption of the three stages: a descriptor depends only on its image and the random state."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -9,15 +9,23 @@ from torch import Tensor, nn
 
 from distap.errors import DistapError
 
+LEAST_MIXING = 1e-2  # relative difference of an image's descriptors in two cuts; rounding is far below
+INTEGERS = torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool
+COPIED = torch.float64, torch.float32, torch.float16, torch.bfloat16, *INTEGERS  # dtypes of buffers that may move
+
 
 def default_drift(device: torch.device, is_float32: bool) -> float:
-    """Return the default limit of the difference between two descriptors of an image.
+    """Return the greatest difference between two descriptors of an image that no recipe or caller has to allow.
 
     Exact networks have none. What is allowed is rounding: of micro-batches of other sizes, TF32, or autocast.
     """
     if not is_float32:
         return 0.1
-    return 1e-3 if device.type == "cuda" and torch.backends.cudnn.allow_tf32 else 1e-4
+    try:
+        rounds = device.type == "cuda" and torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # the precision is set by torch's newer names, and may be anything
+        rounds = True
+    return 1e-3 if rounds else 1e-4
 
 
 def mixes_images(network: nn.Module) -> str | None:
@@ -27,7 +35,7 @@ def mixes_images(network: nn.Module) -> str | None:
             continue
         if isinstance(module, nn.SyncBatchNorm):
             raise DistapError(f"{name} is a SyncBatchNorm, whose gradient over ranks a replay cannot reproduce")
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if normalises_by_batch(module) and not list(module.children()):
             return f"{name} normalises by the statistics of its micro-batch"
         # timm's DropPath and torch's Dropout, by what they have in common.
         probability = getattr(module, "drop_prob", getattr(module, "p", 0))
@@ -36,26 +44,32 @@ def mixes_images(network: nn.Module) -> str | None:
     return None
 
 
-def refuse_mixing(describe: Callable[[int, int], Tensor], network: nn.Module, count: int, limit: float) -> None:
-    """Describe a few images in two cuts; raise a DistapError if an image's descriptor differs.
+def normalises_by_batch(network: nn.Module) -> bool:
+    """Tell whether a BatchNorm layer normalises by its micro-batch, for which stages keep to equal ones."""
+    return any(isinstance(one, nn.modules.batchnorm._BatchNorm) and one.training for one in network.modules())
+
+
+def refuse_mixing(describe: Callable[[int, int], Tensor], network: nn.Module, count: int) -> None:
+    """Describe a few images in two cuts, and raise a DistapError if an image's descriptor differs.
 
     Args:
-        describe: maps a number n of images and a seed to the descriptors of the first n images.
-        count: number of images in the larger cut, at least 2.
-        limit: greatest difference, relative to the largest number of the descriptors.
+        describe: from a number of images and a seed to the descriptors of the first so many.
+        count: images of the larger cut, at least 2.
     """
 
-    def agree() -> bool:
-        return _agree(describe(count - 1, 0), describe(count, 0), limit)
+    def cuts_agree() -> bool:
+        return _agree(describe(count - 1, 0), describe(count, 0))
 
-    if agree():
-        return
-    if not _agree(describe(count, 0), describe(count, 0), limit):
-        return  # no random state brings the same descriptors back, which the drift between the stages will show
-    if not _agree(describe(count, 0), describe(count, 1), limit):
-        # The network draws at random, and other numbers in another cut. Without that, it must agree.
+    def draws() -> bool:
+        return not _agree(describe(count, 0), describe(count, 1))
+
+    if cuts_agree() or not _agree(describe(count, 0), describe(count, 0)):
+        return  # if no random state brings the same descriptors back, the drift between the stages will show it
+    if draws():
+        # The network draws other numbers in another cut. Without them it must agree, and if it draws even in
+        # evaluation mode, only the drift can tell.
         with _evaluating(network):
-            if agree():
+            if draws() or cuts_agree():
                 return
     raise DistapError(
         f"the network describes the same images differently in micro-batches of {count - 1} and {count}: it mixes "
@@ -64,16 +78,18 @@ def refuse_mixing(describe: Callable[[int, int], Tensor], network: nn.Module, co
     )
 
 
-def _agree(few: Tensor, more: Tensor, limit: float) -> bool:
+def _agree(few: Tensor, more: Tensor) -> bool:
     few, more = few.double(), more[: len(few)].double()
     # Descriptors that are not finite are left out of the step, which says so.
-    return not bool((few - more).abs().max() > limit * more.abs().max().clamp(min=1e-30))
+    return not bool((few - more).abs().max() > LEAST_MIXING * more.abs().max().clamp(min=1e-30))
 
 
 @contextmanager
 def _evaluating(network: nn.Module) -> Iterator[None]:
+    # Not by `eval()`: layers may do more in it, such as merging an adapter into its base.
     training = [module for module in network.modules() if module.training]
-    network.eval()
+    for module in training:
+        module.training = False
     try:
         yield
     finally:
@@ -81,24 +97,50 @@ def _evaluating(network: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-class MovingBuffers:
-    """Buffers of layers in training mode, such as counters and running estimates, saved before a stage.
+Buffer = tuple[nn.Module, str]  # a layer and the name of its buffer
 
-    Describe and replay each run the network, so such buffers would move twice per step, and replay would compute with
-    other ones than describe.
+
+def buffers_of(network: nn.Module) -> list[Buffer]:
+    """Return the buffers of layers in training mode, such as counters and running estimates, which may move."""
+    layers = (module for module in network.modules() if module.training)
+    return [
+        (layer, name)
+        for layer in layers
+        for name, buffer in layer.named_buffers(recurse=False)
+        if buffer.layout is torch.strided and buffer.dtype in COPIED
+    ]
+
+
+class SavedBuffers:
+    """Buffers as they are before a stage.
+
+    Describe and replay each run the network, so buffers that move in a pass would move twice per step, and replay
+    would compute with other ones than describe.
     """
 
-    def __init__(self, network: nn.Module) -> None:
-        layers = (module for module in network.modules() if module.training)
-        buffers = (buffer for layer in layers for buffer in layer.buffers(recurse=False))
-        self._before = [(buffer, buffer.clone()) for buffer in buffers]
+    def __init__(self, buffers: Iterable[Buffer]) -> None:
+        self._saved = [(*one, now := getattr(*one), now.clone()) for one in buffers]
+
+    def saved_now(self) -> "SavedBuffers":
+        """Save the same buffers as they are now."""
+        return SavedBuffers([(layer, name) for layer, name, *_ in self._saved])
+
+    def moved(self) -> list[Buffer]:
+        """Return those that have changed since."""
+        changed = []
+        for layer, name, tensor, before in self._saved:
+            now = getattr(layer, name)
+            if now is not tensor or now.shape != before.shape or not torch.equal(now, before):
+                changed.append((layer, name))
+        return changed
 
     def restore(self) -> None:
-        """Restore the buffers that changed since the stage began."""
-        for now, before in self._before:
-            if not torch.equal(now, before):
-                # By `data`: kept graphs hold some buffers without using them, and would refuse what has changed.
-                now.data.copy_(before)
+        """Bring them back, whether they have moved or not: a comparison would wait for the device."""
+        for layer, name, tensor, before in self._saved:
+            if tensor.shape == before.shape:
+                # By `data`: autograd would refuse a graph that holds the buffer, though it does not use its values.
+                tensor.data.copy_(before)
+            setattr(layer, name, tensor if tensor.shape == before.shape else before.clone())
 
 
 def drift(again: Float[Tensor, "n C"], before: Float[Tensor, "n C"]) -> Float[Tensor, ""]:

@@ -50,6 +50,7 @@ class TrainingStep:
         except NothingToRankError:
             if not stages.world.sum(torch.tensor(len(not_finite), device=stages.world.device)):
                 raise
+            described.buffers.restore()
             return StepResult(NAN, learning_rate, NAN, NAN, 0, 0, 0, 0, "descriptor", not_finite)
         # All ranks take the same branch: `is_finite` and the norm are of the whole batch.
         worst, norm, replayed, kept = NAN, NAN, 0, 0
@@ -61,6 +62,8 @@ class TrainingStep:
                 norm = self.learner.update(learning_rate)
                 if self.loss_learner is not None and norm < float("inf"):
                     self.loss_learner.update(learning_rate)
+        else:
+            described.buffers.restore()  # a step that is skipped moves no statistics either
         skipped = None if norm < float("inf") else "gradient" if ranking.is_finite else "loss"
         counts = replayed, kept, ranking.queries, ranking.skipped_queries
         spread = float(gathered.descriptors.var(dim=0, correction=0).sum())

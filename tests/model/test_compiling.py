@@ -129,7 +129,7 @@ def test_steps_with_a_compiled_network_are_those_of_the_uncompiled_one(networks)
     for network in map(copy.deepcopy, networks):
         optimizer = torch.optim.Adam(network.parameters(), lr=0.0)
         learner = learning(network, optimizer, World())
-        step = step_with(learner, QuantizedAP(), World(), 0, MicroBatchSizes(4), max_drift=1e-5, is_probed=True)
+        step = step_with(learner, QuantizedAP(), World(), 0, MicroBatchSizes(4), max_drift=1e-5, probed=[])
         for number in range(2):
             batch = SeededBatch(15, 16, 3, World())
             batch.step = number

@@ -239,6 +239,6 @@ class WeightedSum(Loss):
 
 def gradients(value: Float[Tensor, ""], *by: Tensor) -> tuple[Tensor, ...]:
     """Return the derivative by each tensor; zeros without one, such as from a loss with no pair left."""
-    refuse_other_leaves(value, by, "the loss closes over it; write the loss as a module that has it as a parameter")
+    refuse_other_leaves([value], by, "the loss closes over it; write the loss as a module that has it as a parameter")
     found = torch.autograd.grad(value, by, allow_unused=True) if value.requires_grad else [None] * len(by)
     return tuple(torch.zeros_like(each) if one is None else one for one, each in zip(found, by, strict=True))
