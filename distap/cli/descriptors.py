@@ -44,7 +44,7 @@ def extract_command(
     precision: Annotated[
         Literal["float32", "bf16"], options.network(help="Number format in which the network computes.")
     ] = "float32",
-    part_images: Annotated[int | None, options.output(help=PART, min=1, show_default="a 64th, 128 to 4096")] = None,
+    part_images: Annotated[int | None, options.output(help=PART, min=1, show_default="a 1024th, 128 to 4096")] = None,
     ranks: options.RANKS = 1,
     whitening: options.WHITENING = None,
 ) -> None:

@@ -99,8 +99,8 @@ class Storage:
         about = self.about(name)
         if about.size >= LARGE_FILE and about.version:  # a web server need not tell when a file has changed
             try:
-                return _map(kept_copy(self.where(name), about, partial(self.download, name)))
-            except UnwritableError as error:
+                return _map(kept_copy(self.where(name), about, about.size, partial(self.download, name)))
+            except (UnwritableError, FileNotFoundError) as error:  # another process may fetch another version
                 logger.warning("%s: each process holds it in its memory, since %s", self.where(name), error)
         return self.read_whole(name)
 
@@ -150,10 +150,10 @@ class Storage:
         seconds = self.settings.timeout_seconds * max(1, path.stat().st_size / PART)
         self._files.put_file(str(path), self.where(name), timeout=seconds)
 
-    @retried("read")
     def download(self, name: str, path: Path) -> None:
-        """Copy a file of any size to `path`, whose folder exists."""
-        self._files.get_file(self.where(name), str(path))
+        """Copy a file of any size to `path`, whose folder exists, by requests that are retried one by one."""
+        with self.open(name) as source, path.open("wb") as copy:
+            shutil.copyfileobj(source, copy, REQUEST_BYTES)
 
     @retried("removed")
     def remove(self, name: str) -> None:

@@ -37,8 +37,8 @@ def own_folder(kind: str, place: str) -> Path:
     return folder
 
 
-def kept_copy(place: str, version: Any, fetch: Callable[[Path], None]) -> Path:
-    """Return this host's copy of a version of the file behind a URL; the first process that asks fetches it.
+def kept_copy(place: str, version: Any, size: int, fetch: Callable[[Path], None]) -> Path:
+    """Return this host's copy of a version of the file behind a URL, `size` bytes; the first that asks fetches it.
 
     Copies of other versions are removed. Hosts that share a home have copies of their own.
 
@@ -48,12 +48,14 @@ def kept_copy(place: str, version: Any, fetch: Callable[[Path], None]) -> Path:
     path = own_folder("copies", place) / platform.node() / short_digest(version)
     try:
         with locked(path.parent, "writing", wait=True):
-            if not path.exists():
+            if not path.exists() or path.stat().st_size != size:
                 for old in path.parent.iterdir():
                     if old.name != "lock":
                         old.unlink()
                 with replacing(path) as file:
                     fetch(Path(file.name))
+                    if Path(file.name).stat().st_size != size:
+                        raise UnwritableError(f"{place}: its copy breaks off before its {size:,} bytes")
     except OSError as error:
         raise UnwritableError(f"{path}: cannot be written: {error.strerror or error}") from error
     return path

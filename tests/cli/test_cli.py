@@ -29,7 +29,7 @@ def config(tmp_path, training_shards):
 def test_a_dry_run_says_what_would_be_done_and_does_nothing(tmp_path, monkeypatch, config, capfd):
     assert distap(monkeypatch, "train", config, "--dry-run", "--ranks", 5) == 0
     printed = capfd.readouterr().out
-    assert "device      cpu, 5 ranks" in printed and "24 images by p_by_k, 4 or 5 a rank" in printed
+    assert "device      cpu, 5 ranks" in printed and "24 images by p_by_k; an epoch is 2.25 steps" in printed
     assert "each rank   15,360 bytes of pixels and 49,152 bytes of descriptors per step" in printed
     assert "nothing is wrong" in printed and "/run, from the start" in printed
     assert not (tmp_path / "run").exists()

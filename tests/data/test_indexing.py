@@ -447,6 +447,13 @@ def test_super_categories_are_read_from_the_names_of_classes(shards):
     assert index.fingerprint != plain.fingerprint
 
 
+@pytest.mark.parametrize("name", ["apple", ""])
+def test_a_class_name_that_an_evaluation_could_not_tell_apart_is_refused_with_its_line(shards, name):
+    (shards / "classes.txt").write_text(f"apple\tfruit\n{name}\tcompany\ncar\tthing\n")
+    with pytest.raises(DistapError, match=r"classes.txt, line 2: class name .* each class needs its own"):
+        index_shards(shards)
+
+
 def test_patterns_in_one_folder_have_an_index_each(shards):
     first, _ = index_shards(f"{shards}/00000[01].tar")
     second, _ = index_shards(f"{shards}/{{000002..000002}}.tar")

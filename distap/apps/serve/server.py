@@ -109,7 +109,10 @@ class _Connection(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._silence.cancel()
+        if self.cycle is None or self.cycle.response_complete:
+            self._watch()  # the client has read an answer late, and now owes a request
+        else:
+            self._silence.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

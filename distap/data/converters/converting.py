@@ -188,5 +188,8 @@ def _read_record(path: Path, dataset: Dataset) -> dict[str, Any]:
 
 
 def _write_missing(path: Path, listed: Sequence[Listed]) -> None:
-    lines = [f"{part.split.name}\t{name}" for part in listed for name in part.missing]
+    before = path.read_text().splitlines() if path.exists() else []
+    anew = {part.split.name for part in listed}
+    lines = [line for line in before if line.partition("\t")[0] not in anew]
+    lines += [f"{part.split.name}\t{name}" for part in listed for name in part.missing]
     write_whole(path, "".join(f"{line}\n" for line in lines))

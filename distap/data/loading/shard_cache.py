@@ -101,7 +101,10 @@ class ShardCache:
 
     def _download(self, shard: int, file: Any) -> None:
         name, size, sha256 = self._shards[shard]
-        used = sum(path.stat().st_size for path in self.root.glob("*/*/*shard.tar*"))
+        used = 0
+        for path in self.root.glob("*/*/*shard.tar*"):
+            with suppress(FileNotFoundError):  # another process has just renamed it
+                used += path.stat().st_size
         if used + size > self.max_bytes:
             raise OSError(
                 errno.ENOSPC, f"data.cache.max_bytes is {self.max_bytes}, and {used} bytes are kept already"

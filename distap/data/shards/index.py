@@ -135,6 +135,8 @@ def _problems(index: Index) -> Iterator[str]:
         yield "a shard of negative size"
     if len(set(index.shard_name.tolist())) < shards:
         yield "two shards of one name"
+    if len(set(index.class_name.tolist())) < classes:
+        yield "two classes of one name, which an evaluation could not tell apart"
     if not all(_SHA256.fullmatch(digest) for digest in index.shard_sha256.tolist()):
         yield "shard_sha256 holds something that is no SHA-256"
     known = (index.shard >= 0) & (index.shard < shards)

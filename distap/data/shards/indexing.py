@@ -132,6 +132,12 @@ def _class_names(storage: Storage, numbers: list[int]) -> tuple[list[str], list[
     if numbers[-1] >= len(lines):
         raise DistapError(f"{storage.where(NAMES_FILE)}: {len(lines)} names, but a shard has class {numbers[-1]}")
     pairs = [lines[number].partition("\t") for number in numbers]
+    seen = {""}  # an evaluation tells classes apart by their names
+    for number, (name, _, _) in zip(numbers, pairs, strict=True):
+        if name in seen:
+            problem = f"class name {name!r} is {'used twice' if name else 'empty'}; each class needs its own"
+            raise DistapError(f"{storage.where(NAMES_FILE)}, line {number + 1}: {problem}")
+        seen.add(name)
     return [name for name, _, _ in pairs], [group for _, _, group in pairs]
 
 

@@ -131,6 +131,8 @@ class _ForwardFile:
 
     def read(self, size: int) -> bytes:
         # A header may lie about a size: never ask for more than the file can hold.
+        if size > MAX_MEMBER:
+            raise tarfile.ReadError(f"a member of {size:,} bytes, more than any image has ({MAX_MEMBER:,})")
         limit = MAX_MEMBER if self._length is None else self._length - self.position
         self.block = self._file.read(max(min(size, limit), 0))
         self.position += len(self.block)
@@ -160,7 +162,7 @@ def _members(file: Readable, length: int | None, where: str) -> Iterator[TarMemb
             rest, zeros = rest + len(more), not any(more)
         if not (ended and zeros) or rest < TAR_BLOCK or rest % TAR_BLOCK:
             raise tarfile.ReadError("neither a file nor the end, two blocks of zeros with nothing behind them")
-    except DistapError:
+    except (DistapError, OSError, MemoryError):
         raise
     except Exception as error:  # damage makes tarfile raise errors of many kinds
         reason = str(error)
