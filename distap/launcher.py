@@ -136,7 +136,9 @@ def main() -> None:
 
         print_error(error)
         status = error.status
-    sys.exit(status)
+    # Threads of torch's store may still run here, and C++ ends a process that destroys a running thread by SIGABRT.
+    sys.stdout.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -147,10 +147,7 @@ class ThreeStages:
         self.probed = moved if all(done) else None
 
     def _probe(self, batch: Batch) -> list[Buffer]:
-        """Describe a few images in other cuts, and refuse a network whose gradient would be silently wrong.
-
-        Return the buffers that move in a pass.
-        """
+        """Refuse a network whose gradient would be silently wrong; return the buffers that a pass moves."""
         few, network = min(self.sizes.replay, PROBED, len(batch.labels)), self.replica.network
         images = self._to_device(batch.images(slice(0, few)))
 
