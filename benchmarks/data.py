@@ -22,7 +22,7 @@ from torchvision.transforms.v2 import functional as F
 from typer import Option
 
 from benchmarks import harness
-from benchmarks.photos import jpeg, photo
+from benchmarks.photos import jpeg, packed, photo
 from distap.data.images.augmentation import CropAndVary, CropFlipColour, Croppable, Transform, seeded
 from distap.data.images.cropping import Box, Shape, reduction
 from distap.data.images.decoding import EncodedImage
@@ -30,7 +30,6 @@ from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob
 from distap.data.pixel_and_cache_settings import PixelSettings
 from distap.data.sampling.random import RandomSampling
-from distap.data.shards.packing import pack
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import parse_source
 from distap.telemetry.terminal import track
@@ -130,12 +129,8 @@ class DataBenchmark(harness.Benchmark):
 
     def _shards(self, folder: Path, files: Sequence[bytes], name: Format) -> Path:
         """Pack the images into some shards for each worker of WebDataset, which deals out whole shards."""
-        for number, data in enumerate(files):
-            path = folder / "images" / str(number // IMAGES_A_CLASS) / f"{number}.{name}"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-        pack(folder / "images", folder / "shards", images_per_shard=max(1, len(files) // (4 * max(1, self.workers))))
-        return folder / "shards"
+        images_per_shard = max(1, len(files) // (4 * max(1, self.workers)))
+        return packed(folder, files, name, IMAGES_A_CLASS, images_per_shard=images_per_shard)
 
     def _load(self, transform: CropAndVary, shards: Path, name: Format) -> Rates:
         rates: Rates = {"distap": [], "WebDataset": []}

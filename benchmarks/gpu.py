@@ -30,7 +30,7 @@ from benchmarks import harness
 from benchmarks.contenders import IMAGES_A_CLASS, DistapStep, Floor, SeededBatch, Task, seeded_network
 from benchmarks.evaluation import labelled_set
 from benchmarks.measuring import matrix_rate, memory_rate, relative_difference
-from benchmarks.photos import jpeg, photo
+from benchmarks.photos import jpeg, packed, photo
 from benchmarks.ranking import dense_product
 from benchmarks.step import TWO_PASSES, StepBenchmark
 from distap.data.images.augmentation import CropFlipColour
@@ -39,7 +39,6 @@ from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob, ShareOfBatch
 from distap.data.pixel_and_cache_settings import PixelSettings
 from distap.data.sampling.random import RandomSampling
-from distap.data.shards.packing import pack
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.precision import PrecisionName
@@ -381,12 +380,8 @@ def _photographs(folder: Path, settings: StepBenchmark) -> Path:
     """Shards of a batch of photographs, whose sides are a third longer than those of the crops."""
     side = settings.image_size * 4 // 3
     photos = [jpeg(photo(side, side, seed), 90) for seed in range(min(PHOTOS, settings.batch))]
-    for number in range(settings.batch):
-        path = folder / "images" / str(number // IMAGES_A_CLASS) / f"{number}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(photos[number % len(photos)])
-    pack(folder / "images", folder / "shards")
-    return folder / "shards"
+    files = [photos[number % len(photos)] for number in range(settings.batch)]
+    return packed(folder, files, "jpg", IMAGES_A_CLASS)
 
 
 def _read_by(workers: int, shards: Path, settings: StepBenchmark, world: World) -> Generator[ShareOfBatch]:

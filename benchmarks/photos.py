@@ -1,9 +1,14 @@
 """Pictures with the statistics of photographs, made from a seed."""
 
 import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
+
+from distap.data.shards.packing import pack
 
 DETAIL = 1 / 3  # amplitude grows with this power of the scale: a megapixel at quality 90 takes about 270 KB
 COLOURS = np.array([[1.0, 1.0, 1.0], [0.28, 0.0, -0.28], [0.16, -0.32, 0.16]])  # grey varies most, as outdoors
@@ -28,3 +33,13 @@ def jpeg(picture: Image.Image, quality: int) -> bytes:
     buffer = io.BytesIO()
     picture.save(buffer, "JPEG", quality=quality, subsampling="4:2:0")
     return buffer.getvalue()
+
+
+def packed(folder: Path, files: Sequence[bytes], ending: str, images_a_class: int, **options: Any) -> Path:
+    """Write the files as images of classes, pack them with the options of `pack`, and return the folder of shards."""
+    for number, data in enumerate(files):
+        path = folder / "images" / str(number // images_a_class) / f"{number}.{ending}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    pack(folder / "images", folder / "shards", **options)
+    return folder / "shards"

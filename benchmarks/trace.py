@@ -12,10 +12,9 @@ from typer import Option
 
 import distap
 from benchmarks.harness import Benchmark, FiguresTable, Report
-from benchmarks.photos import jpeg, photo
+from benchmarks.photos import jpeg, packed, photo
 from distap.config.reading import recipe_from
 from distap.config.recipe import Recipe
-from distap.data.shards.packing import pack
 from distap.trainer import Trainer
 from distap.world import World
 
@@ -56,16 +55,13 @@ def traced_step(loss: str = "ap_q") -> dict[str, set[int]]:
 
 
 def _recipe(folder: Path, loss: str) -> Recipe:
-    for number in range(CLASSES * IMAGES_A_CLASS):
-        path = folder / "images" / str(number // IMAGES_A_CLASS) / f"{number}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(jpeg(photo(SIDE, SIDE, number), quality=90))
-    pack(folder / "images", folder / "shards")
+    files = [jpeg(photo(SIDE, SIDE, number), quality=90) for number in range(CLASSES * IMAGES_A_CLASS)]
+    shards = packed(folder, files, "jpg", IMAGES_A_CLASS)
     settings: dict[str, Any] = {
         "run": folder / "run",
         "steps": TRACED + 2,
         "loss": loss,
-        "data": {"train": str(folder / "shards"), "image_size": SIDE, "workers": 1},
+        "data": {"train": str(shards), "image_size": SIDE, "workers": 1},
         "sampling": {"name": "random", "batch_size": CLASSES * IMAGES_A_CLASS},
         "model": {"backbone": "resnet10t", "weights": "random"},
         "replay": {"size": 8},

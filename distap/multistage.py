@@ -180,8 +180,7 @@ class Multistage(nn.Module):
         if not (torch.is_grad_enabled() and (trained or self.loss.parameters)):
             return value
 
-        # Stage three runs when the caller calls `backward`: by then autocast, accumulation and a loss scale have
-        # acted.
+        # Stage three runs in the caller's `backward`, after accumulation and a loss scale have acted.
         def replay(upstream: Tensor) -> Sequence[Tensor | None]:
             if trained:
                 scaled = replace(ranking, gradient=gradient * upstream)

@@ -158,17 +158,17 @@ class ThreeStages:
 
         buffers = SavedBuffers(buffers_of(network))
         # A network that torch.compile has compiled would be compiled again for cuts of other sizes.
-        compiled = "torch._dynamo" in sys.modules
-        eagerly = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+        eagerly = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
         try:
             with eagerly:
                 if torch.is_grad_enabled() and not self.replica.lockstep:
                     # Leaves of both passes: a pass may make some of its own.
                     refuse_other_leaves([describe(few, 0), describe(few, 0)], network.parameters(), OUTSIDE)
                 with torch.no_grad():
-                    describe(few, 0)
                     if few > 1 and not normalises_by_batch(network):
                         refuse_mixing(describe, network, few)
+                    else:
+                        describe(few, 0)  # shows which buffers move
             return buffers.moved()
         finally:
             buffers.restore()
@@ -234,14 +234,13 @@ class ThreeStages:
         """Run the backward passes; return this rank's drift and its numbers of replayed and kept images."""
         worst = torch.zeros((), dtype=torch.float64, device=described.descriptors.device)
         counts = torch.zeros(2, dtype=torch.int64, device=described.descriptors.device)
-        is_first = True  # of the passes without a kept graph
+        first_again = 1 + sum(one.kept is not None for one in passes)
         for number, one in enumerate(passes, 1):
             is_last = number == len(passes)
             again = one.kept
             # Kept graphs come first: their backward passes may need the buffers that describe has left.
-            if again is None and is_first:
+            if number == first_again:
                 described.buffers.restore()
-                is_first = False
             if again is None:
                 again = self._forward(batch, one.rows)
                 if not one.is_padding:

@@ -9,6 +9,7 @@ from batches import TensorBatch, small_images, small_network
 from ranks import on_ranks
 from safetensors.torch import save
 from steps import learning, step_with
+from timm.layers.norm_act import BatchNormAct2d
 from torch import nn
 from torch.nn.functional import batch_norm, cross_entropy, normalize
 from torch.nn.utils.parametrizations import spectral_norm
@@ -18,6 +19,7 @@ import distap
 from distap import Multistage
 from distap.errors import DistapError
 from distap.ranking.losses.quantized import QuantizedAP
+from distap.stages.exactness import mixes_images, normalises_by_batch
 from distap.world import World
 
 IMAGES = 22
@@ -263,3 +265,9 @@ def test_an_image_that_is_not_finite_spoils_no_statistics():
     step = step_with(learner, QuantizedAP(), World(), 0, distap.MicroBatchSizes(4))
     assert step(TensorBatch(images, labels, World()), 0.1).not_finite == [4, 5, 6, 7]
     assert norm.running_mean.isfinite().all()
+
+
+def test_timm_s_batchnorm_with_an_activation_inside_counts_as_one():
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), BatchNormAct2d(4), nn.Flatten())
+    assert mixes_images(network.train()) == "1 normalises by the statistics of its micro-batch"
+    assert normalises_by_batch(network) and mixes_images(network.eval()) is None

@@ -71,7 +71,7 @@ class Checkpoints:
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether checkpoints lie on a disk, where they are read and written in place."""
+        """Tell whether checkpoints lie on a disk, where they are read and written in place."""
         return isinstance(self.storage, LocalStorage)
 
     def where(self, name: str) -> str:

@@ -61,7 +61,7 @@ class Lease:
         try:
             for key, place in self._places.items():
                 while not place.create(FILE, self._text()):
-                    if (_read(place) or {}).get("training") == self._own["training"]:
+                    if self._is_own(_read(place)):
                         break  # the store is the run folder by another name
                     self._displace(key, place)
         except BaseException:
@@ -103,6 +103,9 @@ class Lease:
     def _is_of_this_host(self, other: Mapping[str, Any]) -> bool:
         return bool(other) and other["process"].rpartition(" ")[0] == self._own["process"].rpartition(" ")[0] != ""
 
+    def _is_own(self, lease: Mapping[str, Any] | None) -> bool:
+        return lease is not None and lease.get("training") == self._own["training"]
+
     def _text(self) -> bytes:
         return json.dumps(self._own | {"renewed": time.time()}, indent=2).encode()
 
@@ -111,7 +114,7 @@ class Lease:
             for key, place in self._places.items():
                 try:
                     other = _read(place)
-                    if other and other["training"] != self._own["training"]:
+                    if other and not self._is_own(other):
                         taken = f"another training has taken over: {_named(other)}, since this one did not renew"
                         self.problem = f"{key}: {place.base}: {taken} {FILE} in time; it goes on alone"
                         return
@@ -122,7 +125,7 @@ class Lease:
     def _give_back(self) -> None:
         for place in self._places.values():
             with suppress(DistapError):
-                if (_read(place) or {}).get("training") == self._own["training"]:
+                if self._is_own(_read(place)):
                     place.remove(FILE)
 
 

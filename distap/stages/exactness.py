@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from distap.errors import DistapError
 
@@ -35,7 +36,7 @@ def mixes_images(network: nn.Module) -> str | None:
             continue
         if isinstance(module, nn.SyncBatchNorm):
             raise DistapError(f"{name} is a SyncBatchNorm, whose gradient over ranks a replay cannot reproduce")
-        if normalises_by_batch(module) and not list(module.children()):
+        if isinstance(module, _BatchNorm):
             return f"{name} normalises by the statistics of its micro-batch"
         # timm's DropPath and torch's Dropout, by what they have in common.
         probability = getattr(module, "drop_prob", getattr(module, "p", 0))
@@ -46,7 +47,7 @@ def mixes_images(network: nn.Module) -> str | None:
 
 def normalises_by_batch(network: nn.Module) -> bool:
     """Tell whether a BatchNorm layer normalises by its micro-batch, for which stages keep to equal ones."""
-    return any(isinstance(one, nn.modules.batchnorm._BatchNorm) and one.training for one in network.modules())
+    return any(isinstance(one, _BatchNorm) and one.training for one in network.modules())
 
 
 def refuse_mixing(describe: Callable[[int, int], Tensor], network: nn.Module, count: int) -> None:
@@ -102,10 +103,9 @@ Buffer = tuple[nn.Module, str]  # a layer and the name of its buffer
 
 def buffers_of(network: nn.Module) -> list[Buffer]:
     """Return the buffers of layers in training mode, such as counters and running estimates, which may move."""
-    layers = (module for module in network.modules() if module.training)
     return [
         (layer, name)
-        for layer in layers
+        for layer in filter(lambda module: module.training, network.modules())
         for name, buffer in layer.named_buffers(recurse=False)
         if buffer.layout is torch.strided and buffer.dtype in COPIED
     ]
@@ -122,7 +122,6 @@ class SavedBuffers:
         self._saved = [(*one, now := getattr(*one), now.clone()) for one in buffers]
 
     def saved_now(self) -> "SavedBuffers":
-        """Save the same buffers as they are now."""
         return SavedBuffers([(layer, name) for layer, name, *_ in self._saved])
 
     def moved(self) -> list[Buffer]:
@@ -137,10 +136,11 @@ class SavedBuffers:
     def restore(self) -> None:
         """Bring them back, whether they have moved or not: a comparison would wait for the device."""
         for layer, name, tensor, before in self._saved:
-            if tensor.shape == before.shape:
-                # By `data`: autograd would refuse a graph that holds the buffer, though it does not use its values.
-                tensor.data.copy_(before)
-            setattr(layer, name, tensor if tensor.shape == before.shape else before.clone())
+            if tensor.shape != before.shape:
+                tensor = before.clone()
+            # By `data`: autograd would refuse a graph that holds the buffer, though it does not use its values.
+            tensor.data.copy_(before)
+            setattr(layer, name, tensor)
 
 
 def drift(again: Float[Tensor, "n C"], before: Float[Tensor, "n C"]) -> Float[Tensor, ""]:

@@ -36,7 +36,7 @@ class Batch(Protocol):
 
     @property
     def present(self) -> Bool[Tensor, " b"]:
-        """Whether each image could be read."""
+        """Tell for each image whether it could be read."""
         ...
 
     def images(self, rows: Rows) -> Any:

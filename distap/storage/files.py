@@ -28,7 +28,7 @@ logger = logging.getLogger("distap")
 
 
 class About(NamedTuple):
-    """What a storage knows of a file without reading it."""
+    """Describe a file as far as a storage knows it without reading it."""
 
     size: int  # in bytes
     version: str  # changes when the file does; "" if the storage does not tell

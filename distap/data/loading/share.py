@@ -30,7 +30,7 @@ NO_SAMPLE = -1
 
 @dataclass(frozen=True)
 class LoadingJob:
-    """What a training asks of a source of images (`data.reading`); safe to copy into loader workers."""
+    """Describe the images that a training asks of a source (`data.reading`); workers may get copies."""
 
     source: Source
     sampling: Sampling
