@@ -32,8 +32,7 @@ from distap.stages.replica import Replica
 from distap.step import ThreeStages
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import parse_source
-from distap.training.learner import Learner
-from distap.training.training_step import StepResult, TrainingStep
+from distap.training.learner import Learner, StepResult, TrainingStep
 from distap.world import World
 
 IMAGES_A_CLASS = 8

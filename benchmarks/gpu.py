@@ -57,7 +57,7 @@ from distap.step import ThreeStages
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import parse_source
 from distap.training.engines import DDPSettings, DeepSpeedSettings, FSDPSettings
-from distap.training.training_step import TrainingStep
+from distap.training.learner import TrainingStep
 from distap.world import CPU, World
 
 LOSSES = [name for name in REGISTRY["loss"] if name not in ("metric_learning", "sum")]

@@ -140,11 +140,11 @@ def _lack(kind: str, found: type) -> str:
 
 def check_name(kind: str, name: str) -> None:
     """Raise a ValueError unless a name is known or of the form "package.module:Class"; import nothing."""
-    module, colon, attribute = name.partition(":")
+    module, colon, attribute = str(name).partition(":")
     of_others = bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
     if name not in REGISTRY[kind] and not of_others:
-        of_yours = ", or package.module:Class" if "." in name else ""
-        raise ValueError(f"{kind} {name!r} is unknown; {suggestion(name, REGISTRY[kind])}{of_yours}")
+        of_yours = ", or package.module:Class" if "." in str(name) else ""
+        raise ValueError(f"{kind} {name!r} is unknown; {suggestion(str(name), REGISTRY[kind])}{of_yours}")
 
 
 def name_of(kind: str, part: object) -> str:
@@ -208,11 +208,11 @@ class Part:
         known = [field for field in own if field != "name"]
         presets: Mapping[str, Mapping[str, Any]] = getattr(chosen, "presets", {})
         if (preset := options.pop("preset", None)) is not None:
-            if preset not in presets:
+            if str(preset) not in presets:
                 raise ValueError(
                     f"{self.kind} {self.name} has no preset {preset!r}; {suggestion(str(preset), presets)}"
                 )
-            options = {**presets[preset], **options}
+            options = {**presets[str(preset)], **options}
         if wrong := [unknown_key(key, options[key], known) for key in options if key not in known]:
             raise ValidationError.from_exception_data(f"{self.kind} {self.name}", wrong)
         return TypeAdapter(chosen).validate_python(options | ({"name": self.name} if "name" in own else {}))

@@ -37,12 +37,12 @@ from distap.training.build import (
     loss_of,
     step_of,
 )
+from distap.training.learner import StepResult
 from distap.training.projection import whiten_projection
 from distap.training.run_report import RunReport, logger
 from distap.training.run_state import RunState, is_begun
+from distap.training.schedule import Length
 from distap.training.start_checks import checked_data, checked_network, require_same_data
-from distap.training.steps_and_epochs import Length
-from distap.training.training_step import StepResult
 from distap.world import World, joined_world
 
 TRACES = "traces"

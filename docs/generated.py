@@ -2,14 +2,18 @@
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import typer
 
 from distap import errors
 from distap.cli import app
-from distap.config.keys import recipe_keys
 from distap.telemetry.metrics import GLOBAL, OF_RANK
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from docs.recipe_keys import recipe_keys
 
 
 def keys() -> Iterator[str]:

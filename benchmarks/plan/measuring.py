@@ -20,7 +20,7 @@ from distap.ranking.rank import rank_descriptors
 from distap.stages.sizes import free_memory
 from distap.stopwatch import Stopwatch
 from distap.training.build import fitting_of, learner_of, network_of, step_of
-from distap.training.training_step import TrainingStep
+from distap.training.learner import TrainingStep
 from distap.world import World
 
 STAGES = ("describe", "gather", "rank", "replay", "reduce", "optimizer")

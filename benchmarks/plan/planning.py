@@ -10,10 +10,11 @@ from benchmarks.plan.measuring import Trial
 from benchmarks.plan.network_cost import network_cost
 from benchmarks.plan.step_cost import StepCost, bins_of
 from distap.config.recipe import Recipe
+from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 from distap.registry import name_of
 from distap.telemetry.terminal import text_table
-from distap.training.steps_and_epochs import planned_steps
+from distap.training.schedule import Length
 from distap.world import joined_world
 
 ROUNDS = 5  # of a measurement
@@ -27,6 +28,16 @@ CAPTION = (
     "images, GB: of a GPU, with a ! if it is too much. efficient: relative to one GPU. waits: share of a step that "
     "a GPU waits for others. micro-batch, keep: the most that fit."
 )
+
+
+def planned_steps(recipe: Recipe, batch: int) -> int:
+    """Return the steps of a training before its start; raise a DistapError for epochs of missing images."""
+    if recipe.steps is not None:
+        return recipe.steps
+    try:
+        return Length(recipe, load_index(recipe.data.train_source, recipe.data.remote, compare=False), batch).steps
+    except DistapError as error:
+        raise DistapError(f"epochs: the images cannot be counted, so set steps=N: {error}") from error
 
 
 def cost_plan(

@@ -8,9 +8,9 @@ from itertools import chain, pairwise, product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import ConfigDict, Field, PositiveInt, ValidationError, field_validator
 
+from distap.config.parsing import parsed_yaml
 from distap.config.reading import changed_settings, recipe_file, recipe_from
 from distap.config.recipe import Recipe
 from distap.config.validation import Section
@@ -101,14 +101,12 @@ class Job:
 def read_study(file: Path) -> Study:
     """Read a study's YAML file; a DistapError names each wrong key."""
     try:
-        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+        settings = parsed_yaml(file.read_text(encoding="utf-8"), str(file))
         if not isinstance(settings, Mapping):
             raise DistapError(f"{file}: expected keys with values: {', '.join(Study.model_fields)}")
         return Study.model_validate(settings)
     except (OSError, UnicodeDecodeError) as error:
         raise DistapError(f"{file}: the study cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise DistapError(f"{file}: not valid YAML: {error}") from error
     except ValidationError as error:
         problems = [
             f"{item['loc'][0]}: unknown key; {suggestion(str(item['loc'][0]), Study.model_fields)}"

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from distap.cli.commands import LOUDNESS, QUIET, VERBOSE, App
+from distap.cli.commands import App, with_loudness
 from distap.cli.data import data
 from distap.cli.descriptors import extract_command, index_command, whiten_command
 from distap.cli.evaluation import eval_command
@@ -13,9 +13,8 @@ from distap.cli.options import run
 from distap.cli.recipes import config_command, init_command, recipes_command
 from distap.cli.search import search_command, serve_command
 from distap.cli.train import report_command, train_command
-from distap.telemetry.logs import origin
 
-app = App(help="Train image-retrieval descriptors by optimising Average Precision over huge batches.")
+app = App()
 app.command("init")(init_command)
 app.command("recipes")(recipes_command)
 app.command("config")(config_command)
@@ -43,13 +42,9 @@ VERSION = typer.Option("--version", callback=_print_version, is_eager=True, help
 
 
 @app.callback()
-def every_command(
-    version: Annotated[bool, VERSION] = False,
-    quiet: QUIET = False,
-    verbose: VERBOSE = False,
-) -> None:
-    if quiet or verbose:
-        origin.level = LOUDNESS["--verbose" if verbose else "--quiet"]
+@with_loudness
+def every_command(version: Annotated[bool, VERSION] = False) -> None:
+    """Train image-retrieval descriptors by optimising Average Precision over huge batches."""
 
 
 def main() -> None:

@@ -1,9 +1,11 @@
 """Parts that all commands share: -h, -q and -v, refusal of URLs in place of local paths, results as JSON."""
 
+import inspect
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,12 +17,11 @@ from distap.telemetry.logs import origin
 
 QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Show warnings and results only.")]
 VERBOSE = Annotated[bool, typer.Option("--verbose", "-v", help="Show debug messages too.")]
-LOUDNESS = {"--quiet": logging.WARNING, "-q": logging.WARNING, "--verbose": logging.DEBUG, "-v": logging.DEBUG}
 JSON = Annotated[bool, typer.Option("--json", help="Print results as JSON, and nothing else to the standard output.")]
 
 
 class CommonCommand(TyperCommand):
-    """A command that takes -q and -v, and refuses URLs in place of folders and files."""
+    """A command that refuses URLs in place of folders and files."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -28,9 +29,7 @@ class CommonCommand(TyperCommand):
         self.help = re.sub(r"(?<=\S)\n *(?=\S)", " ", self.help or "")
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        for level in [LOUDNESS[word] for word in args if word in LOUDNESS]:
-            origin.level = level
-        left = super().parse_args(ctx, [word for word in args if word not in LOUDNESS])
+        left = super().parse_args(ctx, args)
         for value in ctx.params.values():
             if isinstance(value, Path) and re.match(r"\w{2,}:/", str(value)):
                 url = str(value).replace(":/", "://", 1)
@@ -46,7 +45,32 @@ class App(typer.Typer):
         super().__init__(**settings, no_args_is_help=True, context_settings=context, pretty_exceptions_enable=False)
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[..., Any]:
-        return super().command(name, cls=CommonCommand, **settings)
+        register = super().command(name, cls=CommonCommand, **settings)
+        return lambda function: register(with_loudness(function))
+
+
+def with_loudness(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options -q and -v."""
+
+    @wraps(command)
+    def loud(quiet: bool, verbose: bool, **given: Any) -> None:
+        _set_loudness(quiet, verbose)
+        command(**given)
+
+    return with_parameters(loud, inspect.signature(_set_loudness).parameters.values())
+
+
+def _set_loudness(quiet: QUIET = False, verbose: VERBOSE = False) -> None:
+    if quiet or verbose:
+        origin.level = logging.DEBUG if verbose else logging.WARNING
+
+
+def with_parameters(command: Callable[..., None], further: Iterable[inspect.Parameter]) -> Callable[..., None]:
+    """Append options to the signature of a command, which is what Typer reads."""
+    own = [one for one in inspect.signature(command).parameters.values() if one.kind is not one.VAR_KEYWORD]
+    options = [one.replace(kind=one.KEYWORD_ONLY) for one in further]
+    command.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+    return command
 
 
 def print_json(value: Any) -> None:

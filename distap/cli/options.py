@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from distap.cli.commands import with_parameters
 from distap.errors import FAILED, FINISHED, DistapError
 from distap.processes.exit_statuses import record_outcome
 from distap.processes.stopping import go_deaf
@@ -90,12 +91,4 @@ def run(command: typer.Typer, name: str) -> None:
 def with_options(settings: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turn the fields of a dataclass into options of a command, in place of its last parameter."""
 
-    def changed(command: Callable[..., None]) -> Callable[..., None]:
-        *own, _ = inspect.signature(command).parameters.values()
-        fields = inspect.signature(settings).parameters.values()
-        options = [field.replace(kind=inspect.Parameter.KEYWORD_ONLY) for field in fields]
-        # Typer reads the signature of a command.
-        command.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
-        return command
-
-    return changed
+    return lambda command: with_parameters(command, inspect.signature(settings).parameters.values())

@@ -1,21 +1,17 @@
 """`distap init`, `recipes` and `config`: write, list and print recipes."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from distap.cli.commands import print_json
-from distap.cli.options import OVERRIDES, RECIPE, complete_recipe
+from distap.cli.options import CONFIG, OVERRIDES, complete_recipe
 from distap.errors import DistapError
 
 INPUT_SIZE = "Width and height of the network's input, pixels."
 RECIPE_HEAD = ("paper", "data", "expected")  # of the comment that each of distap's recipes begins with
 IMAGES = "Folder with a sub-folder for each class, shards, or a folder with `train` and `test` of either."
-SCHEMA = "Print the JSON Schema of recipes, for completion and checks in an editor."
-KEYS = "Print every key of a recipe with its values, its default and its meaning."
 
 
 def init_command(
@@ -39,9 +35,8 @@ def init_command(
 
     Train it with `distap train recipe.yaml`; change what you know better.
     """
-    import yaml
-
     from distap.apps.advice import look, recipe_for
+    from distap.config.parsing import parsed_yaml
     from distap.config.reading import recipe_from
     from distap.storage.atomic import write_whole
     from distap.telemetry.terminal import print_result, print_warning
@@ -51,10 +46,7 @@ def init_command(
     seen, classes = look(images)
     folder = run or str(Path("runs") / output.stem)
     text = recipe_for(seen, classes, folder, backbone, weights, image_size)
-    try:
-        recipe_from(yaml.safe_load(text), f"{output} (not written)")
-    except yaml.YAMLError as error:
-        raise DistapError(f"--weights {weights}: not valid YAML: {error}") from error
+    recipe_from(parsed_yaml(text, f"--weights {weights}"), f"{output} (not written)")
     write_whole(output, text)
     print_result(text.rstrip("\n"))
     if seen.alone:
@@ -87,38 +79,12 @@ def recipes_command(
     print_result(table)
 
 
-def config_command(
-    config: Annotated[Path | None, typer.Argument(help=RECIPE, autocompletion=complete_recipe)] = None,
-    overrides: OVERRIDES = None,
-    schema: Annotated[bool, typer.Option("--schema", help=SCHEMA)] = False,
-    keys: Annotated[bool, typer.Option("--keys", help=KEYS)] = False,
-) -> None:
+def config_command(config: CONFIG, overrides: OVERRIDES = None) -> None:
     """Print a recipe with all defaults, as a recipe; comments say where each value comes from.
 
-    Origins are the recipe, the command line, or the default. --keys and --schema print what recipes may hold.
+    Origins are the recipe, the command line, or the default.
     """
-    if schema + keys + (config is not None) != 1:
-        raise DistapError("give one of RECIPE, --schema and --keys")
-    if schema:
-        from distap.config.keys import recipe_schema
+    from distap.config.resolved import resolved_lines
 
-        print_json(recipe_schema())
-    elif keys:
-        for line in _key_lines():
-            typer.echo(line)
-    elif config is not None:
-        from distap.config.resolved import resolved_lines
-
-        for line in resolved_lines(config, overrides or []):
-            typer.echo(line)
-
-
-def _key_lines() -> Iterator[str]:
-    """Format each key with its possible values and default, and its meaning in the line below."""
-    from distap.config.keys import recipe_keys
-
-    for key in recipe_keys():
-        default = f" (default {key.default})" if key.default else ""
-        yield f"{key.path}{f' of {key.of}' if key.of else ''}: {key.values}{default}"
-        if key.meaning:
-            yield f"    {key.meaning}"
+    for line in resolved_lines(config, overrides or []):
+        typer.echo(line)

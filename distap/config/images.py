@@ -5,8 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from distap.config.rates import Unit
-from distap.config.validation import Remote, Section, Shards, TrainShards
+from distap.config.validation import Remote, Section, Shards, TrainShards, Unit
 from distap.data.pixel_and_cache_settings import CacheSettings, PixelSettings
 from distap.registry import Chosen
 from distap.storage.locations import Source, parse_source

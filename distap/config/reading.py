@@ -5,10 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from distap.config.images import DescribingSection, ImagesSection
+from distap.config.parsing import line_of, parsed_yaml
 from distap.config.recipe import NetworkRecipe, Recipe
 from distap.errors import DistapError, problem_of
 from distap.registry import GIVEN, REGISTRY, Part, by_path, fields_of, suggestion
@@ -87,11 +87,10 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path}: a folder; a recipe is a YAML file, and `distap init {path}` writes one for images"
         )
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DistapError(f"{path}: the recipe cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise DistapError(f"{path}: not valid YAML: {error}") from error
+    settings = parsed_yaml(text, str(path))
     if not isinstance(settings, dict):
         raise DistapError(f"{path}: expected keys with values, such as `steps: 100`")
     return settings
@@ -125,14 +124,8 @@ def _place(source: Path, changed: Sequence[str], key: str) -> str:
     """Name a recipe's file, with the line of `key` or its section unless an override has set it."""
     if any(f"{key}.".startswith(f"{each}.") for each in changed):
         return str(source)
-    node, line = yaml.compose(recipe_file(source).read_text("utf-8"), yaml.SafeLoader), ""
-    for part in key.split("."):
-        pairs = node.value if isinstance(node, yaml.MappingNode) else ()
-        found = next((pair for pair in pairs if pair[0].value == part), None)
-        if found is None:
-            break
-        line, node = f":{found[0].start_mark.line + 1}", found[1]
-    return f"{source}{line}"
+    line = line_of(recipe_file(source).read_text("utf-8"), key.split("."))
+    return f"{source}:{line}" if line else str(source)
 
 
 def _checked(kind: type[R], settings: dict[str, Any], where: Place, data_at_hand: bool = False) -> R:
@@ -224,10 +217,7 @@ def _override(settings: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
         raise DistapError(f"override {override!r}: expected key=value, such as optimizer.learning_rate=1e-4")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise DistapError(f"override {override!r}: the value is not valid YAML: {error}") from error
+    value = parsed_yaml(text, f"override {override!r}", comments=False)
     *parents, last = key.split(".")
     _section(settings, parents, override)[last] = value
 

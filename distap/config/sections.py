@@ -16,8 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from distap.config.rates import GroupSettings, Unit
-from distap.config.validation import Section, StoreURL
+from distap.config.validation import Section, StoreURL, Unit
 from distap.registry import Chosen, unknown_key
 
 
@@ -74,6 +73,15 @@ class StepSection(Section):
     """Stop after this many steps in a row with a loss or gradient that is not finite."""
 
 
+class GroupSettings(Section):
+    """Learning rate and weight decay of one part of the network."""
+
+    factor: float = 1.0
+    """Factor on the learning rate of this part; 0 keeps the part unchanged."""
+    weight_decay: float = 0.0
+    """Weight decay of matrices and kernels; biases, scales and the pooling's power never decay."""
+
+
 class OptimizerSection(Section):
     """The optimiser: how parameters are updated. Further keys belong to the optimiser that `name` chooses."""
 
@@ -102,7 +110,9 @@ class OptimizerSection(Section):
         own = {key: value for key, value in settings.items() if key in cls.model_fields}
         further = {key: value for key, value in settings.items() if key not in own}
         for key, value in further.items():
-            if difflib.get_close_matches(key, cls.model_fields, n=1, cutoff=0.8):  # a slip in one of our own keys
+            if difflib.get_close_matches(
+                str(key), cls.model_fields, n=1, cutoff=0.8
+            ):  # a slip in one of our own keys
                 wrong = unknown_key(key, value, [name for name in cls.model_fields if name != "chosen"])
                 raise ValidationError.from_exception_data("optimizer", [wrong])
         return {"chosen": further, **own}

@@ -1,6 +1,6 @@
-"""Base class of a recipe's sections, and strings that are validated by parsing."""
+"""Base class of a recipe's sections, and values that several sections hold."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, PlainSerializer, PlainValidator
 from pydantic_core import PydanticCustomError
@@ -8,6 +8,8 @@ from pydantic_core import PydanticCustomError
 from distap.errors import DistapError
 from distap.storage.locations import Source, parse_source, parse_store
 from distap.storage.remotes import RemoteSettings, without_secret_options
+
+Unit = Literal["steps", "epochs"]  # an epoch is as many images as there are to train on
 
 
 class Section(BaseModel):

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from distap.config.parsing import parsed_yaml
 from distap.errors import DistapError
 from distap.evaluation.saved import Evaluation, folder_of_step, read_evaluation, saved_steps
 from distap.registry import by_path
@@ -81,8 +80,8 @@ def read_run(folder: Path, name: str = "") -> Run:
     entries = read_run_log(folder)
     path = folder / "recipe.yaml"
     try:
-        recipe: Any = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        recipe = parsed_yaml(path.read_text(), str(path))
+    except (OSError, ValueError) as error:
         raise DistapError(f"{path}: the run's recipe cannot be read: {error}") from error
     missing = [key for key in SECTIONS if not isinstance(recipe, dict) or key not in recipe]
     if missing:

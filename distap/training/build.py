@@ -33,9 +33,8 @@ from distap.stages.replica import Replica, refuse_unusable
 from distap.stages.sizes import Fitting
 from distap.step import ThreeStages
 from distap.stopwatch import Stopwatch
-from distap.training.learner import Learner
+from distap.training.learner import Learner, TrainingStep
 from distap.training.optimizer import parameter_groups
-from distap.training.training_step import TrainingStep
 from distap.world import World
 
 GIVEN_PARTS = ("backbone", "weights", "pooling")  # keys of the model for which a network in Python stands

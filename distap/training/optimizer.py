@@ -8,7 +8,7 @@ from timm import optim
 from torch import nn
 from torch.optim import Optimizer
 
-from distap.config.rates import GroupSettings
+from distap.config.sections import GroupSettings
 from distap.errors import DistapError
 
 

@@ -31,8 +31,8 @@ from distap.telemetry.logs import at_step, take_over_loggers
 from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
 from distap.telemetry.runlog import log_not_finite, log_start, run_log_from
 from distap.telemetry.terminal import progress
-from distap.training.steps_and_epochs import Length
-from distap.training.training_step import StepResult
+from distap.training.learner import StepResult
+from distap.training.schedule import Length
 from distap.world import DRIVER, World, without_gpu
 
 COLLAPSED, COLLAPSED_STEPS = 1e-5, 5  # mean squared distance of descriptors to their mean, and steps that it lasts

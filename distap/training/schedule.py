@@ -1,13 +1,19 @@
-"""Schedules of the learning rate."""
+"""The length of a training in steps and epochs, and the learning rate of each step."""
 
 from bisect import bisect_right
+from collections.abc import Sized
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from math import cos, pi
 
 from pydantic import NonNegativeFloat, PositiveFloat
 
-from distap.config.rates import Unit, as_written
+from distap.config.images import EvaluationSection
+from distap.config.recipe import Recipe
+from distap.config.sections import CheckpointSection
+from distap.config.validation import Unit
+from distap.errors import DistapError
 
 # Name -> the options that it needs (True) or takes (False) next to `warmup` and `unit`.
 _OPTIONS = {
@@ -17,6 +23,11 @@ _OPTIONS = {
     "step": {"every": True, "decay": False},
     "multistep": {"milestones": True, "decay": False},
 }
+
+
+def as_written(number: float) -> Fraction:
+    """Convert a float to the exact decimal number in the recipe: 0.1 is a tenth, not the nearest float."""
+    return Fraction(str(number))
 
 
 @dataclass(frozen=True)
@@ -79,3 +90,58 @@ class RateSchedule:
         length = steps / unit if self.length is None else as_written(self.length)
         share = min(float(done / max(length - warmup, 1 / unit)), 1.0)
         return 1 - share if self.name == "linear" else (1 + cos(pi * share)) / 2
+
+
+@dataclass(frozen=True)
+class Length:
+    """The length of a training in steps, for global batches of `batch` of its images.
+
+    An epoch is len(images) / `batch` steps, whatever the sampling, and need not be a whole number of them.
+    """
+
+    recipe: Recipe
+    images: Sized | None  # the index of the data; None if it has none
+    batch: int
+
+    def __post_init__(self) -> None:
+        recipe = self.recipe
+        units = (self._unit, recipe.checkpoint.unit, recipe.evaluation.unit)
+        if self.images is None and (recipe.epochs or "epochs" in units):
+            raise DistapError(f"{recipe.data.train} has no index, so epochs cannot be counted; count in steps")
+
+    @property
+    def epoch(self) -> Fraction:
+        """Number of steps in an epoch; 0 if unknown."""
+        return Fraction(len(self.images or ()), self.batch)
+
+    @cached_property
+    def steps(self) -> int:
+        """Number of steps in the whole training."""
+        return self.recipe.steps or max(1, round(self.in_steps(self.recipe.epochs or 0, "epochs")))
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 0."""
+        of_epochs = {"epoch": self.epoch} if self._unit == "epochs" else {}
+        factor: float = self.recipe.schedule.factor(step, self.steps, **of_epochs)
+        return self.recipe.optimizer.learning_rate * factor
+
+    @cached_property
+    def head_only(self) -> Fraction:
+        """Number of first steps during which the backbone does not change."""
+        return self.in_steps(self.recipe.optimizer.head_only, self._unit)
+
+    @property
+    def _unit(self) -> Unit:  # a schedule from elsewhere counts steps
+        return getattr(self.recipe.schedule, "unit", "steps")
+
+    def in_steps(self, number: float, unit: Unit) -> Fraction:
+        return as_written(number) * (self.epoch if unit == "epochs" else 1)
+
+    def is_due(self, section: CheckpointSection | EvaluationSection, done: int) -> bool:
+        """Tell whether a checkpoint or evaluation is due after `done` steps; one is due at the end, unless never."""
+        if section.every == 0 or done == self.steps:
+            return section.every != 0
+        # Fractions, since an epoch need not be a whole number of steps: due is the first step at or after each
+        # multiple.
+        every = self.in_steps(section.every or 0, section.unit)
+        return every > 0 and done // every > (done - 1) // every

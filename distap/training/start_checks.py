@@ -18,7 +18,7 @@ from distap.model.network import RetrievalNetwork
 from distap.stages.micro_batches import is_out_of_memory
 from distap.stopwatch import Stopwatch
 from distap.training.build import images_of, network_of, sets_of
-from distap.training.steps_and_epochs import Length
+from distap.training.schedule import Length
 from distap.world import World, device_of
 
 OF_DEVICE = re.compile("CUDA|cuDNN|NCCL|HIP")  # in errors that no network is to blame for

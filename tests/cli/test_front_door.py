@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 from commands import distap
-from jsonschema import Draft202012Validator
 
 from distap import __version__
-from distap.config.keys import recipe_keys, recipe_schema
 from distap.config.reading import RECIPES, load_recipe, recipe_from
 from distap.telemetry import terminal
 from distap.telemetry.logs import origin
+from docs.recipe_keys import recipe_keys
 
 
 @pytest.fixture
@@ -52,29 +51,6 @@ def test_each_value_says_where_it_comes_from(monkeypatch, capfd, recipe):
         *("decay: 0.9  # command line", "batch_size: 8  # recipe"),
     ):
         assert line in lines
-
-
-def test_keys_and_their_schema_are_printed(monkeypatch, capfd):
-    assert distap(monkeypatch, "config", "--schema") == 0
-    assert json.loads(capfd.readouterr().out)["properties"]["optimizer"]["properties"]["learning_rate"]
-    assert distap(monkeypatch, "config", "--keys") == 0
-    assert "optimizer.learning_rate: number > 0 (default 0.0001)" in capfd.readouterr().out
-    assert distap(monkeypatch, "config", "emoji", "--keys") == 2
-
-
-@pytest.mark.parametrize(
-    ("written", "wrong"),
-    [
-        *((path.read_text(), "") for path in sorted(RECIPES.glob("*.yaml"))),
-        ("loggers: {wandb: {project: mine}}", ""),
-        ("evaluation: {also: {paris: {date: paris}}}", "date"),
-        ("describe: {sise: 1}", "sise"),
-    ],
-    ids=[*(path.stem for path in sorted(RECIPES.glob("*.yaml"))), "of a user's own name", "below it", "misspelt"],
-)
-def test_an_editor_takes_distaps_recipes_and_marks_unknown_keys(written, wrong):
-    errors = list(Draft202012Validator(recipe_schema()).iter_errors(yaml.safe_load(written)))
-    assert [wrong in error.message for error in errors] == ([True] if wrong else [])
 
 
 def test_every_key_has_a_meaning_and_takes_no_name_of_a_class():
@@ -118,6 +94,8 @@ def test_quiet_leaves_results_and_verbose_lowers_the_level(tmp_path, monkeypatch
     assert distap(monkeypatch, "data", "check", training_shards[0], "-q") == 0
     printed = capfd.readouterr()
     assert "all sound" in printed.out and not printed.err
+    assert distap(monkeypatch, "config", "emoji", "--", "-v") == 2  # what follows -- is no option
+    assert origin.level == logging.WARNING
     assert distap(monkeypatch, "-v", "recipes") == 0
     assert origin.level == logging.DEBUG
 

@@ -88,6 +88,11 @@ def test_a_loss_is_a_name_or_options_or_a_preset_or_a_sum(recipe, text, loss):
         ("loss={name: ap_q, preset: dirtorsh}", "no preset 'dirtorsh'; did you mean dirtorch"),
         ("loss={sup_ap: 0.5, calibratoin: 0.5}", "'calibratoin' is unknown; did you mean calibration"),
         ("loss={sup_ap: {weight: 0.5, taw: 1}}", "loss.sup_ap.taw: unknown key; did you mean tau"),
+        ("loss={sup_ap: 0.5, 1: 0.5}", "loss 1 is unknown"),
+        ("loss={name: ap_q, preset: [1]}", r"loss ap_q has no preset \[1\]"),
+        ("optimizer={1: 2}", "optimizer.*1: unknown key"),
+        ("loss={name: ap_q, bins: 20, bins: 30}", "the key bins stands twice"),
+        ("loss={name: ap_q} # mine", "a comment within a value; put quotes around"),
         ("loss={sup_ap: many}", "loss.sup_ap.weight: 'many': must be a number"),
         ("loss={name: ap_t, form: complete}", "loss.form: 'complete': must be 'simplified' or 'full'"),
         ("memory.sise=3", "memory.sise: unknown key; did you mean size"),
@@ -152,7 +157,13 @@ def test_an_override_of_one_way_to_say_a_thing_replaces_the_others(recipe):
         load_recipe(settings, ["evaluation.max_side=9", "evaluation.original=true"])
 
 
-@pytest.mark.parametrize("text", ["", "- a\n", "a: [", "\0"])
+def test_a_hash_in_a_value_of_the_command_line_is_no_comment(recipe):
+    assert [str(load_recipe(recipe, [f"run=runs/exp{end}"]).run) for end in (" #1", " #2", "#3")] == [
+        *("runs/exp #1", "runs/exp #2", "runs/exp#3")
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "a: [", "\0", "[" * 5000, "steps: 1\nrun: x\nsteps: 2\n"])
 def test_a_file_that_is_no_recipe_is_named(tmp_path, text):
     path = tmp_path / "broken.yaml"
     path.write_text(text)

@@ -9,11 +9,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distap.config.keys import recipe_keys
 from distap.config.reading import load_recipe, recipe_from
 from distap.config.recipe import Recipe
 from distap.errors import DistapError
 from distap.model.backbone import read_state
+from docs.recipe_keys import recipe_keys
 
 VALID = {
     "run": "runs/x",
@@ -26,10 +26,9 @@ VALID = {
 }
 SECTIONS = sorted(Recipe.model_fields)
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_subnormal=False) | st.text(max_size=20)
+names = st.text(max_size=8) | st.integers() | st.booleans()
 values = st.recursive(
-    plain,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=6,
+    plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3), max_leaves=6
 )
 keys = st.sampled_from(SECTIONS) | st.text(max_size=8)
 quick = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

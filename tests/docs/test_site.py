@@ -8,7 +8,7 @@ import pytest
 from launching import ROOT
 
 import distap
-from distap.config.keys import recipe_keys
+from docs.recipe_keys import recipe_keys
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from timm.scheduler import CosineLRScheduler, PolyLRScheduler, StepLRScheduler
 from torch import nn
 from torch.optim import lr_scheduler
 
-from distap.config.rates import GroupSettings
+from distap.config.sections import GroupSettings
 from distap.errors import DistapError
 from distap.registry import build_part
 from distap.training.optimizer import TimmOptimizer, parameter_groups
@@ -129,7 +129,8 @@ def by_parameter(groups, network, factor="lr_scale"):
 @pytest.mark.parametrize("name", ["test_resnet", "test_vit", "test_convnext"])
 def test_layers_learn_at_rates_that_decay_and_biases_norms_and_tokens_keep_their_weight(name):
     network = timm.create_model(name, num_classes=0)
-    keeps, parts = getattr(network, "no_weight_decay", set)(), {"backbone": (network, GroupSettings(1.0, 0.1))}
+    parts = {"backbone": (network, GroupSettings(weight_decay=0.1))}
+    keeps = getattr(network, "no_weight_decay", set)()
     same = {"no_weight_decay_list": keeps}
     ours, theirs = parameter_groups(parts), param_groups_weight_decay(network, 0.1, **same)
     assert by_parameter(ours, network, "factor") == by_parameter(theirs, network)
@@ -145,8 +146,9 @@ def test_parts_learn_at_their_own_rates_and_the_power_of_the_pooling_by_itself()
     power = nn.Module()
     power.register_parameter("power", nn.Parameter(torch.tensor(3.0)))
     parts = {
-        "backbone": (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), GroupSettings(0.5, 0.1)),
-        "pooling": (power, GroupSettings(10.0, 0.1)),  # ten times the rate and no decay, as in Radenović's code
+        "backbone": (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), GroupSettings(factor=0.5, weight_decay=0.1)),
+        # ten times the rate and no decay, as in Radenović's code
+        "pooling": (power, GroupSettings(factor=10.0, weight_decay=0.1)),
         "head": (nn.Identity(), GroupSettings()),
     }
     optimizer = TimmOptimizer("adamw").build(parameter_groups(parts))

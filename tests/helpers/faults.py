@@ -25,9 +25,8 @@ from distap.stages.micro_batches import Batch
 from distap.step import Described, ThreeStages
 from distap.train import main
 from distap.trainer import Trainer
-from distap.training.learner import Learner
+from distap.training.learner import Learner, StepResult, TrainingStep
 from distap.training.run_state import RunState
-from distap.training.training_step import StepResult, TrainingStep
 from distap.world import World
 
 

@@ -9,8 +9,7 @@ from distap.ranking.loss import Loss
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.step import ThreeStages
 from distap.training.engines import DDPSettings
-from distap.training.learner import Learner
-from distap.training.training_step import TrainingStep
+from distap.training.learner import Learner, TrainingStep
 from distap.world import World
 
 

@@ -23,7 +23,7 @@ from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.replica import Replica
 from distap.step import ThreeStages
 from distap.training.learner import Learner
-from distap.training.training_step import TrainingStep
+from distap.training.learner import TrainingStep
 
 class Wide(nn.Module):
     def __init__(self):

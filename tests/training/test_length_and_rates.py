@@ -10,13 +10,13 @@ from small_trainings import losses, parameters, recipe, train
 from stores import found_checkpoint, list_checkpoints
 
 import distap as library
+from benchmarks.plan.planning import planned_steps
 from distap.config.reading import load_recipe
 from distap.errors import DistapError
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 from distap.training.build import trained_network
-from distap.training.schedule import RateSchedule
-from distap.training.steps_and_epochs import Length, planned_steps
+from distap.training.schedule import Length, RateSchedule
 from distap.world import World
 
 # 54 images in batches of 25: an epoch is 2.16 steps, and three of them are 6.48.

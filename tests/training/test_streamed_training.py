@@ -11,7 +11,7 @@ from streamed import SPOILT, write_by_webdataset
 from distap.config.reading import load_recipe
 from distap.errors import DistapError
 from distap.trainer import Trainer
-from distap.training.training_step import TrainingStep
+from distap.training.learner import TrainingStep
 from distap.world import World
 
 

@@ -1,4 +1,4 @@
-"""Keys of a recipe: possible values, defaults and meanings; also as a JSON Schema."""
+"""Keys of a recipe: possible values, defaults and meanings."""
 
 import ast
 import inspect
@@ -53,25 +53,6 @@ def recipe_keys(section: type = Recipe, prefix: str = "", of: str = "") -> Itera
                 for key in recipe_keys(chosen, below, ", ".join(of_class)):
                     if key.path != f"{below}name":
                         yield key
-
-
-def recipe_schema() -> dict[str, Any]:
-    """Return a JSON Schema for completion and checks of keys in an editor; `distap` itself checks values."""
-    root: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Recipe of distap"}
-    open_to_names = {key.path.rpartition(".")[0] for key in recipe_keys() if key.of or key.path.endswith(".name")}
-    for key in recipe_keys():
-        *parents, last = key.path.split(".")
-        place = root
-        for depth, parent in enumerate(parents, 1):
-            if parent == "NAME":  # a user's own
-                place["additionalProperties"] = place.get("additionalProperties") or {}
-                place = place["additionalProperties"]
-            else:
-                place = place.setdefault("properties", {}).setdefault(parent, {})
-            place.setdefault("additionalProperties", ".".join(parents[:depth]) in open_to_names)
-        told = f"{key.values}. {key.meaning}".strip()
-        place.setdefault("properties", {}).setdefault(last, {})["description"] = told
-    return root | {"type": "object", "additionalProperties": False}
 
 
 def _classes(kind: str) -> Iterator[tuple[list[str], type]]:
