@@ -20,11 +20,10 @@ from distap.telemetry.terminal import print_result, print_warning, tell, text_ta
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from distap.data.converters.converting import Converted
     from distap.data.shards.image_folders import Skipped
     from distap.data.shards.index import Index
 
-SHOWN = 5  # missing or damaged images that are named
+SHOWN = 5  # classes that are named
 FEW_CLASSES = 20  # that are shown in a table
 
 data = App(help="Convert, pack, index, check and count images.")
@@ -36,7 +35,12 @@ CORES = usable_cores()
 IMAGES_PER_SHARD = Annotated[int, typer.Option(help="Maximum number of images in a shard.", min=1)]
 NESTED = "Take the class in folders of folders from the top folder, the leaf, leaves of one name merged, or the path."
 SPLIT = "Pack this share of the classes into OUTPUT/validation, and the others into OUTPUT/train."
-LEFT_OUT = "CSV file to write with every file that is left out, and the reason."
+LEFT_OUT = Annotated[
+    Path | None,
+    typer.Option(
+        help="CSV file to write with every file that is left out, and the reason.", show_default="only counted"
+    ),
+]
 ORDER = "Shuffle the images with this seed. Streamed reading needs mixed classes; indexed reading does not."
 SHUFFLE = Annotated[int | None, typer.Option(help=ORDER, min=0, show_default="as listed, class by class")]
 NAMES = "sop, cub, inaturalist, vehicleid, inshop, landmarks-clean, sfm-120k, gldv2, roxford5k, rparis6k, revisitop1m"
@@ -51,17 +55,20 @@ def convert_command(
         list[str] | None,
         typer.Option(help="Split to convert. Repeat the option for several.", show_default="the usual ones"),
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Stop with an error if images are missing.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Stop with an error if listed images are not there.")
+    ] = False,
     images_per_shard: IMAGES_PER_SHARD = 1000,
     shuffle: SHUFFLE = None,
+    left_out: LEFT_OUT = None,
     workers: WORKERS = CORES,
 ) -> None:
     """Pack a data set of the papers into shards, OUTPUT/SPLIT, from the files as their authors distribute them.
 
-    docs/guides/data-sets.md tells which files to download, where to put them, and their licences. Missing
-    images are counted and listed in OUTPUT/missing.txt. An interrupted conversion continues when it is called again.
+    docs/guides/data-sets.md tells which files to download, where to put them, and their licences. Listed images that
+    are not there are counted. An interrupted conversion continues when it is called again.
     """
-    from distap.data.converters.converting import DATASETS, MISSING_FILE, convert
+    from distap.data.converters.converting import DATASETS, convert
     from distap.registry import suggestion
 
     if name not in DATASETS:
@@ -69,12 +76,12 @@ def convert_command(
     layout: dict[str, Any] = {"images_per_shard": images_per_shard, "shuffle": shuffle, "workers": workers}
     converted = convert(DATASETS[name], source, output, only=split or (), strict=strict, track=track, **layout)
     for part in converted:
-        name, kept = part.listed.split.name, ", from an earlier call" if part.kept else ""
-        print_result(f"{output / name}: {part.images:,} images of {part.classes:,} classes{kept}")
-        for warning in _warnings(part):
-            print_warning(f"{name}{warning}")
-    if any(part.listed.missing for part in converted):
-        print_warning(f"{output / MISSING_FILE}: every missing image")
+        _print_indexed(output / part.split.name, part.index)
+        if part.differs:
+            own = f"its list names {part.images:,} images of {part.classes:,} classes"
+            published = ", or ".join(map(str, part.split.published))
+            print_warning(f"{part.split.name} differs from the published split: {own}, published are {published}")
+    _print_left_out([skipped for part in converted for skipped in part.left_out], left_out)
 
 
 @data.command("pack")
@@ -91,7 +98,7 @@ def pack_command(
     ] = None,
     split: Annotated[float | None, typer.Option(help=SPLIT, min=0, max=1, show_default="no split")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random choice that --split makes.", min=0)] = 0,
-    left_out: Annotated[Path | None, typer.Option(help=LEFT_OUT, show_default="only counted")] = None,
+    left_out: LEFT_OUT = None,
     workers: WORKERS = CORES,
 ) -> None:
     """Pack images into WebDataset tar shards with an index next to them.
@@ -245,20 +252,3 @@ def _print_rate(images: int, started: float, workers: int) -> None:
     seconds = max(time.monotonic() - started, 1e-3)
     rate = images / seconds
     tell(f"{images:,} images in {seconds:,.1f} s: {rate:,.0f} a second, {rate / workers:,.0f} a worker")
-
-
-def _warnings(part: "Converted") -> list[str]:
-    listed = part.listed
-    lines = []
-    if listed.differs:
-        own = f"its list names {listed.images:,} images of {listed.classes:,} classes"
-        published = ", or ".join(map(str, listed.split.published))
-        lines.append(f" differs from the published split: {own}, published are {published}")
-    if listed.repeated:
-        lines.append(f": {listed.repeated:,} images are listed twice, and packed once")
-    damaged = [f"{image.name} ({image.reason})" for image in part.damaged]
-    for problem, names in (("missing", listed.missing), ("damaged and left out", damaged)):
-        if names:
-            more = f", and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
-            lines.append(f": {len(names):,} images are {problem}: {', '.join(names[:SHOWN])}{more}")
-    return lines

@@ -211,7 +211,7 @@ def test_a_list_is_packed_by_its_parts_and_missing_files_are_counted(
         flags = {name: [{"True": True, "False": False}.get(flag) for flag in columns[name]] for name in NAMES[3:]}
         parquet.write_table(pyarrow.table({**columns, **flags, "image": [b"bytes"] * len(ROWS)}), table)
     assert distap(monkeypatch, "data", "pack", table, tmp_path / "out") == 0
-    assert "1 listed files that are not there" in capfd.readouterr().err
+    assert "1 listed images that are not there" in capfd.readouterr().err
     found = {folder.name: load_index(folder).path.tolist() for folder in sorted((tmp_path / "out").iterdir())}
     assert found == {
         "test-gallery": ["bear/1.png", "bear/2.png"],

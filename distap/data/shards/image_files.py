@@ -19,6 +19,7 @@ from distap.errors import DistapError
 from distap.randomness import permutation
 
 Nested = Literal["top", "leaf", "merge", "path"]
+NOT_THERE = "listed images that are not there"
 TRUE, FALSE = ("true", "1", "1.0", "yes"), ("false", "0", "0.0", "no", "nan", "")
 
 
@@ -205,7 +206,7 @@ def _in_list(source: Path) -> Listing:
         found.append((ImageFile(path, name, row.get("group", "")), _part(where, row)))
     there = ask_files(os.path.isfile, [image.path for image, _ in found], "", untracked)
     absent = compress(found, map(not_, there))
-    missing = [Skipped(str(image.path), "listed files that are not there") for image, _ in absent]
+    missing = [Skipped(str(image.path), NOT_THERE) for image, _ in absent]
     if found and len(missing) == len(found):
         problem = f"none of the {len(found):,} listed images is there; first: {missing[0].name}"
         raise DistapError(f"{source}: {problem}; paths are relative to {source.parent}")

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import webdataset
@@ -88,6 +89,7 @@ def pack_parts(
     shuffle: int | None = None,
     decode: bool = False,
     workers: int = 1,
+    files: Mapping[str, str] = MappingProxyType({}),
 ) -> list[tuple[Index, list[Skipped]]]:
     """Pack each part into shards in the folder of its name; return its index and the files left out.
 
@@ -97,6 +99,7 @@ def pack_parts(
         images_per_shard: the most images in a shard; the last shard, and those with damaged images, have fewer.
         shuffle: seed of a random order, which streamed reading needs. The given order is faster to read by an index.
         decode: find damage by decoding every image, not only those whose end is missing.
+        files: texts to write into the output folder, by name.
     Raises:
         DistapError: no image is usable, a class is in two groups, the output holds something already, an image cannot
             be read or has changed meanwhile, or the output cannot be written.
@@ -110,12 +113,15 @@ def pack_parts(
         with locked(aside, "packing"):
             shutil.rmtree(whole, ignore_errors=True)
             packed = [
-                _pack_aside(asides[name], part, groups[name], layout, workers, track) for name, part in parts.items()
+                _pack_aside(asides[name], part, groups[name], layout, workers, f"{name}: " if name else "", track)
+                for name, part in parts.items()
             ]
             whole.mkdir()
             for name, folder in asides.items():
                 sync_path(folder / SHARD_FOLDER)
                 (folder / SHARD_FOLDER).replace(whole / name)
+            for name, text in files.items():
+                write_whole(whole / name, text)
             sync_path(whole)
             whole.replace(output)
             sync_path(output.parent)
@@ -138,10 +144,10 @@ def require_free(output: Path) -> None:
 
 
 def _pack_aside(
-    aside: Path, listing: Listing, groups: dict[str, str], layout: _Layout, workers: int, track: Track
+    aside: Path, listing: Listing, groups: dict[str, str], layout: _Layout, workers: int, about: str, track: Track
 ) -> tuple[Index, list[Skipped]]:
     """Write the missing shards and their index into a hidden folder; return the index and the images left out."""
-    entries, broken = look_at_all(listing.images, "listing images", track)
+    entries, broken = look_at_all(listing.images, f"{about}listing images", track)
     if layout.shuffle is not None:
         entries = [entries[place] for place in permutation(len(entries), layout.shuffle)]
     _start(aside, _fingerprint(layout, entries))
@@ -153,7 +159,7 @@ def _pack_aside(
     numbers = {name: number for number, name in enumerate(names)}
     jobs = list(_jobs(aside, entries, numbers, layout))
     try:
-        written = map_in_processes(_write_shard, jobs, workers, "packing shards", track)
+        written = map_in_processes(_write_shard, jobs, workers, f"{about}packing shards", track)
     finally:
         for leftover in aside.glob("*/.*.tmp"):
             leftover.unlink()

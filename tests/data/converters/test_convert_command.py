@@ -30,20 +30,18 @@ def test_the_command_says_what_it_did_and_what_is_wrong(run, tmp_path):
     TREES["sop"](source)
     (source / "chair_final" / "1_0.JPG").unlink()
     (source / "mug_final" / "4_0.JPG").write_bytes(b"no image")
-    status, printed = run("sop", source, output, "--workers", 1)
+    status, printed = run("sop", source, output, "--workers", 1, "--left-out", tmp_path / "left.csv")
     assert status == 0
     for text in (
         f"{output}/train: 3 images of 2 classes",
         "train differs from the published split: its list names 4 images of 2 classes, published are 59,551 images, "
         "11,318 classes",
-        "train: 1 images are missing: chair_final/1_0.JPG",
-        "test: 1 images are damaged and left out: ",
-        f"{output}/missing.txt: every missing image",
+        "left out: 1 listed images that are not there (chair_final/1_0.JPG)",
+        "left out: 1 decode_error: not an image of",
     ):
         assert text in printed
-    status, printed = run("sop", source, output, "--workers", 1)
-    assert status == 0
-    assert f"{output}/test: 3 images of 2 classes, from an earlier call" in printed
+    rows = (tmp_path / "left.csv").read_text().splitlines()
+    assert rows[1] == "chair_final/1_0.JPG,listed images that are not there" and len(rows) == 3
 
 
 def test_splits_the_size_of_shards_and_their_order_are_chosen(run, tmp_path):
@@ -81,8 +79,8 @@ def test_missing_images_are_an_error_with_strict(run, tmp_path):
     next((tmp_path / "source" / "images").rglob("*.jpg")).unlink()
     status, printed = run("cub", tmp_path / "source", tmp_path / "out", "--strict")
     assert status == 2
-    assert "1 of its 4 images are missing" in printed
-    assert len((tmp_path / "out" / "missing.txt").read_text().splitlines()) == 1
+    assert "1 of its 4 images are not there, first images/" in printed
+    assert not (tmp_path / "out").exists()
 
 
 def test_every_data_set_is_named_in_the_help_and_in_the_guide(run):

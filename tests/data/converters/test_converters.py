@@ -1,5 +1,4 @@
 import dataclasses
-import json
 from collections import Counter
 from urllib.parse import unquote
 
@@ -163,7 +162,7 @@ def test_the_authors_files_become_a_data_set_a_split(name, tree, tmp_path):
     source, output = tree(name), tmp_path / "out"
     converted = convert(DATASETS[name], source, output)
     splits, groups = EXPECTED[name]
-    assert {part.listed.split.name: part.images for part in converted} == {
+    assert {part.split.name: len(part.index) for part in converted} == {
         split: sum(classes.values()) for split, classes in splits.items()
     }
     originals = {path.read_bytes() for path in source.rglob("*") if path.is_file()}
@@ -175,8 +174,7 @@ def test_the_authors_files_become_a_data_set_a_split(name, tree, tmp_path):
         }
         reader = Reader(output / split, index)
         assert {reader.data(sample) for sample in range(len(index))} <= originals
-    assert (output / "missing.txt").read_text() == ""
-    assert not any(part.listed.missing or part.damaged or part.kept for part in converted)
+    assert not any(part.left_out for part in converted)
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -184,15 +182,13 @@ def test_a_missing_image_is_counted_and_listed_and_is_an_error_only_when_asked(n
     source, output = tree(name), tmp_path / "out"
     lost = some_image(source)
     lost.unlink()
-    with pytest.raises(DistapError, match=r"1 of its .* images are missing; the first: .*missing\.txt names all"):
+    with pytest.raises(DistapError, match=r"1 of its .* images are not there, first "):
         convert(DATASETS[name], source, output, strict=True)
-    converted = convert(DATASETS[name], source, output)
-    missing = {(part.listed.split.name, path) for part in converted for path in part.listed.missing}
-    assert {unquote(path) for _, path in missing} == {str(lost.relative_to(source))}
-    lines = (output / "missing.txt").read_text().splitlines()
-    assert sorted(lines) == sorted(f"{split}\t{path}" for split, path in missing)
-    for part in converted:
-        assert part.images == part.listed.images - len(part.listed.missing)
+    for part in convert(DATASETS[name], source, output):
+        assert len(part.index) == part.images - len(part.left_out)
+        assert {(unquote(path), reason) for path, reason in part.left_out} <= {
+            (str(lost.relative_to(source)), "listed images that are not there")
+        }
 
 
 @pytest.mark.parametrize(("name", "file", "old", "new", "message"), WRONG_LINES)
@@ -236,7 +232,7 @@ def test_a_wrong_folder_is_told_what_belongs_there_and_where_it_comes_from(name,
 def test_a_list_that_is_not_the_published_one_is_noticed(name, tree, tmp_path):
     dataset = DATASETS[name]
     for part in convert(dataset, tree(name), tmp_path / "out"):
-        assert part.listed.differs == bool(part.listed.split.published)
+        assert part.differs == bool(part.split.published)
 
 
 def test_any_of_the_published_counts_will_do(tree, tmp_path):
@@ -246,33 +242,7 @@ def test_any_of_the_published_counts_will_do(tree, tmp_path):
         dataclasses.replace(sop.splits[1], published=(Count(classes=2),)),
     )
     converted = convert(dataclasses.replace(sop, splits=splits), tree("sop"), tmp_path / "out")
-    assert [part.listed.differs for part in converted] == [False, False]
-
-
-def test_a_split_that_was_converted_is_kept_while_its_images_are_the_same(tree, tmp_path):
-    source, output = tree("inshop"), tmp_path / "out"
-    convert(DATASETS["inshop"], source, output, only=["query"])
-    before = (output / "query" / "index.npz").stat().st_mtime_ns
-    converted = convert(DATASETS["inshop"], source, output)
-    assert {part.listed.split.name: part.kept for part in converted} == {
-        "train": False,
-        "query": True,
-        "gallery": False,
-    }
-    assert (output / "query" / "index.npz").stat().st_mtime_ns == before
-    some_image(source).unlink()
-    with pytest.raises(DistapError, match=r"out/train: there is something already, and not from these images"):
-        convert(DATASETS["inshop"], source, output)
-    with pytest.raises(DistapError, match=r"there is something already"):
-        convert(DATASETS["inshop"], source, output, only=["query"], images_per_shard=1)
-
-
-def test_two_data_sets_do_not_mix(tree, tmp_path):
-    source, output = tree("sop"), tmp_path / "out"
-    convert(DATASETS["sop"], source, output)
-    TREES["cub"](tmp_path / "cub")
-    with pytest.raises(DistapError, match="Stanford Online Products is there already"):
-        convert(DATASETS["cub"], tmp_path / "cub", output)
+    assert [part.differs for part in converted] == [False, False]
 
 
 def test_an_interrupted_conversion_goes_on(tree, tmp_path):
@@ -286,8 +256,13 @@ def test_an_interrupted_conversion_goes_on(tree, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         convert(DATASETS["sop"], source, output, track=interrupt)
-    assert not (output / "test").exists()
-    assert [part.kept for part in convert(DATASETS["sop"], source, output)] == [True, False]
+    assert not output.exists()
+    (written,) = (tmp_path / ".out.packing" / "train.part").rglob("*.tar")
+    before = written.stat().st_ino
+    convert(DATASETS["sop"], source, output)
+    assert (output / "train" / written.name).stat().st_ino == before
+    with pytest.raises(DistapError, match="out: there is something already"):
+        convert(DATASETS["sop"], source, output)
 
 
 def test_splits_on_request_are_converted_when_they_are_named(tree, tmp_path):
@@ -304,7 +279,7 @@ def test_a_split_without_any_image_is_an_error(tree, tmp_path):
     source = tree("sop")
     for path in source.rglob("*.JPG"):
         path.unlink()
-    with pytest.raises(DistapError, match="train: 4 of its 4 images are missing; the first: chair_final/1_0"):
+    with pytest.raises(DistapError, match="train: 4 of its 4 images are not there, first chair_final/1_0"):
         convert(DATASETS["sop"], source, tmp_path / "out")
     (source / "Ebay_test.txt").write_text("image_id class_id super_class_id path\n")
     with pytest.raises(DistapError, match="test: its list names no image"):
@@ -316,16 +291,16 @@ def test_an_image_that_is_listed_twice_is_packed_once(tree, tmp_path):
     with (source / "revisitop1m.txt").open("a") as file:
         file.write("c/c5/c5f2.jpg\n")
     (part,) = convert(DATASETS["revisitop1m"], source, tmp_path / "out")
-    assert (part.images, part.listed.images, part.listed.repeated) == (3, 3, 1)
+    assert (len(part.index), part.images) == (3, 3)
+    assert part.left_out == [("jpg/c/c5/c5f2.jpg", "images that are listed again")]
 
 
 def test_a_damaged_image_is_left_out_and_told(tree, tmp_path):
     source, output = tree("roxford5k"), tmp_path / "out"
     (source / "jpg" / "all_souls_000003.jpg").write_bytes(b"no image")
     gallery = convert(DATASETS["roxford5k"], source, output)[1]
-    assert [image.name.endswith("all_souls_000003.jpg") for image in gallery.damaged] == [True]
+    assert [image.name.endswith("all_souls_000003.jpg") for image in gallery.left_out] == [True]
     assert counts(output / "gallery") == {name: 1 for name in GALLERY if name != "all_souls_000003"}
-    assert convert(DATASETS["roxford5k"], source, output)[1].damaged == gallery.damaged
 
 
 def test_images_without_a_suffix_are_packed_by_what_they_are(tree, tmp_path):
@@ -348,25 +323,7 @@ def test_a_name_that_no_file_can_have_is_a_missing_image(tree, tmp_path):
     source = tree("sop")
     change(source / "Ebay_train.txt", "chair_final/1_0", f"chair_final/{'1' * 999}")
     train = convert(DATASETS["sop"], source, tmp_path / "out")[0]
-    assert train.listed.missing == (f"chair_final/{'1' * 999}.JPG",)
-
-
-def test_the_record_says_what_was_converted(tree, tmp_path):
-    source, output = tree("sop"), tmp_path / "out"
-    convert(DATASETS["sop"], source, output)
-    record = json.loads((output / "dataset.json").read_text())
-    assert record["dataset"] == "Stanford Online Products"
-    train = record["splits"]["train"]
-    assert (train["images"], train["classes"], train["missing"], train["damaged"]) == (4, 2, 0, [])
-    assert train["fingerprint"] == load_index(output / "train").fingerprint
-
-
-def test_a_record_that_cannot_be_read_is_named(tree, tmp_path):
-    source, output = tree("sop"), tmp_path / "out"
-    output.mkdir()
-    (output / "dataset.json").write_text("{")
-    with pytest.raises(DistapError, match=r"dataset\.json: cannot be read"):
-        convert(DATASETS["sop"], source, output)
+    assert [skipped.name for skipped in train.left_out] == [f"chair_final/{'1' * 999}.JPG"]
 
 
 @pytest.mark.parametrize("key", ["imlist", "qimlist"])
