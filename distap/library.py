@@ -22,6 +22,7 @@ from distap.config.network import ModelSection
 from distap.config.reading import load_recipe, recorded_recipe
 from distap.data.images.decoding import EncodedImage, image_file
 from distap.data.images.whole_images import Sizing
+from distap.data.labels import class_numbers
 from distap.data.map_style import source_of
 from distap.data.shards.parallel import untracked
 from distap.errors import FINISHED, DistapError
@@ -262,7 +263,7 @@ def evaluate(
 
     Args:
         descriptors: (N, C) of length 1.
-        labels: (N,) numbers or texts.
+        labels: (N,) numbers or texts, see `class_name`. An image without a class is right for no query.
         queries: (N,) bool, which images are queries against all that are not; None ranks, for each image, all others.
     Raises:
         DistapError: shapes differ, a descriptor is not finite, or no query has an image of its class.
@@ -272,7 +273,10 @@ def evaluate(
     if rows.ndim != 2 or names.shape != (len(rows),):
         raise DistapError(f"descriptors are {tuple(rows.shape)} and labels {names.shape}; expected (N, C) and (N,)")
     require_finite(rows)
-    classes = torch.from_numpy(np.unique(names, return_inverse=True)[1].reshape(-1)).to(rows.device)
+    try:
+        classes = torch.from_numpy(class_numbers(names)).to(rows.device)
+    except ValueError as error:
+        raise DistapError(f"labels: {error}") from error
     if queries is None:
         return evaluate_descriptors(rows, rows, ClassTruth(classes), labelled_figures()).summary()
     asks = queries.cpu().numpy() if isinstance(queries, Tensor) else np.asarray(queries)

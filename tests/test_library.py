@@ -128,6 +128,13 @@ def test_figures_of_a_labelled_set_and_of_queries_against_a_gallery():
     orders = labelled_orders((descriptors @ descriptors.T).tolist(), labels.tolist())
     assert whole == pytest.approx(labelled_figures(orders, (1, 5, 10)), abs=1e-12)
     assert distap.evaluate(descriptors.numpy(), [f"class {label}" for label in labels.tolist()]) == whole
+    unlabelled = [None if label == 3 else str(float(label)) for label in labels.tolist()]
+    apart = torch.where(labels == 3, torch.arange(100, 160), labels)  # each a class of its own, so right for no query
+    assert distap.evaluate(descriptors, unlabelled) == distap.evaluate(descriptors, apart)
+    with pytest.raises(DistapError, match="none of the 60 images has another of its class"):
+        distap.evaluate(descriptors, np.full(60, np.nan))
+    with pytest.raises(DistapError, match=r"labels: label 1\.5 is no class"):
+        distap.evaluate(descriptors, labels * 1.5)
     queries = np.arange(60) < 20
     found = distap.evaluate(descriptors, labels, queries)
     precisions, first = [], []

@@ -35,6 +35,7 @@ CORES = usable_cores()
 IMAGES_PER_SHARD = Annotated[int, typer.Option(help="Maximum number of images in a shard.", min=1)]
 NESTED = "Take the class in folders of folders from the top folder, the leaf, leaves of one name merged, or the path."
 SPLIT = "Pack this share of the classes into OUTPUT/validation, and the others into OUTPUT/train."
+COLUMNS = "Names of a list's columns, such as label=sku,query=is_query; of path, label, group, split, query, gallery."
 LEFT_OUT = Annotated[
     Path | None,
     typer.Option(
@@ -96,6 +97,7 @@ def pack_command(
     nested: Annotated[
         Literal["top", "leaf", "merge", "path"] | None, typer.Option(help=NESTED, show_default="refuse them")
     ] = None,
+    columns: Annotated[str | None, typer.Option(help=COLUMNS, show_default="by their usual names")] = None,
     split: Annotated[float | None, typer.Option(help=SPLIT, min=0, max=1, show_default="no split")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random choice that --split makes.", min=0)] = 0,
     left_out: LEFT_OUT = None,
@@ -105,7 +107,7 @@ def pack_command(
 
     A CSV (with commas, semicolons or tabs) or a Parquet file has columns by these names: path or filename, relative
     to the file; label or class; and optionally group (the super-category of the class) and split, each of which is
-    packed as OUTPUT/SPLIT, or by is_query and is_gallery as OUTPUT/SPLIT-query and OUTPUT/SPLIT-gallery. Images are
+    packed as OUTPUT/SPLIT, or by is_query or is_gallery as OUTPUT/SPLIT-query and OUTPUT/SPLIT-gallery. Images are
     packed byte for byte. Every file that is left out, such as an image that is cut short or missing, is counted by
     the reason. After an interruption or a full disk the same command continues from the shards that are whole.
     """
@@ -114,7 +116,8 @@ def pack_command(
 
     started = time.monotonic()
     layout: dict[str, Any] = {"shuffle": shuffle, "decode": decode, "workers": workers}
-    listing = list_images(source, nested)
+    named = [each.partition("=")[::2] for each in columns.split(",")] if columns else []
+    listing = list_images(source, nested, {column.strip(): name.strip() for column, name in named})
     parts = {"": listing}
     if split is not None and listing.parts:
         raise DistapError(f"{source}: its columns say how it is split; leave --split out, or the column")

@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from typing import Any
 from torch.utils.data import Subset
 
 from distap.data.images.decoding import DamagedImageError, image_file
+from distap.data.labels import class_name
+from distap.data.shards.image_folders import Skipped
 from distap.data.shards.parallel import Track, untracked
 from distap.errors import DistapError
 from distap.registry import place_of
@@ -19,6 +21,7 @@ from distap.storage.locations import Source, parse_source
 from distap.storage.traffic import Meter, Traffic
 
 LOOKED_AT = 8  # images that are read twice, and that stand for all of them in the state of a run
+LABEL_DTYPES = ("int", "uint", "float", "string", "large_string", "bool")  # of columns of Hugging Face
 LABELS = ("targets", "labels")  # attributes in which data sets keep the labels of all items
 NEEDED = "expected items (image, label), or dicts with image and label"
 
@@ -32,6 +35,7 @@ class DatasetRows:
     numbers: Sequence[int]  # (N,) of the images
     classes: Sequence[str]  # (N,) name of each image's class
     keys: Sequence[str]  # (N,)
+    left_out: tuple[Skipped, ...] = ()  # images without a class
     meter: Meter = field(default_factory=Meter)
 
     def where(self, row: int) -> str:
@@ -96,8 +100,9 @@ def source_of(data: Any, track: Track = untracked) -> Source:
         data: a path or URL, which is parsed; a Hugging Face `datasets.Dataset` with one column of images and one of
             labels; torchvision's ImageFolder, whose files are read as they are; or any map-style data set whose items
             are (image, label) or dicts of `image` and `label`. An image is a PIL image, a path, the bytes of a file,
-            or uint8 pixels; a label a number of 0 or more, or a text. Labels are taken from the attribute `targets`
-            or `labels` if it agrees with some items; otherwise all items are read once.
+            or uint8 pixels; a label is what `class_name` takes, and images without a class are left out. Labels are
+            taken from the attribute `targets` or `labels` if it agrees with some items; otherwise all items are read
+            once.
         track: shows the progress of reading all items.
     Raises:
         DistapError: it is none of these.
@@ -131,18 +136,33 @@ def _rows_of(base: Any, name: str, numbers: Sequence[int], track: Track = untrac
     if len(set(numbers)) < len(numbers):
         raise DistapError(f"{name}: the subset has an image twice, which would be its own positive")
     keys = [str(number) for number in numbers]
+    images: Any
     if hasattr(base, "features") and hasattr(base, "cast_column"):
-        column, classes = _of_columns(base, name, numbers)
-        return DatasetRows(name, column, numbers, classes, keys)
+        images, classes = _of_columns(base, name, numbers)
+        return _with_class(DatasetRows(name, images, numbers, classes, keys))
     from torchvision.datasets import DatasetFolder
     from torchvision.datasets.folder import default_loader
 
     is_folder = isinstance(base, DatasetFolder) and base.loader is default_loader and base.transforms is None
-    if not is_folder:
-        return DatasetRows(name, _Images(base, name), numbers, _classes(base, name, numbers, track), keys)
-    paths, labels = zip(*base.samples, strict=True)
-    keys = [os.path.relpath(paths[number], base.root).replace(os.sep, "/") for number in numbers]
-    return DatasetRows(name, paths, numbers, _named([labels[number] for number in numbers], base.classes), keys)
+    if is_folder:
+        images, labels = zip(*base.samples, strict=True)
+        keys = [os.path.relpath(images[number], base.root).replace(os.sep, "/") for number in numbers]
+        classes = _named([str(labels[number]) for number in numbers], base.classes)
+    else:
+        images, classes = _Images(base, name), _classes(base, name, numbers, track)
+    return _with_class(DatasetRows(name, images, numbers, classes, keys))
+
+
+def _with_class(rows: DatasetRows) -> DatasetRows:
+    """Leave out the images without a class."""
+    kept, others = ([row for row, name in enumerate(rows.classes) if bool(name) is has] for has in (True, False))
+    if not kept:
+        raise DistapError(f"{rows.name}: none of its {len(others)} images has a class")
+    left_out = tuple(Skipped(rows.where(row), "images without a class") for row in others)
+    own: dict[str, Any] = {
+        name: [getattr(rows, name)[row] for row in kept] for name in ("numbers", "classes", "keys")
+    }
+    return replace(rows, **own, left_out=left_out)
 
 
 @dataclass(frozen=True)
@@ -170,7 +190,7 @@ def _classes(base: Any, name: str, numbers: Sequence[int], track: Track) -> list
     """Return each image's class name: from an attribute that agrees with the items, or by reading all items."""
     items, known = _Images(base, name), getattr(base, "classes", None)
 
-    def read(number: int) -> int | str:
+    def read(number: int) -> str:
         try:
             label = items.item(number)[1]
         except DistapError:
@@ -179,7 +199,7 @@ def _classes(base: Any, name: str, numbers: Sequence[int], track: Track) -> list
             raise DamagedImageError("decode_error", f"{name}[{number}] cannot be read: {error!r}") from error
         return _label(label, name, number)
 
-    def agrees(number: int, label: int | str) -> bool:
+    def agrees(number: int, label: str) -> bool:
         try:
             return read(number) == label
         except DamagedImageError:  # of which reading for a batch tells
@@ -201,19 +221,19 @@ def _classes(base: Any, name: str, numbers: Sequence[int], track: Track) -> list
         raise DistapError(f"{error}; with an attribute `targets` of all labels it would be left out") from error
 
 
-def _label(value: Any, name: str, number: int) -> int | str:
-    value = value.item() if hasattr(value, "item") else value
-    if isinstance(value, str) or (isinstance(value, int) and value >= 0):
-        return value if isinstance(value, str) else int(value)
-    raise DistapError(f"{name}[{number}] has the label {value!r}; expected a number of 0 or more, or a text")
+def _label(value: Any, name: str, number: int) -> str:
+    try:
+        return class_name(value)
+    except ValueError as error:
+        raise DistapError(f"{name}[{number}]: {error}") from error
 
 
-def _named(labels: list[Any], known: Any) -> list[str]:
+def _named(labels: list[str], known: Any) -> list[str]:
     """Return class names; `known` lists them by number if there is one for each and they differ."""
     names = list(known) if isinstance(known, list | tuple) else []
     fits = len({name for name in names if isinstance(name, str)}) == len(names)
-    fits = fits and all(isinstance(label, int) and label < len(names) for label in labels)
-    return [names[label] if fits else str(label) for label in labels]
+    fits = fits and all(not label or (label.isdecimal() and int(label) < len(names)) for label in labels)
+    return [names[int(label)] if fits and label else label for label in labels]
 
 
 @dataclass(frozen=True)
@@ -238,7 +258,7 @@ def _of_columns(dataset: Any, name: str, numbers: Sequence[int]) -> tuple[_Encod
     features = dataset.features
     pictures = [column for column, kind in features.items() if isinstance(kind, datasets.Image)]
     classes = [column for column, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
-    plain = [column for column, kind in features.items() if getattr(kind, "dtype", "").startswith(("int", "string"))]
+    plain = [column for column, kind in features.items() if getattr(kind, "dtype", "").startswith(LABEL_DTYPES)]
     labels = [column for column in classes or plain if column in ("label", "labels")] or classes or plain
     if len(pictures) != 1 or len(labels) != 1:
         found = ", ".join(f"{column}: {kind}" for column, kind in features.items())

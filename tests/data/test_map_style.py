@@ -148,6 +148,23 @@ def test_an_image_that_cannot_be_read_is_damaged_and_the_others_are_not():
         source_of(data)
 
 
+def test_images_without_a_class_are_left_out():
+    labels = [0, None, "n/a", 1.0, float("nan"), -1, "1", True]
+    source = source_of([(image, label) for image, label in zip(images(8), labels, strict=True)])
+    index = load_index(source)
+    assert index.class_name[index.label].tolist() == ["0", "1", "1", "True"]
+    assert [skipped.name for skipped in index.left_out] == ["list[1]", "list[2]", "list[4]", "list[5]"]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint64", "large_string", "bool", "float32"])
+def test_labels_of_hugging_face_may_have_any_type_of_a_column(dtype):
+    features = hf.Features({"image": hf.Image(), "label": hf.Value(dtype)})
+    labels = {"large_string": ["a", "b"], "bool": [True, False]}.get(dtype, [3, 4])
+    pictures = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in images(2)]
+    index = load_index(source_of(hf.Dataset.from_dict({"image": pictures, "label": labels}, features=features)))
+    assert index.class_name[index.label].tolist() == [str(label) for label in labels]
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -156,11 +173,12 @@ def test_an_image_that_cannot_be_read_is_damaged_and_the_others_are_not():
         ([], "list: the data set is empty"),
         ([images(1)[0]], r"list\[0\] is a Tensor; expected items \(image, label\)"),
         ([{"image": 1, "class": 2}], r"list\[0\] is a dict, with image, class; expected items"),
-        ([(images(1)[0], -1)], r"list\[0\] has the label -1; expected a number of 0 or more"),
+        ([(images(1)[0], -1)], r"list: none of its 1 images has a class"),
+        ([(images(1)[0], np.eye(4)[0])], r"list\[0\]: label array\(.*\) is no class; a class is a whole number"),
         ([(3, 0)], r"list\[0\]: int is no image"),
         ([(images(1)[0][:1], 0)], r"list\[0\]: an image of .* expected three colours"),
         (Subset([(image, 0) for image in images(3)], [1, 1]), "has an image twice"),
-        (Items([(images(1)[0], " a")]), "cannot name a class"),
+        (Items([(images(1)[0], "a\tb")]), "cannot name a class"),
         (Items(8 * [lambda: (torch.randint(256, (3, 8, 8), dtype=torch.uint8), 0)]), "another image each time"),
     ],
 )

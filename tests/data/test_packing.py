@@ -113,7 +113,7 @@ def test_a_name_that_is_no_line_of_text_is_refused(tmp_path, image_folder, name)
 
 def test_a_csv_is_packed_by_its_integer_labels(tmp_path, image_folder):
     table = image_folder / "list.csv"
-    table.write_text("path,label\napple/0.png,10\napple/1.png,9\ncar/0.png,009\n")
+    table.write_text("path,label\napple/0.png,10\napple/1.png,9\ncar/0.png,9.0\n")
     index, _ = pack(table, tmp_path / "out")
     assert [index.class_name[label] for label in index.label] == ["10", "9", "9"]
     assert index.class_name.tolist() == ["9", "10"]
@@ -127,7 +127,8 @@ def test_a_csv_is_packed_by_its_integer_labels(tmp_path, image_folder):
         ("path,class\napple/0.png,an apple\ncar/0.png,1\n", [("an apple", ""), ("1", "")]),
         ('\ufeffpath, class, group\napple/0.png,"a, b",food\ncar/0.png,c,\n', [("a, b", "food"), ("c", "")]),
         ("id;Class;group;filename\n1;a, b;food;apple/0.png\n2;c;;car/0.png\n", [("a, b", "food"), ("c", "")]),
-        ("label\tx_1\tpath\n07\t3\tapple/0.png\ncat 7\t4\tcar/0.png\n", [("7", ""), ("cat 7", "")]),
+        ("label\tx_1\tpath\n07\t3\tapple/0.png\ncat 7\t4\tcar/0.png\n", [("07", ""), ("cat 7", "")]),
+        ("Path,LABEL,sku\napple/0.png,1,x y\ncar/0.png,1,012\n", [("1", ""), ("1", "")]),
     ],
 )
 def test_a_csv_may_name_classes_and_groups(image_folder, text, expected):
@@ -139,7 +140,8 @@ def test_a_csv_may_name_classes_and_groups(image_folder, text, expected):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("apple/0.png,-1", r"line 2: label '-1' is no integer"),
+        ("apple/0.png,-2", r"line 2: label -2 is no class; a class is a whole number of 0 or more, or a name"),
+        ("apple/0.png,N/A", r"left out: 1 images without a class: the label on line 2 is 'N/A' \(.*0\.png\)"),
         ("apple/0.png", r"line 2: 1 columns, expected 2: path,label"),
         ("apple/0.png,1,food", r"line 2: 3 columns, expected 2: path,label"),
         (
@@ -164,11 +166,11 @@ def test_a_wrong_line_of_a_csv_is_named(tmp_path, image_folder, line, message):
     [
         (
             "image_id,class\n1,2\n",
-            "columns found are image_id, class; expected path or filename, and label or class",
+            "no column path or filename; the columns found are image_id, class; expected path or filename, and label",
         ),
         ("image,category\napple/0.png,1\n", "the columns found are image, category; expected path or filename"),
+        ("path,label,Label\napple/0.png,1,2\n", "2 columns are called label; expected one"),
         ("apple/0.png\n", "the columns found are apple/0.png; expected"),
-        ("path,label,is_query\napple/0.png,1,1\n", "expected both, or none"),
         ("path,label,is_query,is_gallery\napple/0.png,1,maybe,1\n", "line 2: is_query is 'maybe'; expected true or"),
         ("path,label,split\napple/0.png,1,../x\n", r"line 2: split '../x' cannot name a folder"),
         (
@@ -222,11 +224,50 @@ def test_a_list_is_packed_by_its_parts_and_missing_files_are_counted(
     assert "leave --split out" in capfd.readouterr().err
 
 
-def test_flags_alone_make_a_validation_set_or_its_query_and_gallery(image_folder):
+@pytest.mark.parametrize(
+    ("flags", "rows", "expected"),
+    [
+        ("is_query,is_gallery", (",", "1,1"), ["train", "validation"]),
+        ("is_query,is_gallery", (",", "1,0"), ["train", "validation-query"]),
+        ("is_query", ("True", "false"), ["validation-gallery", "validation-query"]),
+        ("is_query", ("nan", "1"), ["train", "validation-query"]),
+        ("is_gallery", ("0", "yes"), ["validation-gallery", "validation-query"]),
+        ("split,is_query", ("a,False", "b,True"), ["a", "b-query"]),
+    ],
+)
+def test_flags_make_queries_gallery_and_what_is_trained_on(image_folder, flags, rows, expected):
     table = image_folder / "list.csv"
-    for flags, expected in (("1,1", ["train", "validation"]), ("1,0", ["train", "validation-query"])):
-        table.write_text(f"path,label,is_query,is_gallery\napple/0.png,1,,\napple/1.png,1,{flags}\n")
-        assert list(list_images(table).by_part()) == expected
+    table.write_text(f"path,label,{flags}\napple/0.png,1,{rows[0]}\napple/1.png,1,{rows[1]}\n")
+    assert list(list_images(table).by_part()) == expected
+
+
+def test_a_list_s_own_names_of_columns_are_given(tmp_path, image_folder, monkeypatch, capfd, caplog):
+    table = image_folder / "shop.csv"
+    table.write_text("file,sku,path,asks\napple/0.png,012,x,1\napple/1.png,12,y,0\n")
+    columns = ("--columns", "path=file,label=sku,query=asks")
+    assert distap(monkeypatch, "data", "pack", table, tmp_path / "out", *columns) == 0
+    assert "labels that differ by zeros in front are different classes, such as 012 and 12" in caplog.text
+    assert load_index(tmp_path / "out" / "validation-query").class_name.tolist() == ["012"]
+    assert distap(monkeypatch, "data", "pack", table, tmp_path / "other", "--columns", "label=brand") == 2
+    assert "no column path or filename" not in (told := capfd.readouterr().err) and "no column brand" in told
+    assert distap(monkeypatch, "data", "pack", table, tmp_path / "other", "--columns", "sku=label") == 2
+    assert "--columns sku: no such column; expected some of path, label" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+@pytest.mark.parametrize("word", ["nan", "-1", "-1.0", "None", "N/A", ""])
+def test_images_without_a_class_are_left_out_and_a_number_is_one_class(image_folder, form, word):
+    table = image_folder / f"list.{form}"
+    paths, labels = ["apple/0.png", "apple/1.png", "bear/0.png", "bear/1.png"], ["1", "1.0", word, word]
+    if form == "csv":
+        rows = map(",".join, zip(paths, labels, strict=True))
+        table.write_text("\n".join(["path,label", *rows]))
+    else:
+        given = {"nan": float("nan"), "None": None, "": None}.get(word, -1.0)
+        parquet.write_table(pyarrow.table({"path": paths, "label": [1.0, 1.0, given, given]}), table)
+    listing = list_images(table)
+    assert [image.class_name for image in listing.images] == ["1", "1"]
+    assert [skipped.reason.partition(":")[0] for skipped in listing.left_out] == ["images without a class"] * 2
 
 
 def test_parquet_without_pyarrow_says_what_to_install(image_folder, monkeypatch):

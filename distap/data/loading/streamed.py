@@ -25,12 +25,13 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from distap.data.images.decoding import DamagedImageError, EncodedImage
+from distap.data.labels import class_name
 from distap.data.loading.share import Chunk, Failure, LoadingJob, ShareOfBatch, shares_of
 from distap.data.loading.streams import Cursor, Members, Stream, StreamedShards, number_of
 from distap.data.sampling.random import RandomSampling
 from distap.data.shards.index import Index
 from distap.data.shards.load_index import load_index
-from distap.data.shards.tar import LABEL_FIELD, TarMember, labelled_image
+from distap.data.shards.tar import LABEL_FIELD, MAX_DIGITS, TarMember, labelled_image
 from distap.errors import DistapError
 from distap.stopwatch import Stopwatch
 from distap.world import World
@@ -188,8 +189,8 @@ class StreamImages(IterableDataset[Chunk]):
 
 def _class_number(value: Any) -> int:
     """Return a class's number: a whole number itself, or a number for its name, the same in every run."""
-    if isinstance(value, bool | float):
-        raise TypeError(f"{value} is no class")
-    if isinstance(value, str) and value and not value.isdigit():
-        return number_of(value) % 10**18  # as many digits as a label may have
-    return int(str(value))
+    name = class_name(value)
+    if not name:
+        raise ValueError(f"its label {value!r:.40} stands for no class")
+    is_number = name == "0" or (name.isdecimal() and name.isascii() and name[0] != "0" and len(name) <= MAX_DIGITS)
+    return int(name) if is_number else number_of(name) % 10**MAX_DIGITS

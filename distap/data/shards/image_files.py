@@ -3,24 +3,28 @@
 Every file that is found is either an image of the list or told as left out, with the reason.
 """
 
+import logging
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, compress
 from operator import not_
 from pathlib import Path
-from typing import Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from distap.data.images.formats import IMAGE_SUFFIXES, suffix_of
+from distap.data.labels import NO_CLASS, class_name
 from distap.data.shards.image_folders import Skipped, as_line, counted, is_line, walk_images
 from distap.data.shards.parallel import Track, ask_files, untracked
-from distap.data.shards.tables import CLASS_NAMES, PATH_NAMES, columns_and_rows
+from distap.data.shards.tables import read_list
 from distap.errors import DistapError
 from distap.randomness import permutation
 
 Nested = Literal["top", "leaf", "merge", "path"]
 NOT_THERE = "listed images that are not there"
-TRUE, FALSE = ("true", "1", "1.0", "yes"), ("false", "0", "0.0", "no", "nan", "")
+TRUE, FALSE = ("true", "1", "1.0", "yes"), ("false", "0", "0.0", "no")
+logger = logging.getLogger("distap")
 
 
 class ImageFile(NamedTuple):
@@ -112,23 +116,27 @@ class Listing(NamedTuple):
         return self._replace(images=first), self._replace(images=second, left_out=())
 
 
-def list_images(source: Path, nested: Nested | None = None) -> Listing:
+def list_images(
+    source: Path, nested: Nested | None = None, renamed: Mapping[str, str] = MappingProxyType({})
+) -> Listing:
     """List the images of a folder with a sub-folder per class, or of a CSV or Parquet file.
 
     Its columns are found by their names: path or filename, label or class, and optionally group (the super-category
     of the class), split, and is_query and is_gallery, which cut the images into parts; others are ignored. A CSV has
     commas, semicolons or tabs between them. Paths are relative to the file. A CSV without a heading has the columns
-    path,label or path,label,group with integers as labels. Files that are not there are left out.
+    path,label or path,label,group with integers as labels. Files that are not there, and those without a class (see
+    `class_name`), are left out.
 
     Args:
         nested: what names the class of an image deeper in a folder: `top`, its folder in `source`; `leaf`, the
             innermost folder, no two of which may have one name; `merge`, the same, but folders of one name are one
             class; `path`, all folders. None refuses such images.
+        renamed: the list's own names of columns, such as {"label": "sku", "query": "is_query"}.
     """
     if source.is_dir():
         listing, expected = _in_folders(source, nested), "one sub-folder a class, with images in it"
     elif source.is_file():
-        listing, expected = _in_list(source), "lines of path,label"
+        listing, expected = _in_list(source, renamed), "lines of path,label"
     else:
         raise DistapError(f"{source}: no such folder, CSV or Parquet file")
     if not listing.images:
@@ -184,66 +192,92 @@ def _require_different_names(source: Path, places: Iterable[tuple[str, ...]]) ->
             )
 
 
-def _in_list(source: Path) -> Listing:
-    """List the images of a CSV or Parquet file by its columns, without missing files."""
-    columns, rows = columns_and_rows(source)
-    if ("is_query" in columns) != ("is_gallery" in columns):
-        raise DistapError(f"{source}: it has one of the columns is_query and is_gallery; expected both, or none")
-    found, lines = list[tuple[ImageFile, str]](), dict[Path, str]()
-    for where, cells in rows:
-        if len(cells) != len(columns):
-            raise DistapError(f"{where}: {len(cells)} columns, expected {len(columns)}: {','.join(columns)}")
-        row = dict(zip(columns, cells, strict=True))
-        path, name = (source.parent / row[_first(columns, PATH_NAMES)]), row[_first(columns, CLASS_NAMES)]
-        if name.lstrip("-").isdecimal() and name.isascii():
-            if name.startswith("-"):
-                raise DistapError(f"{where}: label {name!r} is no integer of 0 or more; a class is one, or a name")
-            name = str(int(name)) if "label" in columns else name
+def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
+    """List the images of a CSV or Parquet file by its columns, without those that are missing or have no class."""
+    columns, rows = read_list(source, renamed)
+    found, flags, lines = list[ImageFile](), list[_Flags](), dict[Path, str]()
+    left_out = list[Skipped]()
+    for where, row in rows:
+        path, line = source.parent / str(row["path"]), where.rpartition(", ")[2]
+        try:
+            name = class_name(row["label"])
+        except ValueError as error:
+            raise DistapError(f"{where}: {error}") from error
         if path in lines:
             problem = "an image that is packed twice would be its own positive"
             raise DistapError(f"{where}: {path} is on {lines[path]} already; {problem}")
-        lines[path] = where.rpartition(", ")[2]
-        found.append((ImageFile(path, name, row.get("group", "")), _part(where, row)))
-    there = ask_files(os.path.isfile, [image.path for image, _ in found], "", untracked)
-    absent = compress(found, map(not_, there))
-    missing = [Skipped(str(image.path), NOT_THERE) for image, _ in absent]
+        lines[path] = line
+        if not name:
+            told = as_line(str(row["label"]))
+            left_out.append(Skipped(str(path), f"images without a class: the label on {line} is {told!r}"))
+            continue
+        found.append(ImageFile(path, name, _text(row.get("group"))))
+        flags.append(_flags(where, row))
+    names = {image.class_name for image in found}
+    if codes := [name for name in names if name.isdecimal() and name.startswith("0") and name.lstrip("0") in names]:
+        told = f"such as {min(codes)} and {min(codes).lstrip('0')}"
+        logger.warning("%s: labels that differ by zeros in front are different classes, %s", source, told)
+    there = ask_files(os.path.isfile, [image.path for image in found], "", untracked)
+    missing = [Skipped(str(image.path), NOT_THERE) for image in compress(found, map(not_, there))]
     if found and len(missing) == len(found):
         problem = f"none of the {len(found):,} listed images is there; first: {missing[0].name}"
         raise DistapError(f"{source}: {problem}; paths are relative to {source.parent}")
-    images, parts = zip(*compress(found, there), strict=True) if found else ((), ())
+    parts = list(compress(_parts(source, columns, flags), there))
+    return Listing(list(compress(found, there)), left_out + missing, source.parent, parts if any(parts) else ())
+
+
+class _Flags(NamedTuple):
+    """What a row says of its image's part of the data set; None if it does not say it."""
+
+    split: str
+    query: bool | None
+    gallery: bool | None
+
+
+def _text(cell: Any) -> str:
+    return "" if cell is None else str(cell).strip()
+
+
+def _flags(where: str, row: Mapping[str, Any]) -> _Flags:
+    split = _text(row.get("split"))
+    if "split" in row and (Path(split).name != split or split.startswith(".") or not is_line(split)):
+        raise DistapError(f"{where}: split {split!r} cannot name a folder of shards")
+    answers: list[bool | None] = []
+    for column in ("query", "gallery"):
+        text = _text(row.get(column)).lower()
+        if text not in TRUE + FALSE and text not in NO_CLASS:
+            raise DistapError(
+                f"{where}: is_{column} is {text!r}; expected true or false, or nothing in training rows"
+            )
+        answers.append(None if text in NO_CLASS else text in TRUE)
+    return _Flags(split, *answers)
+
+
+def _parts(source: Path, columns: Sequence[str], flags: Sequence[_Flags]) -> list[str]:
+    """Name the folder of shards for each image; "" if the list says nothing.
+
+    Each image of a split is a query or in the gallery, or all are queries that retrieve each other, or the split has
+    no query and is trained on. A list with one of both columns has the other's opposite.
+    """
+    if not {"query", "gallery"} & set(columns):
+        return [split for split, _, _ in flags]
+    parts, with_query = list[str](), {split for split, query, gallery in flags if query or gallery is False}
+    for split, query, gallery in flags:
+        if "gallery" not in columns:
+            gallery = None if query is None or split not in with_query else not query
+        elif "query" not in columns:
+            query = None if gallery is None or split not in with_query else not gallery
+        if bool(query) == bool(gallery):
+            parts.append(split or ("validation" if query else "train"))
+        else:
+            parts.append(f"{split or 'validation'}-{'query' if query else 'gallery'}")
     mixed = {part for part in parts if {f"{part}-query", f"{part}-gallery"} & set(parts)}
-    if mixed and "is_query" in columns:
+    if mixed:
         raise DistapError(
             f"{source}: in split {min(mixed)!r} some images are both is_query and is_gallery, or neither, and some "
             "only one of them; an image in both would retrieve itself, so choose one way for all"
         )
-    return Listing(images, missing, source.parent, parts if any(parts) else ())
-
-
-def _part(where: str, row: dict[str, str]) -> str:
-    """Name the folder of shards for an image by the columns split, is_query and is_gallery; "" without them.
-
-    Every image of a split is a query that retrieves the others, or each is either a query or in the gallery.
-    """
-    split = row.get("split", "")
-    if "split" in row and (Path(split).name != split or split.startswith(".") or not is_line(split)):
-        raise DistapError(f"{where}: split {split!r} cannot name a folder of shards")
-    if "is_query" not in row:
-        return split
-    is_query, is_gallery = (_flag(where, key, row[key]) for key in ("is_query", "is_gallery"))
-    if is_query == is_gallery:
-        return split or ("validation" if is_query else "train")
-    return f"{split or 'validation'}-{'query' if is_query else 'gallery'}"
-
-
-def _flag(where: str, key: str, text: str) -> bool:
-    if text.lower() not in TRUE + FALSE:
-        raise DistapError(f"{where}: {key} is {text!r}; expected true or false")
-    return text.lower() in TRUE
-
-
-def _first(columns: Sequence[str], names: Sequence[str]) -> str:
-    return next(name for name in names if name in columns)
+    return parts
 
 
 def group_of_each_class(images: Sequence[ImageFile]) -> dict[str, str]:

@@ -25,7 +25,8 @@ def load_index(source: Source | Path | str, remote: RemoteSettings | None = None
     """Read and check a data set's index; with `compare`, also that its shards exist with the same sizes."""
     source = parse_source(source)
     if (rows := rows_behind(source)) is not None:
-        return index_of_files(source, range(len(rows.keys)), rows.keys, rows.classes, 0, rows.digests())
+        index = index_of_files(source, range(len(rows.keys)), rows.keys, rows.classes, 0, rows.digests())
+        return replace(index, left_out=rows.left_out)
     if source.kind == "imagefolder":
         return _index_of_images(source)
     storage, name = index_place(source, remote)

@@ -1,78 +1,97 @@
 """Read named columns of a list of images, from a CSV or Parquet file."""
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from distap.errors import DistapError
 
-# Names of the columns that are needed, the first wins.
-PATH_NAMES, CLASS_NAMES = ("path", "filename"), ("label", "class")
-OPTIONAL = ("group", "split", "is_query", "is_gallery")
+# The columns of a list, and the names that they may have: the first that is there wins.
+COLUMN_NAMES = {
+    **{"path": ("path", "filename"), "label": ("label", "class"), "group": ("group",), "split": ("split",)},
+    **{"query": ("is_query",), "gallery": ("is_gallery",)},
+}
+HEADLESS = ["path", "label", "group"]  # columns of a CSV without a heading
 
-Rows = Iterator[tuple[str, list[str]]]  # the place of each row, for messages, and its cells
+Row = tuple[str, dict[str, Any]]  # its place, for messages, and its cells by column
 
 
-def columns_and_rows(source: Path) -> tuple[list[str], Rows]:
-    """Return column names in small letters, and the rows. A DistapError shows the columns if some lack."""
+def read_list(source: Path, renamed: Mapping[str, str]) -> tuple[Sequence[str], Iterator[Row]]:
+    """Return the columns that a list has, and its rows.
+
+    `renamed` has the list's own names of columns. A DistapError shows the list's columns if some lack.
+    """
+    if unknown := sorted(set(renamed) - set(COLUMN_NAMES)):
+        raise DistapError(f"--columns {unknown[0]}: no such column; expected some of {', '.join(COLUMN_NAMES)}")
     with source.open("rb") as file:
         is_parquet = file.read(4) == b"PAR1"
-    return _parquet(source) if is_parquet else _csv(source)
+    return _parquet(source, renamed) if is_parquet else _csv(source, renamed)
 
 
-def _require_columns(source: Path, columns: list[str]) -> None:
-    if not (set(columns) & set(PATH_NAMES) and set(columns) & set(CLASS_NAMES)):
-        raise DistapError(
-            f"{source}: the columns found are {', '.join(columns)}; expected {' or '.join(PATH_NAMES)}, and "
-            f"{' or '.join(CLASS_NAMES)}, and optionally {', '.join(OPTIONAL)}"
-        )
+def _places(source: Path, names: Sequence[str], renamed: Mapping[str, str]) -> dict[str, int]:
+    """Return the place of each column in a heading; raise a DistapError if one lacks or stands there twice."""
+    lower, places = [name.strip().lower() for name in names], dict[str, int]()
+    for column, usual in COLUMN_NAMES.items():
+        found = [name for name in ((renamed[column].lower(),) if column in renamed else usual) if name in lower]
+        if found and lower.count(found[0]) > 1:
+            raise DistapError(f"{source}: {lower.count(found[0])} columns are called {found[0]}; expected one")
+        if found:
+            places[column] = lower.index(found[0])
+        elif column in renamed or column in ("path", "label"):
+            wanted = renamed.get(column) or " or ".join(usual)
+            raise DistapError(
+                f"{source}: no column {wanted}; the columns found are {', '.join(names)}; expected path or filename, "
+                "and label or class, optionally group, split, is_query and is_gallery, or other names by --columns"
+            )
+    return places
 
 
-def _csv(source: Path) -> tuple[list[str], Rows]:
-    """Return the column names of a CSV, and each row's place and cells."""
-
-    def rows() -> Rows:
+def _csv(source: Path, renamed: Mapping[str, str]) -> tuple[Sequence[str], Iterator[Row]]:
+    def lines() -> Iterator[tuple[str, list[str]]]:
         # Excel starts UTF-8 files with a byte-order mark.
         with source.open(newline="", encoding="utf-8-sig") as file:
             number = 0
             try:
                 first = file.readline()
                 file.seek(0)
-                lines = csv.reader(file, delimiter=max(",;\t", key=first.count), strict=True)
-                for row in lines:
-                    number = lines.line_num
+                reader = csv.reader(file, delimiter=max(",;\t", key=first.count), strict=True)
+                for row in reader:
+                    number = reader.line_num
                     if any(cells := [cell.strip() for cell in row]):
                         yield f"{source}, line {number}", cells
             except (csv.Error, UnicodeDecodeError) as error:
                 raise DistapError(f"{source}, line {number + 1}: not a CSV file in UTF-8: {error}") from error
 
-    found = rows()
-    where, first = next(found, ("", ["path", "label"]))
-    columns = [cell.lower() for cell in first]
-    if set(columns) & {*PATH_NAMES, *CLASS_NAMES, *OPTIONAL}:
-        _require_columns(source, columns)
-        return columns, found
-    if len(first) not in (2, 3) or not (first[1].isascii() and first[1].removeprefix("-").isdigit()):
-        _require_columns(source, first)
-    return ["path", "label", "group"][: len(first)], chain([(where, first)], found)
+    found = lines()
+    where, heading = next(found, ("", HEADLESS[:2]))
+    known = {name for names in COLUMN_NAMES.values() for name in names}
+    is_headless = not renamed and not known & {cell.lower() for cell in heading}
+    if is_headless and len(heading) in (2, 3) and heading[1].removeprefix("-").isdecimal():
+        heading, found = HEADLESS[: len(heading)], chain([(where, heading)], found)
+    places, width = _places(source, heading, renamed), len(heading)
+
+    def rows() -> Iterator[Row]:
+        for where, cells in found:
+            if len(cells) != width:
+                raise DistapError(f"{where}: {len(cells)} columns, expected {width}: {','.join(heading)}")
+            yield where, {column: cells[place] for column, place in places.items()}
+
+    return list(places), rows()
 
 
-def _parquet(source: Path) -> tuple[list[str], Rows]:
-    """Return the used columns of a Parquet file and their rows, like `columns_and_rows`."""
+def _parquet(source: Path, renamed: Mapping[str, str]) -> tuple[Sequence[str], Iterator[Row]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise DistapError(f"{source}: reading Parquet needs pyarrow: pip install 'distap[parquet]'") from error
     try:
-        names = {name.lower(): name for name in parquet.read_schema(source).names}
-        _require_columns(source, list(names))
-        used = [name for name in names if name in (*PATH_NAMES, *CLASS_NAMES, *OPTIONAL)]
-        table = parquet.read_table(source, columns=[names[name] for name in used])
+        names = parquet.read_schema(source).names
+        places = _places(source, names, renamed)
+        table = parquet.read_table(source, columns=[names[place] for place in places.values()])
     except (ArrowException, OSError) as error:
         raise DistapError(f"{source}: not a Parquet file that can be read: {error}") from error
-    rows = zip(*(table.column(names[name]).to_pylist() for name in used), strict=True)
-    return used, (
-        (f"{source}, row {number}", ["" if cell is None else str(cell).strip() for cell in row])
-        for number, row in enumerate(rows, 1)
-    )
+    rows = zip(*(table.column(names[place]).to_pylist() for place in places.values()), strict=True)
+    named = (dict(zip(places, row, strict=True)) for row in rows)
+    return list(places), ((f"{source}, row {number}", row) for number, row in enumerate(named, 1))

@@ -1,0 +1,52 @@
+"""One rule for labels, wherever they come from: lists, data sets in Python, streams and `distap.evaluate`."""
+
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# What pandas, R, Excel and people write where there is no label.
+NO_CLASS = frozenset({"", "-1", "nan", "-nan", "none", "null", "na", "n/a", "#n/a", "<na>", "nat"})
+_WHOLE = re.compile(r"(0|-?[1-9][0-9]*)(?:\.0*)?")
+
+
+def class_name(label: Any) -> str:
+    """Return the name of the class that a label stands for, "" if it stands for none.
+
+    A whole number is one class however it is written: 1, 1.0, "1" and "1.0". Zeros in front belong to a code: "012"
+    and "12" are two classes. -1, NaN, None, "N/A" and an empty text are no class.
+
+    Raises:
+        ValueError: the label is a number below -1 or no whole one, or neither a number nor a text.
+    """
+    with suppress(ValueError, RuntimeError):  # an array or tensor of several values, refused below
+        label = label.item() if hasattr(label, "item") else label
+    if label is None or type(label).__name__ == "NAType":  # of pandas
+        return ""
+    if isinstance(label, float) and label.is_integer():
+        label = int(label)  # 1e20 too
+    is_nan = isinstance(label, float) and label != label
+    if not (isinstance(label, str | int) or is_nan):
+        raise ValueError(f"label {label!r:.60} is no class; a class is a whole number of 0 or more, or a name")
+    text = str(label).strip()
+    if whole := _WHOLE.fullmatch(text):
+        text = whole[1]
+    if text.lower() in NO_CLASS:
+        return ""
+    if whole and text.startswith("-"):
+        raise ValueError(f"label {text} is no class; a class is a whole number of 0 or more, or a name")
+    return text
+
+
+def class_numbers(labels: Iterable[Any]) -> NDArray[np.int64]:
+    """Number the classes of (N,) labels in the order of their names; -1 stands for none. See `class_name`."""
+    values = np.asarray(labels)
+    places = np.arange(len(values))
+    if values.dtype != object:  # many images have few labels
+        values, places = np.unique(values, return_inverse=True)
+    names = np.array([class_name(value) for value in values.tolist()], dtype=np.str_)
+    classes, numbers = np.unique(names, return_inverse=True)
+    return (numbers.reshape(-1).astype(np.int64) - ("" in classes))[places.reshape(-1)]
