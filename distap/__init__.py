@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distap.library import evaluate as evaluate
+    from distap.evaluation.given_descriptors import evaluate as evaluate
     from distap.library import load as load
     from distap.library import train as train
     from distap.multistage import Multistage as Multistage
@@ -31,7 +31,7 @@ _MODULES = {
     "MicroBatchSizes": "distap.stages.micro_batches",
     "SimilarityLoss": "distap.ranking.losses.base",
     "World": "distap.world",
-    "evaluate": "distap.library",
+    "evaluate": "distap.evaluation.given_descriptors",
     "load": "distap.library",
     "loss": "distap.ranking.losses.function",
     "rank": "distap.ranking.rank",

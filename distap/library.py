@@ -1,4 +1,4 @@
-"""The Python API: train, load a network, describe images, evaluate descriptors."""
+"""The Python API: train, load a network, describe images."""
 
 import json
 import os
@@ -10,10 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from huggingface_hub import ModelHubMixin
-from numpy.typing import ArrayLike
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -22,7 +20,6 @@ from distap.config.network import ModelSection
 from distap.config.reading import load_recipe, recorded_recipe
 from distap.data.images.decoding import EncodedImage, image_file
 from distap.data.images.whole_images import Sizing
-from distap.data.labels import class_numbers
 from distap.data.map_style import source_of
 from distap.data.shards.parallel import untracked
 from distap.errors import FINISHED, DistapError
@@ -32,10 +29,6 @@ from distap.model.network import GivenNetwork
 from distap.model.trained import BACKBONE, CONFIG, HEAD, HUB, is_saved, read_saved
 from distap.processes.startup import Startup
 from distap.ranking.loss import AnyLoss, build_loss
-from distap.retrieval.evaluate import evaluate_descriptors
-from distap.retrieval.figures import labelled_figures
-from distap.retrieval.row_blocks import require_finite
-from distap.retrieval.truth import ClassTruth
 from distap.retrieval.whitening import WHITENING_FILE, load_whitening, save_whitening
 from distap.telemetry.terminal import track
 from distap.trainer import trained
@@ -254,36 +247,3 @@ def load(
     describer = describing_of(recipe, whole, world, *how).describer
     learned = None if whitening is None else load_whitening(Path(whitening))
     return DescriptorNetwork(replace(describer, whitening=learned), recipe.model)
-
-
-def evaluate(
-    descriptors: ArrayLike | Tensor, labels: ArrayLike | Tensor, queries: ArrayLike | Tensor | None = None
-) -> dict[str, float]:
-    """Compute exact retrieval figures from 0 to 1: mAP, mAP@R, R@1, R@5, R@10, mP@1, mP@5 and mP@10.
-
-    Args:
-        descriptors: (N, C) of length 1.
-        labels: (N,) numbers or texts, see `class_name`. An image without a class is right for no query.
-        queries: (N,) bool, which images are queries against all that are not; None ranks, for each image, all others.
-    Raises:
-        DistapError: shapes differ, a descriptor is not finite, or no query has an image of its class.
-    """
-    rows = torch.as_tensor(descriptors)
-    names = labels.cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
-    if rows.ndim != 2 or names.shape != (len(rows),):
-        raise DistapError(f"descriptors are {tuple(rows.shape)} and labels {names.shape}; expected (N, C) and (N,)")
-    require_finite(rows)
-    try:
-        classes = torch.from_numpy(class_numbers(names)).to(rows.device)
-    except ValueError as error:
-        raise DistapError(f"labels: {error}") from error
-    if queries is None:
-        return evaluate_descriptors(rows, rows, ClassTruth(classes), labelled_figures()).summary()
-    asks = queries.cpu().numpy() if isinstance(queries, Tensor) else np.asarray(queries)
-    if asks.shape != names.shape or asks.dtype != bool or asks.all() or not asks.any():
-        raise DistapError(
-            f"queries are {asks.shape} {asks.dtype}; expected ({len(rows)},) bool, some of them true, some false"
-        )
-    mask = torch.from_numpy(asks).to(rows.device)
-    truth = ClassTruth(classes[mask], classes[~mask])
-    return evaluate_descriptors(rows[mask], rows[~mask], truth, labelled_figures()).summary()

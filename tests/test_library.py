@@ -2,6 +2,7 @@
 
 import io
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 import pytest
@@ -120,14 +121,63 @@ def test_an_index_in_memory_finds_the_neighbours_of_queries():
         distap.search_index(descriptors, ["a", "b"])
 
 
+@pytest.fixture
+def described():
+    generator = torch.Generator().manual_seed(0)
+    return torch.nn.functional.normalize(torch.randn(60, 8, generator=generator))
+
+
+def test_descriptors_of_any_layout_are_taken(described):
+    labels = [*range(20), *range(20), *[-1] * 10, *[float("nan")] * 10]
+    figures = distap.evaluate(described, labels)
+    assert (figures["queries"], figures["left_out"]) == (40, 20)
+    nearest = [hit.row for hit in distap.search_index(described).search(described[7:8].numpy(), 5)[0]]
+    read_only = described.numpy().copy()
+    read_only.flags.writeable = False
+    reversed_rows = described.numpy()[::-1].copy()[::-1]
+    graph = described.clone().requires_grad_()
+    given = [list(described), described.tolist(), read_only, reversed_rows, described.numpy().astype(">f4"), graph]
+    for values in given:
+        assert distap.evaluate(values, labels) == figures
+        found = distap.search_index(values)
+        assert [hit.row for hit in found.search(values[7], 5)[0]] == nearest  # one vector
+    for values in (described.half(), described.numpy().astype(np.float16), described.bfloat16()):
+        assert distap.evaluate(values, labels)["mAP"] == pytest.approx(figures["mAP"], rel=0.05)
+
+
+def test_descriptors_that_cannot_be_ranked_are_named(described):
+    long = described.clone()
+    long[3] *= 2
+    for values, message in (
+        (long, "descriptor 3 has length 2, expected 1: normalise all"),
+        (described[0], r"descriptors are \(8,\) of float32; expected \(N, C\)"),
+        (described.int(), "of int32; expected"),
+        ([[1, 2], [3]], "inhomogeneous"),
+    ):
+        for call in (partial(distap.evaluate, labels=range(60)), distap.search_index):
+            with pytest.raises(DistapError, match=message):
+                call(values)
+    labels = torch.arange(60) % 20
+    assert distap.evaluate(long, labels, dot_product=True) != distap.evaluate(described, labels)
+    index = distap.search_index(long, dot_product=True)
+    assert index.search(long[3], 1)[0][0].similarity == pytest.approx(4)
+    with pytest.raises(DistapError, match="query 0 has length 2, expected 1"):
+        distap.search_index(described).search(long[3], 1)
+    with pytest.raises(DistapError, match="none of the 60 images has another of its class"):
+        distap.evaluate(described, np.full(60, -1))
+
+
 def test_figures_of_a_labelled_set_and_of_queries_against_a_gallery():
     generator = torch.Generator().manual_seed(0)
     descriptors = torch.nn.functional.normalize(torch.randn(60, 8, generator=generator))
     labels = torch.randint(0, 9, (60,), generator=generator)
     whole = distap.evaluate(descriptors, labels)
     orders = labelled_orders((descriptors @ descriptors.T).tolist(), labels.tolist())
+    assert whole.pop("queries") == len(orders) and whole.pop("left_out") == 60 - len(orders)
     assert whole == pytest.approx(labelled_figures(orders, (1, 5, 10)), abs=1e-12)
-    assert distap.evaluate(descriptors.numpy(), [f"class {label}" for label in labels.tolist()]) == whole
+    assert (
+        distap.evaluate(descriptors.numpy(), [f"class {label}" for label in labels.tolist()]).items() >= whole.items()
+    )
     unlabelled = [None if label == 3 else str(float(label)) for label in labels.tolist()]
     apart = torch.where(labels == 3, torch.arange(100, 160), labels)  # each a class of its own, so right for no query
     assert distap.evaluate(descriptors, unlabelled) == distap.evaluate(descriptors, apart)

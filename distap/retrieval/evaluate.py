@@ -11,13 +11,14 @@ from torch import Tensor
 
 from distap.errors import DistapError
 from distap.retrieval.figures import Protocol, Ranked, average_precision
-from distap.retrieval.ranks import Tiles, best, negatives_before, ranks_of_positives
-from distap.retrieval.row_blocks import on_device, require_finite
+from distap.retrieval.ranks import CONVERTED_NUMBERS, FEW, Block, Ties, count_negatives, ranks_of_positives
+from distap.retrieval.row_blocks import on_device, require_finite, taken
 from distap.retrieval.truth import NONE, ClassTruth, Truth
 from distap.world import ALONE, World
 
-BLOCK_PAIRS = 2**27  # similarities held at once: 512 MB in float32, 70 queries against 1.9 million images
-MOST_QUERIES = 256  # of a block, so that many ranks have one
+BLOCK_PAIRS = 2**25  # similarities held at once: 128 MB in float32
+MOST_QUERIES = 512  # of a block
+HELD_NUMBERS = 2**25  # of the queries and their positives that are counted in one pass over the gallery
 RESIDENT_BYTES = 2**30  # a gallery up to this size is converted once, a larger one for every block of queries
 
 
@@ -74,6 +75,7 @@ def evaluate_descriptors(
     neighbours: int = 0,
     *,
     head: Int64[Tensor, "Q K"] | None = None,
+    ties: Ties = "against",
     world: World = ALONE,
 ) -> Evaluated:
     """Rank the gallery for each query, in blocks of queries.
@@ -84,6 +86,7 @@ def evaluate_descriptors(
         gallery: (N, C), of the same kinds.
         neighbours: number of most similar images to report.
         head: gallery rows that come first for each query, in this order, whatever their similarity.
+        ties: see `ranks`.
         world: ranks that share the work; all call this with the same arguments, and get the same bits as one.
     Raises:
         DistapError: the truth does not fit the descriptors, or one of these is not finite.
@@ -95,50 +98,67 @@ def evaluate_descriptors(
     if unknown := sorted({*truth.parts}.difference(protocol.parts)) if protocol.parts else []:
         expected = " or ".join(protocol.parts)
         raise DistapError(f"the ground truth has queries of {', '.join(unknown)}; expected {expected}")
+    if queries.shape[1] != gallery.shape[1]:
+        raise DistapError(
+            f"queries have {queries.shape[1]} dimensions and the gallery {gallery.shape[1]}: another network's?"
+        )
     others, is_same = truth.gallery - truth.is_of_itself, queries is gallery
     dtype = torch.float64 if queries.dtype in (torch.float64, "float64") else torch.float32
     gallery = _resident(gallery, dtype, counts.device, "gallery descriptor")
     queries = gallery if is_same else _resident(queries, dtype, counts.device, "query")
     neighbours = min(neighbours, others)
-    blocks = [*_blocks(counts, truth.gallery, with_all=neighbours > 0)]
-    # Ranks take blocks in turns, which needs no exchange. Where there are too few blocks to keep all of them busy,
-    # they share the gallery of each instead. Both compute the same products of the same blocks: the same bits.
-    by_turns = neighbours > 0 or len(blocks) >= world.size
+    order = truth.order[counts[truth.order].argsort(descending=True, stable=True)]  # least padding in blocks
+    is_symmetric = (
+        bool(truth.is_of_itself)
+        and is_same
+        and head is None
+        and isinstance(gallery, Tensor)
+        and gallery.device.type == "cpu"  # a GPU is faster with wide tiles
+        and int(counts.max()) <= FEW
+        and 4 * total * (int(counts.max()) + 1) <= HELD_NUMBERS
+    )
+    if is_symmetric:
+        gallery = queries = gallery[order]
+    elif not neighbours:
+        order = order[counts[order] > 0]
     names = [_joined(group, name) for group in protocol.groups for name in protocol.figures]
     values = {name: counts.new_zeros(total, dtype=torch.float64) for name in names}
     first, nearest = torch.zeros_like(counts), counts.new_zeros(total, neighbours)
-    curves = counts.new_zeros(len(blocks), 101, dtype=torch.float64)
-    for number, rows in enumerate(blocks):
-        if by_turns and number % world.size != world.rank:
-            continue  # zeros, so that the sums over the ranks are exact
-        positives, grades, ignored = truth.tables(rows)
-        chosen = queries[rows if isinstance(queries, Tensor) else rows.cpu().numpy()]
-        asking = on_device(chosen, dtype, rows.device, 0, "query of a block, at place")
-        own_head, sharing = None if head is None else head[rows], ALONE if by_turns else world
-        tiles = Tiles(asking, gallery, BLOCK_PAIRS, own_head, sharing)
-        if neighbours:
-            nearest[rows] = best(tiles, ignored, neighbours)
-        before = negatives_before(tiles, positives, ignored)
-        every = ranks_of_positives(before, positives != NONE)
-        first[rows] = every[:, 0]
-        curves[number] = Ranked(every[every[:, 0] > 0], others).interpolated_precision().sum(0)
-        for group, of_group in protocol.groups.items():
-            ranks = every
-            if of_group is not None and grades is not None:
-                # `before` counts no positive of any grade, so those of other grades are left out, like junk.
-                ranks = ranks_of_positives(before, torch.isin(grades, grades.new_tensor(of_group)))
-            for name, figure in protocol.figures.items():
-                values[_joined(group, name)][rows] = figure(Ranked(ranks, others))
-    if by_turns:
-        first, nearest, curves, *of_figures = map(world.sum, (first, nearest, curves, *values.values()))
-        values = dict(zip(names, of_figures, strict=True))
+    curve = counts.new_zeros(101, dtype=torch.float64)
+    place = order.argsort()
+    for passed in _passes(counts[order], len(gallery), gallery.shape[1], is_symmetric):
+        blocks = []
+        for some in passed:
+            rows = order[some]
+            tables = truth.tables(rows)
+            if is_symmetric:
+                positives, ignored = (torch.where(own == NONE, own, place[own]) for own in (tables[0], tables[2]))
+                tables = tables._replace(positives=positives, ignored=ignored)
+            chosen = queries[some] if is_symmetric else taken(queries, rows)
+            asking = on_device(chosen, dtype, rows.device, 0, "query of a block, at place")
+            blocks.append(Block(rows, asking, tables, rows.new_empty(len(rows), 0) if head is None else head[rows]))
+        count_negatives(blocks, gallery, neighbours, ties, is_symmetric, world)
+        for block in blocks:
+            rows, grades, before = block.rows, block.tables.grades, block.before
+            every = ranks_of_positives(before, block.tables.positives != NONE)
+            first[rows] = every[:, 0]
+            if neighbours:
+                nearest[rows] = order[block.nearest[1]] if is_symmetric else block.nearest[1]
+            curve += Ranked(every[every[:, 0] > 0], others).interpolated_precision().sum(0)
+            for group, of_group in protocol.groups.items():
+                ranks = every
+                if of_group is not None and grades is not None:
+                    # `before` counts no positive of any grade, so those of other grades are left out, like junk.
+                    ranks = ranks_of_positives(before, torch.isin(grades, grades.new_tensor(of_group)))
+                for name, figure in protocol.figures.items():
+                    values[_joined(group, name)][rows] = figure(Ranked(ranks, others))
     values = {name: own.masked_fill(counts == 0, torch.nan) for name, own in values.items()}
     lead = next(iter(protocol.figures))
     leading = {group or lead.removeprefix("m"): _joined(group, lead) for group in protocol.groups}
     in_part = {"": counts >= 0}
     for part in protocol.parts:
         in_part[part] = torch.tensor([own == part for own in truth.parts], dtype=torch.bool, device=counts.device)
-    return Evaluated(values, leading, in_part, first, nearest, curves.sum(0) / (first > 0).sum())
+    return Evaluated(values, leading, in_part, first, nearest, curve / (first > 0).sum())
 
 
 def decomposability_gap(
@@ -184,20 +204,27 @@ def _joined(group: str, name: str) -> str:
     return f"{group} {name}".strip()
 
 
-def _blocks(counts: Int64[Tensor, " Q"], gallery: int, with_all: bool) -> Iterator[Int64[Tensor, " q"]]:
-    """Yield blocks of queries whose rankings fit into memory together, those of most positives first.
+def _passes(counts: Int64[Tensor, " Q"], images: int, dimensions: int, is_one: bool) -> Iterator[list[slice]]:
+    """Yield the blocks of queries that are counted together in each pass over the gallery.
 
-    Without `with_all`, leave out the queries without a positive. Blocks are the same on any number of ranks.
+    Args:
+        counts: positives of each query, descending.
+        images, dimensions: of the gallery.
+        is_one: there is a single pass.
     """
-    order = counts.argsort(descending=True, stable=True)
-    order = order if with_all else order[counts[order] > 0]
-    start = 0
-    while start < len(order):
+    found, held, start = list[slice](), 0, 0
+    span = min(CONVERTED_NUMBERS // dimensions, images)
+    while start < len(counts):
         # A dozen tables of ranks and places are as wide as the greatest number of positives.
-        width = max(gallery, 16 * int(counts[order[start]] + 1))
-        height = min(max(BLOCK_PAIRS // width, 1), MOST_QUERIES)
-        yield order[start : start + height]
-        start += height
+        most = int(counts[start])
+        height = min(max(BLOCK_PAIRS // max(span, 16 * most, 1), 1), MOST_QUERIES)
+        numbers = height * (4 * most + dimensions)
+        if found and held + numbers > HELD_NUMBERS and not is_one:
+            yield found
+            found, held = [], 0
+        found.append(slice(start, min(start + height, len(counts))))
+        held, start = held + numbers, start + height
+    yield found
 
 
 def _resident(

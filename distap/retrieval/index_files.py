@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Float32
+import torch
+from jaxtyping import Float32
 
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import (
@@ -27,7 +28,7 @@ from distap.retrieval.descriptor_files import (
     write_described,
 )
 from distap.retrieval.nearest import bounded_threads, installed_faiss
-from distap.retrieval.row_blocks import finite
+from distap.retrieval.row_blocks import given_rows, on_device
 from distap.storage.atomic import refuse_foreign
 
 faiss = installed_faiss()
@@ -62,14 +63,20 @@ class SearchIndex:
     def dimensions(self) -> int:
         return int(self.index.d)
 
-    def search(self, descriptors: Float[np.ndarray, "Q _"], k: int) -> list[list[Hit]]:
-        """Return the k most similar images per query of length 1, best first, or fewer if the index finds no more."""
+    def search(self, descriptors: Any, k: int) -> list[list[Hit]]:
+        """Return the k most similar images per query, best first, or fewer if the index finds no more.
+
+        Args:
+            descriptors: (Q, C) of length 1, or (C,) of one query; tensors, arrays or lists.
+        """
+        any_length = self.about.get("index", {}).get("dot_product", False)
+        descriptors = given_rows(descriptors, "query", any_length, single=True)
         if descriptors.shape[1] != self.dimensions:
             raise DistapError(
                 f"the index of {self.data} is of {self.dimensions} dimensions, the query of {descriptors.shape[1]}: "
                 "another network described it"
             )
-        asked, k = finite(descriptors, 0, "query"), min(k, len(self))
+        asked, k = on_device(descriptors, torch.float32, torch.device("cpu")).numpy(), min(k, len(self))
         if k < 1 or not len(asked):
             return [[] for _ in asked]
         with self._lock:

@@ -22,7 +22,7 @@ from distap.randomness import permutation
 from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet
 from distap.retrieval.index_files import SearchIndex
 from distap.retrieval.nearest import bounded_threads, installed_faiss, nearest, without_rows
-from distap.retrieval.row_blocks import finite, row_blocks
+from distap.retrieval.row_blocks import finite, given_rows, row_blocks
 
 faiss = installed_faiss()
 
@@ -119,11 +119,12 @@ def build_index(
 
 
 def search_index(
-    descriptors: ArrayLike | torch.Tensor,
+    descriptors: ArrayLike | torch.Tensor | Sequence[torch.Tensor],
     keys: Sequence[str] | None = None,
     classes: Sequence[str] | None = None,
     kind: str = "flat",
     search: str = "",
+    dot_product: bool = False,
 ) -> SearchIndex:
     """Build a Faiss index over descriptors (N, C) of length 1; `search_index(...).search(queries, k)` gives hits.
 
@@ -131,14 +132,19 @@ def search_index(
         keys: (N,) names of the images; None takes the numbers of the rows.
         classes: (N,) names of their classes; None for none.
         kind: `flat`, `hnsw`, `ivf-pq` or a factory string of Faiss; `search` has its parameters, see `build_index`.
+        dot_product: take descriptors of any length, and rank by the dot product.
     Raises:
-        DistapError: the shapes do not fit, a descriptor is not finite, or Faiss cannot build such an index.
+        DistapError: the shapes do not fit, a descriptor is not finite or has another length, or Faiss cannot build
+            such an index.
     """
-    values = torch.as_tensor(descriptors).detach().cpu().numpy()
+    values = given_rows(descriptors, dot_product=dot_product)
+    values = values.float().cpu().numpy() if isinstance(values, torch.Tensor) else values
     names = np.arange(len(values)).astype(str) if keys is None else np.array(keys, dtype=str)
     of_class = np.full(len(values), "") if classes is None else np.array(classes, dtype=str)
     told = DescriptorSet(values, names, of_class, DescribedBy("", ""), "descriptors in memory")
-    return build_index(told, kind, search)
+    built = build_index(told, kind, search)
+    built.about["index"]["dot_product"] = dot_product
+    return built
 
 
 @dataclass(frozen=True)

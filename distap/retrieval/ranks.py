@@ -1,17 +1,22 @@
-"""Rank a query's positives by counting the images before each, so that no gallery is sorted.
+"""Rank each query's positives by counting the images before them, so that no gallery is sorted.
 
-The rank of a positive is its place among the positives plus the number of negatives before it. Similarities are
-computed tile by tile (some columns of the gallery, all queries), in two passes:
+The rank of a positive is its place among the positives plus the number of negatives before it. The similarities of
+the positives, the bounds, are computed first. Then each tile of similarities (some queries by some gallery rows) is
+computed once, and the negatives above each bound are counted in it. If the queries are the gallery, a tile counts for
+its rows and, transposed, for its columns, so that half of the tiles suffice:
 
-    pass 1   read the similarity of each positive, its bound
-    pass 2   count, in each tile, the negatives above each bound
+            c0  c1  c2
+        b0  ■   ■   ■        tile (b0, c2) counts for the queries of b0, and for those of c2,
+        b1      ■   ■        whose tile (b2, c0) it is, transposed
+        b2          ■
 
-Both passes compute bit-identical similarities, so rounding decides no tie. A positive ranks after the negatives of
-equal similarity.
+A difference of similarities within the tie width is taken for rounding. A positive ranks after the negatives that it
+ties with, or before them if asked for.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,117 +24,139 @@ from jaxtyping import Bool, Float, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distap.errors import DistapError
-from distap.retrieval.row_blocks import on_device
-from distap.retrieval.truth import NONE
-from distap.world import ALONE, World
+from distap.retrieval.row_blocks import on_device, taken
+from distap.retrieval.truth import NONE, Tables
+from distap.world import World
 
 CONVERTED_NUMBERS = 2**24  # numbers of a gallery converted to float32 at once: 64 MB
 FIRST = 2.0**60  # above all similarities; its first 2**24 multiples are exact in float32
-FEW = 16  # up to this many positives, one pass over the similarities for each is faster than sorting them
+FEW = 64  # up to this many bounds, one pass over the similarities for each is faster than sorting them
+CACHED_COLUMNS = 1024  # of a tile that is passed over for each bound, so that it stays in a CPU's cache
+TIE_WIDTH = 16  # in units of the dtype's epsilon times the lengths of both descriptors, as the losses have it
+
+Ties = Literal["against", "for"]  # the query: positives rank after or before the negatives that they tie with
 
 
-class Tiles:
-    """Similarities of q queries to N gallery images, in blocks of columns.
+@dataclass(eq=False)
+class Block:
+    """Some queries that are ranked together, and what was found out about them so far."""
 
-    The last tile is kept, so reading it again is free and shows what was masked in it. The gallery may be a memory
-    map of float16, which is converted in blocks; `pairs` is the number of similarities in a tile. Of several ranks
-    that share a gallery, each takes some of its blocks. Blocks are the same on any number of ranks, so similarities
-    are too. The gallery rows of a head come first, in its order, whatever their similarity: they are given greater
-    ones.
-    """
+    rows: Int64[Tensor, " q"]  # numbers of the queries
+    queries: Float[Tensor, "q C"]
+    tables: Tables
+    head: Int64[Tensor, "q K"]  # gallery rows that come first, in this order, whatever their similarity
+    bounds: Float[Tensor, "q P"] = field(init=False)  # of the positives; infinite for padding
+    before: Int64[Tensor, "q P"] = field(init=False)  # negatives before each positive
+    nearest: tuple[Float[Tensor, "q k"], Int64[Tensor, "q k"]] = field(init=False)  # similarities and rows
 
-    def __init__(
-        self,
-        queries: Float[Tensor, "q C"],
-        gallery: Tensor | NDArray[Any],
-        pairs: int,
-        head: Int64[Tensor, "q K"] | None = None,
-        world: World = ALONE,
-    ) -> None:
-        if queries.shape[1] != gallery.shape[1]:
-            raise DistapError(
-                f"queries have {queries.shape[1]} dimensions and the gallery {gallery.shape[1]}: another network's?"
-            )
-        self.dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
-        self._queries, self._gallery, self._head, self.world = queries.to(self.dtype), gallery, head, world
-        width = max(pairs // max(len(queries), 1), 1)
-        self._height = min(max(CONVERTED_NUMBERS // gallery.shape[1], 1), width)  # rows of a block
-        blocks, width = -(-len(gallery) // self._height), width - width % self._height
-        first, stop = (
-            min(rank * blocks // world.size * self._height, len(gallery)) for rank in (world.rank, world.rank + 1)
-        )
-        self.spans = [range(start, min(start + width, stop)) for start in range(first, stop, width)]
-        self._kept: tuple[int, Tensor] | None = None
+    def set_bounds(self, gallery: Tensor | NDArray[Any], ties: Ties) -> None:
+        """Compute the similarities of the positives, less or plus the tie width."""
+        positives, queries = self.tables.positives, self.queries
+        columns, place = positives.unique(return_inverse=True)  # classes are in order, so most are shared
+        self.before = torch.zeros_like(positives)
+        self.bounds = queries.new_full(positives.shape, torch.inf)
+        sign = TIE_WIDTH * torch.finfo(queries.dtype).eps * (-1 if ties == "against" else 1)
+        lengths = sign * torch.linalg.vector_norm(queries, dim=1, keepdim=True)
+        height = max(CONVERTED_NUMBERS // queries.shape[1], 1)
+        for start in range(0, len(columns), height):
+            some = columns[start : start + height]
+            part = on_device(taken(gallery, some.clamp(min=0)), queries.dtype, queries.device, 0, "positive")
+            similarities = queries @ part.t() + lengths * torch.linalg.vector_norm(part, dim=1)
+            is_here = (place >= start) & (place < start + len(some)) & (positives != NONE)
+            query, number = is_here.nonzero(as_tuple=True)
+            self.bounds[query, number] = similarities[query, place[query, number] - start]
+        for number in range(most := self.head.shape[1]):
+            self.bounds[positives == self.head[:, number, None]] = FIRST * (most - number)
 
-    def __iter__(self) -> Iterator[tuple[range, Tensor]]:
-        return ((span, self[number]) for number, span in enumerate(self.spans))
-
-    def __getitem__(self, number: int) -> Float[Tensor, "q n"]:
-        """Return similarities to the gallery images of `spans[number]`."""
-        if self._kept is None or self._kept[0] != number:
-            self._kept = None  # free its memory before the next tile takes as much
-            self._kept = number, self._similarities(self.spans[number])
-        return self._kept[1]
-
-    def _similarities(self, span: range) -> Tensor:
-        result = self._queries.new_empty(len(self._queries), len(span))
-        for start in range(span.start, span.stop, self._height):
-            stop = min(start + self._height, span.stop)
-            part, device = self._gallery[start:stop], self._queries.device
-            rows = on_device(part, self.dtype, device, start, "gallery descriptor")
-            torch.mm(self._queries, rows.t(), out=result[:, start - span.start : stop - span.start])
-        if self._head is not None:
-            query, place = _inside(self._head, span)
-            before_others = FIRST * (self._head.shape[1] - place).to(self.dtype)
-            result[query, self._head[query, place] - span.start] = before_others
-        return result
+    def keep_nearest(self, similarities: Float[Tensor, "q n"], span: range, neighbours: int) -> None:
+        """Look for nearest gallery rows in a tile of similarities to the rows of `span`."""
+        # The tiles of a block come in the order of their rows, so of equal similarities the first stays.
+        (better,) = (similarities.amax(1) > self.nearest[0][:, -1]).nonzero(as_tuple=True)
+        values, columns = similarities[better].topk(min(neighbours, len(span)), dim=1)
+        new = zip(self.nearest, (values, columns + span.start), strict=True)
+        best = _best(neighbours, *(torch.cat([old[better], found], dim=1) for old, found in new))
+        for kept, found in zip(self.nearest, best, strict=True):
+            kept[better] = found
 
 
-def negatives_before(
-    tiles: Tiles,
-    positives: Int64[Tensor, "q P"],
-    ignored: Int64[Tensor, "q I"],
-) -> Int64[Tensor, "q P"]:
-    """Count the gallery images before each positive that are neither positive nor ignored; 0 without a positive.
-
-    Of ranks that share the gallery, each counts in its tiles; all call this, and all get the sums.
+def count_negatives(
+    blocks: Sequence[Block],
+    gallery: Tensor | NDArray[Any],
+    neighbours: int,
+    ties: Ties,
+    is_symmetric: bool,
+    world: World,
+) -> None:
+    """Count the negatives before the positives of all blocks, and find the nearest gallery rows.
 
     Args:
-        tiles: similarities. Positives and ignored images stay masked in the last tile.
-        positives: gallery rows of each query, padded with NONE.
-        ignored: gallery rows to remove, such as junk and the query itself, padded with NONE.
+        is_symmetric: the blocks' queries, one block after the other, are the gallery.
+        world: ranks that take tiles in turns. Tiles are the same on any number of ranks, so similarities are too.
     """
-    bounds = torch.zeros(positives.shape, dtype=tiles.dtype, device=positives.device)
-    for number, span in enumerate(tiles.spans):
-        query, place = _inside(positives, span)
-        if len(query):
-            bounds[query, place] = tiles[number][query, positives[query, place] - span.start]
-    bounds = tiles.world.sum(bounds)  # one rank has read each of them
-    bounds[positives == NONE] = torch.inf
-    before = torch.zeros_like(positives)
-    for span, similarities in tiles:
-        _mask(similarities, span, positives, ignored)
-        before += count_above(similarities, bounds)
-    return tiles.world.sum(before)
+    for block in blocks:
+        block.set_bounds(gallery, ties)
+        nearest = block.bounds.new_full((len(block.rows), neighbours), -torch.inf)
+        block.nearest = nearest, nearest.long().zero_()
+    height = max(CONVERTED_NUMBERS // gallery.shape[1], 1)
+    spans = [range(start, min(start + height, len(gallery))) for start in range(0, len(gallery), height)]
+    if is_symmetric:
+        ends = np.cumsum([len(block.rows) for block in blocks]).tolist()
+        spans = [range(end - len(block.rows), end) for block, end in zip(blocks, ends, strict=True)]
+    turn, held = 0, blocks[0].queries.new_empty(2, 0)
+    for number, span in enumerate(spans):
+        rows: Tensor | None = None
+        for place, block in enumerate(blocks[: number + 1] if is_symmetric else blocks):
+            turn += 1
+            if turn % world.size != world.rank:
+                continue
+            if rows is None:
+                read, like = gallery[span.start : span.stop], block.queries
+                rows = on_device(read, like.dtype, like.device, span.start, "gallery descriptor")
+            other = blocks[number] if is_symmetric else block
+            few = rows.device.type == "cpu" and block.bounds.shape[1] <= FEW and not is_symmetric
+            width = CACHED_COLUMNS if few else len(span)
+            for start in range(0, len(span), width):
+                part = rows[start : start + width]
+                size = len(block.rows) * len(part)
+                if held.shape[1] < size:  # allocated once, since the system clears what it gives
+                    held = block.queries.new_empty(2, size)
+                tile = torch.mm(block.queries, part.t(), out=held[0, :size].view(-1, len(part)))
+                columns = range(span.start + start, span.start + start + len(part))
+                first, place_in_head = _inside(block.head, columns)
+                before_others = FIRST * (block.head.shape[1] - place_in_head).to(tile.dtype)
+                tile[first, block.head[first, place_in_head] - columns.start] = before_others
+                sides = [(block, tile, columns), *([(other, tile.t(), spans[place])] if other is not block else [])]
+                _mask(tile, block.tables.ignored, columns)
+                for own, similarities, others in sides if neighbours else ():
+                    own.keep_nearest(similarities, others, neighbours)
+                _mask(tile, block.tables.positives, columns)
+                for own, similarities, _ in sides:
+                    own.before += count_above(similarities, own.bounds, held[1])
+    for block in blocks:
+        world.sum(block.before)
+        if neighbours:
+            of_ranks = (world.gather_rows(own, world.size * len(own)).view(len(own), -1) for own in block.nearest)
+            block.nearest = _best(neighbours, *of_ranks)
 
 
-def best(tiles: Tiles, ignored: Int64[Tensor, "q _"], k: int) -> Int64[Tensor, "q k"]:
-    """Return the k most similar gallery images that are not ignored."""
-    parts = []
-    for span, similarities in tiles:
-        _mask(similarities, span, ignored)
-        values, columns = similarities.topk(min(k, len(span)), dim=1)
-        parts.append((values, columns + span.start))
-    values, found = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
-    return found.gather(1, values.topk(k, dim=1).indices)
+def _best(
+    k: int, similarities: Float[Tensor, "q n"], rows: Int64[Tensor, "q n"]
+) -> tuple[Float[Tensor, "q k"], Int64[Tensor, "q k"]]:
+    """Return the k greatest similarities and their gallery rows; of equal similarities, the lowest rows."""
+    order = rows.argsort(dim=1)
+    order = order.gather(1, similarities.gather(1, order).argsort(dim=1, descending=True, stable=True)[:, :k])
+    return similarities.gather(1, order), rows.gather(1, order)
 
 
-def _mask(similarities: Float[Tensor, "q n"], span: range, *rows: Int64[Tensor, "q _"]) -> None:
+def _mask(similarities: Float[Tensor, "q n"], table: Int64[Tensor, "q _"], span: range) -> None:
     """Set similarities to some gallery rows to minus infinity. Column j belongs to gallery row `span[j]`."""
-    for table in rows:
-        query, place = _inside(table, span)
-        similarities[query, table[query, place] - span.start] = -torch.inf
+    query, place = _inside(table, span)
+    similarities[query, table[query, place] - span.start] = -torch.inf
+
+
+def _inside(table: Int64[Tensor, "q _"], span: range) -> tuple[Tensor, Tensor]:
+    query, place = ((table >= span.start) & (table < span.stop)).nonzero(as_tuple=True)
+    return query, place
 
 
 def ranks_of_positives(before: Int64[Tensor, "q P"], exists: Bool[Tensor, "q P"]) -> Int64[Tensor, "q P"]:
@@ -140,32 +167,16 @@ def ranks_of_positives(before: Int64[Tensor, "q P"], exists: Bool[Tensor, "q P"]
     return torch.where(ascending < last, ascending + place, 0)
 
 
-def _inside(table: Tensor, span: range) -> tuple[Tensor, Tensor]:
-    query, place = ((table >= span.start) & (table < span.stop)).nonzero(as_tuple=True)
-    return query, place
-
-
-def count_above(similarities: Float[Tensor, "q n"], bounds: Float[Tensor, "q P"]) -> Int64[Tensor, "q P"]:
-    """Count a row's similarities that reach each bound; 0 for an infinite bound."""
-    if similarities.device.type != "cpu":
-        return count_above_in_columns(similarities, bounds)
-    result = np.zeros(bounds.shape, dtype=np.int64)
-    # On a CPU, one row at a time stays in the cache.
-    for row, own, counts in zip(similarities.numpy(), bounds.numpy(), result, strict=True):
-        (finite,) = np.isfinite(own).nonzero()
-        if len(finite) > FEW:
-            counts[finite] = len(row) - np.searchsorted(np.sort(row), own[finite])
-        else:
-            for place in finite:
-                counts[place] = np.count_nonzero(row >= own[place])
-    return torch.from_numpy(result)
-
-
-def count_above_in_columns(similarities: Float[Tensor, "q n"], bounds: Float[Tensor, "q P"]) -> Int64[Tensor, "q P"]:
-    """Compute `count_above` for all rows at once, which suits a GPU."""
+def count_above(
+    similarities: Float[Tensor, "q n"], bounds: Float[Tensor, "q P"], scratch: Float[Tensor, " _"]
+) -> Int64[Tensor, "q P"]:
+    """Count a row's similarities that reach each bound; 0 for an infinite bound. Change `scratch`, of q n or more."""
     if bounds.shape[1] > FEW:
-        return similarities.shape[1] - torch.searchsorted(similarities.sort(dim=1).values, bounds.contiguous())
-    counts = torch.zeros_like(bounds, dtype=torch.int64)
-    for place in range(bounds.shape[1]):
-        counts[:, place] = (similarities >= bounds[:, place : place + 1]).sum(dim=1)
-    return counts
+        is_on_cpu = similarities.device.type == "cpu"  # where numpy sorts several times as fast
+        ordered = torch.from_numpy(np.sort(similarities.numpy())) if is_on_cpu else similarities.sort(dim=1).values
+        return similarities.shape[1] - torch.searchsorted(ordered, bounds.contiguous())
+    # Vectorised: a comparison that writes the compared type, with all three tensors in one order in memory.
+    is_above = scratch.as_strided(similarities.shape, similarities.stride())
+    columns = bounds.t().contiguous()
+    counts = [torch.ge(similarities, column[:, None], out=is_above).sum(1) for column in columns]
+    return torch.stack(counts, dim=1).long()

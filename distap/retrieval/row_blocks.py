@@ -5,13 +5,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
 from distap.errors import DistapError
 
 BLOCK_NUMBERS = 2**24  # numbers of a block: 64 MB in float32
+FLOATS = ("float16", "float32", "float64", "bfloat16", "f2", "f4", "f8")
+LENGTH_TOLERANCE = 0.02  # bfloat16 rounds a descriptor's length by up to 0.4%
 
 
 def row_blocks(
@@ -42,6 +44,45 @@ def finite(
     return result
 
 
+def given_rows(
+    values: Any, what: str = "descriptor", dot_product: bool = False, single: bool = False
+) -> Tensor | NDArray[Any]:
+    """Check descriptors from outside: a tensor or array (N, C) of any layout and device, or a list of N vectors.
+
+    Args:
+        dot_product: lengths other than 1 are meant.
+        single: one vector (C,) stands for (1, C).
+    Raises:
+        DistapError: they have another shape or type, are not finite, or are not of length 1.
+    """
+    if not isinstance(values, Tensor | np.ndarray):
+        try:
+            one_by_one = (one.detach().float().cpu() if isinstance(one, Tensor) else one for one in values)
+            values = np.array([np.asarray(one) for one in one_by_one])
+        except (ValueError, TypeError) as error:  # of vectors that differ in length, or None
+            raise DistapError(f"{what}s: {error}") from error
+    values = values.detach() if isinstance(values, Tensor) else values
+    shape, dtype = tuple(values.shape), str(values.dtype).removeprefix("torch.")
+    values = values[None] if single and len(shape) == 1 else values
+    if values.ndim != 2 or dtype.lstrip("<>") not in FLOATS:
+        expected = f"(N, C){' or (C,)' * single} of {', '.join(FLOATS[:4])}"
+        raise DistapError(f"{what}s are {shape} of {dtype}; expected {expected}")
+    height = max(BLOCK_NUMBERS // max(values.shape[1], 1), 1)
+    device = torch.device(values.device)  # an array's is "cpu"
+    for start in range(0, len(values), height):
+        rows = on_device(values[start : start + height], torch.float32, device, start, what)
+        require_finite(rows, start, what)
+        lengths = torch.linalg.vector_norm(rows, dim=1)
+        wrong = ((lengths - 1).abs() > LENGTH_TOLERANCE).nonzero()
+        if len(wrong) and not dot_product:
+            length = f"{what} {start + int(wrong[0])} has length {float(lengths[wrong[0]]):.4g}, expected 1"
+            remedy = (
+                "normalise all (torch.nn.functional.normalize), or give dot_product=True to rank by the dot product"
+            )
+            raise DistapError(f"{length}: {remedy}")
+    return values
+
+
 def on_device(
     values: Tensor | NDArray[Any],
     dtype: torch.dtype,
@@ -52,9 +93,15 @@ def on_device(
     """Return some rows as a tensor; rows of an array are checked as in `finite`."""
     if isinstance(values, Tensor):
         return values.to(device, dtype)
-    result = torch.from_numpy(np.array(values)).to(device, dtype)  # memory maps are read-only, which torch warns of
+    # torch takes no array that is read-only, reversed or of the other byte order, so give it a copy.
+    result = torch.from_numpy(np.array(values, values.dtype.newbyteorder("="), order="C")).to(device, dtype)
     require_finite(result, first_row, what)
     return result
+
+
+def taken(values: Tensor | NDArray[Any], rows: Int64[Tensor, " n"]) -> Tensor | NDArray[Any]:
+    """Return some rows of a tensor or an array, in this order."""
+    return values[rows.to(values.device)] if isinstance(values, Tensor) else values[rows.cpu().numpy()]
 
 
 def require_finite(values: Tensor | NDArray[Any], first_row: int = 0, what: str = "descriptor") -> None:

@@ -43,24 +43,26 @@ class ClassTruth:
 
     def __init__(self, queries: Int64[Tensor, " Q"], gallery: Int64[Tensor, " N"] | None = None) -> None:
         self.is_of_itself = int(gallery is None)  # images that each query leaves out: 1 if it is in the gallery
+        self.order = queries.argsort(stable=True)  # of the queries, by class
         ascending, self._by_class = (queries if gallery is None else gallery).sort(stable=True)
         self._start, end = (torch.searchsorted(ascending, queries, right=right) for right in (False, True))
         members = (end - self._start).masked_fill(queries < 0, 0)
         self.counts = (members - self.is_of_itself).clamp(min=0)  # (Q,) positives of each query
         self.gallery = len(self._by_class)  # N
+        self._place = self._by_class.argsort()  # of each gallery row among all, by class
         if not bool(self.counts.any()):
             whose = "images has another" if gallery is None else "queries has an image"
             where = "" if gallery is None else " in the gallery"
             raise DistapError(f"none of the {len(queries)} {whose} of its class{where}: there is nothing to retrieve")
 
     def tables(self, rows: Int64[Tensor, " q"]) -> Tables:
-        own, count = rows[:, None], (self.counts[rows, None] + self.is_of_itself) * (self.counts[rows, None] > 0)
-        place = torch.arange(max(int(count.max()), 1), device=rows.device)
-        found = self._by_class[(self._start[own] + place).clamp(max=self.gallery - 1)]
-        found = found.masked_fill(place >= count, NONE)
-        if not self.is_of_itself:
-            return Tables(found, None, own[:, :0])
-        return Tables(found.masked_fill(found == own, NONE), None, own)
+        own, count = rows[:, None], self.counts[rows, None]
+        number = torch.arange(max(int(count.max()), 1), device=rows.device).expand(len(rows), -1)
+        place = self._start[own] + number
+        if self.is_of_itself:
+            place = place + (place >= self._place[own])  # leaves the query out
+        found = self._by_class[place.clamp(max=self.gallery - 1)].masked_fill(number >= count, NONE)
+        return Tables(found, None, own if self.is_of_itself else own[:, :0])
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,12 @@ class ListedTruth:
     def counts(self) -> Int64[Tensor, " Q"]:
         """Return the number of positives of each query."""
         return torch.tensor([len(own) for own in self.positives], dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def order(self) -> Int64[Tensor, " Q"]:
+        """Return the queries in the order of their first positive, so that those which share some are together."""
+        first = torch.tensor([min(own, default=self.gallery) for own in self.positives], device=self.device)
+        return first.argsort(stable=True)
 
     def tables(self, rows: Int64[Tensor, " q"]) -> Tables:
         chosen = rows.tolist()

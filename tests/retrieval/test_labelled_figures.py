@@ -20,7 +20,7 @@ from distap.errors import DistapError
 from distap.retrieval import figures
 from distap.retrieval.evaluate import decomposability_gap, evaluate_descriptors
 from distap.retrieval.figures import AT
-from distap.retrieval.ranks import count_above, count_above_in_columns
+from distap.retrieval.ranks import FEW, count_above
 from distap.retrieval.truth import ClassTruth
 
 
@@ -94,14 +94,13 @@ def test_precision_at_recall_and_the_figures_of_classes_are_means_over_queries()
         assert own == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("pairs", [75, 20, 1])
-def test_blocks_of_queries_and_columns_do_not_matter(monkeypatch, pairs):
+@pytest.mark.parametrize("queries", [3, 1])
+def test_blocks_of_queries_and_columns_do_not_matter(monkeypatch, queries):
     generator = torch.Generator().manual_seed(0)
     descriptors = torch.randint(-2, 3, (25, 4), generator=generator).float()
     labels = torch.arange(25) % 9
     whole = evaluated(descriptors, labels, 10)
-    monkeypatch.setattr("distap.retrieval.evaluate.BLOCK_PAIRS", pairs)
-    monkeypatch.setattr("distap.retrieval.ranks.CONVERTED_NUMBERS", 28)
+    in_small_blocks(monkeypatch, queries)
     in_blocks = evaluated(descriptors, labels, 10)
     for name, values in whole.values.items():
         assert torch.equal(in_blocks.values[name], values)
@@ -131,8 +130,8 @@ def test_a_class_of_most_images_is_ranked_like_the_small_ones(monkeypatch):
     assert evaluated(descriptors, labels).summary() == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("bounds", [3, 40])
-def test_counting_by_rows_and_for_all_rows_together_agree(bounds):
+@pytest.mark.parametrize(("bounds", "transposed"), [(3, False), (3, True), (FEW + 1, False)])
+def test_negatives_are_counted_by_comparing_or_by_sorting(bounds, transposed):
     generator = torch.Generator().manual_seed(5)
     rows = torch.randint(-3, 4, (7, 500), generator=generator).float()
     wanted = torch.randint(-3, 4, (7, bounds), generator=generator).float()
@@ -142,13 +141,28 @@ def test_counting_by_rows_and_for_all_rows_together_agree(bounds):
         [sum(x >= bound for x in row) for bound in own]
         for row, own in zip(rows.tolist(), wanted.tolist(), strict=True)
     ]
-    assert count_above(rows, wanted).tolist() == expected
-    assert count_above_in_columns(rows, wanted).tolist() == expected
+    given = rows.t().contiguous().t() if transposed else rows
+    assert count_above(given, wanted, torch.empty(7 * 500)).tolist() == expected
 
 
-def test_a_collapsed_network_scores_no_more_than_chance():
-    found = evaluated(normalize(torch.ones(400, 16)), torch.arange(400) // 4).summary()
-    assert found["mAP"] < 0.02 and found["R@1"] < 0.02
+def in_small_blocks(monkeypatch, queries):
+    """Rank so many queries at once, by seven gallery rows of four dimensions, of which two are compared at once."""
+    monkeypatch.setattr("distap.retrieval.evaluate.MOST_QUERIES", queries)
+    monkeypatch.setattr("distap.retrieval.ranks.CONVERTED_NUMBERS", 28)
+    monkeypatch.setattr("distap.retrieval.ranks.CACHED_COLUMNS", 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("images", [5, 37, 600])
+def test_a_collapsed_network_ranks_positives_last_however_its_products_are_rounded(dtype, images):
+    one = normalize(torch.randn(100, generator=torch.Generator().manual_seed(images), dtype=dtype), dim=0)
+    descriptors, labels = one.repeat(images, 1), torch.arange(images) % (images // 2)
+    for head in (None, torch.empty(images, 0, dtype=torch.int64)):  # with a head, half of the tiles do not suffice
+        found = evaluated(descriptors, labels, head=head)
+        of_class = labels.bincount()[labels].tolist()
+        expected = [mean([k / (images - own + k) for k in range(1, own)]) for own in of_class]
+        assert found.values["mAP"].tolist() == pytest.approx(expected, abs=1e-12)
+    assert evaluated(descriptors, labels, ties="for").summary()["mAP"] == 1
 
 
 def test_the_query_is_removed_by_its_index_also_where_duplicates_exist():
