@@ -1,34 +1,38 @@
-"""Start this host's ranks, as torchrun does: `python -m distap.launcher [OPTIONS] CONFIG [key=value ...]`.
+"""Start this host's ranks: `python -m distap.launcher [OPTIONS] CONFIG [key=value ...]`.
 
-It takes torchrun's options, and differs from `torchrun -m distap.train CONFIG` in five ways:
+It takes the options of torchrun that say which hosts train and where they meet, also as PET_X in the environment. It
+differs from `torchrun -m distap.train CONFIG` in five ways:
 - Its exit status is one of `distap.errors`: 2 if a rank of this host met a mistake that a person must mend, otherwise
   75 if one stopped on request, 0 if all finished, 1 if they did not.
-- It looks for mistakes in data, batch and network before it starts a rank.
-- It does not start ranks again that left with 75 or 2, whatever --max-restarts says.
+- It looks for mistakes in data, batch and network before it starts a rank. Ranks are forks, which start at once.
+- --max-restarts is for one host, and for failures: ranks that left with 75 or 2 are not started again. Several hosts
+  meet once; when one is lost, or more come, all launchers leave, and whoever started them starts them again.
 - After a signal it gives the ranks the recipe's grace time (stop.grace_seconds) to leave, not 30 seconds.
-- It does not linger. If a rank has failed or all have left, and the rendezvous cannot be reached for `linger_seconds`
-  (the recipe's timeout_seconds, a minute at most), it ends and takes its ranks with it. A host that is cut off from
-  the others thus ends after timeout_seconds + `watchdog.LEAVE_SECONDS` + `agent.LEAVE_SECONDS` + `linger_seconds`.
+- It does not linger: a host that is cut off from the others ends after timeout_seconds + `watchdog.LEAVE_SECONDS` +
+  `agent.LEAVE_SECONDS` + timeout_seconds, or a minute if that is less.
 """
 
 import os
-import shutil
-import signal
 import sys
-import tempfile
-from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distap.errors import DistapError
-from distap.processes.exit_statuses import FOLDER, JOB, LAUNCHER
-from distap.processes.startup import STARTED, process_started
-from distap.processes.stopping import MARGIN_SECONDS, TRACE_SIGNAL, end_when_asked, go_deaf
+from distap.processes.startup import JOB
+from distap.processes.stopping import end_when_asked
+
+if TYPE_CHECKING:
+    from distap.processes.meeting import Hosts
 
 LONGEST_LINGER_SECONDS = 60.0
+JOIN_SECONDS = "600"  # torchrun's default of join_timeout
+OF_RANKS = {"nproc_per_node", "max_restarts", "training_script", "training_script_args"}
+OF_HOSTS = {"nnodes", "standalone", "local_addr", "master_addr", "master_port", "node_rank"}
+OF_RENDEZVOUS = {"rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf"}
 
 
 def launch_training(options: list[str], config: Path, overrides: list[str]) -> int:
@@ -62,71 +66,88 @@ def launch(
 ) -> int:
     """Run `python -m module arguments...` on each rank of this host; return the exit status.
 
-    Ranks are forks of this process, so import what the module needs before. It calls `exit_statuses.record_outcome`.
-    `check` is told the number of ranks before they start. Ranks have `grace_seconds` to leave after a signal, and a
-    collective takes `timeout_seconds` at most. Afterwards this process ignores signals: all that is left is to leave.
+    Ranks are forks of this process, so import what the module needs before. `check` is told the number of ranks
+    before they start. Ranks have `grace_seconds` to leave after a signal, and a collective takes `timeout_seconds` at
+    most. Afterwards this process ignores signals: all that is left is to leave.
     """
+    from distap.processes.agent import Agent
+    from distap.processes.forks import in_fork
+
+    end_when_asked()
+    settings = _parser().parse_args([*options, module])
+    hosts = hosts_of(settings)
+    in_fork(lambda: check(hosts.ranks))
+    if hosts.ranks > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if hosts.rendezvous is not None:
+        os.environ[JOB] = f"{settings.rdzv_id} at {settings.rdzv_endpoint}"  # the id alone is often left as it is
+    agent = Agent(hosts, [module, *arguments], grace_seconds, min(timeout_seconds, LONGEST_LINGER_SECONDS))
+    return agent.run(settings.max_restarts)
+
+
+def hosts_of(settings: Namespace) -> "Hosts":
+    """Return what torchrun's options say about ranks and hosts; raise a DistapError if they are impossible."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    from distap.processes.forks import in_fork
+    from distap.processes.meeting import MASTER_PORT, PORT, Hosts
+
+    parser = _parser()
+    for name in vars(settings).keys() - OF_RANKS - OF_HOSTS - OF_RENDEZVOUS:  # which would be ignored
+        if getattr(settings, name) != parser.get_default(name):
+            raise DistapError(f"--{name.replace('_', '-')}: distap.launcher has no such option")
+    option = f"--nproc-per-node {settings.nproc_per_node}"
+
+    def count() -> int:
+        try:
+            return torchrun.determine_local_world_size(settings.nproc_per_node)
+        except ValueError as error:
+            raise DistapError(f"{option}: {error}") from error
+
+    if (ranks := in_fork(count)) < 1:
+        raise DistapError(f"{option}: expected one rank at least on this host")
+    option = f"--nnodes {settings.nnodes}"
+    try:
+        least, most = torchrun.parse_min_max_nnodes(settings.nnodes)
+        if not 0 < least <= most:
+            raise ValueError("expected a number of hosts, or MIN:MAX")
+        if most == 1 or settings.standalone:
+            return Hosts(ranks, 1)
+        option = "--max-restarts"
+        if settings.max_restarts:
+            raise ValueError("is for one host: several meet again when their launchers are started again")
+        if not settings.rdzv_endpoint:
+            master = settings.master_addr, settings.master_port or MASTER_PORT
+            return Hosts(ranks, most, master=master, node_rank=settings.node_rank)
+        option = f"--rdzv-endpoint {settings.rdzv_endpoint}"
+        parse_rendezvous_endpoint(settings.rdzv_endpoint, PORT)
+        option = f"--rdzv-conf {settings.rdzv_conf}"
+        conf = dict(pair.partition("=")[::2] for pair in settings.rdzv_conf.split(",") if pair)
+        conf.setdefault("join_timeout", JOIN_SECONDS)
+        met = RendezvousParameters(
+            "c10d", settings.rdzv_endpoint, settings.rdzv_id, least, most, settings.local_addr, **conf
+        )
+        met.get_as_bool("is_host")
+        if (met.get_as_int("join_timeout") or 0) < 1:
+            raise ValueError("join_timeout: expected whole seconds, 1 or more")
+        return Hosts(ranks, most, met)
+    except (ValueError, RuntimeError) as error:
+        raise DistapError(f"{option}: {error}") from error
+
+
+def _parser() -> ArgumentParser:
     from torch.distributed import run as torchrun
 
-    from distap.processes.agent import ranks_here, run_ranks
-    from distap.processes.rank_server import rank_server
-
-    settings = torchrun.get_args_parser().parse_args([*options, module, *arguments])
-    settings.module = True
-    ranks = ranks_here(settings)
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # torch would hear it in spite of nohup
-        heeded = [name for name in settings.signals_to_handle.split(",") if name != signal.SIGHUP.name]
-        settings.signals_to_handle = ",".join(heeded)
-    needed = int(grace_seconds + MARGIN_SECONDS)
-    if settings.shutdown_timeout is None:
-        settings.shutdown_timeout = needed
-    elif settings.shutdown_timeout < grace_seconds:
-        grace = f"their grace time of {grace_seconds:g} s (stop.grace_seconds)"
-        given = f"--shutdown-timeout {settings.shutdown_timeout}"
-        raise DistapError(f"{given}: ranks would be killed in {grace}; give at least {needed}")
-    with rank_server(module) as start_rank:
-        check(ranks)
-        with _outcomes(job_of(settings)) as outcomes:
-            return run_ranks(settings, outcomes, min(timeout_seconds, LONGEST_LINGER_SECONDS), start_rank)
-
-
-def job_of(settings: Namespace) -> dict[str, str]:
-    """Return the environment variable that identifies a job of several hosts, by id and meeting point.
-
-    The id alone is often left at its default.
-    """
-    is_alone = settings.nnodes.rpartition(":")[2] == "1" or not settings.rdzv_endpoint
-    return {} if is_alone else {JOB: f"{settings.rdzv_id} at {settings.rdzv_endpoint}"}
-
-
-@contextmanager
-def _outcomes(job: dict[str, str]) -> Iterator[Path]:
-    """Make a folder for the ranks' exit statuses, and pass it and `job` in their environment.
-
-    Until torch handles signals, a signal ends this process: there is nothing to lose yet.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="distap-outcomes-"))
-    ours = {FOLDER: str(folder), LAUNCHER: str(os.getpid()), STARTED: str(process_started()), **job}
-    os.environ |= ours
-    end_when_asked(partial(shutil.rmtree, folder, ignore_errors=True))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [TRACE_SIGNAL])  # a thread of the agent waits for it
-    try:
-        yield folder
-    finally:
-        go_deaf()
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for name in ours:
-            del os.environ[name]
-        shutil.rmtree(folder, ignore_errors=True)
+    return torchrun.get_args_parser()
 
 
 def main() -> None:
     """Launch the training that the command line names."""
     end_when_asked()
     # Everything heavy is imported late, so that signals are handled from the first moment on.
-    from torch.distributed import run as torchrun
-
-    settings = torchrun.get_args_parser().parse_args()
+    settings = _parser().parse_args()
     given = sys.argv[1:]
     options = given[: len(given) - 1 - len(settings.training_script_args)]
     try:
@@ -136,9 +157,10 @@ def main() -> None:
 
         print_error(error)
         status = error.status
-    # Threads of torch's store may still run here, and C++ ends a process that destroys a running thread by SIGABRT.
-    sys.stdout.flush()
-    os._exit(status)
+    with suppress(OSError):  # such as a pipe that nobody reads any more
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+    os._exit(status)  # the end of Python would take torch's modules apart for a second
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from distap.errors import DistapError
-from distap.processes.exit_statuses import end_with_launcher
+from distap.processes.forks import die_with_parent
 from distap.processes.roll_call import join, warn_of_loopback
 from distap.processes.watchdog import Watchdog
 
@@ -216,7 +216,7 @@ def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator
         yield World(device=device)
         return
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_launcher()
+        die_with_parent()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     _allow_open_files(rank, size)

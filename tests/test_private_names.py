@@ -12,15 +12,11 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "distap"
-MEETING = "torch.distributed.elastic.rendezvous"
 # Module, name in it, and what we need it for.
 NAMES = {
     ("torch._C._autograd", "_enable_record_function"): "to trace some micro-batches of a stage and not all",
     ("torch._dynamo", "config"): "how ranking and the backbone are compiled",
     ("torch._subclasses.fake_tensor", "FakeTensorMode"): "the cost of a network without running it",
-    ("torch.distributed.elastic.multiprocessing.api", "_terminate_process_handler"): "signals in the midst of a fork",
-    (MEETING + ".utils", "_matches_machine_hostname"): "whether torch takes a host for this machine",
-    (MEETING + ".utils", "_parse_rendezvous_config"): "join_timeout and is_host as torch reads them",
     ("torch.fx.experimental._config", ""): "sizes that ranking's compiled functions take as unknown",
     ("torch.nn.modules.batchnorm", "_BatchNorm"): "every kind of BatchNorm",
     ("torch.utils._python_dispatch", "TorchDispatchMode"): "counting operations",
@@ -32,7 +28,6 @@ NAMES = {
 # Attributes of objects of other packages, and what we need them for; tests of their places run them.
 ATTRIBUTES = {
     "_backward_active_depth": "DeepSpeed ZeRO: whether a backward pass is under way",
-    "_bootstrap_store_info": "torchrun's rendezvous: the ranks' store of the round before",
     "_cdata": "torch's storage: which tensors share memory",
     "_coalesce_grad_reduction": "DeepSpeed ZeRO: one reduction a step",
     "_config": "DeepSpeed: the settings that it has read",
@@ -42,14 +37,8 @@ ATTRIBUTES = {
     "_lazy_init_hp_params_optimizer_state": "DeepSpeed ZeRO: the optimiser's state before the first step",
     "_release_process_group_references": "DeepSpeed: its process groups, at the end of a training",
     "_root_post_backward_final_callback": "FSDP2: the end of the last backward pass",
-    "_settings": "torchrun's rendezvous: how many hosts, and how long they wait",
     "_state_ctx": "FSDP2: what the units share",
-    "_state_holder": "torchrun's rendezvous: which hosts came",
-    "_this_node": "torchrun's rendezvous: this host as the others see it",
     "_version": "torch.Tensor: whether a tensor was changed in place",
-    "_waitpid_lock": "subprocess.Popen: a lock that a signal may have left held",
-    "_run_exitfuncs": "atexit: what an interpreter does at its end, in a process that a fork made",
-    "_shutdown": "threading: the same, and it waits for threads",
 }
 DOCUMENTED = {"_asdict", "_fields", "_replace", "_exit", "_current_frames"}  # of Python, in spite of their names
 

@@ -21,7 +21,7 @@ from benchmarks.study.results import Result, Results, read_results
 from distap import __version__
 from distap.data.shards.parallel import usable_cores
 from distap.errors import FINISHED, DistapError
-from distap.processes.exit_statuses import die_with_parent
+from distap.processes.forks import die_with_parent
 from distap.registry import by_path
 from distap.storage.atomic import locked, write_whole
 from distap.telemetry.runlog import JsonLinesFile, read_run_log

@@ -21,7 +21,7 @@ from threading import Event, Thread
 from typing import Any
 
 from distap.errors import DistapError
-from distap.processes.exit_statuses import JOB
+from distap.processes.startup import JOB
 from distap.storage.files import Storage
 from distap.storage.remotes import MissingFileError
 

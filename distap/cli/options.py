@@ -12,7 +12,7 @@ import typer
 
 from distap.cli.commands import with_parameters
 from distap.errors import FAILED, FINISHED, DistapError
-from distap.processes.exit_statuses import record_outcome
+from distap.processes.forks import in_fork
 from distap.processes.stopping import go_deaf
 from distap.telemetry.loggers.loggers import end_if_hanging
 
@@ -41,7 +41,7 @@ def ranks_to_start(asked: int, device: str = "auto") -> int:
         return asked or 1
     import torch
 
-    return max(1, torch.cuda.device_count())
+    return max(1, in_fork(torch.cuda.device_count))  # the ranks are forks, in which an opened GPU would not work
 
 
 EACH_GPU = "Number of processes to start on this machine; auto starts one for each GPU."
@@ -69,7 +69,7 @@ WHITENING = Annotated[
 
 def run(command: typer.Typer, name: str) -> None:
     """Run a command line called `name`; print a DistapError without a traceback, since the user can mend it."""
-    status, problem = FAILED, None
+    status = FAILED
     try:
         command(prog_name=name)
         status = FINISHED
@@ -78,13 +78,12 @@ def run(command: typer.Typer, name: str) -> None:
         from distap.telemetry.terminal import print_error
 
         print_error(error)
-        status, problem = error.status, error
+        status = error.status
         sys.exit(status)
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else FINISHED if leaving.code is None else FAILED
         raise
     finally:
-        record_outcome(status, problem)
         end_if_hanging(status)
 
 

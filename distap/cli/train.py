@@ -75,7 +75,7 @@ def train_command(
 
     end_when_asked()
     _set_take_over(take_over)
-    options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
+    options = [f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
     raise typer.Exit(launch_training(options, config, overrides))
 
 

@@ -1,231 +1,186 @@
-"""The launcher's agent: torchrun's agent, which starts a host's ranks and meets other hosts, with five fixes.
+"""Run this host's ranks: start them, watch them, pass signals on to them, and start them again after a failure.
 
-- It reads each rank's exit status from a file, since torchrun reports 1 for all, and restarts only where that helps.
-- It gives ranks the recipe's grace time after a signal, also when it stops them because new hosts have come.
-- It ends in time when the rendezvous is gone, where torchrun's agent hangs in a call to it.
-- It forgets the store of an earlier round, which a replaced launcher could never learn.
-- It passes the signal that asks for a trace on to the ranks.
+The launcher imports what its ranks need, forks them, and computes nothing itself (see `forks.in_fork`):
+
+    launcher -- meeting   where the hosts meet (see `distap.processes.meeting`)
+             -- ranks     each a session of its own, so that Ctrl-C reaches the launcher alone
 """
 
+import itertools
 import logging
 import os
-import shutil
+import runpy
 import signal
-import subprocess
-import threading
+import sys
 import time
-from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch.distributed.launcher.api as torch_launcher
-from torch.distributed import run as torchrun
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing import api as torch_processes
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-
-from distap.errors import FINISHED, MISTAKE, RESTART, DistapError
-from distap.processes.exit_statuses import recorded_outcomes, status_of
-from distap.processes.rank_server import ForkedRank
-from distap.processes.rendezvous import C10D_PORT, answers, await_meeting_point, who_came
-from distap.processes.startup import STARTED
-from distap.processes.stopping import TRACE_SIGNAL, go_deaf
+from distap.errors import FAILED, FINISHED, MISTAKE, RESTART, CollectiveError
+from distap.processes.forks import die_with_parent, forking_context
+from distap.processes.meeting import Hosts, Meeting, Place
+from distap.processes.startup import STARTED, process_started
+from distap.processes.stopping import MARGIN_SECONDS, SIGNALS, TRACE_SIGNAL, call_on_signal, go_deaf
 
 LEAVE_SECONDS = 10  # for the ranks beside one that has left with an error
-POLL_SECONDS = 0.1
-PROBE_SECONDS = 1.0
+POLL_SECONDS = 0.05
 logger = logging.getLogger("distap")
 
 
-def ranks_here(settings: Namespace) -> int:
-    """Return the number of ranks on this host; raise a DistapError if torchrun's settings are impossible."""
-    try:
-        ranks = torchrun.determine_local_world_size(settings.nproc_per_node)
-    except ValueError as error:
-        raise DistapError(f"--nproc-per-node {settings.nproc_per_node}: {error}") from error
-    if ranks < 1:
-        raise DistapError(f"--nproc-per-node {settings.nproc_per_node}: expected one rank at least on this host")
-    with suppress(ValueError, RuntimeError):
-        least, most = torchrun.parse_min_max_nnodes(settings.nnodes)
-        if 0 < least <= most:
-            return ranks
-    raise DistapError(f"--nnodes {settings.nnodes}: expected a number of hosts, or MIN:MAX")
+class Agent:
+    """Run `python -m PROGRAM...` on this host's ranks.
 
-
-def run_ranks(settings: Namespace, outcomes: Path, linger_seconds: float, start_rank: Callable[..., Any]) -> int:
-    """Start this host's ranks with torchrun's settings, wait, and return the host's exit status.
-
-    `start_rank` is called as torch's `get_subprocess_handler`. Ranks leave their exit statuses in `outcomes`. When a
-    rank has failed and the rendezvous is gone, stay for `linger_seconds`.
+    Ranks have `grace_seconds` to leave after a signal. When they have left, other hosts have `linger_seconds`.
     """
-    returned = threading.Event()
-    # torchrun builds its agent internally and offers no hook, so we swap what it looks up.
-    agent: Any = partial(Agent, outcomes, linger_seconds, settings, returned)
-    torch_launcher.LocalElasticAgent = agent  # type: ignore[attr-defined]
-    torch_processes.get_subprocess_handler = start_rank  # type: ignore[attr-defined]
-    try:
-        await_meeting_point(settings)
-        record(torchrun.run)(settings)
-        return FINISHED
-    except ChildFailedError as error:
-        failures = [
-            f"rank {rank} (pid {one.pid}): {one.signal_name() if one.exitcode < 0 else f'status {one.exitcode}'}"
-            for rank, one in error.failures.items()
-        ]
-        on_request = all(one.exitcode == RESTART for one in error.failures.values())
-        level, told = (
-            (logging.WARNING, "stopped on request") if on_request else (logging.ERROR, "not all ranks finished")
-        )
-        logger.log(level, "%s: %s", told, ", ".join(failures))
-    except SignalException as error:
-        logger.warning("stopped by %s", error.sigval.name)
-        if not recorded_outcomes(outcomes):
-            return RESTART  # ranks that were still starting die of the signal: there was nothing to save
-    except RendezvousError as error:
-        logger.error("the hosts did not meet: %s", error)
-    finally:
-        returned.set()
-    return status_of(recorded_outcomes(outcomes))
 
+    def __init__(self, hosts: Hosts, program: Sequence[str], grace_seconds: float, linger_seconds: float) -> None:
+        self._hosts, self._program = hosts, program
+        self._patience, self._linger_seconds = grace_seconds + MARGIN_SECONDS, linger_seconds
+        self._heard: list[int] = []  # signals to pass on
+        self._is_asked = False  # to stop
+        self._ranks: dict[int, Any] = {}  # processes
 
-class Agent(LocalElasticAgent):
-    """torch's agent with this module's fixes; `returned` is set when nothing can hang any more."""
+    def run(self, restarts: int) -> int:
+        """Start the ranks, and again after `restarts` failures at most; return the host's exit status.
 
-    def __init__(
-        self, outcomes: Path, linger_seconds: float, settings: Namespace, returned: threading.Event, **of_torch: Any
-    ) -> None:
-        super().__init__(**of_torch)
-        self._outcomes, self._linger_seconds = outcomes, linger_seconds
-        self._settings, self._returned = settings, returned
-        self._is_over = self._has_started = self._is_trace_asked = False
-        signal.signal(TRACE_SIGNAL, self._ask_trace)
-        threading.Thread(target=self._end_in_time, name="distap-agent", daemon=True).start()
-        threading.Thread(target=self._pass_trace_signals_on, name="distap-signals", daemon=True).start()
-
-    def run(self, role: str = "default") -> RunResult:
-        """Run the ranks; give torch's later work, such as closing the rendezvous, `linger_seconds`."""
-        try:
-            result: RunResult = super().run(role)
-            return result
-        finally:
-            self._is_over = True
-            go_deaf()
-
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        # torch keeps the ranks' store of the first round and never tells a launcher that comes later its address.
-        handler: Any = worker_group.spec.rdzv_handler
-        handler._bootstrap_store_info = None
-        # Outcomes of an earlier round are settled: a signal that comes now finds nothing to save.
-        self._outcomes.mkdir(mode=0o700, exist_ok=True)  # temporary folders are tidied
-        for file in self._outcomes.iterdir():
-            file.unlink()
-        try:
-            super()._rendezvous(worker_group)
-        except RendezvousError as error:
-            raise RendezvousError(who_came(handler)) from error
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        if self._has_started:
-            os.environ[STARTED] = str(time.time())
-        self._has_started = True
-        raising, heard = torch_processes._terminate_process_handler, list[SignalException]()
-
-        def noting(signum: int, frame: FrameType | None) -> None:
-            try:
-                raising(signum, frame)
-            except SignalException as error:
-                heard.append(error)
-                raise
-
-        torch_processes._terminate_process_handler = noting  # torch installs it before it forks
-        try:
-            started: dict[int, Any] = super()._start_workers(worker_group)
-        finally:
-            torch_processes._terminate_process_handler = raising
-        if heard:  # Python drops what a handler raises in the midst of a fork
-            raise heard[0]
-        return started
-
-    def _shutdown(self, *arguments: Any, **more: Any) -> None:
-        # torch would pass SIGHUP and SIGQUIT on as they are, and would give ranks half a minute when new hosts come.
-        for process in self._processes():
-            if isinstance(process, subprocess.Popen):
-                free_lock(process)
-        super()._shutdown(signal.SIGTERM, self._shutdown_timeout)
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if any(process.poll() for process in self._processes()):
-            self._let_leave()
-        result: RunResult = super()._monitor_workers(worker_group)
-        if result.is_failed() and status_of(recorded_outcomes(self._outcomes)) in (MISTAKE, RESTART):
-            self._remaining_restarts = 0
-        return result
-
-    def _let_leave(self) -> None:
-        """Wait for the other ranks, which the watchdog told to leave, then kill them.
-
-        torch would send SIGTERM, which a rank that is about to leave with status 75 takes for a second request, and
-        which a suspended rank never sees.
+        Afterwards this process ignores signals: all that is left is to leave.
         """
-        # Ranks that stop on request leave by the end of their grace time.
-        has_stopped = RESTART in recorded_outcomes(self._outcomes).values()
-        deadline = time.monotonic() + (self._shutdown_timeout if has_stopped else LEAVE_SECONDS)
-        while time.monotonic() < deadline and any(process.poll() is None for process in self._processes()):
+        call_on_signal(self._hear)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a supervisor may ignore it, and the end of ranks is not seen
+        meeting, status = Meeting(self._hosts), FAILED
+        try:
+            place = meeting.place(lambda: self._is_asked)
+            if place is None:
+                return RESTART
+            started = process_started()
+            for failures in itertools.count():
+                self._start(place, failures, started)
+                self._watch(meeting)
+                status = status_of(self._statuses(), self._is_asked)
+                if status != FAILED or failures == restarts or self._is_asked:
+                    break
+                started = time.time()
+            go_deaf()
+            self._tell(status)
+            # Hosts that were asked to stop may come back, and the others wait for them.
+            if not self._is_asked:
+                meeting.end(status == FINISHED, self._linger_seconds)
+        except CollectiveError as error:
+            logger.error("%s", error)
+        finally:
+            go_deaf()
+            self._kill()
+            meeting.close()
+        return status
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._heard.append(number)
+        self._is_asked = self._is_asked or number != TRACE_SIGNAL
+
+    def _start(self, place: Place, failures: int, started: float) -> None:
+        self._ranks.clear()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [*SIGNALS, TRACE_SIGNAL])  # until a rank has its handlers
+        try:
+            for local_rank in range(self._hosts.ranks):
+                rank = place.first + local_rank
+                environment = {
+                    **{"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": place.size},
+                    **{"MASTER_ADDR": place.address, "MASTER_PORT": place.port, STARTED: started},
+                    **{"LOCAL_WORLD_SIZE": self._hosts.ranks, "TORCHELASTIC_USE_AGENT_STORE": place.is_served},
+                    **{"TORCHELASTIC_RUN_ID": "distap", "TORCHELASTIC_RESTART_COUNT": failures},
+                }
+                given = os.getpid(), self._program, {name: str(value) for name, value in environment.items()}
+                process = forking_context().Process(target=_be_rank, args=given)
+                process.start()
+                self._ranks[rank] = process
+        except OSError as error:
+            raise CollectiveError(f"rank {rank} cannot be started: {error}") from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _watch(self, meeting: Meeting) -> None:
+        """Wait until all ranks have left."""
+        deadline = float("inf")
+        while len(statuses := self._statuses()) < len(self._ranks):
+            patience = None
+            if meeting.others_wait():
+                logger.warning("more hosts have come: stopping, to train with them when all are started again")
+                self._hear(signal.SIGTERM, None)
+            while self._heard:
+                if (number := self._heard.pop(0)) != TRACE_SIGNAL:
+                    number, patience = signal.SIGTERM, self._patience
+                for rank in self._ranks.keys() - statuses:
+                    os.kill(self._ranks[rank].pid, number)
+            if any(statuses.values()):
+                # The watchdog tells the other ranks to leave; those that stop on request have their grace time.
+                patience = self._patience if RESTART in statuses.values() else LEAVE_SECONDS
+            if patience is not None:
+                deadline = min(deadline, time.monotonic() + patience)
+            if time.monotonic() > deadline:
+                self._kill()
             time.sleep(POLL_SECONDS)
-        if self._pcontext is not None:
-            self._pcontext.close(signal.SIGKILL, LEAVE_SECONDS)
 
-    def _processes(self) -> list[subprocess.Popen[bytes] | ForkedRank]:
-        handlers = getattr(self._pcontext, "subprocess_handlers", {})
-        return [handler.proc for handler in list(handlers.values())]
+    def _statuses(self) -> dict[int, int]:
+        """Return the exit statuses of ranks that have left, minus a signal's number if it killed one."""
+        left = {rank: process.exitcode for rank, process in self._ranks.items()}
+        return {rank: status for rank, status in left.items() if status is not None}
 
-    def _end_in_time(self) -> None:
-        """End the process from a thread, since the main thread may hang in the rendezvous' store."""
-        since: float | None = None
-        while not self._returned.wait(PROBE_SECONDS):
-            left = [process.poll() for process in self._processes()]
-            is_alone = any(left) or (bool(left) and None not in left)  # one has failed, or none is there any more
-            if not (self._is_over or (is_alone and not self._meets())):
-                since = None
-                continue
-            since = since or time.monotonic()
-            if time.monotonic() - since > self._linger_seconds:
-                outcomes = recorded_outcomes(self._outcomes)
-                is_done = len(outcomes) == len(left) and set(outcomes.values()) == {FINISHED}
-                logger.error("the rendezvous of the hosts cannot be reached any more: leaving")
-                shutil.rmtree(self._outcomes, ignore_errors=True)
-                os._exit(FINISHED if is_done else status_of(outcomes))
+    def _kill(self) -> None:
+        """Kill the ranks that still run, with their own processes, and wait for their end."""
+        for rank in self._ranks.keys() - self._statuses():
+            with suppress(ProcessLookupError):  # not yet a session of its own
+                os.killpg(self._ranks[rank].pid, signal.SIGKILL)
+            self._ranks[rank].kill()
+        for process in self._ranks.values():
+            process.join(LEAVE_SECONDS)  # a rank that the kernel holds cannot be killed
 
-    def _pass_trace_signals_on(self) -> None:
-        # Ranks inherit the signal blocked, so it waits until they listen.
-        while not self._returned.is_set():
-            if signal.sigtimedwait([TRACE_SIGNAL], PROBE_SECONDS) is not None or self._is_trace_asked:
-                self._is_trace_asked = False
-                for process in self._processes():
-                    process.send_signal(TRACE_SIGNAL)
-
-    def _ask_trace(self, number: int, frame: FrameType | None) -> None:
-        """Take a trace signal that the kernel delivered to a numpy thread older than the blocking of signals."""
-        self._is_trace_asked = True
-
-    def _meets(self) -> bool:
-        host, port = parse_rendezvous_endpoint(torchrun.get_rdzv_endpoint(self._settings), C10D_PORT)
-        return port == 0 or answers(host, port)  # 0: a host alone, which chose its port itself
+    def _tell(self, status: int) -> None:
+        left = ", ".join(
+            f"rank {rank} (pid {self._ranks[rank].pid}): "
+            + (f"status {each}" if each > 0 else signal.Signals(-each).name)
+            for rank, each in self._statuses().items()
+            if each != FINISHED
+        )
+        if status == RESTART:
+            logger.warning("stopped on request: %s", left)
+        elif status != FINISHED:
+            logger.error("not all ranks finished: %s", left)
 
 
-def free_lock(process: subprocess.Popen[bytes]) -> None:
-    """Release the lock of `Popen.poll`, which torch's signal handler leaves locked if it raises inside `poll`.
+def status_of(statuses: Mapping[int, int], is_asked: bool = False) -> int:
+    """Return the exit status of a host whose ranks left with `statuses`, and which perhaps `is_asked` to stop."""
+    left = set(statuses.values())
+    if MISTAKE in left:
+        return MISTAKE
+    # A rank that was asked to stop, and could not wait for the others, has left them without it. One that a signal
+    # killed while it was starting had nothing to save.
+    if RESTART in left or (is_asked and any(-status in SIGNALS for status in left)):
+        return RESTART
+    return FINISHED if left == {FINISHED} else FAILED
 
-    torch would then wait for a rank that has left long ago.
-    """
-    lock: threading.Lock = process._waitpid_lock  # type: ignore[attr-defined]
-    lock.acquire(timeout=PROBE_SECONDS)  # another thread has it for an instant only
-    lock.release()
+
+def _be_rank(launcher: int, program: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Turn a fork of the launcher into what `python -u -m PROGRAM` with this environment would be."""
+    die_with_parent(launcher)
+    os.setsid()
+    for number in (*SIGNALS, TRACE_SIGNAL):
+        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a trace is asked for in vain until the rank listens
+    os.environ |= environment
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    import numpy
+    import torch
+
+    if threads := os.environ.get("OMP_NUM_THREADS"):  # which is read when torch is imported
+        torch.set_num_threads(int(threads.partition(",")[0]))
+    numpy.random.seed()
+    sys.path.insert(0, str(Path.cwd()))
+    sys.argv = list(program)
+    sys.modules.pop(program[0], None)  # it runs once more, as __main__
+    runpy.run_module(program[0], run_name="__main__", alter_sys=True)

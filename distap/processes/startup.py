@@ -5,7 +5,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-STARTED = "DISTAP_STARTED"  # environment variable: when a launcher began to start ranks
+# Environment variables of a launcher: when it began to start ranks, and its job of several hosts.
+STARTED, JOB = "DISTAP_STARTED", "DISTAP_JOB"
 
 
 class Startup:

@@ -17,7 +17,6 @@ from types import FrameType
 from typing import Any
 
 from distap.errors import RESTART
-from distap.processes.exit_statuses import record_outcome
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TRACE_SIGNAL = signal.SIGUSR1
@@ -82,12 +81,12 @@ class StopRequest:
             logger.warning(said, number.name, self.grace_seconds, number.name)
         elif time.monotonic() - self._first >= ONE_REQUEST_SECONDS:
             logger.warning("%s again: stopping at once; what came after the last checkpoint is lost", number.name)
-            _end(128 + number)
+            os._exit(128 + number)
 
     def _out_of_time(self) -> None:
         said = "the grace time of %.0f s (stop.grace_seconds) is over; what came after the last checkpoint is lost"
         logger.error(said, self.grace_seconds)
-        _end(RESTART)
+        os._exit(RESTART)
 
     def _leave_in_child(self) -> None:
         """Silence a forked loader worker, which shares the pipe but must not speak for this rank."""
@@ -100,17 +99,11 @@ def _left_to_the_thread(number: int, frame: FrameType | None) -> None:
     """Do nothing: a thread reads the signal from the pipe and handles it."""
 
 
-def end_when_asked(tidy: Callable[[], None] = lambda: None) -> None:
-    """Exit with RESTART on a signal, until a StopRequest listens; before training, nothing needs saving.
-
-    An exception would not do: imports swallow it, and torch would close the rendezvous of all hosts.
-    """
+def end_when_asked() -> None:
+    """Exit with RESTART on a signal, until a StopRequest listens; before training, nothing needs saving."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        try:
-            tidy()
-        finally:
-            _end(RESTART)
+        os._exit(RESTART)  # imports would swallow an exception
 
     _handle(end)
 
@@ -122,6 +115,12 @@ def leave_when_asked() -> None:
         raise SystemExit(RESTART)
 
     _handle(leave)
+
+
+def call_on_signal(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Call `handler` at each request to stop, and at each TRACE_SIGNAL."""
+    _handle(handler)
+    signal.signal(TRACE_SIGNAL, handler)
 
 
 def go_deaf() -> None:
@@ -136,10 +135,3 @@ def _handle(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
     # `nohup` ignores SIGHUP, and so do we then.
     heeded = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in heeded}
-
-
-def _end(status: int) -> None:
-    try:
-        record_outcome(status)
-    finally:
-        os._exit(status)

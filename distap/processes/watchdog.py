@@ -33,7 +33,6 @@ import torch
 import torch.distributed as dist
 
 from distap.errors import FAILED, MISTAKE, CollectiveError
-from distap.processes.exit_statuses import record_outcome
 from distap.processes.heartbeat import Collective, Heart
 from distap.processes.roll_call import Party
 
@@ -234,7 +233,6 @@ class Watchdog:
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             where = "".join(traceback.format_stack(frame)[-4:])
             logger.error("%s was here when it was told:\n%s", self._here(), where)
-        record_outcome(self._status, self._error(self.verdict))
 
     def _here(self, collective: str = "") -> str:
         return f"rank {self.party.rank}{': ' * bool(collective)}{collective} ({self._activity})"

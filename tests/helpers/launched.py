@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from distap.errors import FAILED, FINISHED, RESTART, DistapError
-from distap.processes.exit_statuses import record_outcome
 from distap.processes.stopping import TRACE_SIGNAL, StopRequest
 from distap.world import World, joined_world
 
@@ -109,6 +108,4 @@ if __name__ == "__main__":
     except DistapError as error:
         print(f"error of rank {os.environ['RANK']}: {error}", file=sys.stderr)
         status = error.status
-    finally:
-        record_outcome(status, sys.exception())
     sys.exit(status)

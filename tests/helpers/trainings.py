@@ -33,7 +33,7 @@ class Run:
     @contextmanager
     def started(self, ranks: int, faults: str = "", restarts: int = 0, timeout: float = 60) -> Iterator[Job]:
         """On `ranks` ranks of this machine, by distap's launcher."""
-        options = f"--standalone --nproc-per-node={ranks} --max-restarts={restarts} --monitor-interval=0.1"
+        options = f"--nproc-per-node={ranks} --max-restarts={restarts}"
         with started(self.launch(options, timeout), self.folder.parent, **self.environment, FAULTS=faults) as job:
             yield job
 

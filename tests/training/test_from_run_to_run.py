@@ -18,7 +18,7 @@ from distap.apps.export.to_folder import ExportSettings, export_to_folder
 from distap.checkpoint import lease as leases
 from distap.checkpoint.manifest import STATE_FILE
 from distap.errors import DistapError
-from distap.processes.exit_statuses import JOB
+from distap.processes.startup import JOB
 from distap.trainer import Trainer
 from distap.training.build import network_of, trained_network
 from distap.world import World

@@ -17,9 +17,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
-from distap.data.shards.parallel import forking_context
 from distap.errors import FAILED, DistapError
-from distap.processes.exit_statuses import die_with_parent
+from distap.processes.forks import die_with_parent, forking_context
 from distap.processes.stopping import go_deaf
 
 SHARED_MEMORY = "/dev/shm"  # through which workers hand images over
@@ -114,9 +113,7 @@ def _begin(rank: int, _: int) -> None:
     # shared memory would copy it.
     gc.freeze()
     go_deaf()  # to signals to the process group: the rank finishes its step, and needs its workers for that
-    die_with_parent()
-    if os.getppid() != rank:  # it ended before the line above
-        os._exit(FAILED)
+    die_with_parent(rank)
 
 
 def _noted(requests: Iterable[list[Any]], asked: deque[Any]) -> Iterator[list[Any]]:

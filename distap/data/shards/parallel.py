@@ -1,19 +1,17 @@
 """Spread work over processes that end with their parent, and show its progress."""
 
-import multiprocessing
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
 from multiprocessing.pool import ThreadPool
 from typing import Any, TypeVar
 
 from distap.errors import DistapError
+from distap.processes.forks import forking_context
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -39,12 +37,6 @@ def ask_files(question: Callable[[Job], Result], items: Collection[Job], about: 
 
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def forking_context() -> BaseContext:
-    """Return the multiprocessing context that forks, where forking is safe."""
-    # The default of Python 3.14 is a server that forks: it would import torch again, and outlive this process.
-    return multiprocessing.get_context("fork" if sys.platform == "linux" else None)
 
 
 def map_in_processes(

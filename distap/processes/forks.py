@@ -1,0 +1,62 @@
+"""Forks of this process: they start at once, with everything that it has imported."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from distap.errors import FAILED, DistapError
+
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+T = TypeVar("T")
+
+
+def forking_context() -> Any:
+    """Return the multiprocessing context that forks, where forking is safe."""
+    # The default of Python 3.14 is a server that forks: it would import torch again, and outlive this process.
+    return multiprocessing.get_context("fork" if sys.platform == "linux" else None)
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask the kernel to kill this process when its parent dies; end it now if `parent` has died already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if parent not in (None, os.getppid()):
+            os._exit(FAILED)
+
+
+def in_fork(work: Callable[[], T]) -> T:
+    """Return the result of `work`, done in a fork; raise its DistapError here.
+
+    A fork of a process that has computed with threads, or opened a GPU, hangs or fails. So a process whose forks are
+    to do that leaves it to a fork itself.
+    """
+    if sys.platform != "linux":
+        return work()
+    mine, theirs = multiprocessing.Pipe(duplex=False)
+    process = forking_context().Process(target=_answer, args=(theirs, os.getpid(), work))
+    process.start()
+    theirs.close()
+    try:
+        result, problem, status = mine.recv()
+    except EOFError:
+        process.join()
+        problem, status = f"a check ended with status {process.exitcode}; what it said stands above", FAILED
+    process.join()
+    if problem is not None:
+        error = DistapError(problem)
+        error.status = status
+        raise error
+    return result
+
+
+def _answer(pipe: Connection, parent: int, work: Callable[[], Any]) -> None:
+    die_with_parent(parent)
+    try:
+        pipe.send((work(), None, 0))
+    except DistapError as error:
+        pipe.send((None, str(error), error.status))
