@@ -21,6 +21,7 @@ from distap.randomness import permutation
 from distap.storage.locations import parse_source
 
 TRAIN, TEST = ("train", "training"), ("test", "validation", "val", "valid")  # names of folders
+LISTS = (".csv", ".tsv", ".parquet")  # of images, which `distap data pack` reads
 SIZES_LOOKED_AT = 200  # images whose size is looked at if the index does not say it
 MANY_CLASSES = 100  # with fewer, a batch of every class has many images of each
 SMALL_BATCH = 60  # of few classes
@@ -28,115 +29,117 @@ BATCH_IMAGES_PER_CLASS = 4  # K of a batch of many classes
 LARGEST_BATCH = {"cpu": 96, "cuda": 1024}  # in an hour on a CPU, more updates gain more than larger batches
 BATCHES_AN_EPOCH = 8  # at least, of many classes
 EPOCHS, LEAST_STEPS = 10, 200
+WARMUP_SHARE, EVALUATIONS = 10, 10  # a tenth of the steps, and after each tenth
 RANDOM_RATE, PRETRAINED_RATE, CAREFUL_RATE = 1e-3, 3e-4, 1e-4  # of Adam, by weights
-EVALUATIONS = 10
 SMALLEST_SIDE, STEP_OF_SIDE = 64, 32  # pixels; networks pretrained on photographs see little in fewer
 LARGEST_SIDE = {"cpu": 128, "cuda": 224}
 DEFAULT_BACKBONE = {"cpu": "tf_efficientnet_lite0", "cuda": "resnet50"}
+SMALL = (
+    "A small batch has all of the few classes; a large one would only have more images of them, for fewer updates in "
+    "the same time. So distap's large batches are the wrong tool here."
+)
+LARGE = (
+    "In the same time small batches make more updates, and gain more than larger ones until the figures stop rising; "
+    "then go on with a larger one, which ranks an image against more classes."
+)
 
 
 @dataclass(frozen=True)
 class Look:
-    train: str  # data set, as a recipe names it
-    validation: str | None
-    shared: int  # classes of both
+    sets: dict[str, str]  # data sets as a recipe names them: train and, if there are, validation and gallery
+    classes: Classes
+    shared: int  # classes that training shares with the others
     images: int
-    classes: int  # with two images or more
-    alone: int  # classes with one image
-    images_a_class: int  # the median of classes with two or more
     side: int  # median of the shorter sides, pixels
-    gpus: int
 
     @property
     def device(self) -> str:
-        return "cuda" if self.gpus else "cpu"
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    @property
+    def alone(self) -> int:
+        """Number of classes with one image."""
+        return self.classes.count - len(self.classes.with_pairs)
 
 
-def look(place: str) -> tuple[Look, Classes]:
+def look(place: str) -> Look:
     """Inspect a folder with a sub-folder per class, shards, or a folder with `train` and `test` of these.
 
     Raises:
         DistapError: there are no images, or no class has two.
     """
-    train, validation = _sets_in(place)
-    index = load_index(train)
+    folder = Path(place)
+    lists = [each for each in (folder, *sorted(folder.glob("*"))) if each.suffix in LISTS and each.is_file()]
+    pack = f"; `distap data pack {lists[0]} shards` packs its images, then `distap init shards`" if lists else ""
+    if folder in lists:
+        raise DistapError(f"{place}: a list of images, not the images{pack}")
+    sets = _sets_in(folder) if folder.is_dir() else {"train": place}
+    try:
+        index = load_index(sets["train"])
+    except DistapError as error:
+        raise DistapError(f"{error}{pack}") from error
     classes = index.classes
-    pairs = classes.with_pairs
-    if len(pairs) < 2:
+    if (pairs := len(classes.with_pairs)) < 2:
         raise DistapError(
-            f"{train}: {classes.count} classes, of which {len(pairs)} have two images or more; training needs two "
-            "such classes at least: an image learns from others of its class and of other classes"
+            f"{sets['train']}: {classes.count} classes, of which {pairs} have two images or more; training needs two "
+            f"such classes at least: an image learns from others of its class and of other classes{pack}"
         )
-    a_class = int(np.median(classes.sizes[pairs]))
-    shared = 0 if validation is None else len(seen_classes(index.class_name, load_index(validation).class_name))
-    counts = shared, len(index), len(pairs), classes.count - len(pairs), a_class
-    return Look(train, validation, *counts, _side(train, index), torch.cuda.device_count()), classes
+    others = [name for key, each in sets.items() if key != "train" for name in load_index(each).class_name]
+    shared = len(seen_classes(index.class_name, others))
+    return Look(sets, classes, shared, len(index), _side(sets["train"], index))
 
 
-def recipe_for(seen: Look, classes: Classes, run: str, backbone: str | None, weights: str, size: int | None) -> str:
-    return "\n".join(_lines(seen, classes, run, backbone or DEFAULT_BACKBONE[seen.device], weights, size)) + "\n"
+def recipe_for(seen: Look, run: str, backbone: str | None, weights: str, size: int | None) -> str:
+    return "\n".join(_lines(seen, run, backbone or DEFAULT_BACKBONE[seen.device], weights, size)) + "\n"
 
 
-def _lines(seen: Look, data: Classes, run: str, backbone: str, weights: str, size: int | None) -> Iterator[str]:
-    if seen.classes < MANY_CLASSES:
-        images = max(2, min(SMALL_BATCH // min(seen.classes, SMALL_BATCH // 2), seen.images_a_class))
-        classes = min(SMALL_BATCH // images, seen.classes)
-        while images > 2 and most_classes(data, images) < classes:  # some classes are small
+def _lines(seen: Look, run: str, backbone: str, weights: str, size: int | None) -> Iterator[str]:
+    pairs = seen.classes.with_pairs
+    count, a_class = len(pairs), int(np.median(seen.classes.sizes[pairs]))
+    is_small = count < MANY_CLASSES
+    if is_small:
+        images = max(2, min(SMALL_BATCH // min(count, SMALL_BATCH // 2), a_class))
+        classes = min(SMALL_BATCH // images, count)
+        while images > 2 and most_classes(seen.classes, images) < classes:  # some classes are small
             images -= 1
-        loss = "multi_similarity"
-        why = "A small batch has all of the few classes; a large one would only have more images of them, for fewer "
-        why += "updates in the same time. So distap's large batches are the wrong tool here."
     else:
-        images = min(BATCH_IMAGES_PER_CLASS, seen.images_a_class)
+        images = min(BATCH_IMAGES_PER_CLASS, a_class)
         wanted = min(seen.images // BATCHES_AN_EPOCH, LARGEST_BATCH[seen.device])
-        classes = min(wanted // images, most_classes(data, images))
-        loss = "smooth_ap"
-        why = "In the same time small batches make more updates, and gain more than larger ones until the figures "
-        why += "stop rising; then go on with a larger one, which ranks an image against more classes."
+        classes = min(wanted // images, most_classes(seen.classes, images))
     batch = classes * images
     steps = max(round(EPOCHS * seen.images / batch), LEAST_STEPS)
-    every = max(steps // EVALUATIONS, 1)
+    every = steps // EVALUATIONS
     nearest = round(seen.side / STEP_OF_SIDE) * STEP_OF_SIDE
     side = size or int(np.clip(nearest, SMALLEST_SIDE, LARGEST_SIDE[seen.device]))
     yield from _comment(
-        f"Written by `distap init` for {seen.images:,} images. {seen.classes:,} classes have two images or more, "
-        f"{seen.images_a_class} in the median. The images' shorter side is {seen.side} px in the median."
+        f"Written by `distap init` for {seen.images:,} images. {count:,} classes have two images or more, {a_class} "
+        f"in the median. The images' shorter side is {seen.side} px in the median."
     )
     yield f"run: {_quoted(run)}"
     yield f"steps: {steps}  # {steps * batch / seen.images:.1f} epochs of {seen.images / batch:.1f} steps"
-    yield ""
-    yield "data:"
-    yield f"  train: {_quoted(seen.train)}"
-    if seen.validation is not None:
-        yield f"  validation: {_quoted(seen.validation)}"
-        if seen.shared:
-            yield f"  unseen_classes: false  # {seen.shared:,} of its classes are trained on; unseen ones tell more"
-    else:
+    yield from ("", "data:", *(f"  {key}: {_quoted(each)}" for key, each in seen.sets.items()))
+    if seen.shared:
+        yield f"  unseen_classes: false  # {seen.shared:,} of its classes are trained on; unseen ones tell more"
+    elif "validation" not in seen.sets:
         yield "  # No classes are held out, so no figures show what training gains. `distap data pack --split 0.5`"
-        yield "  # packs half of them apart. validation: shards/test"
+        yield "  # packs half of them apart. validation: shards/validation"
     yield f"  image_size: {side}  # more sees more detail, and costs more"
     yield "  augmentation: {crop: 0.5, flip: 0.5, colour: 0.4, grey: 0.1}  # flip: 0 if left and right differ"
-    yield ""
-    yield from _comment(why)
+    yield from ("", *_comment(SMALL if is_small else LARGE))
     yield f"sampling: {{name: p_by_k, classes: {classes}, images: {images}}}  # {batch} images a batch"
-    yield ""
-    yield "model:"
-    yield f"  backbone: {_quoted(backbone)}"
     told = "pretrained, downloaded once" if weights == "timm" else "as asked for"
+    yield from ("", "model:", f"  backbone: {_quoted(backbone)}")
     yield f"  weights: {weights}  # {told}; {{name: run, path: RUN}} goes on from another training"
-    yield ""
     # Fitted to few classes, pretrained features tell others apart less well.
-    is_careful = weights != "random" and seen.classes < MANY_CLASSES and not seen.shared
+    is_careful = weights != "random" and is_small and not seen.shared
     rate = RANDOM_RATE if weights == "random" else CAREFUL_RATE if is_careful else PRETRAINED_RATE
-    yield f"loss: {loss}"
+    yield from ("", f"loss: {'multi_similarity' if is_small else 'smooth_ap'}")
     yield f"optimizer: {{name: adam, learning_rate: {rate}}}"
     if is_careful:
         yield from _comment("If even the first evaluation is the best one, few classes do not help: train on more.")
-    yield "schedule: {name: linear, warmup: 20}"
+    yield f"schedule: {{name: linear, warmup: {steps // WARMUP_SHARE}}}"
     yield "replay: {size: auto, keep: auto}  # the fastest micro-batch, and all graphs for which there is memory"
-    yield ""
-    if seen.validation is not None:
-        yield f"evaluation: {{every: {every}}}"
+    yield from ("", *([f"evaluation: {{every: {every}}}"] if "validation" in seen.sets else []))
     yield f"checkpoint: {{every: {every}}}"
 
 
@@ -149,15 +152,19 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _sets_in(place: str) -> tuple[str, str | None]:
-    folder = Path(place)
-    if not folder.is_dir():
-        return place, None
-    train = next((folder / name for name in TRAIN if _holds_classes(folder / name)), None)
-    if train is None:
-        return _named(folder), None
-    test = next((folder / name for name in TEST if _holds_classes(folder / name)), None)
-    return _named(train), None if test is None else _named(test)
+def _sets_in(folder: Path) -> dict[str, str]:
+    """Return the data sets in a folder by their keys in a recipe: as a person or `distap data pack` names them."""
+
+    def first(names: tuple[str, ...]) -> Path | None:
+        return next((folder / name for name in names if _holds_classes(folder / name)), None)
+
+    if (train := first(TRAIN)) is None:
+        return {"train": _named(folder)}
+    if (test := first(TEST)) is not None:
+        return {"train": _named(train), "validation": _named(test)}
+    queries, gallery = (first(tuple(f"{name}-{part}" for name in TEST)) for part in ("query", "gallery"))
+    held_out = {"validation": _named(queries), "gallery": _named(gallery)} if queries and gallery else {}
+    return {"train": _named(train), **held_out}
 
 
 def _holds_classes(folder: Path) -> bool:

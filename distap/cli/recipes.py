@@ -43,9 +43,9 @@ def init_command(
 
     if output.exists():
         raise DistapError(f"{output}: there is such a file already; give another --output")
-    seen, classes = look(images)
+    seen = look(images)
     folder = run or str(Path("runs") / output.stem)
-    text = recipe_for(seen, classes, folder, backbone, weights, image_size)
+    text = recipe_for(seen, folder, backbone, weights, image_size)
     recipe_from(parsed_yaml(text, f"--weights {weights}"), f"{output} (not written)")
     write_whole(output, text)
     print_result(text.rstrip("\n"))

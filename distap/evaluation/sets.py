@@ -73,6 +73,14 @@ def open_set(
         return EvaluationSet(name, queries, truth.form.protocol, tuple(parts), truth)
     if distractors:
         raise DistapError(f"{source}: distractors need a ground truth, but {truth_file} is not there")
+    folder = Path(source.base)
+    pair = folder.with_name(f"{folder.name.removesuffix('query')}gallery")  # as `distap data pack` names them
+    has_pair = folder.name.endswith("query") and source.pattern is None and not source.scheme and pair.is_dir()
+    if has_pair and gallery is None and not gallery_draws:
+        raise DistapError(
+            f"{source}: give its gallery, {pair}, by data.gallery or --gallery; if these are to retrieve each other, "
+            f"write {source}/*.tar"
+        )
     found = EvaluationSet(
         name, opened(source), labelled_figures(at), () if gallery is None else (opened(gallery),), draws=gallery_draws
     )

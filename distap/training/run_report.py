@@ -87,6 +87,9 @@ class RunReport:
             ("run", f"{recipe.run}, {begin}"),
         ):
             logger.info("%-10s  %s", what, told)
+        if length.warmup > self.steps:
+            told = "schedule.warmup is longer than the training: the rate reaches %.2g of optimizer.learning_rate"
+            logger.warning(told, self.steps / length.warmup)
         has_driver = DRIVER.exists() or shutil.which("nvidia-smi") is not None
         if device.type == "cpu" and recipe.device == "auto" and has_driver:
             logger.warning("%s, so it trains on the CPU; device=cuda would refuse that", without_gpu())

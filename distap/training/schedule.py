@@ -125,6 +125,11 @@ class Length:
         factor: float = self.recipe.schedule.factor(step, self.steps, **of_epochs)
         return self.recipe.optimizer.learning_rate * factor
 
+    @property
+    def warmup(self) -> Fraction:
+        """Number of first steps in which the learning rate rises."""
+        return self.in_steps(getattr(self.recipe.schedule, "warmup", 0), self._unit)
+
     @cached_property
     def head_only(self) -> Fraction:
         """Number of first steps during which the backbone does not change."""
