@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from huggingface_hub import ModelHubMixin
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from distap.config.network import ModelSection
@@ -101,8 +101,8 @@ class DescriptorNetwork(
         backbone = {
             name.removeprefix("backbone."): state.pop(name) for name in list(state) if name.startswith("backbone.")
         }
-        save_file(backbone, folder / BACKBONE, {"format": "pt"})
-        save_file(state, folder / HEAD, {"format": "pt"})
+        for file, tensors in ((BACKBONE, backbone), (HEAD, state)):
+            (folder / file).write_bytes(save(tensors, {"format": "pt"}))  # save_file lets only its owner read it
         if described.whitening is not None:
             save_whitening(folder / WHITENING_FILE, described.whitening)
         about = getattr(network.backbone, "pretrained_cfg", None) or {}

@@ -34,11 +34,11 @@ RANDOM_RATE, PRETRAINED_RATE, CAREFUL_RATE = 1e-3, 3e-4, 1e-4  # of Adam, by wei
 SMALLEST_SIDE, STEP_OF_SIDE = 64, 32  # pixels; networks pretrained on photographs see little in fewer
 LARGEST_SIDE = {"cpu": 128, "cuda": 224}
 DEFAULT_BACKBONE = {"cpu": "tf_efficientnet_lite0", "cuda": "resnet50"}
-SMALL = (
+WHY_SMALL = (
     "A small batch has all of the few classes; a large one would only have more images of them, for fewer updates in "
     "the same time. So distap's large batches are the wrong tool here."
 )
-LARGE = (
+WHY_LARGE = (
     "In the same time small batches make more updates, and gain more than larger ones until the figures stop rising; "
     "then go on with a larger one, which ranks an image against more classes."
 )
@@ -125,7 +125,7 @@ def _lines(seen: Look, run: str, backbone: str, weights: str, size: int | None) 
         yield "  # packs half of them apart. validation: shards/validation"
     yield f"  image_size: {side}  # more sees more detail, and costs more"
     yield "  augmentation: {crop: 0.5, flip: 0.5, colour: 0.4, grey: 0.1}  # flip: 0 if left and right differ"
-    yield from ("", *_comment(SMALL if is_small else LARGE))
+    yield from ("", *_comment(WHY_SMALL if is_small else WHY_LARGE))
     yield f"sampling: {{name: p_by_k, classes: {classes}, images: {images}}}  # {batch} images a batch"
     told = "pretrained, downloaded once" if weights == "timm" else "as asked for"
     yield from ("", "model:", f"  backbone: {_quoted(backbone)}")

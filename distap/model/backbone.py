@@ -182,7 +182,8 @@ class FileWeights:
     """Path of a .safetensors file, or of one that torch.save wrote."""
 
     def load(self, backbone: nn.Module) -> None:
-        own, state = backbone.state_dict(), read_state(self.path)
+        own = backbone.state_dict()
+        state = _without_prefix(read_state(self.path), own)
         if any(key not in state or state[key].shape != value.shape for key, value in own.items()):
             state = _adapted(backbone, state)
         given = {key: value for key, value in state.items() if key in own or not key.startswith(CLASSIFIERS)}
@@ -217,6 +218,15 @@ def read_state(path: Path) -> dict[str, Tensor]:
     return {key: value for key, value in state.items() if isinstance(value, Tensor)}
 
 
+def _without_prefix(state: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a network within another, such as those below `backbone.`, if there is just one."""
+    first = next(iter(own))
+    starts = {key.removesuffix(first) for key in state if key.endswith(first)}
+    whole = [start for start in starts if all(start + key in state for key in own)]
+    start = whole[0] if len(whole) == 1 else ""
+    return {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
+
+
 def file_of_package(package: str) -> Path:
     spec = importlib.util.find_spec(package.replace("-", "_"))
     folders = list(spec.submodule_search_locations or []) if spec else []
@@ -246,4 +256,5 @@ def _load(backbone: nn.Module, state: dict[str, Tensor], where: Path | str) -> N
         backbone.load_state_dict(state)
     except RuntimeError as error:
         why = shorten(str(error), 400)  # it lists every tensor that does not fit
-        raise DistapError(f"{where}: not the weights of this backbone: {why}") from error
+        named = ", ".join([*state][:3])
+        raise DistapError(f"{where}: not the weights of this backbone; it has {named}, ...: {why}") from error

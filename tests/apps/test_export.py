@@ -26,7 +26,7 @@ from distap.apps.export import formats
 from distap.apps.export.card import Exported, model_card, origin_of
 from distap.apps.export.checking import agreement, cases_of, onnx_describer, sizes_to_try
 from distap.apps.export.formats import exportable, program_of, save_onnx, save_program
-from distap.apps.export.to_folder import ExportSettings, export_to_folder
+from distap.apps.export.to_folder import export_to_folder
 from distap.config.reading import recorded_recipe
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
@@ -80,7 +80,7 @@ def exported(tmp_path_factory, training_shards):
     whitening = learn_pca(DescriptorSet(described, names, names, describer.described_by, "noise"), dimensions=8)
     save_whitening(folder / "whitening.safetensors", whitening)
     output = folder / "output"
-    export_to_folder(run, output, ExportSettings(ALL, SIZE), folder / "whitening.safetensors")
+    export_to_folder(run, output, ALL, folder / "whitening.safetensors", overrides=[f"evaluation.crop={SIZE}"])
     return SimpleNamespace(
         run=run,
         output=output,
@@ -205,7 +205,7 @@ def test_a_card_names_the_weights_that_training_began_with(exported):
     model = {**origin.settings["model"], "backbone": "resnet50.a1_in1k", "weights": {"name": "timm"}}
     recipe = recorded_recipe({"model": model}, "test")
     began = replace(origin, recipe=recipe, settings={**origin.settings, "model": model})
-    card = model_card(began, Exported(exported.describer, {}, None, SIZE, False), None)
+    card = model_card(began, Exported(exported.describer, {}, None, SIZE, False))
     assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "timm/resnet50.a1_in1k"
     assert "timm's `timm/resnet50.a1_in1k`, which timm says to be under apache-2.0" in card
 
@@ -216,7 +216,7 @@ def test_a_card_passes_on_no_key_to_a_storage(exported):
     train = "https://user:word@a.example/shards/train?signature=abc"
     data = {**origin.settings["data"], "remote": remote, "train": train}
     trained = replace(origin, settings={**origin.settings, "data": data})
-    card = model_card(trained, Exported(exported.describer, {}, None, SIZE, False), None)
+    card = model_card(trained, Exported(exported.describer, {}, None, SIZE, False))
     assert "its name" not in card and "its secret" not in card
     assert "https://a.example/shards/train" in card and "word" not in card and "abc" not in card
 
@@ -235,7 +235,7 @@ def test_what_is_not_known_is_not_told(tmp_path, training_shards):
     for name in ("recipe.yaml", "metrics.jsonl"):
         (run / name).unlink()
     shutil.rmtree(shards)
-    export_to_folder(run, output, ExportSettings(("safetensors",)))
+    export_to_folder(run, output, ("safetensors",))
     card = (output / "README.md").read_text()
     assert "| images | not known |" in card and "| classes | not known |" in card
     assert "was not evaluated while it was trained" in card and "model-index" not in card
@@ -247,7 +247,7 @@ def test_a_folder_with_something_else_in_it_is_left_alone(exported, tmp_path):
     output.mkdir()
     (output / "thesis.tex").write_text("chapter 1")
     with pytest.raises(DistapError, match=r"thesis\.tex would be lost; move it elsewhere, or name a new folder"):
-        export_to_folder(exported.run, output, ExportSettings(("safetensors",)))
+        export_to_folder(exported.run, output, ("safetensors",))
     assert (output / "thesis.tex").read_text() == "chapter 1"
 
 
@@ -255,14 +255,14 @@ def test_an_earlier_export_is_replaced_whole_or_not_at_all(exported, tmp_path, m
     output = tmp_path / "output"
     backbone = ("--best", "--format", "safetensors")
     for size in (32, 40):
-        assert distap(monkeypatch, "export", exported.run, output, *backbone, "--image-size", size) == 0
+        assert distap(monkeypatch, "export", exported.run, output, *backbone, f"evaluation.crop={size}") == 0
         assert f"images as `crop {size}`" in capfd.readouterr().out
-    assert distap(monkeypatch, "export", exported.run, output, "--scales", "1,two") == 2
+    assert distap(monkeypatch, "export", exported.run, output, "evaluation.scales=two") == 2
     assert distap(monkeypatch, "export", exported.run, output, "--format", "tflite") == 2
-    assert distap(monkeypatch, "export", exported.run, output, "--format", "onnx", "--opset", "9") == 2
     assert json.loads((output / "export.json").read_text())["described_by"]["sizing"] == "crop 40"
     tensors = ["head.safetensors", "model.safetensors"]
     assert sorted(path.name for path in output.iterdir()) == ["README.md", "config.json", "export.json", *tensors]
+    assert {path.stat().st_mode & 0o777 for path in output.iterdir()} == {0o644}  # others may read all of it
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
 
 
@@ -271,16 +271,14 @@ def test_a_whitening_of_another_network_is_refused_and_nothing_is_left(exported,
     foreign = replace(whitening, described_by=replace(whitening.described_by, network="0" * 64))
     save_whitening(tmp_path / "whitening.safetensors", foreign)
     with pytest.raises(DistapError, match="learn it anew"):
-        export_to_folder(
-            exported.run, tmp_path / "output", ExportSettings(("pt2",)), tmp_path / "whitening.safetensors"
-        )
+        export_to_folder(exported.run, tmp_path / "output", ("pt2",), tmp_path / "whitening.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["whitening.safetensors"]
 
 
-def test_onnx_that_is_not_installed_is_named_with_what_installs_it(monkeypatch):
+def test_onnx_that_is_not_installed_is_named_with_what_installs_it(tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "ONNX_MODULES", ("onnx", "no_such_package"))
     with pytest.raises(DistapError, match=r"needs no_such_package, .*pip install 'distap\[onnx\]'"):
-        ExportSettings(("onnx",))
+        export_to_folder("no run", tmp_path, ("onnx",))
 
 
 # What is held to the network

@@ -219,6 +219,7 @@ def _be_python(args: list[str], environment: dict[str, str]) -> NoReturn:
     try:
         os.setsid()
         signal.set_wakeup_fd(-1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)

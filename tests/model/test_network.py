@@ -74,6 +74,17 @@ def test_weights_from_a_file_are_loaded_and_their_classifier_left_out(tmp_path, 
         network_with("resnet18", FileWeights(path))
 
 
+def test_a_network_within_another_is_found_in_a_file_if_there_is_just_one(tmp_path):
+    path, inner = tmp_path / "weights.pth", timm.create_model("resnet10t", num_classes=0)
+    within = {f"model.{name}": value for name, value in inner.state_dict().items()}
+    torch.save(within | {"criterion.weight": torch.zeros(1)}, path)
+    network = network_with("resnet10t", FileWeights(path))
+    assert torch.equal(network.backbone.layer4[0].conv1.weight, inner.layer4[0].conv1.weight)
+    torch.save(within | {name.replace("model.", "teacher."): value for name, value in within.items()}, path)
+    with pytest.raises(DistapError, match=r"it has model\.conv1"):
+        network_with("resnet10t", FileWeights(path))
+
+
 def test_a_weights_file_that_is_missing_or_damaged_is_named(tmp_path):
     path = tmp_path / "weights.pth"
     with pytest.raises(DistapError, match=r"weights\.pth: no such weights file"):

@@ -197,6 +197,25 @@ def test_a_folder_without_an_index_or_with_another_record_is_refused(tmp_path, w
             read_index(written)
 
 
+def test_an_index_that_was_made_by_other_means_is_refused_though_its_checksums_are_right(tmp_path, gallery, built):
+    distances, numbered = faiss.IndexFlatL2(16), faiss.IndexIDMap(faiss.IndexFlatIP(16))
+    distances.add(gallery.descriptors)
+    numbered.add_with_ids(gallery.descriptors, 1000 * np.arange(700))
+    surrogates = replace(gallery, keys=np.array([f"\ud800{number}" for number in range(700)]))
+    for name, index, described_images in (
+        ("distances", distances, gallery),
+        ("numbers", numbered, gallery),
+        ("keys", built["flat"].index, surrogates),
+    ):
+        write_index(tmp_path / name, replace(built["flat"], index=index), described_images)
+    with pytest.raises(DistapError, match="ranks by distances"):
+        read_index(tmp_path / "distances")
+    with pytest.raises(DistapError, match="surrogates not allowed"):
+        read_index(tmp_path / "keys")
+    with pytest.raises(DistapError, match=r"names an image \d+000 of 700; index it again"):
+        read_index(tmp_path / "numbers").search(gallery.descriptors[5:6], 3)
+
+
 def test_queries_of_other_dimensions_are_refused(gallery, written):
     index = read_index(written)
     with pytest.raises(DistapError, match="of 16 dimensions, the query of 9"):

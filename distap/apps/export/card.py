@@ -23,7 +23,6 @@ from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.saved import Evaluation, folder_of_step, read_evaluation
 from distap.model.backbone import SOURCES
-from distap.retrieval.whitening import Whitening
 from distap.storage.locations import from_folder, parse_source
 from distap.storage.redact import without_secrets
 from distap.telemetry.runlog import read_run_log
@@ -79,7 +78,7 @@ class Exported:
     dynamic_size: bool  # whether they take others too
 
 
-def model_card(origin: Origin, exported: Exported, whitening: Whitening | None) -> str:
+def model_card(origin: Origin, exported: Exported) -> str:
     """Return the card as Markdown, with the fields that the Hugging Face hub reads at its top."""
     settings, loss = copy.deepcopy(origin.settings), origin.settings["loss"]
     # A card is passed on, and these options may hold keys to someone's storage.
@@ -92,7 +91,7 @@ def model_card(origin: Origin, exported: Exported, whitening: Whitening | None) 
         template_str=files(__package__).joinpath("card.md").read_text("utf-8"),
         origin=origin,
         exported=exported,
-        whitening=whitening,
+        whitening=exported.describer.whitening,
         weights=_weights(origin),
         began_with=BEGAN_WITH,
         pretrained=_pretrained(origin),

@@ -23,7 +23,7 @@ from distap.errors import DistapError
 from distap.model.multiscale import MultiScaleNetwork
 from distap.model.network import RetrievalNetwork
 
-OPSET, SMALLEST_OPSET = 20, 18  # antialiased scaling and torch's translations begin with 18
+OPSET = 20  # of ONNX's operators
 AXIS_NAMES = {0: "batch", 2: "height", 3: "width"}  # of the axes that may vary
 ONNX_MODULES = ("onnx", "onnxruntime", "onnxscript")
 # The exporters warn about their internals; their results are compared afterwards.
@@ -85,7 +85,7 @@ def save_program(program: ExportedProgram, path: Path, about: Mapping[str, str])
         ) from error
 
 
-def save_onnx(program: ExportedProgram, path: Path, about: Mapping[str, str], opset: int = OPSET) -> None:
+def save_onnx(program: ExportedProgram, path: Path, about: Mapping[str, str]) -> None:
     """Write the trace of a result of `exportable` as ONNX with texts by name, and check that it is well formed.
 
     Weights above 2 GB go to a file next to it. A DistapError names the operator that ONNX lacks.
@@ -101,7 +101,7 @@ def save_onnx(program: ExportedProgram, path: Path, about: Mapping[str, str], op
                 program,
                 input_names=["images"],
                 output_names=["descriptors"],
-                opset_version=opset,
+                opset_version=OPSET,
                 dynamic_shapes=(axes,),
                 dynamo=True,
                 verbose=False,
@@ -116,10 +116,7 @@ def save_onnx(program: ExportedProgram, path: Path, about: Mapping[str, str], op
         why: BaseException = error
         while why.__cause__ is not None:  # the first cause names the operator
             why = why.__cause__
-        raise DistapError(f"the network cannot be exported to ONNX with opset {opset}: {_first(why)}") from error
-    found = translated.model.opset_imports[""]
-    if found != opset:
-        raise DistapError(f"--opset {opset}: torch wrote opset {found} instead; leave --opset at {OPSET}")
+        raise DistapError(f"the network cannot be exported to ONNX with opset {OPSET}: {_first(why)}") from error
 
 
 def save_backbone(

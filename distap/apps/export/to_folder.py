@@ -3,23 +3,31 @@
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
 import distap
-from distap.apps.export import checking, formats
+from distap.apps.export import checking
 from distap.apps.export.card import Exported, Origin, model_card, origin_of
-from distap.apps.export.formats import OPSET, SMALLEST_OPSET, missing_for_onnx
+from distap.apps.export.formats import (
+    OPSET,
+    exportable,
+    missing_for_onnx,
+    program_of,
+    save_backbone,
+    save_onnx,
+    save_program,
+)
 from distap.checkpoint.finding import opened_checkpoint
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
+from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.library import DescriptorNetwork
 from distap.model.multiscale import required_size
-from distap.model.network import RetrievalNetwork
 from distap.model.trained import BACKBONE
-from distap.retrieval.whitening import Whitening, load_whitening
+from distap.retrieval.whitening import load_whitening
 from distap.storage.atomic import refuse_foreign, replacing_folder
 from distap.storage.hashing import file_identity
 from distap.training.build import describing_of, trained_network
@@ -31,32 +39,19 @@ EXPORT_FORMATS = ("pt2", "onnx", "safetensors")
 EXPORT_VERSION = 1
 
 
-@dataclass(frozen=True)
-class ExportSettings:
-    """Formats and sizes of an export; a DistapError names an unusable setting or missing packages."""
-
-    formats: Sequence[str]  # of EXPORT_FORMATS
-    image_size: int | None = None  # of the largest square, pixels; None takes images as the recipe does
-    dynamic_size: bool = False  # allow other heights and widths as well
-    scales: tuple[float, ...] | None = None  # of MultiScaleNetwork; None takes the recipe's
-    opset: int = OPSET  # version of ONNX's operators
-
-    def __post_init__(self) -> None:
-        if unknown := set(self.formats) - set(EXPORT_FORMATS):
-            raise DistapError(f"--format {min(unknown)!r}: expected {', '.join(EXPORT_FORMATS)}")
-        if self.opset < SMALLEST_OPSET:
-            raise DistapError(f"--opset {self.opset}: expected {SMALLEST_OPSET} or later, with which torch begins")
-        if "onnx" in self.formats and (missing := missing_for_onnx()):
-            needed = f"--format onnx needs {', '.join(missing)}"
-            raise DistapError(f"{needed}, not installed here: pip install 'distap[onnx]', or leave the format out")
-
-
 def installed_formats() -> list[str]:
     return [each for each in EXPORT_FORMATS if each != "onnx" or not missing_for_onnx()]
 
 
 def export_to_folder(
-    checkpoint: Path | str, output: Path, settings: ExportSettings, whitening: Path | None = None, best: bool = False
+    checkpoint: Path | str,
+    output: Path,
+    formats: Sequence[str],
+    whitening: Path | None = None,
+    best: bool = False,
+    *,
+    dynamic_size: bool = False,
+    overrides: Sequence[str] = (),
 ) -> Exported:
     """Write a checkpoint's network in several formats, a model card, and export.json, which describes them.
 
@@ -65,9 +60,18 @@ def export_to_folder(
     Args:
         checkpoint: a run folder, one of its checkpoints, or the URL of either.
         output: a new folder, an empty one, or that of an earlier export, which is replaced.
+        formats: of EXPORT_FORMATS.
         whitening: a file of `distap whiten`, applied last.
         best: with a run folder, take its best checkpoint, not its newest.
+        dynamic_size: let programs take images of any size; otherwise only those of the recipe's crop, or of
+            data.image_size if the recipe takes whole images.
+        overrides: changes of the recipe, such as `evaluation.scales=[1,0.7]`.
     """
+    if unknown := set(formats) - set(EXPORT_FORMATS):
+        raise DistapError(f"--format {min(unknown)!r}: expected {', '.join(EXPORT_FORMATS)}")
+    if "onnx" in formats and (missing := missing_for_onnx()):
+        needed = f"--format onnx needs {', '.join(missing)}"
+        raise DistapError(f"{needed}, not installed here: pip install 'distap[onnx]', or leave the format out")
     output = output.resolve()
     earlier: set[str] = set()
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -75,53 +79,51 @@ def export_to_folder(
     refuse_foreign(output, earlier)
     with opened_checkpoint(checkpoint, best, BESIDE) as found:
         # Take this checkpoint's own path, since a training may write a newer one meanwhile.
-        recipe, network = trained_network(found.path, World())
+        recipe, network = trained_network(found.path, World(), overrides=overrides)
         origin = origin_of(found, recipe)
-    learned = None if whitening is None else load_whitening(whitening)
+    sizing = Sizing.parse(recipe.evaluation.sizing(recipe.data.image_size))
+    if sizing.kind != "crop" and not dynamic_size:
+        sizing = Sizing("crop", recipe.data.image_size)
+    if dynamic_size and (required := required_size(network)) is not None:
+        name = recipe.model.architecture
+        raise DistapError(f"--dynamic-size: {name} takes images of {required[1]} x {required[0]} pixels only")
+    described = describing_of(recipe, network, World(), sizing).describer
+    describer = replace(described, whitening=None if whitening is None else load_whitening(whitening))
     with replacing_folder(output) as folder:
-        return _write(folder, network, origin, settings, learned)
+        return _write(folder, describer, origin, formats, dynamic_size)
 
 
 def _write(
-    folder: Path, network: RetrievalNetwork, origin: Origin, settings: ExportSettings, whitening: Whitening | None
+    folder: Path, describer: ImageDescriber, origin: Origin, formats: Sequence[str], dynamic_size: bool
 ) -> Exported:
-    recipe, architecture = origin.recipe, origin.recipe.model.architecture
-    sizing = Sizing.parse(recipe.evaluation.sizing(recipe.data.image_size))
-    if settings.image_size is not None or (sizing.kind != "crop" and not settings.dynamic_size):
-        sizing = Sizing("crop", settings.image_size or recipe.data.image_size)
-    image_size = sizing.pixels or recipe.data.image_size
-    if settings.dynamic_size and (required := required_size(network)) is not None:
-        raise DistapError(f"--dynamic-size: {architecture} takes images of {required[1]} x {required[0]} pixels only")
-    described = describing_of(recipe, network, World(), sizing, settings.scales).describer
-    describer = replace(described, whitening=whitening)
+    image_size = describer.sizing.pixels or origin.recipe.data.image_size
     about = {"distap": json.dumps({"version": distap.__version__, "described_by": asdict(describer.described_by)})}
     several = describer.network.eval()
     programs: dict[str, checking.Agreement] = {}
-    if {"pt2", "onnx"} & set(settings.formats):
-        program = formats.program_of(formats.exportable(several), image_size, settings.dynamic_size)
-        cases = checking.cases_of(several, checking.sizes_to_try(image_size, settings.dynamic_size))
-        if "pt2" in settings.formats:
+    if {"pt2", "onnx"} & set(formats):
+        program = program_of(exportable(several), image_size, dynamic_size)
+        cases = checking.cases_of(several, checking.sizes_to_try(image_size, dynamic_size))
+        if "pt2" in formats:
             path = folder / PROGRAM_FILE
-            formats.save_program(program, path, about)
+            save_program(program, path, about)
             programs[path.name] = checking.agreement(path.name, torch.export.load(path).module(), cases)
-        if "onnx" in settings.formats:
+        if "onnx" in formats:
             path = folder / ONNX_FILE
-            formats.save_onnx(program, path, about, settings.opset)
+            save_onnx(program, path, about)
             programs[path.name] = checking.agreement(path.name, checking.onnx_describer(path), cases)
     backbone = None
-    if "safetensors" in settings.formats:
+    if "safetensors" in formats:
         images = checking.example_images(2, (image_size, image_size))
         DescriptorNetwork(describer, origin.recipe.model).write(folder)
-        backbone = formats.save_backbone(network, architecture, folder / BACKBONE, images, about)
-    exported = Exported(describer, programs, backbone, image_size, settings.dynamic_size)
-    (folder / "README.md").write_text(model_card(origin, exported, whitening), "utf-8")
-    (folder / EXPORT_FILE).write_text(
-        json.dumps(_about(folder, exported, origin, settings), indent=1) + "\n", "utf-8"
-    )
+        name, network = origin.recipe.model.architecture, describer.retrieval_network
+        backbone = save_backbone(network, name, folder / BACKBONE, images, about)
+    exported = Exported(describer, programs, backbone, image_size, dynamic_size)
+    (folder / "README.md").write_text(model_card(origin, exported), "utf-8")
+    (folder / EXPORT_FILE).write_text(json.dumps(_about(folder, exported, origin), indent=1) + "\n", "utf-8")
     return exported
 
 
-def _about(folder: Path, exported: Exported, origin: Origin, settings: ExportSettings) -> dict[str, object]:
+def _about(folder: Path, exported: Exported, origin: Origin) -> dict[str, object]:
     lengths = ["height", "width"] if exported.dynamic_size else [exported.image_size, exported.image_size]
     files = {path.name: asdict(file_identity(path)) for path in sorted(folder.iterdir())}
     return {
@@ -133,7 +135,7 @@ def _about(folder: Path, exported: Exported, origin: Origin, settings: ExportSet
         "described_by": asdict(exported.describer.described_by),
         "dimensions": exported.describer.dimensions,
         "input": {"dtype": "uint8", "shape": ["batch", 3, *lengths], "order": "RGB"},
-        "opset": settings.opset if ONNX_FILE in files else None,
+        "opset": OPSET if ONNX_FILE in files else None,
         "tolerance": checking.EXPORT_TOLERANCE,
         "agreement": {name: asdict(each) for name, each in exported.programs.items()},
         "backbone": None if exported.backbone is None else asdict(exported.backbone),

@@ -1,5 +1,6 @@
 """Routes of a search server, and the JSON of its answers."""
 
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
@@ -55,6 +56,7 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
         413: "Too many bytes or pixels.",
         415: "No multipart form, or no image of a known format.",
         422: "A field is missing or out of bounds.",
+        507: "The server's temporary disk is full.",
         503: "Too much to do, or not loaded yet: try again after `Retry-After` seconds.",
     }.items()
 }
@@ -83,9 +85,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
     async def search_by_image(request: Request) -> SearchAnswer:
         """Find the images that are most similar to an upload."""
         try:
-            with service.uploads:
-                image, k = await read_upload(request, service.settings)
-            return answer(await service.by_image(image, k))
+            return answer(await service.by_image(partial(read_upload, request, service.settings)))
         except RefusedError as problem:
             service.metrics.refused.labels(problem.reason).inc()
             raise

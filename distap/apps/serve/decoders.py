@@ -7,12 +7,9 @@ import resource
 import signal
 import sys
 import threading
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -58,16 +55,14 @@ class DecodingJob:
 
 
 class Decoders:
-    """A pool of `count` decoding processes, for as many threads; one that does not answer in time is replaced."""
+    """Processes that decode, for as many threads; one that takes too long, or dies, is replaced."""
 
     def __init__(self, job: DecodingJob, count: int) -> None:
         self._job, self._stopping = job, False
-        # An executor kills no process of its own, and breaks as a whole if one dies, so each has one.
-        self._pids: dict[ProcessPoolExecutor, Future[int]] = {}
-        self._idle: SimpleQueue[ProcessPoolExecutor] = SimpleQueue()
-        started = [self._started() for _ in range(count)]  # they import at the same time
-        for decoder in started:
-            self._pids[decoder].result()
+        self._idle: SimpleQueue[_Decoder] = SimpleQueue()
+        self._all = {_Decoder(job) for _ in range(count)}  # they import at the same time
+        for decoder in self._all:
+            decoder.answer(None)
             self._idle.put(decoder)
 
     def __call__(self, data: bytes) -> Tensor:
@@ -79,11 +74,11 @@ class Decoders:
         decoder = self._idle.get()
         try:
             try:
-                answer = self._decode(decoder, data)
-            except BrokenProcessPool:  # the process died of this image, or was killed before
+                answer = decoder.decoded(data)
+            except (EOFError, ConnectionError):  # it died of this image, or was killed before
                 decoder = self._replaced(decoder)
-                answer = self._decode(decoder, data)
-        except (TimeoutError, BrokenProcessPool, MemoryError, OutOfMemoryError) as error:
+                answer = decoder.decoded(data)
+        except (TimeoutError, EOFError, ConnectionError) as error:
             decoder = self._replaced(decoder)
             is_late = isinstance(error, TimeoutError)
             what = f"{self._job.seconds:g} s" if is_late else f"{self._job.memory_bytes:,} bytes of memory"
@@ -104,34 +99,41 @@ class Decoders:
 
     def close(self) -> None:
         self._stopping = True
-        for decoder in list(self._pids):
-            self._end(decoder)
+        for decoder in self._all:
+            decoder.process.kill()
 
-    def _started(self) -> ProcessPoolExecutor:
-        decoder = ProcessPoolExecutor(1, CONTEXT, _set_up, (self._job,))
-        self._pids[decoder] = decoder.submit(os.getpid)
-        return decoder
-
-    def _decode(self, decoder: ProcessPoolExecutor, data: bytes) -> Any:
-        if (pid := self._pids.get(decoder)) is None:  # it was ended, since the server stops
-            raise BrokenProcessPool
-        pid.result()  # a new one imports before its time begins
-        return decoder.submit(_decoded, self._job, data).result(self._job.seconds)
-
-    def _replaced(self, decoder: ProcessPoolExecutor) -> ProcessPoolExecutor:
+    def _replaced(self, decoder: "_Decoder") -> "_Decoder":
         if self._stopping:
             raise busy("the server is stopping")
-        self._end(decoder)
-        return self._started()
-
-    def _end(self, decoder: ProcessPoolExecutor) -> None:
-        with suppress(BrokenProcessPool, ProcessLookupError):  # it has ended already
-            os.kill(self._pids.pop(decoder).result(), signal.SIGKILL)
-        decoder.shutdown(wait=False)
+        decoder.process.kill()
+        new = _Decoder(self._job)
+        self._all = {new, *self._all} - {decoder}
+        new.answer(None)  # it imports before its time begins
+        return new
 
 
-def _set_up(job: DecodingJob) -> None:
-    """Prepare a decoding process, and limit its memory to its present size plus what the job allows."""
+class _Decoder:
+    """A decoding process; EOFError or a ConnectionError says that it has ended."""
+
+    def __init__(self, job: DecodingJob) -> None:
+        self._seconds = job.seconds
+        self._connection, other = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=_decode_all, args=(job, other), daemon=True)
+        self.process.start()
+        other.close()  # so that its end is noticed here
+
+    def decoded(self, data: bytes) -> Any:
+        self._connection.send_bytes(data)
+        return self.answer(self._seconds)
+
+    def answer(self, seconds: float | None) -> Any:
+        if not self._connection.poll(seconds):
+            raise TimeoutError
+        return self._connection.recv()
+
+
+def _decode_all(job: DecodingJob, connection: Connection) -> None:
+    """Answer each image file with an array or the arguments of a RefusedError, within the job's memory."""
     for number in STOPS:  # also where the process that forks decoders was there before
         signal.signal(number, signal.SIG_IGN)
     server: Any = multiprocessing.parent_process()
@@ -145,18 +147,14 @@ def _set_up(job: DecodingJob) -> None:
         assert held is not None
         limit = 1024 * int(held[1]) + job.memory_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
-def _decoded(job: DecodingJob, data: bytes) -> Any:
-    """Decode an image: return an array, or the arguments of a RefusedError.
-
-    Raises:
-        OutOfMemoryError: some libraries keep the memory that they have then, so that this process has to end.
-    """
-    try:
-        return job(data).numpy()
-    except DamagedImageError as error:
-        if OUT_OF_MEMORY.search(str(error)):
-            raise OutOfMemoryError from None
-        refused = refused_image(error)
-        return refused.status, refused.reason, str(refused)
+    connection.send("ready")
+    while True:
+        try:
+            connection.send(job(connection.recv_bytes()).numpy())
+        except (MemoryError, OutOfMemoryError, EOFError):
+            os._exit(1)  # some libraries keep the memory that they have then
+        except DamagedImageError as error:
+            if OUT_OF_MEMORY.search(str(error)):
+                os._exit(1)
+            refused = refused_image(error)
+            connection.send((refused.status, refused.reason, str(refused)))

@@ -5,6 +5,7 @@ import platform
 import socket
 import time
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
@@ -16,12 +17,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from distap import __version__
 from distap.apps.serve.limits import ServeSettings
-from distap.apps.serve.same_origin import HEADERS, is_foreign
 from distap.apps.serve.uploads import UPLOAD_PROBLEMS, RefusedError
 
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 CLIENT_GONE = 499  # as nginx counts them; nobody receives it
-OPERATIONS = ("/healthz", "/readyz", "/metrics")
+HEALTH_PATHS = ("/healthz", "/readyz")
+HEADERS = {  # of every answer: what a browser may do with it
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
+        "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
 FOREIGN = RefusedError(403, "foreign", "a page of another site sent this: use the page of this server")
 SERVER_FAILED = RefusedError(500, "failed", "the server failed at this request, and has written why into its log")
 logger = logging.getLogger("distap")
@@ -58,7 +69,8 @@ class Guard:
     """ASGI middleware around an application, whose requests the metrics count.
 
     Starlette's TrustedHost refuses any name but the server's own, which a page could make point here to read the
-    gallery through a visitor's browser. Uploads that a page of another site sends are refused.
+    gallery through a visitor's browser. Probes, and the address that a connection was made to, which Prometheus asks
+    for, need no name. Uploads that a page of another site sends are refused.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServingMetrics, settings: ServeSettings) -> None:
@@ -81,9 +93,7 @@ class Guard:
 
         with self._metrics.in_flight.track_inprogress():
             try:
-                app = FOREIGN.answer() if self._is_foreign(scope) else self._trusting
-                # Kubernetes and Prometheus ask by the address of a pod, which nobody can list.
-                await (self._app if scope["path"] in OPERATIONS else app)(scope, receive, guarded)
+                await self._chosen(scope)(scope, receive, guarded)
             except ClientDisconnect:
                 status = status or CLIENT_GONE
             except Exception:
@@ -96,10 +106,19 @@ class Guard:
                 self._metrics.requests.labels(route, str(status or CLIENT_GONE)).inc()
                 self._metrics.seconds.labels(route).observe(time.monotonic() - started)
 
-    def _is_foreign(self, scope: Scope) -> bool:
+    def _chosen(self, scope: Scope) -> ASGIApp:
+        """Return what answers a request, by its headers Host, Origin and Sec-Fetch-Site."""
         headers = Headers(scope=scope)
-        sender = headers.get("host", ""), headers.get("origin"), headers.get("sec-fetch-site")
-        return scope["method"] == "POST" and is_foreign(*sender, self._proxied)
+        host, origin, site = headers.get("host", ""), headers.get("origin"), headers.get("sec-fetch-site")
+        try:
+            page, asked = urlsplit(origin or ""), urlsplit(f"//{host}").hostname
+            is_ours = origin is None or page.netloc == host or page.hostname in self._proxied
+        except ValueError:
+            return FOREIGN.answer()
+        if scope["method"] == "POST" and (site in ("cross-site", "same-site") or not is_ours):
+            return FOREIGN.answer()
+        has_address = asked == (scope.get("server") or ("",))[0]
+        return self._app if scope["path"] in HEALTH_PATHS or has_address else self._trusting
 
 
 def _route(scope: Scope) -> str:

@@ -34,7 +34,7 @@ class ServeSettings:
     ] = 1_000_000_000
     max_k: Annotated[int, Option(help="Maximum number of images that a search may ask for.", min=1)] = 100
     threads: Annotated[int, Option(help="Number of searches to run at once; they share the cores.", min=1)] = 2
-    queue: Annotated[int, Option(help="Number of searches that may wait; more get status 503.", min=0)] = 64
+    queue: Annotated[int, Option(help="Number of searches that may wait; more get status 503.", min=0)] = 1000
     timeout_seconds: Annotated[float, Option(help="Seconds that an upload or a search may take.", min=0.1)] = 30.0
     drain_seconds: Annotated[
         float, Option(help="Seconds from SIGTERM, when /readyz fails, until new connections are refused.", min=0)
@@ -54,11 +54,6 @@ class ServeSettings:
     def host_in_url(self) -> str:
         """Return the host for a URL: an IPv6 address in brackets."""
         return f"[{self.host}]" if ":" in self.host else self.host
-
-    @property
-    def uploads(self) -> int:
-        """Return how many uploads may arrive at once: more than searches, since slow clients hold them up."""
-        return 2 * (self.threads + self.queue)
 
     def pixels_of(self, maker: "DescribedBy") -> int:
         """Return the most pixels that an upload may have, from how the gallery's images were described."""

@@ -95,13 +95,12 @@ class _Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
+        if not self._is_owed():  # parts of a header do not count
             self._silence.cancel()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle.response_complete:  # otherwise the next request had arrived already
-            self._watch()
+        self._watch()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -109,18 +108,20 @@ class _Connection(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self.cycle is None or self.cycle.response_complete:
-            self._watch()  # the client has read an answer late, and now owes a request
-        else:
-            self._silence.cancel()
+        self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._silence.cancel()
 
+    def _is_owed(self) -> bool:
+        """Tell whether the client has to read an answer or to send a request."""
+        return self.flow.write_paused or self.cycle is None or self.cycle.response_complete
+
     def _watch(self) -> None:
         self._silence.cancel()
-        self._silence = self.loop.call_later(SILENT_SECONDS, self.transport.abort)
+        if self._is_owed():
+            self._silence = self.loop.call_later(SILENT_SECONDS, self.transport.abort)
 
 
 class _Server(uvicorn.Server):

@@ -1,10 +1,9 @@
-"""Hold the state of a server: the searcher once it is loaded, and bounded queues of work."""
+"""Hold the state of a server: the searcher once it is loaded, and a bounded queue of work."""
 
 import asyncio
-import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -23,50 +22,7 @@ from distap.evaluation.extraction.image_describer import TooLittleMemoryError
 from distap.retrieval.index_files import Hit
 
 T = TypeVar("T")
-
-
-class Places:
-    """Limit the number of concurrent uses: `with` takes a place, or raises a RefusedError if none is free."""
-
-    def __init__(self, total: int, calls: str) -> None:
-        self._total, self._calls = total, calls
-        self.taken = 0
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self.taken == self._total:
-                raise busy(f"{self._total} {self._calls} are under way already")
-            self.taken += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self.taken -= 1
-
-
-class Pool:
-    """Run `threads` calls at a time and let `queue` more wait; refuse further calls at once."""
-
-    def __init__(self, threads: int, queue: int, timeout_seconds: float) -> None:
-        self._threads = ThreadPoolExecutor(threads, "search")
-        self._timeout = timeout_seconds
-        self.places = Places(threads + queue, "searches")
-
-    async def run(self, call: Callable[..., T], *arguments: object) -> T:
-        """Return the result of the call; raise a RefusedError if the queue is full or it takes too long."""
-        # A thread cannot be interrupted, so a call that takes too long keeps its place until it ends.
-        with ExitStack() as stack:
-            stack.enter_context(self.places)
-            future = self._threads.submit(call, *arguments)
-            place = stack.pop_all()
-        future.add_done_callback(lambda _: place.close())
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), self._timeout)
-        except TimeoutError as error:
-            raise busy(f"it took more than {self._timeout:g} s") from error
-
-    def close(self) -> None:
-        self._threads.shutdown(cancel_futures=True)  # waits for the calls that have begun
+BODIES = 64  # uploads that arrive or wait in memory; others wait unread, which costs next to nothing
 
 
 class Service:
@@ -75,8 +31,9 @@ class Service:
     def __init__(self, settings: ServeSettings) -> None:
         self.settings = settings
         self.metrics = ServingMetrics()
-        self.uploads = Places(settings.uploads, "uploads")
-        self.searches = Pool(settings.threads, settings.queue, settings.timeout_seconds)
+        self.under_way = 0  # searches that wait, whose uploads arrive, or that run
+        self._bodies = asyncio.Semaphore(settings.threads + BODIES)
+        self._threads = ThreadPoolExecutor(settings.threads, "search")
         self.draining = False  # asked to stop
         self._decoders: Decoders | None = None
         self._loaded: tuple[Searcher, Thumbnails] | None = None
@@ -98,18 +55,21 @@ class Service:
             raise RefusedError(503, "not_ready", "the server is stopping")
         self._require_loaded()
 
-    async def by_image(self, image: bytes, k: int) -> list[Hit]:
+    async def by_image(self, read: Callable[[], Awaitable[tuple[bytes, int]]]) -> list[Hit]:
+        """Return the images most similar to the one that `read` gives, with the number of hits that are wanted."""
         searcher, _ = self._require_loaded()
-        return await self._search(searcher.by_image, image, k)
+        return await self._found(searcher.by_image, read)
 
     async def by_key(self, key: str, k: int) -> list[Hit]:
         """Return the k images most similar to one of the gallery, without itself."""
         searcher, _ = self._require_loaded()
-        try:
-            await self._search(searcher.index.row_of, key)
-        except DistapError as error:
-            raise RefusedError(404, "not_found", f"the index has no image with the key {key!r}") from error
-        return await self._search(searcher.by_key, key, k)
+        if key not in searcher.index.rows:
+            raise RefusedError(404, "not_found", f"the index has no image with the key {key!r}")
+
+        async def read() -> tuple[str, int]:
+            return key, k
+
+        return await self._found(searcher.by_key, read)
 
     async def picture(self, row: int) -> bytes:
         _, thumbnails = self._require_loaded()
@@ -124,7 +84,7 @@ class Service:
             self._decoders.hurry()
 
     def close(self) -> None:
-        self.searches.close()
+        self._threads.shutdown(cancel_futures=True)  # waits for the calls that have begun
         if self._decoders is not None:
             self._decoders.close()
 
@@ -134,12 +94,36 @@ class Service:
             raise RefusedError(503, "not_ready", message, {"Retry-After": "5"})
         return self._loaded
 
-    async def _search(self, call: Callable[..., T], *arguments: object) -> T:
+    async def _found(
+        self, search: Callable[[T, int], list[Hit]], read: Callable[[], Awaitable[tuple[T, int]]]
+    ) -> list[Hit]:
+        """Search in a thread for what `read` gives, which begins only when there is memory for it."""
+        loop, seconds = asyncio.get_running_loop(), self.settings.timeout_seconds
         try:
-            return await self.searches.run(call, *arguments)
+            with ExitStack() as places:
+                places.enter_context(self._place())
+                await asyncio.wait_for(self._bodies.acquire(), seconds)
+                places.callback(self._bodies.release)
+                future = self._threads.submit(search, *await read())
+                held = places.pop_all()
+            # A thread cannot be interrupted, so a search that takes too long keeps its places until it ends.
+            future.add_done_callback(lambda _: loop.call_soon_threadsafe(held.close))
+            return await asyncio.wait_for(asyncio.wrap_future(future), seconds)
+        except TimeoutError as error:
+            raise busy(f"it took more than {seconds:g} s") from error
         except DamagedImageError as error:
             raise refused_image(error) from error
         except DistapError as error:
             if isinstance(error, TooLittleMemoryError) or error.status == FAILED:  # it may pass
                 raise busy("there is not enough memory at the moment") from error
             raise
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        if self.under_way == (most := self.settings.threads + self.settings.queue):
+            raise busy(f"{most} searches are under way already")
+        self.under_way += 1
+        try:
+            yield
+        finally:
+            self.under_way -= 1

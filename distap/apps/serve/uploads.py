@@ -1,8 +1,10 @@
 """Read the image and the number of hits from a request, within limits, and refuse with an error that helps."""
 
 import asyncio
+import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from tempfile import gettempdir
 
 from fastapi import Request
 from PIL import UnidentifiedImageError
@@ -16,11 +18,12 @@ from distap.data.images.formats import readable_formats
 
 FIELDS, FIELD_BYTES = 4, 1_000  # next to the image
 K = re.compile(r"[0-9]{1,9}")
+logger = logging.getLogger("distap")
 UPLOAD_HELP = "send multipart/form-data with the image's file in the field `image`"
 
 UPLOAD_PROBLEMS = (  # the reasons of refused uploads
-    *("bad_request", "busy", "damaged", "empty", "failed", "missing_field", "not_multipart", "not_ready", "slow"),
-    *("too_large", "too_many_pixels", "unknown_format"),
+    *("bad_request", "busy", "damaged", "disk_full", "empty", "failed", "missing_field", "not_multipart"),
+    *("not_ready", "slow", "too_large", "too_many_pixels", "unknown_format"),
 )
 
 
@@ -69,9 +72,14 @@ async def read_upload(request: Request, settings: ServeSettings) -> tuple[bytes,
                 return data, _hits_wanted(form.get("k"), settings.max_k)
             finally:
                 await form.close()
+    except UnicodeError as error:
+        raise RefusedError(400, "bad_request", f"the form is in no charset that can be read: {error}") from error
     except TimeoutError as error:
         late = f"the upload did not arrive within {settings.timeout_seconds:g} s"
         raise RefusedError(408, "slow", f"{late}: send a smaller image") from error
+    except OSError as error:
+        logger.error("an upload cannot be kept while it arrives: %s: %s", gettempdir(), error.strerror or error)
+        raise RefusedError(507, "disk_full", "the server's temporary disk cannot take the image") from error
 
 
 def _hits_wanted(text: str | UploadFile | None, most: int) -> int:

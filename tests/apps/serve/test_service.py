@@ -1,6 +1,8 @@
 import asyncio
+import resource
 import threading
 from contextlib import contextmanager
+from encodings.aliases import aliases
 
 import httpx
 import numpy as np
@@ -11,7 +13,7 @@ from serving import MULTIPART, body
 from distap.apps.search import open_thumbnails
 from distap.apps.serve.app import build_app
 from distap.apps.serve.limits import ServeSettings
-from distap.apps.serve.service import Service
+from distap.apps.serve.service import BODIES, Service
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import DescribedBy
 
@@ -24,9 +26,9 @@ def service(searcher, **settings):
     made.close()
 
 
-def client_of(made: Service) -> httpx.AsyncClient:
+def client_of(made: Service, url: str = "http://127.0.0.1") -> httpx.AsyncClient:
     transport = httpx.ASGITransport(build_app(made), raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+    return httpx.AsyncClient(transport=transport, base_url=url)
 
 
 @contextmanager
@@ -62,7 +64,7 @@ def test_what_finds_the_queue_full_is_told_to_come_again(searcher):
         async with client_of(made) as client:
             with nothing_found_yet(searcher):
                 waiting = [asyncio.create_task(post(client)) for _ in range(3)]  # one at work, two in the queue
-                await until(lambda: made.searches.places.taken == 3)
+                await until(lambda: made.under_way == 3)
                 refused = await post(client)
                 assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
                 assert refused.json()["error"]["reason"] == "busy"
@@ -83,8 +85,8 @@ def test_a_search_that_takes_too_long_is_told_and_keeps_its_thread_until_it_ends
                 assert first.status_code == second.status_code == 503
                 assert "took more than 0.2 s" in first.text + second.text
                 # The thread that waits for the index is not free; what had not begun never does.
-                assert made.searches.places.taken == 1
-            await until(lambda: made.searches.places.taken == 0)
+                assert made.under_way == 1
+            await until(lambda: made.under_way == 0)
             assert (await post(client)).status_code == 200
 
     with service(searcher, queue=1, timeout_seconds=0.2) as made:
@@ -102,37 +104,65 @@ def test_a_body_that_does_not_arrive_in_time_is_refused(searcher):
         async with client_of(made) as client:
             answer = await client.post("/api/search", content=slow(), headers=MULTIPART)
         assert (answer.status_code, answer.json()["error"]["reason"]) == (408, "slow")
-        assert made.uploads.taken == 0
+        assert made.under_way == 0
 
     with service(searcher, timeout_seconds=0.2) as made:
         asyncio.run(story(made))
 
 
-def test_no_more_bodies_are_read_at_a_time_than_are_allowed(searcher):
+def test_no_more_bodies_are_read_at_a_time_than_memory_is_meant_for(searcher):
     async def story(made):
-        go_on = asyncio.Event()
+        go_on, begun, total = asyncio.Event(), [], BODIES + 3  # one of them for the thread
 
         async def held():
             content = body(upload(0))
+            begun.append(content)
             yield content[:50]
             await go_on.wait()
             yield content[50:]
 
         async with client_of(made) as client:
-            total = made.settings.uploads
-            tasks = [
-                asyncio.create_task(client.post("/api/search", content=held(), headers=MULTIPART))
-                for _ in range(total)
-            ]
-            await until(lambda: made.uploads.taken == total)
-            assert (await post(client)).status_code == 503
+            sent = [client.post("/api/search", content=held(), headers=MULTIPART) for _ in range(total)]
+            tasks = [asyncio.create_task(each) for each in sent]
+            await until(lambda: made.under_way == total and len(begun) == BODIES + 1)
             go_on.set()
-            statuses = [answer.status_code for answer in await asyncio.gather(*tasks)]
-        assert set(statuses) <= {200, 503} and 200 in statuses
-        assert made.uploads.taken == 0
+            assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [200] * total
+        assert made.under_way == 0 and len(begun) == total
 
-    with service(searcher, queue=1) as made:
+    with service(searcher) as made:
         asyncio.run(story(made))
+
+
+def test_an_upload_for_which_the_disk_has_no_room_is_told_so_in_one_line(searcher, caplog):
+    async def story(made):
+        async with client_of(made) as client:
+            answer = await post(client, bytes(3_000_000))
+            assert (answer.status_code, answer.json()["error"]["reason"]) == (507, "disk_full")
+            assert (await post(client)).status_code == 200
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, limits[1]))
+    try:
+        with service(searcher) as made:
+            asyncio.run(story(made))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "an upload cannot be kept while it arrives" in line.getMessage() and line.exc_info is None
+
+
+def test_no_charset_is_a_fault_of_the_server(searcher, caplog):
+    async def story(made):
+        part = b'--b\r\nContent-Disposition: form-data; name="k"\r\n\r\n1\r\n--b--\r\n'
+        async with client_of(made) as client:
+            for charset in sorted({*aliases.values(), "undefined", "idna", "none"}):
+                kind = {"Content-Type": f"multipart/form-data; boundary=b; charset={charset}"}
+                answer = await client.post("/api/search", content=part, headers=kind)
+                assert answer.status_code in (400, 422), charset
+
+    with service(searcher) as made:
+        asyncio.run(story(made))
+    assert not [record for record in caplog.records if record.name == "distap"]
 
 
 def test_before_it_is_loaded_a_server_is_alive_and_not_ready():
@@ -157,7 +187,8 @@ def test_before_it_is_loaded_a_server_is_alive_and_not_ready():
         ("GET", "/", {"Host": "search.example:8000"}, 200),
         ("GET", "/", {"Host": "LOCALHOST:8000", "Sec-Fetch-Site": "cross-site"}, 200),  # a link from elsewhere
         ("GET", "/readyz", {"Host": "10.1.2.3:8000"}, 200),  # a probe asks by a pod's address
-        ("GET", "/metrics", {"Host": "10.1.2.3:8000"}, 200),
+        ("GET", "/metrics", {"Host": "10.1.2.3:8000"}, 400),
+        ("GET", "/metrics", {"Host": "10.9.8.7:8000"}, 200),  # the address of this connection, as Prometheus asks
         ("POST", "/api/search", {"Host": "localhost:8000", "Origin": "http://localhost:8000"}, 200),
         ("POST", "/api/search", {"Host": "127.0.0.1", "Origin": "https://search.example"}, 200),  # behind a proxy
         ("POST", "/api/search", {"Host": "localhost:8000", "Origin": "https://evil.example"}, 403),
@@ -168,7 +199,7 @@ def test_before_it_is_loaded_a_server_is_alive_and_not_ready():
 )
 def test_other_names_and_pages_of_other_sites_are_refused(searcher, method, path, headers, status):
     async def ask() -> httpx.Response:
-        async with client_of(made) as client:
+        async with client_of(made, "http://10.9.8.7") as client:
             content = {"content": body(upload(0)), "headers": MULTIPART | headers} if method == "POST" else {}
             return await client.request(method, path, **{"headers": headers} | content)
 
@@ -219,7 +250,7 @@ def test_a_client_that_leaves_gives_its_place_back(searcher):
         about = {"method": "POST", "path": "/api/search", "raw_path": b"/api/search", "query_string": b""}
         scope = {"type": "http", "headers": headers, "scheme": "http", "server": ("test", 80), **about}
         await app({**scope, "root_path": "", "http_version": "1.1", "asgi": {"version": "3.0"}}, receive, send)
-        assert made.uploads.taken == 0 and not sent
+        assert made.under_way == 0 and not sent
         assert 'status="499"' in made.metrics.text().decode()
 
     with service(searcher) as made:
