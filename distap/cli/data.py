@@ -239,8 +239,9 @@ def _print_indexed(source: Path | str, index: "Index", expected: "Collection[str
 
 def _print_left_out(skipped: "Sequence[Skipped]", output: Path | None = None) -> None:
     """Print one line per reason for leaving files out; write a CSV of the files if an output is given."""
-    from distap.data.shards.image_folders import as_line, counted
+    from distap.data.shards.image_folders import counted
     from distap.storage.atomic import write_whole
+    from distap.storage.texts import as_line
 
     for line in counted(skipped):
         print_warning(f"left out: {line}")

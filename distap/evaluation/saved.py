@@ -81,7 +81,7 @@ class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
             raise UnwritableError(f"{path}: cannot be replaced: {error.strerror or error}") from error
         if self.hits is not None:
             buffer = io.BytesIO()
-            np.savez_compressed(buffer, **vars(self.hits) | {"neighbours": self.hits.neighbours.ravel()})
+            np.savez(buffer, **vars(self.hits) | {"neighbours": self.hits.neighbours.ravel()})
             write_whole(folder / RETRIEVED_FILE, buffer.getvalue())
         write_whole(path, self.model_copy(update=about).model_dump_json(indent=1) + "\n")
 

@@ -14,7 +14,10 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from distap.storage.texts import MAX_NAME
+
 LONGEST_HEADER = 2**17  # bytes of an .npy file before its values
+PIECE = 2**20
 LAST_CODE_POINT = 0x10FFFF
 FIRST_SURROGATE, LAST_SURROGATE = 0xD800, 0xDFFF
 Column = NDArray[Any]
@@ -24,9 +27,9 @@ Buffer = bytes | mmap | memoryview
 def read_columns(data: Buffer, dtypes: dict[str, str]) -> dict[str, Column]:
     """Read arrays of the expected types from an untrusted .npz file; raise ValueError if one is missing or wrong.
 
-    numpy.load allocates the memory that a header declares, even terabytes. Here a header is believed only if there
-    are enough bytes behind it. Columns that are not compressed are views of `data`, so they take no memory of their
-    own; of a mapped file, all processes of a host share them.
+    numpy.load allocates the memory that a header declares, even terabytes, and so does what a few compressed bytes
+    hold. Here columns are views of `data`, so they take no memory of their own; of a mapped file, all processes of a
+    host share them.
 
     Args:
         data: contents of the file.
@@ -51,17 +54,15 @@ def _unreadable(where: str) -> Iterator[None]:
 
 
 def _contents(archive: zipfile.ZipFile, data: Buffer, name: str) -> Buffer:
-    """Return the bytes of a file in an archive, without a copy if they are uncompressed."""
+    """Return the bytes of an uncompressed file in an archive, without a copy."""
     if name not in archive.NameToInfo:
         raise ValueError("missing")
     info = archive.getinfo(name)
     # Before the contents stand 30 bytes, of which the last four give the lengths of a name and of extra fields.
     start = info.header_offset + 30 + sum(struct.unpack_from("<HH", data, info.header_offset + 26))
     contents: Buffer = memoryview(data)[start : start + info.compress_size]
-    if info.compress_type == zipfile.ZIP_DEFLATED:
-        contents = zlib.decompressobj(-zlib.MAX_WBITS).decompress(contents, max(info.file_size, 1))
-    elif info.compress_type != zipfile.ZIP_STORED:
-        raise ValueError("compressed in an unknown way")
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise ValueError("compressed, as numpy.savez does not write it")
     if len(contents) != info.file_size or zlib.crc32(contents) != info.CRC:
         raise ValueError("its checksum is wrong")
     return contents
@@ -82,10 +83,18 @@ def _column(contents: memoryview, expected: str) -> Column:
     if rows * dtype.itemsize != len(values):
         raise ValueError(f"{len(values)} bytes, but its header declares {rows} values of {dtype.itemsize}")
     column = np.frombuffer(values, dtype).astype(dtype.newbyteorder("="), copy=False)
+    if text and dtype.itemsize > 4 * MAX_NAME:
+        raise ValueError(f"of texts of {dtype.itemsize // 4:,} letters; at most {MAX_NAME:,} are read")
     if text:
         points = column.view(np.uint32)
-        if points.max(initial=0) >= FIRST_SURROGATE:  # comparing all of them takes as much memory again
+        last = points.max(initial=0)
+        if last >= FIRST_SURROGATE:
             rare = points[points >= FIRST_SURROGATE]
             if ((rare > LAST_CODE_POINT) | (rare <= LAST_SURROGATE)).any():
                 raise ValueError("not text")
+        for start in range(0, len(points), PIECE):  # comparing all at once would take as much memory again
+            piece = points[start : start + PIECE]
+            # Numbers below the first of a range become very large, and 0 fills up short texts.
+            if (piece - 1 < 31).any() or (last >= 127 and ((piece - 127 < 33) | (piece - 0x2028 < 2)).any()):
+                raise ValueError("a name with control characters or line ends")
     return column.reshape(shape)

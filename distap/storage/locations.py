@@ -169,7 +169,12 @@ def _local_source(text: str, path: str, index: Path | None) -> Source:
     with suppress(OSError):  # such as that of a pattern that is too long for a path
         if Path(path).is_dir():
             return Source(text, path.rstrip("/") or "/", None, index)
-    base, pattern = _split_pattern(path)
+    whole, parts = 0, path.split("/")  # folders that exist, whose names may hold the signs of a pattern
+    with suppress(OSError):
+        while whole < len(parts) - 1 and Path("/".join(parts[: whole + 1]) or "/").is_dir():
+            whole += 1
+    base, pattern = _split_pattern("/".join(parts[whole:]))
+    base = "/".join([*parts[:whole], *([base] if base else [])])
     return Source(text, base or ("/" if path.startswith("/") else "."), pattern, index)
 
 
@@ -199,6 +204,8 @@ def shard_names(source: Source, storage: "Storage | None") -> list[str]:
         names += storage.names(pattern) if any(sign in pattern for sign in _GLOB) else [pattern]
     if not names:
         lacking = "no .tar shards in it" if source.pattern is None else "no shards match the pattern"
+        if source.pattern is None and (packed := [*storage.names("*.tar.*"), *storage.names("*.tgz")]):
+            lacking += f", but {packed[0]}; images are found by their offset, so unpack it to a plain .tar"
         raise DistapError(f"{source}: the data set is empty: {lacking}")
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)

@@ -15,7 +15,6 @@ warnings and uncaught exceptions become such lines too. C++ code prints what TOR
 import json
 import logging
 import math
-import re
 import select
 import sys
 import threading
@@ -25,11 +24,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from distap.storage.texts import printable
+
 LogFormat = Literal["text", "json"]
 # Ranks share a pipe, which takes no more than this in one piece.
 LONGEST_LINE = select.PIPE_BUF
 CUT = "[...]"
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
 logger = logging.getLogger("distap")
 
 
@@ -84,11 +84,6 @@ def take_over_loggers() -> None:
             if getattr(handler, "stream", None) in (sys.stdout, sys.stderr):
                 one.removeHandler(handler)
                 one.propagate = True
-
-
-def printable(text: str) -> str:
-    """Escape control characters, so that a name in a data set cannot command a terminal."""
-    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 class _Formatter(logging.Formatter):

@@ -22,7 +22,8 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
-from distap.telemetry.logs import LogFormat, is_logging_lines, log_lines, origin, printable
+from distap.storage.texts import printable
+from distap.telemetry.logs import LogFormat, is_logging_lines, log_lines, origin
 
 T = TypeVar("T")
 TELL_SECONDS = 30.0  # from one line about progress to the next, without a terminal

@@ -1,6 +1,8 @@
+import bz2
 import gzip
 import io
 import itertools
+import lzma
 import mmap
 import os
 import shutil
@@ -220,8 +222,46 @@ def test_data_behind_the_end_is_refused():
     assert "neither a file nor the end" in refusal(archive(sample_members("a")) + b"x" * TAR_BLOCK)
 
 
-def test_a_compressed_shard_is_told_from_a_damaged_one():
-    assert "compressed by gzip" in refusal(gzip.compress(archive(sample_members("a"))))
+@pytest.mark.parametrize(("packed", "remedy"), [(gzip, "gunzip"), (lzma, "unxz"), (bz2, "bunzip2")])
+def test_a_compressed_shard_is_told_from_a_damaged_one(packed, remedy, tmp_path):
+    data = packed.compress(archive(sample_members("a")))
+    assert f"compressed; images are found by their offset, so unpack it to a plain .tar by {remedy}" in refusal(data)
+    (tmp_path / "0.tar.gz").write_bytes(data)
+    with pytest.raises(DistapError, match=r"no \.tar shards in it, but 0\.tar\.gz; .* unpack it to a plain \.tar"):
+        index_shards(tmp_path)
+
+
+def test_what_macos_and_other_systems_add_to_a_tar_is_passed_over():
+    mac = [member(f"./._a.{field}", b"\0\5\x16\7 attributes") for field in ("cls", "png")]
+    own = [member("./a.CLS", b"3"), member("./a.PNG", png())]
+    mixed = [part for pair in zip(mac, own, strict=True) for part in pair]
+    assert samples(archive(mixed)) == [("./a", 3, zlib.crc32(png()))]
+    assert "key './' needs one image member; it has ._a.png" in refusal(archive([member("./._a.png", png())]))
+
+
+@pytest.mark.parametrize("word", ["-1", "nan", "None", ""])
+def test_an_image_without_a_class_is_left_out(word):
+    found = samples(archive([*sample_members("a", word), *sample_members("b")]))
+    assert [one[0] for one in found] == ["a", "b"]
+    assert found[0] == Skipped("a", f"images without a class: its .cls is {word!r}")
+
+
+@pytest.mark.parametrize("key", ["a\n2026-11-25 ERROR forged", "a\x1b[2J", "a" * 5000, "é" * 2049])
+def test_a_key_that_is_no_line_of_text_is_refused_by_its_beginning(key):
+    members = [(f"{key}.png", png()), (f"{key}.cls", b"1")]
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for name, data in members:
+            tar.addfile(member(name, data)[0], io.BytesIO(data))
+    told = refusal(buffer.getvalue())
+    assert f"key {key[:60]!r} of {len(key):,} letters is not one line of text of at most 4,096 bytes" in told
+    assert len(told) < 400 and "\n" not in told
+
+
+def test_a_header_of_endless_length_is_refused_before_it_is_read():
+    info = tarfile.TarInfo("x")
+    info.size, info.type = 2**29, tarfile.XHDTYPE
+    assert "a member or header of 536,870,912 bytes" in refusal(info.tobuf() + bytes(2**20))
 
 
 EVIL = ["/tmp/distap-evil", "../../distap-evil", "a/../../distap-evil", "~/distap-evil", "C:\\distap-evil"]
@@ -269,6 +309,7 @@ def test_a_missing_shard_of_a_pattern_is_listed(shards):
         ([member("a.png", png()), member("a.cls", b"9" * 5000)], "is no integer of 0 or more"),
         ([member("a.png", png())], "key 'a' has no .cls member"),
         ([member("a.cls", b"1")], "key 'a' needs one image member"),
+        (sample_members("22.05.s0"), "rename files that have others"),
         ([member("a.jpg", png()), *sample_members("a")], "key 'a' needs one image member"),
         ([member("a.png", png()), *sample_members("b"), member("a.cls", b"1")], "key 'a' has no .cls"),
         ([*sample_members("a"), *sample_members("b"), member("a.json", b"{}")], "key 'a' are not adjacent"),

@@ -62,9 +62,10 @@ def test_a_folder_may_have_the_signs_of_a_pattern_in_its_name(tmp_path):
     folder = tmp_path / "a[1]{b,c}"
     folder.mkdir()
     (folder / "0.tar").touch()
-    source = parse_source(folder)
-    assert source.pattern is None
-    assert shard_names(source, LocalStorage(source.base)) == ["0.tar"]
+    for text in (folder, folder / "0.tar", folder / "*.tar", folder / "{0..0}.tar"):
+        source = parse_source(text)
+        assert source.base == str(folder)
+        assert shard_names(source, LocalStorage(source.base)) == ["0.tar"]
 
 
 def test_patterns_of_one_folder_have_indexes_of_their_own():

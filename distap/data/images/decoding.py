@@ -8,7 +8,7 @@ ignored, and an animation gives its first frame.
 import io
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 from torch import Tensor
 
 from distap.data.images.cropping import Box, StoredImage, Turns
-from distap.data.images.formats import format_of, jxl_size, missing_reader, readable_formats
+from distap.data.images.formats import format_of, mended, missing_reader, readable_formats
 from distap.errors import FAILED, DistapError
 
 Reason = Literal["decode_error", "truncated", "crc_mismatch", "missing_field", "too_large"]
@@ -38,7 +38,8 @@ ORIENTATION = 0x0112  # EXIF's tag
 TILE_WIDTH, TILE_LENGTH = 322, 323  # TIFF's tags
 SMALL = 1_000_000  # pixels of an image whose scans cost nothing, whatever the limit
 START_OF_SCAN = 0xDAFF  # JPEG's marker, as a number of two bytes, the lower one first
-END_MARKS = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG": b"IEND\xaeB`\x82", b"GIF8": b";"}  # by the beginning of a file
+END_OF_JPEG = b"\xff\xd9"
+END_MARKS = {b"\xff\xd8": END_OF_JPEG, b"\x89PNG": b"IEND\xaeB`\x82", b"GIF8": b";"}  # by the beginning of a file
 
 
 class DamagedImageError(Exception):
@@ -65,7 +66,7 @@ def image_size(data: bytes, max_pixels: int = MAX_PIXELS, upright: bool = False)
     `upright` applies EXIF's orientation, if EXIF stands before the pixels.
     """
     with _damage_told(data):
-        image = _open(data, max_pixels)
+        image = _open(mended(data), max_pixels)
         return image.size[::-1] if upright and _turns(image)[2] else image.size
 
 
@@ -117,9 +118,9 @@ class EncodedImage(StoredImage):
     """
 
     def __init__(self, data: bytes, max_pixels: int = MAX_PIXELS, name: str = UNNAMED) -> None:
-        self._data, self._max_pixels = data, max_pixels
+        self._data, self._max_pixels = mended(data), max_pixels
         with _damage_told(data):
-            self._image = _open(data, max_pixels)
+            self._image = _open(self._data, max_pixels)
         width, height = self._image.size
         self._told = partial(_damage_told, data, f"{name}: decoding its {width} x {height} pixels")
         with self._told():
@@ -159,10 +160,16 @@ def _by_libjpeg(data: bytes, image: Image.Image, factor: int) -> np.ndarray[Any,
     if image.mode not in ("L", "RGB"):
         return None
     width, height = (-(-side // factor) for side in image.size)
-    try:
-        found: np.ndarray[Any, Any] = simplejpeg.decode_jpeg(data, "RGB", min_height=height, min_width=width)
-    except ValueError:
-        return None
+    with suppress(ValueError):
+        return _strict(data, width, height)
+    # A file may lack no more than its end marker: then nothing of the image is missing once it has one.
+    with suppress(ValueError):
+        return _strict(data.rstrip(END_OF_JPEG[:1]) + END_OF_JPEG, width, height)
+    return None
+
+
+def _strict(data: bytes, width: int, height: int) -> np.ndarray[Any, Any] | None:
+    found: np.ndarray[Any, Any] = simplejpeg.decode_jpeg(data, "RGB", min_height=height, min_width=width)
     return found if found.shape == (height, width, 3) else None
 
 
@@ -172,8 +179,6 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
     found = format_of(data)
     if found is not None and (missing := missing_reader(found.name)):
         raise NoReaderError("decode_error", f"{found.name}, for which there is no reader: {missing}")
-    if found is not None and found.name == "JXL":
-        _refuse_large(*jxl_size(data), max_pixels)
     if data[:4] == b"RIFF" and data[12:16] == b"VP8X":  # Pillow allocates the canvas before it tells the size
         width, height = (1 + int.from_bytes(data[at : at + 3], "little") for at in (24, 27))
         _refuse_large(width, height, max_pixels)
@@ -205,8 +210,6 @@ def _refuse_large(width: int, height: int, max_pixels: int) -> None:
 
 
 def _turns(image: Image.Image) -> Turns:
-    if image.format == "JXL" and not getattr(image, "jpeg", False):
-        return False, False, False  # its decoder has turned it already, whatever EXIF says
     try:
         orientation = image.getexif().get(ORIENTATION)
     except Exception:  # Pillow raises anything on broken EXIF; the image itself is sound

@@ -1,10 +1,10 @@
-"""The image formats that distap reads: suffixes, first bytes and readers.
+"""The image formats that distap reads: suffixes, first bytes, readers, and what viewers pass over.
 
 There are no others: decoders such as that of EPS run programs.
 """
 
 import re
-import struct
+import zlib
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,6 +14,8 @@ from PIL import AvifImagePlugin, features
 
 EXTRA = "pip install 'distap[formats]'"
 START_BYTES = 64  # of a file, which tell its format
+PNG, COMMENTS = b"\x89PNG\r\n\x1a\n", (b"iCCP", b"tEXt", b"zTXt", b"iTXt")
+METADATA, LARGEST_COMMENT = (b"Raw profile", b"XML:com.adobe.xmp"), 2**16  # bytes
 
 
 class Format(NamedTuple):
@@ -39,7 +41,6 @@ FORMATS = (
     ),
     Format("AVIF", (".avif", ".avifs"), rb"....ftyp(?:avi[fs]|m[is](?:f|a)[f12]....(?:....){0,9}avi[fs])", "avif"),
     Format("HEIF", (".heic", ".heif", ".hif"), rb"....ftyp(?:he[iv][cxms]|mif[12]|msf1)", package="pillow_heif"),
-    Format("JXL", (".jxl",), rb"\xff\x0a|\0\0\0\x0cJXL ", package="pillow_jxl"),
 )
 OF_SUFFIX = {suffix: each for each in FORMATS for suffix in each.suffixes}
 IMAGE_SUFFIXES = frozenset(OF_SUFFIX)
@@ -48,7 +49,7 @@ _STARTS = [(re.compile(each.start, re.DOTALL), each) for each in FORMATS]
 
 def format_of(data: bytes) -> Format | None:
     """Return the format of a file from its first bytes; None if it is none of FORMATS."""
-    return next((each for start, each in _STARTS if start.match(data)), None)
+    return next((each for start, each in _STARTS if start.match(data.lstrip(b"\r\n"))), None)
 
 
 def suffix_of(data: bytes) -> str:
@@ -67,11 +68,7 @@ def missing_reader(name: str) -> str:
         return ""
     if find_spec(wanted.package) is None:
         return EXTRA
-    module = import_module(wanted.package)
-    if wanted.package == "pillow_heif":
-        module.register_heif_opener(thumbnails=False, decode_threads=1)
-    else:
-        module.JpegXLImagePlugin.DECODE_THREADS = 0
+    import_module(wanted.package).register_heif_opener(thumbnails=False, decode_threads=1)
     return ""
 
 
@@ -81,35 +78,27 @@ def readable_formats() -> tuple[str, ...]:
     return tuple(each.name for each in FORMATS if not missing_reader(each.name))
 
 
-def jxl_size(data: bytes) -> tuple[int, int]:
-    """Read width and height from a JPEG XL header, because its reader would decode the whole image first.
+def mended(data: bytes) -> bytes:
+    """Return an image file without line ends before it and, of a PNG, what `_without_comments` drops."""
+    data = data.lstrip(b"\r\n") if data[:1] in (b"\r", b"\n") else data
+    return _without_comments(data) if data.startswith(PNG) else data
 
-    Raises struct.error or ValueError if its header is damaged.
+
+def _without_comments(data: bytes) -> bytes:
+    """Drop comments and colour profiles of a PNG, which may be huge, and other optional chunks whose CRC is wrong.
+
+    Pixels do not depend on them. Comments that may hold EXIF or XMP stay, for the image's orientation.
     """
-    at = 0
-    while not data.startswith(b"\xff\x0a", at):  # boxes, one of which holds the beginning of the image
-        length, kind = struct.unpack_from(">I4s", data, at)
-        head = 16 if length == 1 else 8
-        if kind in (b"jxlc", b"jxlp"):
-            at += head + (4 if kind == b"jxlp" else 0)
-            continue
-        length = struct.unpack_from(">Q", data, at + 8)[0] if length == 1 else length
-        if length < head:
-            raise ValueError("a JPEG XL file without an image")
-        at += length
-    bits = int.from_bytes(data[at + 2 : at + 14].ljust(12, b"\0"), "little")
-
-    def take(count: int) -> int:
-        nonlocal bits
-        value = bits & ((1 << count) - 1)
-        bits >>= count
-        return value
-
-    small = take(1)
-
-    def side() -> int:
-        return 8 * (1 + take(5)) if small else 1 + take((9, 13, 18, 30)[take(2)])
-
-    height = side()
-    ratio = ((0, 1), (1, 1), (12, 10), (4, 3), (3, 2), (16, 9), (5, 4), (2, 1))[take(3)]
-    return (height * ratio[0] // ratio[1] if ratio[0] else side()), height
+    parts, at = [data[:8]], 8
+    while at < len(data):
+        kind, end = data[at + 4 : at + 8], at + 12 + int.from_bytes(data[at : at + 4])
+        is_optional, content = kind[:1].islower() and kind != b"tRNS", data[at + 8 : min(end - 4, at + 48)]
+        is_comment = kind in (b"iCCP", b"tEXt", b"zTXt", b"iTXt")
+        stays = (
+            is_comment and end - at < LARGEST_COMMENT and content.startswith((b"Raw profile", b"XML:com.adobe.xmp"))
+        )
+        is_wrong = is_optional and zlib.crc32(data[at + 4 : end - 4]) != int.from_bytes(data[end - 4 : end])
+        if not (is_wrong or (is_comment and not stays)):
+            parts.append(data[at:end])
+        at = end
+    return b"".join(parts) if sum(map(len, parts)) < len(data) else data

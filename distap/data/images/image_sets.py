@@ -13,11 +13,12 @@ from distap.data.images.decoding import MAX_PIXELS
 from distap.data.images.formats import readable_formats
 from distap.data.loading.indexed import Reader
 from distap.data.pixel_and_cache_settings import CacheSettings
-from distap.data.shards.image_folders import Skipped, as_line, counted, is_line, walk_images
+from distap.data.shards.image_folders import Skipped, counted, walk_images
 from distap.data.shards.load_index import index_of_files, load_index
 from distap.errors import DistapError
 from distap.storage.locations import Source, parse_source
 from distap.storage.remotes import RemoteSettings
+from distap.storage.texts import as_line, is_line
 
 
 class FolderFile(NamedTuple):

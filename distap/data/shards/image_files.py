@@ -15,11 +15,12 @@ from typing import Any, Literal, NamedTuple
 
 from distap.data.images.formats import IMAGE_SUFFIXES, suffix_of
 from distap.data.labels import NO_CLASS, class_name
-from distap.data.shards.image_folders import Skipped, as_line, counted, is_line, walk_images
+from distap.data.shards.image_folders import Skipped, counted, walk_images
 from distap.data.shards.parallel import Track, ask_files, untracked
 from distap.data.shards.tables import read_list
 from distap.errors import DistapError
 from distap.randomness import permutation
+from distap.storage.texts import as_line, is_line
 
 Nested = Literal["top", "leaf", "merge", "path"]
 NOT_THERE = "listed images that are not there"
@@ -198,6 +199,8 @@ def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
     found, flags, lines = list[ImageFile](), list[_Flags](), dict[Path, str]()
     left_out = list[Skipped]()
     for where, row in rows:
+        if not is_line(str(row["path"])):
+            raise DistapError(f"{where}: {str(row['path'])[:60]!r} is no path, which is one line of text")
         path, line = source.parent / str(row["path"]), where.rpartition(", ")[2]
         try:
             name = class_name(row["label"])
@@ -289,10 +292,8 @@ def group_of_each_class(images: Sequence[ImageFile]) -> dict[str, str]:
             raise DistapError(f"{path}: class {name!r} is in group {group!r}, but in {known!r} before")
     if "" in groups:
         raise DistapError("a class has an empty name")
-    for name in chain(groups, groups.values()):
-        # classes.txt has a line for each class, with a tab before its group. Bytes that are no UTF-8 are surrogates.
-        is_line = len(name.splitlines()) <= 1 and name == name.strip() and "\t" not in name
-        if not is_line or name != name.encode(errors="replace").decode():
-            unfit = "tabs, line breaks, outer spaces and bytes that are no UTF-8"
-            raise DistapError(f"{name!r} cannot name a class or group: {unfit} are not allowed")
+    for name in chain(groups, groups.values()):  # classes.txt has a line for each class, with a tab before its group
+        if name and not (is_line(name) and name == name.strip()):
+            unfit = "tabs, line breaks, control characters, outer spaces and bytes that are no UTF-8"
+            raise DistapError(f"{name[:60]!r} cannot name a class or group: {unfit} are not allowed")
     return groups

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distap.data.images.formats import OF_SUFFIX, START_BYTES, format_of, missing_reader
+from distap.storage.texts import as_line
 
 logger = logging.getLogger("distap")
 _EXTENSION = re.compile(r"\.(?=[a-z0-9]{1,5}$)\d*[a-z]\w*")  # ".mp4", but not ".02" or ".jpg_large"
@@ -29,16 +30,6 @@ def counted(left_out: Iterable[Skipped]) -> list[str]:
         groups[skipped.reason.partition(":")[0]].append(skipped)
     ordered = sorted(groups.values(), key=lambda group: (-len(group), group[0].reason))
     return [f"{len(group):,} {group[0].reason} ({as_line(group[0].name)})" for group in ordered]
-
-
-def is_line(name: str) -> bool:
-    """Tell whether a name is one line of text in UTF-8; bytes outside UTF-8 appear as surrogates in it."""
-    return name.encode(errors="replace").decode().splitlines() == [name] and "\t" not in name
-
-
-def as_line(name: str) -> str:
-    """Return the name as one line of text; escape everything else."""
-    return name if is_line(name) else repr(name)[1:-1]
 
 
 @cache

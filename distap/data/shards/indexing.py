@@ -22,10 +22,12 @@ from distap.storage.hashing import Hashed
 from distap.storage.host_cache import own_folder, short_digest
 from distap.storage.locations import LISTABLE, Source, joined, parse_source, shard_names
 from distap.storage.remotes import MissingFileError, RemoteSettings
+from distap.storage.texts import is_line
 
 NAMES_FILE = "classes.txt"  # line k: the name of class k and, after a tab, its super-category if it has one
 PATHS_FILE = "paths.txt"  # a line for each image: its key and, after a tab, the path of the file that was packed
-RECORD_VERSION = 2
+RECORD_VERSION = 3
+LARGE_COLUMN = 2**30  # bytes of all keys
 logger = logging.getLogger("distap")
 
 # An index of one shard, whose classes are called by their numbers in the shard; and the images left out.
@@ -91,6 +93,13 @@ def merge_scans(source: Source, storage: Storage, parts: Sequence[Index]) -> Ind
     if not len(numbers):
         raise DistapError(f"{source}: the data set is empty: no usable image in its shards")
     present, label = np.unique(numbers, return_inverse=True)
+    # All keys take as much memory as the longest.
+    widest = max(parts, key=lambda part: part.key.itemsize)
+    if (taken := len(numbers) * widest.key.itemsize) > max(LARGE_COLUMN, 16 * sum(part.key.nbytes for part in parts)):
+        problem = (
+            f"a key of {widest.key.itemsize // 4:,} letters makes those of all images take {taken / 1e9:,.0f} GB"
+        )
+        raise DistapError(f"{storage.where(widest.shard_name.item())}: {problem}; shorten it")
     names = (*SAMPLE_COLUMNS, *SHARD_COLUMNS)
     columns: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
     columns["shard"] = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts])
@@ -105,7 +114,7 @@ def _paths(storage: Storage, keys: NDArray[np.str_]) -> NDArray[np.str_]:
     none = np.full(len(keys), "")
     if (lines := _lines(storage, PATHS_FILE)) is None:
         return none
-    known = dict(line.partition("\t")[::2] for line in lines)
+    known = {key: path for key, _, path in (line.partition("\t") for line in lines) if is_line(path)}
     paths = np.array([known.get(key, "") for key in keys.tolist()])
     if len(np.unique(keys)) < len(keys) or not paths.all():
         where = f"{storage.where(PATHS_FILE)}: it does not name every image"
@@ -133,9 +142,10 @@ def _class_names(storage: Storage, numbers: list[int]) -> tuple[list[str], list[
         raise DistapError(f"{storage.where(NAMES_FILE)}: {len(lines)} names, but a shard has class {numbers[-1]}")
     pairs = [lines[number].partition("\t") for number in numbers]
     seen = {""}  # an evaluation tells classes apart by their names
-    for number, (name, _, _) in zip(numbers, pairs, strict=True):
-        if name in seen:
-            problem = f"class name {name!r} is {'used twice' if name else 'empty'}; each class needs its own"
+    for number, (name, _, group) in zip(numbers, pairs, strict=True):
+        if name in seen or not is_line(name + group):
+            wrong = "empty" if not name else "used twice" if name in seen else "no line of text, or too long"
+            problem = f"class name {name[:60]!r} is {wrong}; each class needs its own"
             raise DistapError(f"{storage.where(NAMES_FILE)}, line {number + 1}: {problem}")
         seen.add(name)
     return [name for name, _, _ in pairs], [group for _, _, group in pairs]

@@ -10,13 +10,14 @@ import numpy as np
 
 from distap.data.map_style import rows_behind
 from distap.data.shards.image_files import ImageFile, group_of_each_class, list_images, look_at_all, sort_classes
-from distap.data.shards.image_folders import Skipped, as_line, is_line
+from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index, index_place, parse_index
 from distap.data.shards.parallel import untracked
 from distap.errors import DistapError
 from distap.storage.files import storage_of
 from distap.storage.locations import Source, parse_source
 from distap.storage.remotes import MissingFileError, RemoteSettings
+from distap.storage.texts import as_line, is_line
 
 THREADS = 16  # remote shards whose sizes are asked for at once
 

@@ -13,18 +13,28 @@ from typing import NamedTuple, Protocol
 
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, image_size
 from distap.data.images.formats import IMAGE_SUFFIXES
+from distap.data.labels import NO_CLASS
 from distap.data.shards.image_folders import Skipped
 from distap.errors import DistapError
+from distap.storage.texts import MAX_NAME, is_line
 
 TAR_BLOCK = 512  # bytes of a tar block; two blocks of zeros end an archive
 MAX_MEMBER = 2**30  # bytes; no image is larger
-GZIP = b"\x1f\x8b"  # the beginning of a compressed file
+MAX_HEADER = 2**20  # bytes of a header that a long name makes
+# The beginnings of compressed files, and what unpacks them.
+PACKERS = {b"\x1f\x8b": "gunzip", b"\xfd7zXZ\0": "unxz", b"BZh": "bunzip2", b"\x28\xb5\x2f\xfd": "unzstd"}
+APPLE_DOUBLE = b"\0\5\x16\7"  # the beginning of a ._ file, in which macOS keeps what a tar cannot
 LABEL_FIELD = "cls"  # suffix of the member that holds a sample's class number
+MEMBERS_TOLD = 8  # members of a sample that a message names
 MAX_DIGITS = 18  # of a class number, so that it fits int64
 
 
 class DamagedShardError(DistapError):
     """Raised if a shard is not whole, or holds something that cannot be trained on."""
+
+
+class UnlabelledError(DamagedImageError):
+    """Raised if the label of an image stands for no class."""
 
 
 class Readable(Protocol):
@@ -60,6 +70,8 @@ def read_samples(file: Readable, length: int, where: str) -> Iterator[Sample | S
     for key, members in read_groups(file, length, where):
         try:
             label, image, (width, height) = labelled_image(key, members)
+        except UnlabelledError as error:
+            yield Skipped(key, str(error).partition(": ")[2])
         except DamagedImageError as error:
             if error.reason == "missing_field":
                 raise DamagedShardError(f"{where}: {error}") from error
@@ -69,7 +81,7 @@ def read_samples(file: Readable, length: int, where: str) -> Iterator[Sample | S
 
 
 def read_groups(file: Readable, length: int | None, where: str) -> Iterator[Group]:
-    """Yield each key of a shard with its members by field, in order; the field of `a/b.seg.png` is `seg.png`.
+    """Yield each key of a shard with its members by field, in order; the field of `a/b.seg.PNG` is `seg.png`.
 
     Args:
         file: the archive from its first byte; it is read once and never seeked.
@@ -80,6 +92,9 @@ def read_groups(file: Readable, length: int | None, where: str) -> Iterator[Grou
     """
     seen: set[str] = set()
     for key, group in groupby(_members(file, length, where), lambda member: _split_name(member.name)[0]):
+        if not is_line(key):
+            limit = f"one line of text of at most {MAX_NAME:,} bytes"
+            raise DamagedShardError(f"{where}: key {key[:60]!r} of {len(key):,} letters is not {limit}")
         if key in seen:
             raise DamagedShardError(f"{where}: the members of key {key!r} are not adjacent")
         seen.add(key)
@@ -95,17 +110,24 @@ def read_groups(file: Readable, length: int | None, where: str) -> Iterator[Grou
 def labelled_image(key: str, members: dict[str, TarMember]) -> tuple[int, TarMember, tuple[int, int]]:
     """Return a sample's class number, its image, and the image's width and height in pixels, from its members.
 
-    Raises DamagedImageError, with reason `missing_field` if the image or its integer label is missing.
+    Raises DamagedImageError, with reason `missing_field` if the image or its integer label is missing, and
+    UnlabelledError if the label stands for no class.
     """
     images = [field for field in members if f".{field.lower()}" in IMAGE_SUFFIXES]
     if len(images) != 1:
-        found = ", ".join(f".{field}" for field in members)
-        raise DamagedImageError("missing_field", f"key {key!r} needs one image member; it has {found}")
+        found = ", ".join(f".{field}" for field in [*members][:MEMBERS_TOLD]) + (
+            ", ..." if len(members) > MEMBERS_TOLD else ""
+        )
+        dotted = any("." in field for field in members)
+        remedy = "; a key ends at the first dot of a file's name, so rename files that have others" if dotted else ""
+        raise DamagedImageError("missing_field", f"key {key!r} needs one image member; it has {found}{remedy}")
     if LABEL_FIELD not in members:
         raise DamagedImageError("missing_field", f"key {key!r} has no .{LABEL_FIELD} member with its class number")
-    text = members[LABEL_FIELD].data.strip()
-    if not text.isdigit() or len(text) > MAX_DIGITS:
-        shown = text[:40].decode(errors="replace")
+    text = members[LABEL_FIELD].data[:MAX_NAME].decode(errors="replace").strip()
+    if text.lower() in NO_CLASS:
+        raise UnlabelledError("missing_field", f"images without a class: its .{LABEL_FIELD} is {text!r}")
+    if not (text.isascii() and text.isdecimal()) or len(text) > MAX_DIGITS:
+        shown = text[:40]
         problem = f"label {shown!r} of key {key!r} is no integer of 0 or more, of {MAX_DIGITS} digits at most"
         raise DamagedImageError("missing_field", problem)
     image = members[images[0]]
@@ -115,7 +137,7 @@ def labelled_image(key: str, members: dict[str, TarMember]) -> tuple[int, TarMem
 def _split_name(name: str) -> tuple[str, str]:
     folder, slash, name = name.rpartition("/")
     stem, _, field = name.partition(".")
-    return folder + slash + stem, field
+    return folder + slash + stem, field.lower()
 
 
 class _ForwardFile:
@@ -129,10 +151,10 @@ class _ForwardFile:
     def tell(self) -> int:
         return self.position
 
-    def read(self, size: int) -> bytes:
+    def read(self, size: int, most: int = MAX_HEADER) -> bytes:
         # A header may lie about a size: never ask for more than the file can hold.
-        if size > MAX_MEMBER:
-            raise tarfile.ReadError(f"a member of {size:,} bytes, more than any image has ({MAX_MEMBER:,})")
+        if size > most:
+            raise tarfile.ReadError(f"a member or header of {size:,} bytes; at most {most:,} are read")
         limit = MAX_MEMBER if self._length is None else self._length - self.position
         self.block = self._file.read(max(min(size, limit), 0))
         self.position += len(self.block)
@@ -150,11 +172,12 @@ def _members(file: Readable, length: int | None, where: str) -> Iterator[TarMemb
                 continue
             if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
                 raise tarfile.ReadError("no plain file (a link, device or the like)")
-            data = forward.read(member.size)
+            data = forward.read(member.size, MAX_MEMBER)
             forward.read(-member.size % TAR_BLOCK)
             if forward.position != archive.offset:
                 raise tarfile.ReadError("its contents are cut short")
-            yield TarMember(member.name, member.offset_data, data)
+            if not (member.name.rpartition("/")[2].startswith("._") and data.startswith(APPLE_DOUBLE)):
+                yield TarMember(member.name, member.offset_data, data)
         # tarfile stops at anything that is no header: it has to be the first of two blocks of zeros or more.
         ended, zeros = forward.block == bytes(TAR_BLOCK), True
         rest = 0
@@ -166,6 +189,7 @@ def _members(file: Readable, length: int | None, where: str) -> Iterator[TarMemb
         raise
     except Exception as error:  # damage makes tarfile raise errors of many kinds
         reason = str(error)
-        if forward.position <= TAR_BLOCK and forward.block.startswith(GZIP):
-            reason = "compressed by gzip; images are found by their offset, so unpack it to a plain .tar"
+        packer = [name for start, name in PACKERS.items() if forward.block.startswith(start)]
+        if forward.position <= TAR_BLOCK and packer:
+            reason = f"compressed; images are found by their offset, so unpack it to a plain .tar by {packer[0]}"
         raise DamagedShardError(f"{where}: damaged tar: after {last}, byte {forward.position}: {reason}") from error
