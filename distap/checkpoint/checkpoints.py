@@ -8,7 +8,6 @@ A folder without manifest is no checkpoint, so that neither a disk nor a bucket 
 again, while the first checkpoint of this step is still there, goes to step-00000012.1.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ from distap.checkpoint.tensors import read_tensors
 from distap.storage.atomic import make_folder
 from distap.storage.files import LocalStorage, Storage
 from distap.storage.remotes import MissingFileError, UnreachableError
+from distap.storage.texts import read_json
 
 FOLDER = "checkpoints"  # within the folder of a run
 NAME = pattern(r"step-\d{8}(\.\d+)?")
@@ -49,7 +49,7 @@ class Checkpoint:
     def state(self, *names: str) -> dict[str, Any]:
         """Return what was saved next to the tensors; raise if an entry in `names` is not a dictionary."""
         try:
-            state = json.loads((self.path / STATE_FILE).read_text(encoding="utf-8"))
+            state = read_json(self.path / STATE_FILE)
         except (OSError, ValueError) as error:
             raise DamagedCheckpointError(self.where, f"{STATE_FILE}: {error}") from error
         missing = [name for name in names if not (isinstance(state, dict) and isinstance(state.get(name), dict))]

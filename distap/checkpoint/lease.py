@@ -24,6 +24,7 @@ from distap.errors import DistapError
 from distap.processes.startup import JOB
 from distap.storage.files import Storage
 from distap.storage.remotes import MissingFileError
+from distap.storage.texts import parsed_json
 
 FILE = "lease.json"
 RENEW_SECONDS = 20.0
@@ -132,7 +133,7 @@ class Lease:
 def _read(place: Storage) -> dict[str, Any] | None:
     """Return a lease; {} if it is damaged or half written, None if there is none."""
     try:
-        lease = json.loads(place.read_whole(FILE))
+        lease = parsed_json(place.read_whole(FILE))
         return lease if lease.keys() >= {"host", "pid", "process", "training", "started"} else {}
     except MissingFileError:
         return None

@@ -14,6 +14,7 @@ from typing import Any
 
 from distap.errors import DistapError
 from distap.storage.hashing import FileIdentity, file_identity
+from distap.storage.texts import parsed_json
 
 MANIFEST_FILE, STATE_FILE = "manifest.json", "state.json"
 SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")  # the tensors that one rank wrote
@@ -50,7 +51,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     """
     try:
         text = data.decode()
-        content = json.loads(text)
+        content = parsed_json(text)
         del content["sha256"]
         if _text(content) != text:  # any other byte is damage, in white space as well
             raise DamagedCheckpointError(where, f"{MANIFEST_FILE} is not the file that was written")

@@ -10,7 +10,13 @@ from distap.errors import DistapError
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which also refuses a key that stands twice: it would drop the first value."""
+    """PyYAML's safe loader without aliases, whose few lines can stand for billions of values, nor any key twice."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            alias = self.peek_event()
+            raise yaml.MarkedYAMLError(problem=f"an alias, *{alias.anchor}", problem_mark=alias.start_mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         known = set[tuple[str, str]]()

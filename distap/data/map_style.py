@@ -64,6 +64,8 @@ class DatasetRows:
         try:
             data = image_file(image)
         except DistapError as error:
+            if isinstance(image, str | Path):  # a file that is gone or may not be read
+                raise DamagedImageError("decode_error", f"{where}: {error}") from error
             raise DistapError(f"{where}: {error}") from error
         self.meter.add(Traffic(read_bytes=len(data)))
         return data

@@ -4,7 +4,6 @@ It is there for Revisited Oxford and Paris, and for Google Landmarks v2. The spl
 in folders next to it, and images are named by their classes.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from distap.errors import DistapError
 from distap.retrieval.descriptor_files import reading
 from distap.retrieval.figures import LANDMARKS, REVISITED, Protocol
 from distap.retrieval.truth import ListedTruth
+from distap.storage.texts import read_json
 
 
 class Form(NamedTuple):
@@ -102,7 +102,7 @@ def listed_truth(
 def read_ground_truth(path: Path) -> GroundTruth:
     """Read a ground truth of `distap data convert`, or raise a DistapError."""
     with reading(path, "distap data convert"):
-        found = json.loads(path.read_text())
+        found = read_json(path)
         truth = GroundTruth(found["dataset"], found["query"], tuple(found["gallery"]), tuple(found["queries"]))
         if truth.dataset in FORMS:
             form = truth.form

@@ -1,7 +1,6 @@
 """Save an evaluation to a folder; read its figures and hits without network or images."""
 
 import io
-import json
 import math
 import shutil
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 from distap.retrieval.descriptor_files import reading
 from distap.storage.atomic import UnwritableError, write_whole
 from distap.storage.columns import read_columns
+from distap.storage.texts import read_json
 
 FOLDER, RESULT_FILE, RETRIEVED_FILE = "evaluations", "result.json", "retrieved.npz"
 LABELLED, QUERIED = "labelled set", "queries and another gallery"  # the protocols of which neighbours are kept
@@ -110,7 +110,7 @@ def read_evaluation(folder: Path) -> Evaluation:
     """Read the evaluation in a folder, or raise a DistapError."""
     path = folder / RESULT_FILE
     with reading(path, "distap eval"):
-        return Evaluation.model_validate({**json.loads(path.read_text()), "folder": folder})
+        return Evaluation.model_validate({**read_json(path), "folder": folder})
 
 
 def nan_as_null(figures: Mapping[str, float]) -> dict[str, float | None]:

@@ -19,6 +19,7 @@ from distap.errors import DistapError
 from distap.model.backbone import architecture_of
 from distap.model.network import RetrievalNetwork, settings_of
 from distap.registry import GIVEN, build_part
+from distap.storage.texts import read_json
 
 CONFIG, BACKBONE, HEAD = "config.json", "model.safetensors", "head.safetensors"  # files of a saved folder
 HUB = "hf-hub:"
@@ -105,7 +106,7 @@ def read_saved(source: str, **download: Any) -> TrainedNetwork:
     name = source.removeprefix(HUB)
     try:
         folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, **download))
-        settings = dict(json.loads((folder / CONFIG).read_text("utf-8"))["distap"])
+        settings = dict(read_json(folder / CONFIG)["distap"])
         settings["model"] = dict(settings["model"])
         tensors = {f"backbone.{key}": tensor for key, tensor in load_file(folder / BACKBONE).items()}
         return TrainedNetwork(source, settings, tensors | load_file(folder / HEAD), str(folder))

@@ -20,6 +20,7 @@ from distap.pages.charts import MOST_POINTS, Chart, Series, line_chart, percent
 from distap.pages.contact_sheets import Confusion, ContactSheets, Sheet
 from distap.pages.page import THUMBNAIL, write_page
 from distap.pages.runs import Run, differing_settings, read_run, run_names
+from distap.retrieval.descriptor_files import reading
 from distap.storage.atomic import write_whole
 from distap.storage.locations import parse_source
 from distap.storage.redact import without_secrets
@@ -47,7 +48,14 @@ def report(
     Args:
         output: folder to write to; by default the run's, or the one that holds all of the runs.
         reload: seconds after which a browser loads the page again.
+    Raises:
+        DistapError: a run's folder is not what a training writes.
     """
+    with reading(folders[0], "distap train"):
+        return _written(folders, output, reload)
+
+
+def _written(folders: Sequence[Path], output: Path | None, reload: int | None) -> tuple[Path, dict[str, Any]]:
     several = len(folders) > 1
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise DistapError("a run is named twice: there is nothing to compare")

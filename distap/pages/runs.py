@@ -11,6 +11,7 @@ from distap.config.parsing import parsed_yaml
 from distap.errors import DistapError
 from distap.evaluation.saved import Evaluation, folder_of_step, read_evaluation, saved_steps
 from distap.registry import by_path
+from distap.storage.texts import read_text
 from distap.telemetry.runlog import read_run_log, read_starts
 
 SUMMARY_FIGURES = ("mAP", "mAP@R", "R@1")
@@ -80,7 +81,7 @@ def read_run(folder: Path, name: str = "") -> Run:
     entries = read_run_log(folder)
     path = folder / "recipe.yaml"
     try:
-        recipe = parsed_yaml(path.read_text(), str(path))
+        recipe = parsed_yaml(read_text(path), str(path))
     except (OSError, ValueError) as error:
         raise DistapError(f"{path}: the run's recipe cannot be read: {error}") from error
     missing = [key for key in SECTIONS if not isinstance(recipe, dict) or key not in recipe]

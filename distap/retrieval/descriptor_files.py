@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from distap.errors import DistapError
 from distap.storage.atomic import replacing, write_whole
 from distap.storage.hashing import file_identity
+from distap.storage.texts import read_json
 
 ABOUT_FILE, DESCRIPTORS_FILE, KEYS_FILE, CLASSES_FILE = "about.json", "descriptors.npy", "keys.npy", "classes.npy"
 EXTRACTION_FILE = "extraction.json"  # the plan of the extraction that writes a folder
@@ -151,7 +152,7 @@ def read_described(
     if (folder / EXTRACTION_FILE).exists() and not path.exists():
         raise DistapError(f"{folder}: its extraction has not ended; the command that began it continues it")
     with reading(path, command):
-        about = json.loads(path.read_text(encoding="utf-8"))
+        about = read_json(path)
         if about["version"] != VERSION:
             raise DistapError(f"{path}: version {about['version']!r}, this distap reads {VERSION}; {remedy}")
         about |= {"data": str(about["data"]), "left_out": dict(about["left_out"])}

@@ -24,6 +24,7 @@ from distap.errors import DistapError
 from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet, reading
 from distap.retrieval.row_blocks import row_blocks
 from distap.storage.atomic import write_whole
+from distap.storage.texts import parsed_json, read_json
 
 WHITENING_FILE = "whitening.safetensors"  # in a run folder, or next to the descriptors it was learned from
 VERSION = 1
@@ -97,7 +98,7 @@ def load_whitening(path: Path) -> Whitening:
         path /= WHITENING_FILE
     with reading(path, "distap whiten"):
         with safetensors.safe_open(path, "numpy") as file:
-            about = json.loads(file.metadata()["whitening"])
+            about = parsed_json(file.metadata()["whitening"])
             mean, projection = file.get_tensor("mean"), file.get_tensor("projection")
         if about["version"] != VERSION:
             raise DistapError(f"{path}: version {about['version']!r}, this distap reads {VERSION}; learn it again")
@@ -166,7 +167,7 @@ def read_pairs(path: Path, descriptors: DescriptorSet) -> Int64[np.ndarray, "P 2
     Converted sets without classes store each image's name as its class, so a class with one image names that image.
     """
     with reading(path, "distap data convert"):
-        named = [(str(pair["query"]), str(pair["positive"])) for pair in json.loads(path.read_text(encoding="utf-8"))]
+        named = [(str(pair["query"]), str(pair["positive"])) for pair in read_json(path, list)]
     classes, first, count = np.unique(descriptors.classes, return_index=True, return_counts=True)
     rows = {name: int(row) for name, row, images in zip(classes.tolist(), first, count, strict=True) if images == 1}
     rows |= {key: row for row, key in enumerate(descriptors.keys.tolist())}

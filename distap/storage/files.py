@@ -18,9 +18,11 @@ from distap.errors import DistapError
 from distap.storage.atomic import UnwritableError, make_folder, replacing
 from distap.storage.host_cache import kept_copy
 from distap.storage.locations import joined, scheme_of
-from distap.storage.remotes import RemoteSettings, file_system, retried
+from distap.storage.remotes import RemoteSettings, answer_of_web, file_system, retried
+from distap.storage.texts import open_regular
 from distap.storage.traffic import Meter, Traffic
 
+LARGEST_WHOLE = 2**31 - 1  # bytes of a file that is read by one request
 REQUEST_BYTES = 8 * 2**20  # bytes of one request when a whole file is read
 PART = 64 * 2**20  # bytes of a large file that are sent within a time-out
 LARGE_FILE = 16 * 2**20  # bytes of a file that the processes of a host share, a remote one as a copy on its disk
@@ -78,7 +80,10 @@ class Storage:
     @retried("read")
     def read(self, name: str, offset: int, size: int) -> bytes:
         """Return `size` bytes from `offset`, fewer only at the end of the file."""
-        data = bytes(self._files.cat_file(self.where(name), start=offset, end=offset + size)) if size else b""
+        if self.scheme in ("http", "https"):
+            data = answer_of_web(self._files, self.where(name), offset, size) if size else b""
+        else:
+            data = bytes(self._files.cat_file(self.where(name), start=offset, end=offset + size)) if size else b""
         if len(data) > size:
             raise DistapError(
                 f"{self.where(name)}: the server ignores Range and sends whole files, so images cannot be read by "
@@ -92,7 +97,13 @@ class Storage:
 
     @retried("read")
     def read_whole(self, name: str) -> bytes:
-        return bytes(self._files.cat_file(self.where(name)))
+        """Return a whole file; one of a web server may have LARGEST_WHOLE bytes at most."""
+        if self.scheme not in ("http", "https"):
+            return bytes(self._files.cat_file(self.where(name)))
+        data = answer_of_web(self._files, self.where(name), 0, LARGEST_WHOLE)
+        if len(data) > LARGEST_WHOLE:
+            raise DistapError(f"{self.where(name)}: more than {LARGEST_WHOLE:,} bytes")
+        return data
 
     def mapped(self, name: str) -> bytes | mmap:
         """Return a file that processes of this host share: a large one as a map of a copy in the user's cache."""
@@ -230,9 +241,13 @@ class LocalStorage(Storage):
 
 
 def _map(path: Path) -> bytes | mmap:
-    if path.stat().st_size < max(LARGE_FILE, 1):  # a mapped file stays open
-        return path.read_bytes()
-    with path.open("rb") as file:
+    try:
+        file = open_regular(path)
+    except ValueError as error:
+        raise DistapError(f"{path}: {error}") from error
+    with file:
+        if os.fstat(file.fileno()).st_size < max(LARGE_FILE, 1):  # a mapped file stays open
+            return file.read()
         return mmap(file.fileno(), 0, access=ACCESS_READ)
 
 
@@ -243,6 +258,9 @@ class _Blocks(io.RawIOBase):
 
     def readable(self) -> bool:
         return True
+
+    def readall(self) -> bytes:  # which would ask for pieces of 8 KiB
+        return b"".join(iter(partial(self.read, REQUEST_BYTES), b""))
 
     def readinto(self, buffer: Any) -> int:
         wanted = min(len(buffer), REQUEST_BYTES, self._size - self._offset)

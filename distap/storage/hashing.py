@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distap.storage.texts import open_regular
+
 
 @dataclass(frozen=True)
 class FileIdentity:
@@ -15,7 +17,7 @@ class FileIdentity:
 
 
 def file_identity(path: Path) -> FileIdentity:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return FileIdentity(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 

@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import time
+from asyncio import IncompleteReadError
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
@@ -83,11 +84,12 @@ def file_system(scheme: str, settings: RemoteSettings, key: str | None) -> Any:
         if scheme in ("http", "https"):
             from aiohttp import ClientTimeout
 
-            options["client_kwargs"] = {"timeout": ClientTimeout(seconds), **options.get("client_kwargs", {})}
+            client = {"timeout": ClientTimeout(seconds), "auto_decompress": False}
+            options["client_kwargs"] = {**client, **options.get("client_kwargs", {})}
         if scheme == "s3":
             # One attempt of boto's is one of ours, see `retried`; so is one of s3fs, which is set below.
-            client = {"retries": {"total_max_attempts": 1}, "connect_timeout": seconds, "read_timeout": seconds}
-            options["config_kwargs"] = {**client, **options.get("config_kwargs", {})}
+            own = {"retries": {"total_max_attempts": 1}, "connect_timeout": seconds, "read_timeout": seconds}
+            options["config_kwargs"] = {**own, **options.get("config_kwargs", {})}
         if scheme == "gs":
             options.setdefault("requests_timeout", seconds)
             # gcsfs asks over gRPC for zonal buckets, which hangs in processes that were forked after its first use.
@@ -102,6 +104,29 @@ def file_system(scheme: str, settings: RemoteSettings, key: str | None) -> Any:
     if scheme == "s3":
         files.retries = 1
     return files
+
+
+def answer_of_web(files: Any, url: str, start: int, size: int) -> bytes:
+    """Return what a web server answers for `size` bytes from `start`, at most one byte more.
+
+    fsspec takes an answer into memory however long it is, or becomes when it is unpacked.
+    """
+    from fsspec.asyn import sync
+
+    async def answer() -> bytes:
+        session = await files.set_session()
+        headers = {"Accept-Encoding": "identity", "Range": f"bytes={start}-{start + size - 1}"}
+        asked = {**files.kwargs, "headers": {**files.kwargs.get("headers", {}), **headers}}
+        async with session.get(files.encode_url(url), **asked) as found:
+            found.raise_for_status()
+            if found.headers.get("Content-Encoding", "identity") not in ("identity", ""):
+                raise DistapError(f"{url}: the server compresses its answers, which distap does not unpack")
+            try:
+                return bytes(await found.content.readexactly(size + 1))
+            except IncompleteReadError as error:
+                return bytes(error.partial)
+
+    return bytes(sync(files.loop, answer))
 
 
 def retried(done: str) -> Callable[[M], M]:

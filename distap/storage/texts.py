@@ -1,8 +1,15 @@
-"""Names that strangers chose, as text for a terminal, a log line, a table or a page."""
+"""Texts that strangers may have written: names for a terminal, a log line or a page, and files within bounds."""
 
+import json
+import os
 import re
+import stat
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
 
 MAX_NAME = 4096  # bytes of a key, path or class's name, all of which an index holds as wide as the longest
+MOST_BYTES, MOST_LEVELS = 2**26, 64  # of a text that is read whole, and of values within values
 # Control characters, line and paragraph ends, and surrogates, which stand for bytes that are no UTF-8.
 _UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but tabs and line ends, which messages have
@@ -21,3 +28,43 @@ def as_line(name: str) -> str:
 def printable(text: str) -> str:
     """Escape control characters in a message, so that it cannot command a terminal."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file to read; raise a ValueError if it is a pipe, which could wait for ever, a device or a folder."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe opens at once like this
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("no regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_text(path: Path, most: int = MOST_BYTES) -> str:
+    """Read a file of at most `most` bytes as UTF-8; raise an OSError or a ValueError if it is none."""
+    with open_regular(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"more than {most:,} bytes")
+    return data.decode()
+
+
+def parsed_json(text: str | bytes, kind: type = dict) -> Any:
+    """Parse JSON whose outermost value is a `kind`; raise a ValueError for any other, or one of too many levels."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("values within values without end") from error
+    if not isinstance(value, kind):
+        raise ValueError(f"a {type(value).__name__}, expected a {kind.__name__}")
+    level: list[Any] = [value]
+    for _ in range(MOST_LEVELS):
+        inside = (inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer))
+        level = [inner for inner in inside if isinstance(inner, dict | list)]
+    if level:
+        raise ValueError(f"values within values of more than {MOST_LEVELS} levels")
+    return value
+
+
+def read_json(path: Path, kind: type = dict) -> Any:
+    """Read a JSON file; see `read_text` and `parsed_json` for the errors."""
+    return parsed_json(read_text(path), kind)

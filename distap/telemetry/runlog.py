@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from distap import __version__
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
+from distap.storage.texts import MOST_BYTES, parsed_json
 
 RUN_LOG, DAMAGED_LOG, NOT_FINITE_LOG = "metrics.jsonl", "metrics.damaged.jsonl", "not_finite.jsonl"
 STARTS_LOG = "starts.jsonl"
@@ -119,12 +121,12 @@ def read_run_log(folder: Path) -> list[dict[str, Any]]:
 def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
     """Yield numbered lines of a log, with their entries if readable."""
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(partial(file.readline, MOST_BYTES), b""), 1):
             try:
-                entry = json.loads(line)
+                entry = parsed_json(line)
             except ValueError:  # of JSON or of UTF-8
                 entry = None
-            yield number, line, entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None
+            yield number, line, entry if entry is not None and isinstance(entry.get("step"), int) else None
 
 
 def _commit() -> str | None:

@@ -103,12 +103,12 @@ def test_a_tag_in_a_recipe_or_an_override_runs_no_code(tmp_path, value):
     assert not evil.exists()
 
 
-def test_aliases_that_stand_for_billions_of_values_do_not_take_the_memory(tmp_path):
+def test_aliases_which_may_stand_for_billions_of_values_are_refused(tmp_path):
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(VALID) + "\n".join(lines) + "\n")
-    with pytest.raises(DistapError, match=r"recipe\.yaml:1?\d+: a0: unknown key"):
+    with pytest.raises(DistapError, match=r"recipe\.yaml: not valid YAML: an alias, \*a0"):
         load_recipe(path)
 
 

@@ -89,6 +89,10 @@ def test_what_does_not_fit_is_read_from_its_source_and_said_once(shards, folder,
         assert [path.stat().st_size for path in kept(folder)] == [sizes[0]]
     assert (traffic.cache_hits, traffic.cache_misses) == (4, 5)
     assert caplog.text.count("no more shards are kept: data.cache.max_bytes is") == 1
+    (folder / "older").mkdir()
+    kept(folder)[0].rename(folder / "older" / "000000.tar")  # as an earlier version kept it
+    read_all(reader(shards, folder, max_bytes=sizes[0] + sizes[1] // 2))
+    assert kept(folder) == [folder / "older" / "000000.tar"]
 
 
 def flip(path, place):

@@ -223,10 +223,13 @@ def test_a_header_is_found_beyond_much_metadata(folder):
     assert images.sizes(places).tolist() == [[80, 120], [0, 0]]
 
 
-def test_an_image_that_has_gone_is_damaged(folder):
+def test_an_image_that_has_gone_or_cannot_be_read_is_damaged(folder):
     images = open_images(folder)
     (folder / "b.png").unlink()
     with pytest.raises(DamagedImageError, match=r"b\.png: there is no such file"):
+        images.reader.encoded(0)
+    (folder / "b.png").mkdir()
+    with pytest.raises(DamagedImageError, match=r"b\.png: cannot be read: .*Is a directory"):
         images.reader.encoded(0)
     assert images.sizes([0]).tolist() == [[0, 0]]
 

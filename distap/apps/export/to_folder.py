@@ -30,6 +30,7 @@ from distap.model.trained import BACKBONE
 from distap.retrieval.whitening import load_whitening
 from distap.storage.atomic import refuse_foreign, replacing_folder
 from distap.storage.hashing import file_identity
+from distap.storage.texts import read_json
 from distap.training.build import describing_of, trained_network
 from distap.training.run_state import BESIDE
 from distap.world import World
@@ -75,7 +76,7 @@ def export_to_folder(
     output = output.resolve()
     earlier: set[str] = set()
     with suppress(OSError, ValueError, KeyError, TypeError):
-        earlier = {EXPORT_FILE, *json.loads((output / EXPORT_FILE).read_text("utf-8"))["files"]}
+        earlier = {EXPORT_FILE, *read_json(output / EXPORT_FILE)["files"]}
     refuse_foreign(output, earlier)
     with opened_checkpoint(checkpoint, best, BESIDE) as found:
         # Take this checkpoint's own path, since a training may write a newer one meanwhile.

@@ -19,10 +19,11 @@ from distap.data.plan import PLAN_VERSION, Plan
 from distap.data.shards.image_folders import warn_of
 from distap.data.shards.index import Index
 from distap.data.shards.load_index import load_index
+from distap.errors import DistapError
 from distap.stopwatch import Stopwatch
 from distap.storage.files import Storage, storage_of
 from distap.storage.locations import Source, parse_source
-from distap.storage.remotes import MissingFileError, RemoteSettings
+from distap.storage.remotes import RemoteSettings, UnreachableError
 from distap.storage.traffic import Traffic
 from distap.world import World
 
@@ -74,8 +75,8 @@ class Reader:
             meter.add(Traffic(cache_misses=1))
         try:
             data = self.storage.read(str(index.shard_name[shard]), offset, size)
-        except MissingFileError as error:
-            if self.source.kind != "imagefolder":
+        except DistapError as error:  # a file that is gone or may not be read, unless the disk itself fails
+            if self.source.kind != "imagefolder" or isinstance(error, UnreachableError):
                 raise
             raise DamagedImageError("decode_error", str(error)) from error
         if self._damage(sample, data) and self.source.scheme:
@@ -98,7 +99,7 @@ class Reader:
         try:
             if self.source.kind == "imagefolder" and self.index.size[sample] > HEADER_BYTES:
                 name = str(self.index.shard_name[sample])
-                with suppress(DamagedImageError, MissingFileError):  # then all of it may tell
+                with suppress(DamagedImageError, DistapError):  # then all of it may tell
                     return image_size(self.storage.read(name, 0, HEADER_BYTES), self.max_pixels, upright=True)
             return image_size(self.data(sample), self.max_pixels, upright=True)
         except DamagedImageError:

@@ -102,7 +102,7 @@ class ShardCache:
     def _download(self, shard: int, file: Any) -> None:
         name, size, sha256 = self._shards[shard]
         used = 0
-        for path in self.root.glob("*/*/*shard.tar*"):
+        for path in self.root.rglob("*.tar*"):  # also of earlier versions, and of downloads that were killed
             with suppress(FileNotFoundError):  # another process has just renamed it
                 used += path.stat().st_size
         if used + size > self.max_bytes:

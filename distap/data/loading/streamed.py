@@ -11,7 +11,6 @@ random order each pass, and shuffled within a shard. It promises less than index
 - The numbers of images and classes, the damage and the classes shared with validation are unknown before reading.
 """
 
-import json
 import logging
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
@@ -34,6 +33,7 @@ from distap.data.shards.load_index import load_index
 from distap.data.shards.tar import LABEL_FIELD, MAX_DIGITS, TarMember, labelled_image
 from distap.errors import DistapError
 from distap.stopwatch import Stopwatch
+from distap.storage.texts import parsed_json
 from distap.world import World
 
 KEY = "__key__"  # webdataset's name for the name of a sample
@@ -66,7 +66,7 @@ class StreamedSource:
         try:
             value: Any = key if self.label == KEY else members[self.label].data.decode().strip()
             if self.label_key is not None:
-                value = json.loads(value)
+                value = parsed_json(value, object)
                 for part in self.label_key.split("."):
                     value = value[part]
             return members | {LABEL_FIELD: TarMember("", 0, str(_class_number(value)).encode())}

@@ -40,6 +40,7 @@ from distap.storage.atomic import UnwritableError, locked, replacing, sync_path,
 from distap.storage.files import storage_of
 from distap.storage.hashing import Hashed
 from distap.storage.locations import parse_source
+from distap.storage.texts import read_json
 
 LAYOUT_VERSION = 4
 SHARD_FOLDER, RECORD_FOLDER, PLAN_FILE = "shards", "records", "plan.json"  # in the hidden folder
@@ -188,7 +189,7 @@ def _jobs(aside: Path, entries: list[Entry], numbers: dict[str, int], layout: _L
 def _write_shard(job: _Job) -> tuple[Index, list[Skipped]]:
     """Write a shard unless it exists, and read it back; return its index and the images left out."""
     try:
-        record = json.loads(job.record.read_bytes())
+        record = read_json(job.record)
         sha256, skipped = record["sha256"], [Skipped(*image) for image in record["skipped"]]
         job.shard.stat()  # raises an OSError if it is not there
     except (OSError, ValueError, KeyError, TypeError):

@@ -30,6 +30,7 @@ from distap.retrieval.descriptor_files import (
     write_described,
 )
 from distap.storage.atomic import write_whole
+from distap.storage.texts import read_json
 
 PARTS_FOLDER = "parts"
 PLAN_VERSION = 2
@@ -127,7 +128,7 @@ def _begin(output: Path, plan: dict[str, Any]) -> int:
     if not path.exists():
         raise DistapError(f"{output}: holds something that is no extraction; choose another folder")
     with reading(path, "distap extract"):
-        earlier = json.loads(path.read_text(encoding="utf-8"))
+        earlier = read_json(path)
         part_images = plan["part_images"] = max(int(earlier["part_images"]), 1)
     different = [name for name, value in plan.items() if earlier.get(name) != value]
     if different:
