@@ -9,14 +9,16 @@ import numpy as np
 from torch import Tensor
 
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage
-from distap.data.images.image_sets import list_folder, open_images
+from distap.data.images.image_sets import open_images
 from distap.data.images.whole_images import Thumbnails, thumbnail
+from distap.data.shards.load_index import index_of_folder
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber, describer_like
 from distap.pages.page import THUMBNAIL, write_page
 from distap.retrieval.descriptor_files import DescribedBy
 from distap.retrieval.index_files import Hit, SearchIndex, read_index
 from distap.retrieval.whitening import load_whitening
+from distap.storage.locations import parse_source
 from distap.storage.remotes import RemoteSettings
 from distap.training.build import trained_network
 from distap.world import World
@@ -160,7 +162,8 @@ def _queries(text: str, index: SearchIndex) -> Iterator[Query]:
     except (OSError, ValueError):  # such as a text that is too long for a path
         is_folder = is_file = False
     if is_folder:
-        yield from (Query(str(path / name), path / name) for name, *_ in list_folder(path)[0])
+        names = index_of_folder(parse_source(path), labelled=False).key.tolist()
+        yield from (Query(str(path / name), path / name) for name in names)
     elif is_file:
         yield Query(text, path)
     elif text in index.rows:

@@ -157,16 +157,13 @@ def index_shards_command(source: SOURCE, path: INDEX = None, workers: WORKERS = 
 def check_command(
     source: SOURCE,
     path: INDEX = None,
-    output: Annotated[
-        Path | None, typer.Option(help="CSV file to write all damage to.", show_default="only printed")
-    ] = None,
     workers: WORKERS = CORES,
 ) -> None:
     """Compare every shard and image with the index, and decode every image; exit status 1 if anything is damaged.
 
     The data set is not changed. The check lists damaged or missing shards and continues.
     """
-    from distap.data.shards.checking import check, write_damage
+    from distap.data.shards.checking import check
 
     started = time.monotonic()
     index, damaged = check(parse_source(source, path), workers, track)
@@ -174,8 +171,6 @@ def check_command(
     _print_rate(len(index), started, workers)
     for damage in damaged:
         print_result(f"{damage.where}: {damage.reason}: {damage.detail}")
-    if output is not None:
-        write_damage(output, damaged)
     seen = f"{source}: {len(index)} images in {len(index.shard_name)} shards"
     if damaged:
         reasons = Counter(damage.reason for damage in damaged).most_common()
@@ -191,20 +186,15 @@ def stats_command(
     path: INDEX = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="File to write all figures to, as JSON.")] = None,
 ) -> None:
-    """Count classes, images per class and sizes, and describe the batches that each way of sampling would give.
-
-    The command reads the index, and a random sample of the images for their formats.
-    """
+    """Count classes, images per class and sizes, and describe the batches that each way of sampling would give."""
     from distap.cli.statistics_tables import statistics_tables
-    from distap.data.loading.indexed import Reader
     from distap.data.shards.load_index import load_index
     from distap.data.shards.statistics import statistics
     from distap.storage.atomic import write_whole
 
-    parsed = parse_source(source, path)
-    reader = Reader(parsed, load_index(parsed))
-    _print_left_out(reader.index.left_out)
-    figures = statistics(reader)
+    index = load_index(parse_source(source, path))
+    _print_left_out(index.left_out)
+    figures = statistics(index)
     print_result(*statistics_tables(figures))
     if json_file is not None:
         write_whole(json_file, json.dumps(figures, indent=1) + "\n")

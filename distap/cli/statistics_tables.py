@@ -10,7 +10,6 @@ from distap.telemetry.terminal import text_table
 if TYPE_CHECKING:
     from distap.data.shards.statistics import Statistics
 
-MIXED_ENOUGH = 0.5
 SPREADS = ("images_a_class", "width", "height", "shorter_side", "megapixels", "aspect", "image_bytes")
 
 
@@ -41,9 +40,6 @@ def statistics_tables(figures: "Statistics") -> list[Table]:
 def _facts(figures: "Statistics") -> dict[str, str]:
     groups, without = figures["group_sizes"], figures["without_group"]
     pairs = len(groups) * (len(groups) - 1) // 2 if groups and not without else 0
-    formats = ", ".join(f"{name} {count / figures['looked_at']:.1%}" for name, count in figures["formats"].items())
-    is_mixed = figures["mixed"] >= MIXED_ENOUGH or figures["classes"] == 1
-    by_class = "class by class; for streamed reading pack with --shuffle"
     return {
         "images": f"{figures['images']:,}, {figures['bytes'] / 1e6:,.1f} MB in {figures['shards']:,} shards",
         "classes": f"{figures['classes']:,}",
@@ -52,7 +48,5 @@ def _facts(figures: "Statistics") -> dict[str, str]:
         "super-categories": f"{len(groups):,}; {without:,} classes have none",
         "super_p_by_k": f"{pairs:,} pairs" if pairs else "needs two super-categories, and one for every class",
         "sampling by classes": f"batches of {figures['smallest_classes_batch']:,} images or more",
-        "formats": f"{formats} (of {figures['looked_at']} images looked at)",
-        "order": "well mixed" if is_mixed else by_class,
         "fingerprint": figures["fingerprint"][:16],
     }

@@ -14,7 +14,7 @@ from distap.errors import DistapError, problem_of
 from distap.registry import GIVEN, REGISTRY, Part, by_path, fields_of, suggestion
 from distap.storage.locations import from_folder, parse_source
 from distap.storage.redact import without_secrets
-from distap.storage.texts import MOST_BYTES, read_text
+from distap.storage.texts import MOST_TEXT, read_text
 
 RECIPES = Path(__file__).parents[1] / "recipes"  # those of distap, each a YAML file
 UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument", "unknown_key")  # two of pydantic, and ours
@@ -88,7 +88,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path}: a folder; a recipe is a YAML file, and `distap init {path}` writes one for images"
         )
     try:
-        text = read_text(path, MOST_BYTES // 64)
+        text = read_text(path, MOST_TEXT // 64)
     except (OSError, ValueError) as error:
         raise DistapError(f"{path}: the recipe cannot be read: {error}") from error
     settings = parsed_yaml(text, str(path))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_NAME = 4096  # bytes of a key, path or class's name, all of which an index holds as wide as the longest
-MOST_BYTES, MOST_LEVELS = 2**26, 64  # of a text that is read whole, and of values within values
+MOST_TEXT, MOST_LEVELS = 2**26, 64  # of a text that is read whole, and of values within values
 # Control characters, line and paragraph ends, and surrogates, which stand for bytes that are no UTF-8.
 _UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but tabs and line ends, which messages have
@@ -39,7 +39,7 @@ def open_regular(path: Path) -> BufferedReader:
     return os.fdopen(descriptor, "rb")
 
 
-def read_text(path: Path, most: int = MOST_BYTES) -> str:
+def read_text(path: Path, most: int = MOST_TEXT) -> str:
     """Read a file of at most `most` bytes as UTF-8; raise an OSError or a ValueError if it is none."""
     with open_regular(path) as file:
         data = file.read(most + 1)

@@ -19,7 +19,7 @@ import torch
 from distap import __version__
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
-from distap.storage.texts import MOST_BYTES, parsed_json
+from distap.storage.texts import MOST_TEXT, parsed_json
 
 RUN_LOG, DAMAGED_LOG, NOT_FINITE_LOG = "metrics.jsonl", "metrics.damaged.jsonl", "not_finite.jsonl"
 STARTS_LOG = "starts.jsonl"
@@ -121,7 +121,7 @@ def read_run_log(folder: Path) -> list[dict[str, Any]]:
 def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
     """Yield numbered lines of a log, with their entries if readable."""
     with path.open("rb") as file:
-        for number, line in enumerate(iter(partial(file.readline, MOST_BYTES), b""), 1):
+        for number, line in enumerate(iter(partial(file.readline, MOST_TEXT), b""), 1):
             try:
                 entry = parsed_json(line)
             except ValueError:  # of JSON or of UTF-8

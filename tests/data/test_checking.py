@@ -1,4 +1,3 @@
-import csv
 import io
 import shutil
 import tarfile
@@ -11,7 +10,7 @@ from PIL import Image
 from servers import web_server
 
 from distap.data.loading.indexed import Reader
-from distap.data.shards.checking import check, write_damage
+from distap.data.shards.checking import check
 from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack
 from distap.errors import DistapError
@@ -142,21 +141,6 @@ def test_samples_that_share_bytes_are_all_looked_at(tmp_path, shards):
     assert check(shards)[1] == []
     flip(shards / "000000.tar", int(index.offset[0]) + 30)
     assert reasons(check(shards))["crc_mismatch"] == 2
-
-
-def test_damage_is_written_as_csv(tmp_path, shards):
-    index = load_index(shards)
-    flip(shards / "000001.tar", int(index.offset[5]) + 30)
-    damaged = check(shards)[1]
-    write_damage(tmp_path / "new" / "damaged.csv", damaged)
-    with (tmp_path / "new" / "damaged.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["shard"], row["key"], row["reason"], row["detail"]) for row in rows] == [
-        (damage.shard, damage.key, damage.reason, damage.detail) for damage in damaged
-    ]
-    with pytest.raises(DistapError, match=r"images\.csv: cannot be written"):
-        (tmp_path / "images.csv").mkdir()
-        write_damage(tmp_path / "images.csv", damaged)
 
 
 def test_without_an_index_there_is_nothing_to_check_against(tmp_path, shards):

@@ -77,10 +77,12 @@ def test_a_check_decodes_each_image_and_sees_what_changed_since(folders):
 
 
 @pytest.mark.parametrize("name", [b"\xff.png", b"two\nlines.png"])
-def test_a_name_that_is_no_line_of_text_is_refused(folders, name):
+def test_a_name_that_is_no_line_of_text_is_left_out(folders, name):
+    before = len(load_index(f"imagefolder:{folders / 'test'}"))
     Path(folders, "test", "test-0", os.fsdecode(name)).write_bytes(b"")
-    with pytest.raises(DistapError, match="rename it"):
-        load_index(f"imagefolder:{folders / 'test'}")
+    index = load_index(f"imagefolder:{folders / 'test'}")
+    assert len(index) == before
+    assert [reason for _, reason in index.left_out] == ["names that are no line of text in UTF-8"]
 
 
 def test_links_are_followed_but_no_image_is_listed_twice(folders):
@@ -102,7 +104,7 @@ def test_sizes_come_from_the_headers_and_are_left_out_of_the_statistics(folders)
     images = open_images(source := f"imagefolder:{folders / 'test'}")
     samples = range(len(images))
     assert np.array_equal(images.sizes(samples), open_images(folders / "test-shards").sizes(samples))
-    figures = statistics(Reader(source, load_index(source)))
+    figures = statistics(load_index(source))
     assert not figures["width"] and not figures["aspect"] and figures["image_bytes"]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
+from distap.data.shards.parallel import kill_all
 from distap.errors import FAILED, DistapError
 from distap.processes.forks import die_with_parent, forking_context
 from distap.processes.stopping import go_deaf
@@ -74,7 +75,7 @@ def handed_over(
     started = [process for process in active_children() if process not in others]
     if started:
         # The end of Python would wait for a worker that is stuck in a slow read.
-        Finalize(None, _kill, args=(started,), exitpriority=0)
+        Finalize(None, kill_all, args=(started,), exitpriority=0)
         theirs = signal.getsignal(signal.SIGCHLD)  # would otherwise raise in the midst of, say, a collective
         if callable(theirs) and not isinstance(theirs, _WhileWaiting) and current_thread() is main_thread():
             signal.signal(signal.SIGCHLD, _WhileWaiting(theirs))
@@ -93,12 +94,12 @@ def handed_over(
         failure = type(error)(str(error).rpartition(f"{type(error).__name__}: ")[2].strip())
     finally:
         if isinstance(failure, LostWorkerError):
-            _kill(started)
+            kill_all(started)
             _abandoned.append(chunks)  # its end would wait for a lock that a lost worker may have held
         else:
             # Before any worker is killed, since one may hold that lock. It waits some seconds for one that is stuck.
             del chunks
-            _kill(started)
+            kill_all(started)
     if failure is not None:
         raise failure
 
@@ -166,14 +167,6 @@ def _lost(cause: str) -> LostWorkerError:
         "log): set data.workers or data.prefetch lower, or data.pixels.hold to spool; or /dev/shm is too small: a "
         "container has 64 MB there unless its --shm-size, or a volume of medium Memory, says more"
     )
-
-
-def _kill(workers: list[BaseProcess]) -> None:
-    for worker in workers:
-        worker.kill()
-    for worker in workers:
-        worker.join(1)  # takes longer only if the kernel itself is stuck
-    workers.clear()
 
 
 class _WhileWaiting:

@@ -1,7 +1,5 @@
 """Check a data set: every byte of its shards against the index, and every image by decoding it."""
 
-import csv
-import io
 import zlib
 from collections.abc import Iterator
 from functools import partial
@@ -17,7 +15,6 @@ from distap.data.shards.index import Index
 from distap.data.shards.load_index import load_index
 from distap.data.shards.parallel import Track, map_in_processes, untracked
 from distap.errors import DistapError
-from distap.storage.atomic import write_whole
 from distap.storage.files import Storage, storage_of
 from distap.storage.hashing import Hashed
 from distap.storage.locations import LISTABLE, Source, parse_source, shard_names
@@ -87,12 +84,6 @@ def same_bytes(index: Index) -> NDArray[np.int64]:
     first, second = order[:-1], order[1:]
     same = (index.crc32[first] == index.crc32[second]) & (index.size[first] == index.size[second])
     return np.stack([first, second], axis=1)[same & (index.crc32[first] != 0)]
-
-
-def write_damage(path: Path, damaged: list[Damage]) -> None:
-    text = io.StringIO(newline="")
-    csv.writer(text).writerows([Damage._fields, *damaged])
-    write_whole(path, text.getvalue().encode(errors="backslashreplace"))
 
 
 def _jobs(index: Index) -> Iterator[_Job]:

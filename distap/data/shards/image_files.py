@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from distap.data.images.formats import IMAGE_SUFFIXES, suffix_of
+from distap.data.images.formats import readable_formats
 from distap.data.labels import NO_CLASS, class_name
 from distap.data.shards.image_folders import Skipped, counted, walk_images
 from distap.data.shards.parallel import Track, ask_files, untracked
@@ -46,7 +46,7 @@ class Entry(NamedTuple):
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise _unreadable(path, error) from error
+            raise DistapError(f"{path}: the image cannot be read: {error.strerror or error}") from error
         if len(data) != self.size:
             raise DistapError(f"{path}: {len(data)} bytes, but {self.size} when packing began; pack again")
         return data
@@ -63,22 +63,13 @@ def _look_at(image: ImageFile) -> Entry | Skipped:
     try:
         status = image.path.stat()
     except OSError as error:
-        if image.path.is_symlink():
-            return Skipped(str(image.path), "links to nothing")
-        raise _unreadable(image.path, error) from error
+        is_link = os.path.islink(image.path)  # noqa: PTH114 - Path.is_symlink may raise
+        return Skipped(
+            str(image.path), "links to nothing" if is_link else f"files that cannot be read: {error.strerror}"
+        )
     if not stat.S_ISREG(status.st_mode):
         return Skipped(str(image.path), "no regular files")
     return Entry(image, status.st_size, status.st_mtime_ns)
-
-
-def _unreadable(path: Path, error: OSError) -> DistapError:
-    return DistapError(f"{path}: the image cannot be read: {error.strerror or error}")
-
-
-def field_of(path: Path, data: bytes) -> str:
-    """Return the field of an image in its sample: the file's suffix without its dot, or that of its content."""
-    suffix = path.suffix.lower()
-    return suffix.removeprefix(".") if suffix in IMAGE_SUFFIXES else suffix_of(data)
 
 
 class Listing(NamedTuple):
@@ -144,6 +135,17 @@ def list_images(
         told = "".join(f"\nleft out: {line}" for line in counted(listing.left_out))
         raise DistapError(f"{source}: the data set is empty; expected {expected}{told}")
     return listing
+
+
+def list_unlabelled(folder: Path) -> Listing:
+    """List the images in a folder and below, which have no class."""
+    found = list(walk_images(folder))
+    left_out = [skipped for skipped in found if isinstance(skipped, Skipped)]
+    if len(left_out) == len(found):
+        told = "".join(f"\nleft out: {line}" for line in counted(left_out))
+        expected = f"expected {', '.join(readable_formats())} files"
+        raise DistapError(f"{folder}: no image in it, nor shards; {expected}{told}")
+    return Listing([ImageFile(path, "") for path in found if isinstance(path, Path)], left_out, folder)
 
 
 def sort_classes(names: Iterable[str]) -> list[str]:
@@ -214,7 +216,7 @@ def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
             told = as_line(str(row["label"]))
             left_out.append(Skipped(str(path), f"images without a class: the label on {line} is {told!r}"))
             continue
-        found.append(ImageFile(path, name, _text(row.get("group"))))
+        found.append(ImageFile(path, name, str(row.get("group") or "").strip()))
         flags.append(_flags(where, row))
     names = {image.class_name for image in found}
     if codes := [name for name in names if name.isdecimal() and name.startswith("0") and name.lstrip("0") in names]:
@@ -237,17 +239,13 @@ class _Flags(NamedTuple):
     gallery: bool | None
 
 
-def _text(cell: Any) -> str:
-    return "" if cell is None else str(cell).strip()
-
-
 def _flags(where: str, row: Mapping[str, Any]) -> _Flags:
-    split = _text(row.get("split"))
+    split = str(row.get("split") or "").strip()
     if "split" in row and (Path(split).name != split or split.startswith(".") or not is_line(split)):
         raise DistapError(f"{where}: split {split!r} cannot name a folder of shards")
     answers: list[bool | None] = []
     for column in ("query", "gallery"):
-        text = _text(row.get(column)).lower()
+        text = str(row.get(column)).strip().lower()
         if text not in TRUE + FALSE and text not in NO_CLASS:
             raise DistapError(
                 f"{where}: is_{column} is {text!r}; expected true or false, or nothing in training rows"

@@ -39,10 +39,10 @@ def warn_of(source: str, left_out: tuple[Skipped, ...]) -> None:
         logger.warning("%s: left out: %s", source, line)
 
 
-def walk_images(folder: Path, follow: bool = True) -> Iterator[Path | Skipped]:
+def walk_images(folder: Path) -> Iterator[Path | Skipped]:
     """Yield every file below a folder: images by their paths, other files as Skipped.
 
-    Links to folders are followed, or told where not; what they lead to is not listed a second time.
+    Links to folders are followed; what they lead to is not listed a second time.
     """
     errors: list[OSError] = []
     seen: set[str] = set()
@@ -56,9 +56,7 @@ def walk_images(folder: Path, follow: bool = True) -> Iterator[Path | Skipped]:
                 continue
             seen.add(real)
             folders.sort()
-            links = [os.path.join(parent, name) for name in folders if os.path.islink(os.path.join(parent, name))]  # noqa: PTH114, PTH118
-            tops += links if follow else []
-            yield from (Skipped(link, "links to folders") for link in links if not follow)
+            tops += [link for name in folders if os.path.islink(link := os.path.join(parent, name))]  # noqa: PTH114, PTH118
             is_hidden = any(part.startswith(".") for part in Path(parent).parts[len(folder.parts) :])
             for name in sorted(names):
                 path = Path(parent, name)

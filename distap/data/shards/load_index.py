@@ -1,5 +1,6 @@
 """Read the index of any data set: shards, single files, or a data set in Python."""
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -9,7 +10,14 @@ from typing import Any
 import numpy as np
 
 from distap.data.map_style import rows_behind
-from distap.data.shards.image_files import ImageFile, group_of_each_class, list_images, look_at_all, sort_classes
+from distap.data.shards.image_files import (
+    ImageFile,
+    group_of_each_class,
+    list_images,
+    list_unlabelled,
+    look_at_all,
+    sort_classes,
+)
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index, index_place, parse_index
 from distap.data.shards.parallel import untracked
@@ -29,7 +37,7 @@ def load_index(source: Source | Path | str, remote: RemoteSettings | None = None
         index = index_of_files(source, range(len(rows.keys)), rows.keys, rows.classes, 0, rows.digests())
         return replace(index, left_out=rows.left_out)
     if source.kind == "imagefolder":
-        return _index_of_images(source)
+        return index_of_folder(source)
     storage, name = index_place(source, remote)
     try:
         index = parse_index(storage.mapped(name), source.index)
@@ -50,18 +58,22 @@ def load_index(source: Source | Path | str, remote: RemoteSettings | None = None
     return index
 
 
-def _index_of_images(source: Source) -> Index:
+def index_of_folder(source: Source, labelled: bool = True) -> Index:
+    """Make an index of images that are not packed, in a folder with a sub-folder per class, or in any folder."""
     folder = Path(source.base)
     if not folder.is_dir():
         raise DistapError(f"{source}: no such folder")
-    listing = list_images(folder)
+    listing = list_images(folder) if labelled else list_unlabelled(folder)
     entries, broken = look_at_all(listing.images, "", untracked)
-    images = [entry.image for entry in entries]
-    sizes = [entry.size for entry in entries]
-    names = [image.path.relative_to(folder).as_posix() for image in images]
-    index = index_of_files(source, names, names, [image.class_name for image in images], sizes)
-    left_out = tuple(Skipped(as_line(name), reason) for name, reason in (*listing.left_out, *broken))
-    return replace(index, left_out=left_out)
+    of_name = {entry.image.path.relative_to(folder).as_posix(): entry for entry in entries}
+    names, unfit = ([name for name in of_name if is_line(name) is fits] for fits in (True, False))
+    classes, sizes = [of_name[name].image.class_name for name in names], [of_name[name].size for name in names]
+    # The times of change stand for digests of what the files hold, which only reading them would tell.
+    times = "" if labelled else [str(of_name[name].modified) for name in names]
+    index = index_of_files(source, names, names, classes, sizes, times)
+    told = [(os.path.relpath(name, folder), reason) for name, reason in (*listing.left_out, *broken)]
+    told += [(name, "names that are no line of text in UTF-8") for name in unfit]
+    return replace(index, left_out=tuple(Skipped(as_line(name), reason) for name, reason in told))
 
 
 def index_of_files(

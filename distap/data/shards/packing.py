@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import webdataset
 
 from distap.data.images.decoding import DamagedImageError, decode, image_size, seems_cut
+from distap.data.images.formats import IMAGE_SUFFIXES, suffix_of
 from distap.data.shards.image_files import (
     Entry,
     ImageFile,
     Listing,
-    field_of,
     group_of_each_class,
     list_images,
     look_at_all,
@@ -224,10 +224,16 @@ def _write(job: _Job) -> tuple[str, list[Skipped]]:
                     continue
                 stem = re.sub(r"[^A-Za-z0-9_-]+", "_", path.stem)[:60]
                 label = str(job.numbers[entry.image.class_name]).encode()
-                writer.write({"__key__": f"{position:08d}-{stem}", field_of(path, data): data, LABEL_FIELD: label})
+                writer.write({"__key__": f"{position:08d}-{stem}", _field_of(path, data): data, LABEL_FIELD: label})
         # The record comes first, so that every shard that exists has one.
         write_whole(job.record, json.dumps({"sha256": hashed.sha256, "skipped": skipped}))
     return hashed.sha256, skipped
+
+
+def _field_of(path: Path, data: bytes) -> str:
+    """Return the field of an image in its sample: the file's suffix without its dot, or that of its content."""
+    suffix = path.suffix.lower()
+    return suffix.removeprefix(".") if suffix in IMAGE_SUFFIXES else suffix_of(data)
 
 
 def _start(aside: Path, fingerprint: str) -> None:

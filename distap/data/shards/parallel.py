@@ -2,16 +2,16 @@
 
 import os
 import signal
-import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.connection import Connection
+from multiprocessing import active_children
 from multiprocessing.pool import ThreadPool
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from distap.errors import DistapError
-from distap.processes.forks import forking_context
+from distap.processes.forks import die_with_parent, forking_context
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -50,11 +50,12 @@ def map_in_processes(
     workers = min(workers, len(jobs))
     if workers <= 1:
         return list(track(map(function, jobs), about, len(jobs)))
-    context = forking_context()
-    ours, theirs = context.Pipe()
-    pool = ProcessPoolExecutor(workers, context, initializer=_end_with_parent, initargs=(ours, theirs))
+    others = active_children()
+    pool = ProcessPoolExecutor(workers, forking_context(), initializer=_begin)
     try:
-        results = list(track(pool.map(function, jobs), about, len(jobs)))
+        # Not by its `map`, which cancels what is left: the pool fails at that if its workers are killed meanwhile.
+        futures = [pool.submit(function, job) for job in jobs]
+        results = list(track((future.result() for future in futures), about, len(jobs)))
         pool.shutdown()
         return results
     except BrokenProcessPool as error:
@@ -63,18 +64,18 @@ def map_in_processes(
             "ran out: call again with fewer --workers"
         ) from error
     finally:
-        ours.close()
-        pool.shutdown(cancel_futures=True)
-        theirs.close()
+        kill_all([process for process in active_children() if process not in others])
+        pool.shutdown()
 
 
-def _end_with_parent(of_parent: Connection, to_parent: Connection) -> None:
-    """End this process when the parent closes its end of the connection, or dies."""
-    of_parent.close()  # the copy that the fork made
+def _begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent decides
+    die_with_parent()
 
-    def wait() -> None:
-        to_parent.poll(None)
-        os._exit(1)
 
-    threading.Thread(target=wait, daemon=True).start()
+def kill_all(workers: list[BaseProcess]) -> None:
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.join(1)  # takes longer only if the kernel itself is stuck
+    workers.clear()
