@@ -10,13 +10,16 @@
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+F = TypeVar("F", bound=Callable[..., Any])
 FINISHED = 0
 FAILED = 1
 MISTAKE = 2
@@ -68,6 +71,35 @@ def problem_of(error: Mapping[str, Any], keys: Sequence[str]) -> str:
     is_told = isinstance(error["input"], str) and repr(error["input"]) in expected
     value = "" if is_told or isinstance(error["input"], Mapping) else f"{error['input']!r}: "
     return f"{where}: {value}{expected[:1].lower()}{expected[1:]}"
+
+
+def merged(problems: Iterable[str]) -> list[str]:
+    """Join what the members of a union say of one value: `size: 'a': must be a number or 'auto'`."""
+    found: dict[str, str] = {}
+    for told in problems:
+        start, _, wanted = told.partition(": must be ")
+        known = found.get(start, "")
+        found[start] = (known if wanted in known else f"{known} or {wanted}") if wanted and known else told
+    return [*found.values()]
+
+
+def checked(function: F) -> F:
+    """Check the arguments of a public function by their annotations; a DistapError names each wrong one."""
+    from pydantic import ConfigDict, ValidationError, validate_call  # here, since not every process checks arguments
+
+    names = list(inspect.signature(function).parameters)
+    validated = validate_call(config=ConfigDict(arbitrary_types_allowed=True))(function)
+
+    @wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        try:
+            return validated(*given, **named)
+        except ValidationError as error:
+            found = [(dict(item), item["loc"][0]) for item in error.errors()]
+            told = [problem_of(item, [names[at] if isinstance(at, int) else str(at)]) for item, at in found]
+            raise DistapError("; ".join(merged(told))) from error
+
+    return cast(F, call)
 
 
 def tensor_given(value: Any, name: str) -> "Tensor":

@@ -4,10 +4,11 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from distap.data.images.decoding import EncodedImage, image_file
 from distap.data.images.whole_images import Sizing
 from distap.data.map_style import source_of
 from distap.data.shards.parallel import untracked
-from distap.errors import FINISHED, DistapError
+from distap.errors import FINISHED, DistapError, checked, tensor_given
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.backbone import architecture_of
 from distap.model.network import GivenNetwork
@@ -68,7 +69,11 @@ class DescriptorNetwork(
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Describe (n, 3, height, width) pixels from 0 to 255 on one device as (n, D) of length 1."""
-        descriptors: Tensor = self.network(pixels)
+        given = tensor_given(pixels, "pixels")
+        if given.ndim != 4 or given.shape[1] != 3:
+            told = f"pixels are {tuple(given.shape)}; expected (n, 3, height, width)"
+            raise DistapError(f"{told}; `describe` takes images of any kind")
+        descriptors: Tensor = self.network(given)
         return descriptors
 
     def transform(self, image: Any) -> Tensor:
@@ -87,8 +92,8 @@ class DescriptorNetwork(
             DamagedImageError: an image cannot be decoded.
             DistapError: it is none of these.
         """
-        if isinstance(images, str | Path | bytes | Image.Image):
-            raise DistapError("describe takes several images; put a single one into a list")
+        if isinstance(images, str | Path | bytes | Image.Image) or not isinstance(images, Iterable):
+            raise DistapError(f"images: a {type(images).__name__}; describe takes several, so put one into a list")
         left, parts = iter(images), list[Tensor]()
         while chunk := [*map(image_file, islice(left, CHUNK))]:
             parts.append(self.describer.describe(chunk))
@@ -155,6 +160,7 @@ class DescriptorNetwork(
         return cls(describer, recipe.model)
 
 
+@checked
 def train(
     recipe: str | Path | Mapping[str, Any],
     overrides: Mapping[str, Any] | None = None,
@@ -209,12 +215,13 @@ def train(
     return read.run
 
 
+@checked
 def load(
     source: str | Path,
     *,
     best: bool = False,
     sizing: str | None = None,
-    scales: Iterable[float] | None = None,
+    scales: Sequence[float] | None = None,
     whitening: str | Path | None = None,
     device: str | torch.device | None = None,
     network: nn.Module | None = None,
@@ -234,7 +241,11 @@ def load(
     Raises:
         DistapError: there is no such network, it is damaged, or `network` is missing or does not fit.
     """
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise DistapError(f"device: {device!r} cannot be used: {shorten(str(error), 200)}") from error
     name = str(source)
     if is_saved(name):
         found: DescriptorNetwork = DescriptorNetwork.from_pretrained(

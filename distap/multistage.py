@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from distap.errors import DistapError
+from distap.errors import DistapError, checked, tensor_given
 from distap.ranking.listwise import KnownGradient
 from distap.ranking.loss import AnyLoss, build_loss
 from distap.ranking.losses.base import DescriptorLoss
@@ -75,6 +76,7 @@ class Multistage(nn.Module):
         DistapError: the loss, an option or the mode is unknown.
     """
 
+    @checked
     def __init__(
         self,
         network: nn.Module,
@@ -85,10 +87,10 @@ class Multistage(nn.Module):
         freeze_batchnorm: bool = False,
         group: dist.ProcessGroup | None = None,
         mode: str = "sharded",
-        memory: int = 0,
-        memory_bytes: int | None = None,
-        max_drift: float | None = None,
-        skip_below: float = 0.0,
+        memory: NonNegativeInt = 0,
+        memory_bytes: PositiveInt | None = None,
+        max_drift: NonNegativeFloat | None = None,
+        skip_below: NonNegativeFloat = 0.0,
         reduce: bool = False,
         reshard: bool = False,
         **options: Any,
@@ -231,8 +233,10 @@ class Multistage(nn.Module):
             parts, known = cut_along_rows(images, labels)
             refuse_graphs(parts)
             problem = label_problem(known, sum(map(rows_of, parts))) or ("" if len(known) else "no images were given")
-            if samples is not None and len(samples) != len(known):
-                problem = f"{len(samples)} numbers in `samples` for {len(known)} images"
+            numbers = None if samples is None else tensor_given(samples, "samples")
+            if numbers is not None and (numbers.shape != known.shape or numbers.is_floating_point()):
+                told = f"samples are {tuple(numbers.shape)} of {numbers.dtype}"
+                problem = problem or f"{told}; a whole number for each of {len(known)} images is expected"
             refuse_unusable(network, self.freeze_batchnorm)
         except Exception as error:  # such as one of the caller's iterator: the other ranks must not wait
             problem, failure = str(error) if isinstance(error, DistapError) else repr(error), error

@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError, core_schema
 
-from distap.errors import DistapError, problem_of
+from distap.errors import DistapError, merged, problem_of
 
 TIMM_OPTIMIZERS = (
     *("adam", "adamw", "nadamw", "radam", "sgd", "momentum", "rmsprop", "lamb", "lars", "lion", "adafactor"),
@@ -93,8 +93,7 @@ METHODS = dict.fromkeys(REGISTRY, "build") | {
     **{"weights": "load", "schedule": "factor", "logger": "open"},
 }
 
-# Kinds that need a base class, because it has methods that most of their classes do not write themselves.
-BASES = {"loss": "distap.ranking.loss:Loss"}
+LOSS_BASE = "distap.ranking.loss:Loss"  # has methods that most losses do not write themselves
 
 GIVEN = "given"  # in the record of a run, the name of an object in Python that no recipe can name
 
@@ -132,9 +131,8 @@ def _lack(kind: str, found: type) -> str:
     """Return what a class lacks to be of this kind; "" if it lacks nothing."""
     if not callable(getattr(found, METHODS[kind], None)):
         return f"needs a method {METHODS[kind]!r}, which {found.__name__} has not"
-    base = BASES.get(kind, "builtins:object")
-    if all(f"{each.__module__}:{each.__qualname__}" != base for each in found.__mro__):
-        return f"has to be a subclass of {base.replace(':', '.')}, which {found.__name__} is not"
+    if kind == "loss" and LOSS_BASE not in map(place_of, found.__mro__):
+        return f"has to be a subclass of {LOSS_BASE.replace(':', '.')}, which {found.__name__} is not"
     return ""
 
 
@@ -142,7 +140,7 @@ def check_name(kind: str, name: str) -> None:
     """Raise a ValueError unless a name is known or of the form "package.module:Class"; import nothing."""
     module, colon, attribute = str(name).partition(":")
     of_others = bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
-    if name not in REGISTRY[kind] and not of_others:
+    if str(name) not in REGISTRY[kind] and not of_others:
         of_yours = ", or package.module:Class" if "." in str(name) else ""
         raise ValueError(f"{kind} {name!r} is unknown; {suggestion(str(name), REGISTRY[kind])}{of_yours}")
 
@@ -172,7 +170,7 @@ def build_part(kind: str, name: str, **options: Any) -> Any:
         return Part(kind, name, options).build()
     except ValidationError as error:
         problems = [problem_of(dict(item), list(map(str, item["loc"]))) for item in error.errors()]
-        raise DistapError(f"{kind} {name}: {'; '.join(problems)}") from error
+        raise DistapError(f"{kind} {name}: {'; '.join(merged(problems))}") from error
     except ValueError as error:
         raise DistapError(str(error)) from error
 
@@ -183,7 +181,6 @@ def sum_in_full(loss: Any) -> Any:
         return loss
     terms = []
     for name, value in loss.items():
-        check_name("loss", name)
         options = dict(value) if isinstance(value, Mapping) else {"weight": value}
         terms.append((options.pop("weight", 1.0), {**options, "name": name}))
     return {"name": "sum", "terms": terms}
@@ -243,12 +240,11 @@ class Chosen:
             if not _lack(self.kind, type(value)):
                 return value
             raise ValueError(f"expected the name of a {self.kind}, or a mapping with its name and keys")
-        name = value.get("name", self.otherwise)
-        if not isinstance(name, str):
+        if (name := value.get("name", self.otherwise)) is None:
             raise ValueError(f"the name of the {self.kind} is missing; {suggestion('', REGISTRY[self.kind])}")
         if name != GIVEN:
             check_name(self.kind, name)
-        part = Part(self.kind, name, {key: value[key] for key in value if key != "name"})
+        part = Part(self.kind, str(name), {key: value[key] for key in value if key != "name"})
         return part.build() if self.at_once else part
 
     def _dump(self, part: Any, info: core_schema.SerializationInfo) -> Any:

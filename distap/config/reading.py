@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from distap.config.images import DescribingSection, ImagesSection
 from distap.config.parsing import line_of, parsed_yaml
 from distap.config.recipe import NetworkRecipe, Recipe
-from distap.errors import DistapError, problem_of
+from distap.errors import DistapError, merged, problem_of
 from distap.registry import GIVEN, REGISTRY, Part, by_path, fields_of, suggestion
 from distap.storage.locations import from_folder, parse_source
 from distap.storage.redact import without_secrets
@@ -159,12 +159,8 @@ def _build_parts(holder: dict[str, Any], keeps_given: bool, path: tuple[str, ...
 def _refused(
     wrong: list[dict[str, Any]], settings: dict[str, Any], where: Place, kind: type[NetworkRecipe]
 ) -> DistapError:
-    problems: dict[str, str] = {}
-    for item in wrong:
-        told = _problem(item, settings, kind)
-        start, _, wanted = told.partition(": must be ")  # a union's members each say what they want
-        problems[start] = f"{problems[start]} or {wanted}" if wanted and start in problems else told
-    return DistapError("\n".join(f"{where(start.partition(':')[0])}: {told}" for start, told in problems.items()))
+    problems = merged(_problem(item, settings, kind) for item in wrong)
+    return DistapError("\n".join(f"{where(told.partition(':')[0])}: {told}" for told in problems))
 
 
 def _require_data(recipe: Recipe, where: Place) -> None:
@@ -250,7 +246,7 @@ def _written_keys(location: tuple[int | str, ...], settings: dict[str, Any]) -> 
     loc, loss = list(location), settings.get("loss")
     if loc[:2] == ["loss", "terms"] and isinstance(loss, dict) and "terms" not in loss:
         number, place, *rest = loc[2:]
-        return ["loss", list(loss)[int(number)], *(map(str, rest) if place else ["weight"])]
+        return ["loss", str(list(loss)[int(number)]), *(map(str, rest) if place else ["weight"])]
     keys: list[str] = []
     here: Any = settings
     for part in loc:

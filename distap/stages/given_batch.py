@@ -5,6 +5,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
@@ -102,6 +103,7 @@ class Outputs:
 
 def cut_along_rows(images: Any, labels: Tensor | ArrayLike | None) -> tuple[list[Any], Tensor]:
     """Convert images to nested tensors that can be cut along their first dimension."""
+    images = tree_map_only(np.ndarray, lambda array: tensor_given(array, "images"), images)
     if isinstance(images, Iterable) and not isinstance(images, Tensor | list | tuple | Mapping):
         parts = list(images)
         if labels is None and parts:
@@ -118,9 +120,11 @@ def cut_along_rows(images: Any, labels: Tensor | ArrayLike | None) -> tuple[list
 
 def rows_of(part: Any) -> int:
     counts = {shape[0] if shape else 0 for shape in _shapes(part)}
+    if not counts:
+        raise DistapError(f"images are {_told(part)}; expected tensors or arrays with a row for each image")
     if len(counts) != 1:
-        have = f"have {', '.join(map(str, sorted(counts)))} rows" if counts else "hold no tensor"
-        raise DistapError(f"images {have}; every tensor needs one row for each image")
+        have = ", ".join(map(str, sorted(counts)))
+        raise DistapError(f"images have {have} rows; every tensor needs one row for each image")
     return counts.pop()
 
 
@@ -164,6 +168,8 @@ def _told(output: Any) -> str:
         return f"a tensor {tuple(output.shape)}"
     if isinstance(output, Mapping):
         return f"a {type(output).__name__} with {', '.join(map(str, output))}"
+    if isinstance(output, list | tuple) and len(output) > 3:
+        return f"a {type(output).__name__} of {len(output)} {type(output[0]).__name__}"
     if isinstance(output, list | tuple):
         return f"a {type(output).__name__} of {', '.join(map(_told, output)) or 'nothing'}"
     return f"a {type(output).__name__}"
