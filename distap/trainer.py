@@ -260,6 +260,8 @@ class Trainer:
         return float(self.world.broadcast(score))
 
     def _save_if_due(self, score: float | None) -> None:
+        if score is not None:  # what counts as the best is written: the ranks must agree on that
+            self.report.checkpoint(self.state.writer.wait())
         if self.length.is_due(self.recipe.checkpoint, self.done) or self.state.is_best(score):
             self._save(score)
 

@@ -74,6 +74,7 @@ class CheckpointWriter:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_seconds))
         self._ranks = replace(self.world, device=CPU, group=group, watchdog=None)
         self._writing: Future[Written] | None = None
+        self.best = float("-inf")  # highest validation mAP of a checkpoint that is there
 
     def save(
         self,
@@ -129,6 +130,8 @@ class CheckpointWriter:
         outcome: dict[str, Any] = {}
         try:
             outcome["bytes"] = self._write(job)
+            if job.manifest.score is not None:
+                self.best = max(self.best, job.manifest.score)
         except Exception as error:  # training goes on after any error, and poll tells of it
             outcome = {"error": str(error) or type(error).__name__, "may_pass": isinstance(error, UnreachableError)}
             if self.world.size > 1 and is_of_the_network(error):

@@ -8,8 +8,9 @@ then know only that somebody did not answer. So every rank runs two threads:
 
 When a collective exceeds the time-out or fails, a rank opens a case. All ranks would read the heartbeats of all
 others then, so the first one to claim the case does it for all: it sees who has left, whose heart stands still and
-who has not begun the collective, and writes down the verdict. Then every process ends, since a thread that waits in
-gloo cannot be interrupted.
+who has not begun the collective, and writes down the verdict. Those that came later read its heartbeat alone, and one
+of them takes the case over if it stands still. Then every process ends, since a thread that waits in gloo cannot be
+interrupted.
 
     beat/R      what rank R does
     claim       the rank that works out the verdict
@@ -24,7 +25,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,8 @@ class Watchdog:
         self._begun: dict[str, int] = {}  # collectives by channel
         self._open: list[Collective] = []
         self._case: _Case | None = None
-        self._hearts: dict[int, Heart] = {}  # empty until this rank has read them
+        self._hearts: dict[int, Heart] = {}  # those that this rank has read
+        self._claim, self._claimed = "", 0.0  # the rank whose claim this rank may replace, and when it did
         self._farewell: dict[str, Any] = {}
         self._store_heard, self._store_error = time.monotonic(), ""
         self._is_raised = self._lingers = False
@@ -169,13 +171,17 @@ class Watchdog:
         self._store.set(f"beat/{me}", json.dumps(self._said()))
         if self.verdict is None and self._store.check(["verdict"]):
             self._condemn(*json.loads(self._store.get("verdict")))
-        elif self._case is not None and self._store.compare_set("claim", "", me).decode() == me:
+        elif self._case is not None and (by := self._store.compare_set("claim", self._claim, me).decode()) != me:
+            self._read_hearts([int(by)])
+            if time.monotonic() - self._hearts[int(by)].changed > self._silence:
+                self._claim = by
+        elif self._case is not None:
+            self._claimed = self._claimed or time.monotonic()
             self._read_hearts()
             # Whoever left says so at once, and the others' hearts must have time to beat.
             has_left = any("left" in heart.said for heart in self._hearts.values())
-            if has_left or time.monotonic() - self._case.opened > self._silence + self.beat_seconds:
+            if has_left or time.monotonic() - self._claimed > self._silence + self.beat_seconds:
                 self._condemn(*self._verdict_of(self._case))
-            if self.verdict is not None:
                 self._store.compare_set("verdict", "", json.dumps([self.verdict, self._status]))
         elif self._lingers:
             self._read_hearts()
@@ -185,8 +191,10 @@ class Watchdog:
         doing = {"activity": activity, "seconds": seconds, "waiting": [one.name for one in self._open][:1]}
         return {"time": time.time(), "begun": dict(self._begun), **doing, **self._farewell}
 
-    def _read_hearts(self) -> None:
-        others = [member for member in self.party.members if member.rank != self.party.rank]
+    def _read_hearts(self, ranks: Sequence[int] = ()) -> None:
+        """Read the heartbeats of these ranks, or of all others."""
+        own = self.party.rank
+        others = [member for member in self.party.members if member.rank in (ranks or {member.rank} - {own})]
         now = time.monotonic()
         said = self._store.multi_get([f"beat/{member.rank}" for member in others]) if others else []
         for member, text in zip(others, map(json.loads, said), strict=True):
@@ -216,7 +224,7 @@ class Watchdog:
             elif now - self._store_heard > self.timeout_seconds:
                 self._open_case(f"{self._here(unfinished.name if unfinished else '')} cannot go on")
             # The store may not answer, or the rank that has claimed the case may be lost itself.
-            if self._case is not None and now - self._case.opened > 3 * self._silence:
+            if self._case is not None and now - self._case.opened > 4 * self._silence:
                 self._condemn(*self._verdict_of(self._case))
         if not self._stopped.is_set():
             try:

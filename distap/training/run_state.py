@@ -84,7 +84,6 @@ class RunState:
         if loss_learner is not None:
             self._parts["loss"] = loss_learner
         self._settings = recipe.model_dump(mode="json")
-        self.best = float("-inf")  # highest validation mAP of a checkpoint
         self.score: float | None = None  # validation mAP of the checkpoint that the run goes on from
         section, storage = recipe.checkpoint, _storage_of(recipe)
         self.lease = _lease_of(recipe, storage)
@@ -119,7 +118,7 @@ class RunState:
             self._take_over(found)
             # Later scores are compared with rank 0's, so that the ranks agree on which one is better.
             score = on_all(self.world, self._fetch_beside, mine=self.world.rank == 0)[0]
-            self.best = float("-inf") if score is None else score
+            self.writer.best = float("-inf") if score is None else score
         return found.step
 
     def _fetch_beside(self) -> float | None:
@@ -148,8 +147,6 @@ class RunState:
             state["backbone"] = built_again(self.learner.network.backbone)
         digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
         about = {"configuration": digest, "data": self.images.fingerprint, "order": self.images.order}
-        if score is not None:
-            self.best = max(self.best, score)
         return self.writer.save(step, tensors, state, about, score)
 
     def send_beside(self) -> None:
@@ -158,8 +155,8 @@ class RunState:
             self._beside.by(time.monotonic() + BESIDE_SECONDS).send()
 
     def is_best(self, score: float | None) -> bool:
-        """Tell whether a state with this validation mAP is the best so far and will be kept."""
-        return score is not None and score > self.best
+        """Tell whether this validation mAP is above that of each checkpoint written by the last `writer.wait`."""
+        return score is not None and score > self.writer.best
 
     def _take_over(self, checkpoint: Checkpoint) -> None:
         recorded = checkpoint.state("recipe")["recipe"]

@@ -287,16 +287,17 @@ def test_ranks_share_the_writing_and_another_number_of_them_reads_it(tmp_path):
 def _fill_the_disk(world, run):
     writer = writer_to(run, world)
     errors = []
-    for step, size in ((1, 1000), (2, 300_000), (3, 1000)):
-        writer.save(step, {"a": torch.zeros(size), "b": torch.zeros(size)}, STATE, {})
+    for step, size, score in ((1, 1000, 0.3), (2, 300_000, 0.9), (3, 1000, 0.5)):
+        writer.save(step, {"a": torch.zeros(size), "b": torch.zeros(size)}, STATE, {}, score)
         errors.append(writer.wait().error)
-    return errors
+    return *errors, writer.best
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_full_disk_costs_one_checkpoint_and_leaves_the_others(small_disk, ranks):
     run = small_disk("1m")
-    for first, second, third in on_ranks(ranks, _fill_the_disk, run):
+    for first, second, third, best in on_ranks(ranks, _fill_the_disk, run):
         assert first is third is None
+        assert best == 0.5  # not that of the one that is not there
         assert re.search(r"\(it takes 2\.4 MB; [01]\.\d MB are free\)", second)
     assert names(run) == ["step-00000001", "step-00000003"]

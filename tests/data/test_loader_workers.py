@@ -5,13 +5,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
 from images import indexed_images, started
+from torch.utils.data import Dataset
 
-from distap.data.loading.workers import LostWorkerError
+from distap.data.loading.workers import LostWorkerError, handed_over
 from distap.data.pixel_and_cache_settings import PixelSettings
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
@@ -166,9 +168,12 @@ except DistapError as error:
 """
 
 
-@pytest.mark.skipif(
+own_shared_memory = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare, to have an own /dev/shm"
 )
+
+
+@own_shared_memory
 def test_shared_memory_that_is_too_small_is_said_at_once(shards, tmp_path):
     (tmp_path / "rank.py").write_text(AT_ONCE)
     small = 'mount -t tmpfs -o size=4k tmpfs /dev/shm && exec "$@"'
@@ -182,3 +187,30 @@ def test_shared_memory_that_is_too_small_is_said_at_once(shards, tmp_path):
         timeout=120,
     )
     assert "/dev/shm has 0.0 MB free" in found.stdout and "--shm-size" in found.stdout, found
+
+
+class _Unpicklable(Dataset):
+    def __getitem__(self, request):
+        return lambda: request
+
+
+def test_an_item_that_cannot_be_handed_over_ends_its_worker_and_is_not_waited_for():
+    with pytest.raises(LostWorkerError, match=r"ended with status 1|exited unexpectedly|exit code"):
+        list(handed_over(_Unpicklable(), [[1]], workers=1, prefetch=1))
+
+
+def test_a_folder_for_temporary_files_whose_path_is_too_long_for_sockets_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", f"{tmp_path}/{'x' * 100}")
+    with pytest.raises(DistapError, match=r"x: the folder for temporary files has .* set TMPDIR to a shorter"):
+        list(handed_over(_Unpicklable(), [[1]], workers=1, prefetch=1))
+
+
+@own_shared_memory
+def test_images_are_read_without_workers_where_shared_memory_is_read_only():
+    program = "import numpy; from distap.data.loading.workers import handed_over as read; "
+    program += "print(*read(numpy.arange(3), [[0], [2]], 1, 1))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    read_only = 'mount -t tmpfs -o ro tmpfs /dev/shm && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", read_only, "sh", sys.executable, "-c", program]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert found.stdout.split() == ["[0]", "[2]"] and "is read-only" in found.stderr, found

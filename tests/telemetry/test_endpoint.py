@@ -1,6 +1,8 @@
 import json
 import re
 import socket
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from contextlib import ExitStack
@@ -143,3 +145,9 @@ def test_it_answers_on_ipv6():
             assert ask(f"http://[::1]:{port}/healthz")[0] == 200
     except DistapError as error:
         pytest.skip(f"no IPv6 here: {error}")
+
+
+def test_a_folder_for_the_metrics_of_other_programs_is_left_alone():
+    count = "import distap.telemetry.metrics, prometheus_client as p; p.Counter('a', 'b').inc(); print('counted')"
+    environment = {"PROMETHEUS_MULTIPROC_DIR": "/nonexistent", "PYTHONPATH": ":".join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", count], env=environment, capture_output=True).stdout == b"counted\n"

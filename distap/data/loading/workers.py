@@ -1,14 +1,19 @@
 """Loader worker processes: read images, end with their rank, and explain the loss of a worker."""
 
 import gc
+import logging
 import os
 import shutil
 import signal
+import sys
+import tempfile
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from multiprocessing import active_children
+from multiprocessing.context import ForkContext
 from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
 from multiprocessing.util import Finalize
 from pathlib import Path
 from threading import current_thread, main_thread
@@ -23,8 +28,10 @@ from distap.processes.forks import die_with_parent, forking_context
 from distap.processes.stopping import go_deaf
 
 SHARED_MEMORY = "/dev/shm"  # through which workers hand images over
+LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")  # of a socket in it
 LONGEST_WAIT = 600.0  # seconds for the next chunk
 _abandoned: list[Any] = []  # loaders that lost a worker
+logger = logging.getLogger("distap")
 
 
 class LostWorkerError(DistapError):
@@ -61,6 +68,9 @@ def handed_over(
     options: dict[str, Any] = {"batch_size": None, "collate_fn": _unchanged}
     if requests is not None:
         options["sampler"] = _noted(requests, asked)
+    if workers and Path(SHARED_MEMORY).is_dir() and os.statvfs(SHARED_MEMORY).f_flag & os.ST_RDONLY:
+        logger.warning("%s is read-only: images are read without data.workers, one after the other", SHARED_MEMORY)
+        workers = 0
     if workers:
         _require_shared_memory(bytes_ahead)
         options |= {
@@ -68,7 +78,7 @@ def handed_over(
             "prefetch_factor": prefetch,
             "timeout": longest_wait,
             "worker_init_fn": partial(_begin, os.getpid()),
-            "multiprocessing_context": forking_context(),
+            "multiprocessing_context": _Context() if sys.platform == "linux" else forking_context(),
         }
     others = active_children()
     chunks = iter(DataLoader(images, **options))
@@ -124,9 +134,27 @@ def _noted(requests: Iterable[list[Any]], asked: deque[Any]) -> Iterator[list[An
         yield request
 
 
+class _Queue(Queue):  # type: ignore[type-arg]  # as the class cannot be subscripted
+    def _on_queue_feeder_error(self, error: Exception, handed: Any) -> None:
+        """End this process, since nothing else would tell that an item is lost, and the rank would wait for it."""
+        logger.error("an image cannot be handed over: %s: %s", type(error).__name__, error)
+        os._exit(FAILED)
+
+
+class _Context(ForkContext):
+    def Queue(self, maxsize: int = 0) -> Any:  # noqa: N802 - multiprocessing's name
+        return _Queue(maxsize, ctx=self.get_context())
+
+
 def _require_shared_memory(size: int) -> None:
+    """Raise a DistapError if workers cannot hand images over: through shared memory, named by sockets."""
     if not Path(SHARED_MEMORY).is_dir():
         return  # another system than Linux
+    if len(folder := tempfile.gettempdir()) > LONGEST_FOLDER:
+        raise DistapError(
+            f"{folder}: the folder for temporary files has a path of {len(folder)} characters, and the sockets that "
+            f"hand images over take {LONGEST_FOLDER}: set TMPDIR to a shorter one, or data.workers to 0"
+        )
     if (free := shutil.disk_usage(SHARED_MEMORY).free) < size:
         raise DistapError(
             f"{SHARED_MEMORY} has {free / 1e6:,.1f} MB free, but the processes that read images hand over "
