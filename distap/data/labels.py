@@ -36,8 +36,8 @@ def class_name(label: Any) -> str:
         text = whole[1]
     if text.lower() in NO_CLASS:
         return ""
-    if whole and text.startswith("-"):
-        raise ValueError(f"label {text} is no class; a class is a whole number of 0 or more, or a name")
+    if (whole and text.startswith("-")) or "\0" in text:  # numpy cuts such a text off
+        raise ValueError(f"label {text!r:.60} is no class; a class is a whole number of 0 or more, or a name")
     return text
 
 

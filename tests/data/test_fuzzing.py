@@ -1,6 +1,12 @@
-"""What strangers may send: index files, tars and names that mutate in every way that hypothesis finds."""
+"""What strangers may send: indexes, tars, labels, lists, JSON and uploads that mutate in every way hypothesis finds.
 
+They take ten seconds. FUZZING=60 tries 60 times as many.
+"""
+
+import asyncio
 import io
+import json
+import os
 import zipfile
 import zlib
 
@@ -9,16 +15,28 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.lib import format as npy
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 
+from distap.apps.serve.limits import ServeSettings
+from distap.apps.serve.uploads import RefusedError, read_upload
+from distap.data.labels import NO_CLASS, class_name, class_numbers
+from distap.data.shards.image_files import group_of_each_class, list_images
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index, parse_index
 from distap.data.shards.load_index import load_index
 from distap.data.shards.tar import read_samples
 from distap.errors import DistapError
+from distap.evaluation.saved import Evaluation, read_evaluation
 from distap.randomness import permutation
 from distap.storage.locations import parse_source, shard_names
+from distap.storage.texts import MOST_LEVELS, as_line, is_line, parsed_json
 
-quick = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(
+    max_examples=150 * int(os.environ.get("FUZZING", "1")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 
 SHARD = 10_000  # bytes
 COLUMNS = {
@@ -215,7 +233,7 @@ def test_random_bytes_are_no_tar(data):
 
 
 @given(st.data())
-@settings(parent=quick, max_examples=300)
+@settings(parent=quick, max_examples=2 * quick.max_examples)
 def test_a_mutated_tar_is_refused_or_read_within_its_bounds(shards, data):
     whole = bytearray((shards / "000002.tar").read_bytes().rstrip(b"\0"))
     whole += bytes(-len(whole) % 512 + 1024)
@@ -256,7 +274,7 @@ def test_a_mutated_tar_is_refused_or_read_within_its_bounds(shards, data):
 @example("s3://" + "{a," * 400)
 @example("a/{0..9}" * 20)
 @example("a{1..1000001}.tar")
-@settings(parent=quick, max_examples=300)
+@settings(parent=quick, max_examples=2 * quick.max_examples)
 def test_any_text_is_a_source_or_is_refused(tmp_path, monkeypatch, text):
     monkeypatch.chdir(tmp_path)
 
@@ -293,3 +311,146 @@ def test_a_shuffled_index_is_a_data_set_of_its_own(shards):
     for name in ("shard", "offset", "size", "crc32", "label", "width", "height", "key"):
         columns[name] = columns[name][order]
     assert Index(**columns).fingerprint != index.fingerprint
+
+
+FLOATS = st.floats(allow_subnormal=False)
+LABELS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    FLOATS,
+    st.text(max_size=8),
+    st.sampled_from(
+        [*NO_CLASS, " NaN ", "-1.0", "-0", "1.", "01", "1e3", "\ud800", b"a", [], (), np.eye(2), np.int8(-1)]
+    ),
+    st.integers(-3, 12).map(lambda number: f" {number}.0"),
+)
+
+
+@given(LABELS)
+@settings(parent=quick, max_examples=4 * quick.max_examples)
+def test_any_label_is_a_class_or_none_or_refused_by_its_value(label):
+    try:
+        name = class_name(label)
+    except ValueError as error:
+        assert "is no class" in str(error)
+        return
+    assert class_name(name) == name == name.strip()
+    assert name.lower() not in NO_CLASS - {""}
+    if isinstance(label, int | float):
+        assert name in (str(label), "") or float(name) == label
+
+
+NUMBERS = st.integers(-1, 12)
+WORDS = st.text(st.characters(exclude_characters="\0"), max_size=3)  # numpy cuts them off
+
+
+@given(st.lists(st.one_of(st.none(), WORDS, NUMBERS, NUMBERS.map(float)), min_size=1))
+@quick
+def test_numbers_of_classes_are_those_of_their_names(labels):
+    names, numbers = [class_name(label) for label in np.asarray(labels).tolist()], class_numbers(labels).tolist()
+    assert [number == -1 for number in numbers] == [name == "" for name in names]
+    assert len(set(zip(names, numbers, strict=True))) == len(set(names)) == len(set(numbers))
+
+
+CELLS = st.one_of(
+    st.sampled_from(["path", "label", "class", "group", "split", "is_query", "is_gallery", "Label", "filename"]),
+    st.sampled_from(
+        ["apple/0.png", "apple/1.png", "../images/car/0.png", "0", "1.0", "-1", "true", "no", '"', "\ufeff"]
+    ),
+    st.text(max_size=6),
+)
+
+
+HEADS = st.sampled_from([(), ("path", "label"), ("path", "label", "split"), ("label", "path", "is_query")])
+
+
+@given(HEADS, st.lists(st.lists(CELLS, max_size=4), max_size=5), st.sampled_from(",;\t"), st.binary(max_size=3))
+@settings(parent=quick, max_examples=3 * quick.max_examples)
+def test_any_list_is_read_or_refused_by_its_line(image_folder, head, rows, delimiter, junk):
+    table = image_folder / "list.csv"
+    text = "\n".join(delimiter.join(row) for row in (head, *rows) if row)
+    table.write_bytes(text.encode(errors="replace") + junk)
+    try:
+        listing = list_images(table)
+        group_of_each_class(listing.images)
+    except DistapError as error:
+        assert len(str(error)) < 4000
+        return
+    for image in listing.images:
+        assert is_line(image.class_name)
+        assert image.path.is_file()
+        assert is_line(listing.name_of(image))
+    assert all(is_line(name) for name in set(listing.parts) - {""})
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), FLOATS, st.text(max_size=5)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+)
+
+
+@given(st.one_of(st.binary(max_size=60), st.text('[]{}":,0e-nultrfas', max_size=60), JSON.map(json.dumps)))
+@example("[" * 10_000)
+@example("[" * (MOST_LEVELS + 1) + "]" * (MOST_LEVELS + 1))
+@settings(parent=quick, max_examples=3 * quick.max_examples)
+def test_any_text_is_json_of_the_wanted_kind_or_a_value_error(text):
+    for kind in (dict, list):
+        try:
+            assert isinstance(parsed_json(text, kind), kind)
+        except ValueError as error:
+            assert str(error)
+
+
+@given(st.dictionaries(st.sampled_from([*Evaluation.model_fields, "x"]), JSON, max_size=4))
+@quick
+def test_any_record_of_an_evaluation_is_read_or_refused_by_its_file(tmp_path, changes):
+    (tmp_path / "result.json").write_text(json.dumps(changes))
+    try:
+        read_evaluation(tmp_path)
+    except DistapError as error:
+        assert str(error).startswith(f"{tmp_path}/result.json: ")
+
+
+@given(st.text(max_size=20))
+@quick
+def test_any_name_is_shown_as_one_line(name):
+    assert is_line(as_line(name)) or not name
+
+
+PARTS = st.lists(
+    st.one_of(
+        st.sampled_from([b"--b", b"--b--", b"\r\n", b"\r\n\r\n", b'Content-Disposition: form-data; name="image"']),
+        st.sampled_from(
+            [b'; filename="x"', b'; name="k"', b"Content-Type: text/plain; charset=utf-7", b"\xff\xd8", b":"]
+        ),
+        st.binary(max_size=20),
+    ),
+    max_size=14,
+).map(b"".join)
+TYPES = st.one_of(
+    st.sampled_from([b"multipart/form-data; boundary=b", b'multipart/form-data; boundary="b"; charset=idna', b""]),
+    st.sampled_from([b"multipart/form-data", b"multipart/form-data; boundary=" + b"x" * 300, b"text/html"]),
+    st.binary(max_size=40).map(lambda rest: b"multipart/form-data; " + rest),
+)
+
+
+@given(
+    PARTS, TYPES, st.lists(st.tuples(st.sampled_from([b"content-length", b"x"]), st.binary(max_size=8)), max_size=2)
+)
+@settings(parent=quick, max_examples=3 * quick.max_examples)
+def test_any_upload_is_an_image_and_a_number_or_refused(body, kind, headers):
+    async def receive():
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    scope = {"type": "http", "method": "POST", "headers": [(b"content-type", kind), *headers], "app": None}
+    limits = ServeSettings(max_upload_bytes=200)
+    try:
+        image, hits = asyncio.run(read_upload(Request(scope, receive), limits))
+    except RefusedError as error:
+        assert 400 <= error.status < 500
+    except HTTPException as error:  # of Starlette, which the server passes on
+        assert error.status_code == 400
+    else:
+        assert 0 < len(image) <= 200
+        assert 1 <= hits <= limits.max_k

@@ -140,7 +140,7 @@ def test_a_csv_may_name_classes_and_groups(image_folder, text, expected):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("apple/0.png,-2", r"line 2: label -2 is no class; a class is a whole number of 0 or more, or a name"),
+        ("apple/0.png,-2", r"line 2: label '-2' is no class; a class is a whole number of 0 or more, or a name"),
         ("apple/0.png,N/A", r"left out: 1 images without a class: the label on line 2 is 'N/A' \(.*0\.png\)"),
         ("apple/0.png", r"line 2: 1 columns, expected 2: path,label"),
         ("apple/0.png,1,food", r"line 2: 3 columns, expected 2: path,label"),

@@ -205,7 +205,7 @@ def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
             raise DistapError(f"{where}: {str(row['path'])[:60]!r} is no path, which is one line of text")
         path, line = source.parent / str(row["path"]), where.rpartition(", ")[2]
         try:
-            name = class_name(row["label"])
+            name, group, split = (class_name(row.get(column)) for column in ("label", "group", "split"))
         except ValueError as error:
             raise DistapError(f"{where}: {error}") from error
         if path in lines:
@@ -216,8 +216,8 @@ def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
             told = as_line(str(row["label"]))
             left_out.append(Skipped(str(path), f"images without a class: the label on {line} is {told!r}"))
             continue
-        found.append(ImageFile(path, name, str(row.get("group") or "").strip()))
-        flags.append(_flags(where, row))
+        found.append(ImageFile(path, name, group))
+        flags.append(_flags(where, split, row))
     names = {image.class_name for image in found}
     if codes := [name for name in names if name.isdecimal() and name.startswith("0") and name.lstrip("0") in names]:
         told = f"such as {min(codes)} and {min(codes).lstrip('0')}"
@@ -239,9 +239,8 @@ class _Flags(NamedTuple):
     gallery: bool | None
 
 
-def _flags(where: str, row: Mapping[str, Any]) -> _Flags:
-    split = str(row.get("split") or "").strip()
-    if "split" in row and (Path(split).name != split or split.startswith(".") or not is_line(split)):
+def _flags(where: str, split: str, row: Mapping[str, Any]) -> _Flags:
+    if split and (Path(split).name != split or split.startswith(".") or not is_line(split)):
         raise DistapError(f"{where}: split {split!r} cannot name a folder of shards")
     answers: list[bool | None] = []
     for column in ("query", "gallery"):
