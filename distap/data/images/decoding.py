@@ -18,8 +18,9 @@ import simplejpeg
 import torch
 from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 from torch import Tensor
+from torchvision.transforms.v2 import functional as F
 
-from distap.data.images.cropping import Box, StoredImage, Turns
+from distap.data.images.cropping import Box, Shape, Turns, reduction, stored_box
 from distap.data.images.formats import format_of, mended, missing_reader, readable_formats
 from distap.errors import FAILED, DistapError
 
@@ -110,8 +111,8 @@ def image_file(image: Any) -> bytes:
     return buffer.getvalue()
 
 
-class EncodedImage(StoredImage):
-    """An image file in memory, decoded as far as a crop needs; `size` is its upright width and height.
+class EncodedImage:
+    """An image file in memory, decoded as far as a crop needs; `size` is its upright width and height in pixels.
 
     This and the methods raise DamagedImageError if it is no image of `readable_formats`, has more pixels than
     `max_pixels`, or cannot be decoded, and OutOfMemoryError if memory does not suffice.
@@ -128,14 +129,37 @@ class EncodedImage(StoredImage):
             if not self._is_jpeg:
                 self._image.load()  # EXIF may stand after the pixels
                 _refuse_large(*self._image.size, max_pixels)  # HEIF may tell another size now
-            super().__init__(self._image.size, _turns(self._image))
+            self._stored_size, self._turns = self._image.size, _turns(self._image)
+            self.size = self._stored_size[::-1] if self._turns[2] else self._stored_size
 
     def whole(self) -> Image.Image:
         """Decode the whole image, upright and RGB."""
         width, height = self.size
         return Image.fromarray(self.crop((0, 0, width, height), (height, width)).permute(1, 2, 0).numpy())
 
+    def crop(self, box: Box, shape: Shape, scaled: bool = True) -> Tensor:
+        """Crop and scale a part of the upright image to (3, height, width) uint8; `scaled` allows decoding at 1/f.
+
+        The part is first widened or narrowed, by less than a pixel of the result, to whole blocks of f x f pixels of
+        the file, where f is its `reduction`: libjpeg can decode at 1/f, which makes one pixel of each block. An
+        antialiased bilinear resize does the rest.
+        """
+        factor = reduction(box, shape)
+        left, top, right, bottom = stored_box(box, self._stored_size, self._turns)
+        part = (
+            left // factor * factor,
+            top // factor * factor,
+            min(-(-right // factor), self._stored_size[0] // factor) * factor,
+            min(-(-bottom // factor), self._stored_size[1] // factor) * factor,
+        )
+        across, down, transposed = self._turns
+        decoded = self._decoded(part, factor if scaled else 1)
+        pixels: Tensor = F.resize(decoded, [*(shape[::-1] if transposed else shape)], antialias=True)
+        pixels = pixels.flip([axis for axis, mirrored in ((2, across), (1, down)) if mirrored])
+        return (pixels.transpose(1, 2) if transposed else pixels).contiguous()
+
     def _decoded(self, part: Box, factor: int) -> Tensor:
+        """Decode a part of the stored image, at 1/factor of its size or in full, to (3, height, width) uint8."""
         with self._told():
             left, top, right, bottom = (edge // factor for edge in part) if self._is_jpeg else part
             pixels = _by_libjpeg(self._data, self._image, factor) if self._is_jpeg else None
