@@ -120,6 +120,9 @@ def _advice(steps: list[StepCost]) -> str:
     step = a_host[-1] if a_host else steps[0]
     figures, data = _figures(step), step.recipe.data
     gpus = f"{step.ranks} GPU{'s' * (step.ranks > 1)}"
+    if not figures["fits"] and figures["greatest_replay_size"]:
+        told = f"on {gpus} micro-batches of {step.replay_size} that keep {step.kept} graphs do not fit"
+        return f"{told}: set replay.size={figures['greatest_replay_size']} or less, and replay.keep=0"
     if not figures["fits"]:
         return f"on {gpus} this does not fit: choose a smaller data.image_size, step.activation_checkpointing or fsdp"
     local = min(step.ranks, step.machine.gpus_a_host)

@@ -2,7 +2,7 @@
 
 import json
 import logging
-import shutil
+import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
@@ -139,9 +139,12 @@ class CheckpointWriter:
             elif self.checkpoints.is_on_disk:
                 # torch's writer hides a full disk behind an error of its own.
                 folder = self.checkpoints.path("")
-                free = shutil.disk_usage(folder).free / 1e6 if folder.is_dir() else float("nan")
+                disk = os.statvfs(next(each for each in (folder, *folder.parents) if each.is_dir()))
                 needed = sum(tensor.nbytes for tensor in job.tensors.values()) / 1e6
-                outcome["error"] += f" (it takes {needed:,.1f} MB; {free:,.1f} MB are free)"
+                free = f"{disk.f_bavail * disk.f_frsize / 1e6:,.1f} MB"
+                if disk.f_files and not disk.f_favail:  # its inodes are used up
+                    free = "no further file"
+                outcome["error"] += f" (it takes {needed:,.1f} MB; the disk has room for {free})"
         seconds = time.perf_counter() - started
         return Written(job.manifest.step, job.where, seconds, job.blocked_seconds, **outcome)
 

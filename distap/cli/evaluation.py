@@ -111,7 +111,11 @@ def eval_command(
             if not data and gallery is None and not gallery_draws:
                 among = {"gallery": settings.gallery, "gallery_draws": settings.gallery_draws}
             named: Any = data or [settings.validation_source]
-            sets = open_named_sets(named, distractors or [], **among, **reading_of(recipe))
+            try:
+                sets = open_named_sets(named, distractors or [], **among, **reading_of(recipe))
+            except DistapError as error:
+                also = " and --gallery" if among["gallery"] else ""
+                raise error if data else DistapError(f"{error}; if it has moved, name it by --data{also}") from error
             return sets, describing, refinement
 
         parts = first_on_rank_0(world, opened)

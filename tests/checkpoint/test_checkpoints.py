@@ -299,5 +299,5 @@ def test_a_full_disk_costs_one_checkpoint_and_leaves_the_others(small_disk, rank
     for first, second, third, best in on_ranks(ranks, _fill_the_disk, run):
         assert first is third is None
         assert best == 0.5  # not that of the one that is not there
-        assert re.search(r"\(it takes 2\.4 MB; [01]\.\d MB are free\)", second)
+        assert re.search(r"\(it takes 2\.4 MB; the disk has room for [01]\.\d MB\)", second)
     assert names(run) == ["step-00000001", "step-00000003"]
