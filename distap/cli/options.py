@@ -1,16 +1,13 @@
 """Options shared by several commands: the recipe, the ranks, the network and its whitening."""
 
 import glob
-import inspect
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from distap.cli.commands import with_parameters
 from distap.errors import FAILED, FINISHED, DistapError
 from distap.processes.forks import in_fork
 from distap.processes.stopping import go_deaf
@@ -85,9 +82,3 @@ def run(command: typer.Typer, name: str) -> None:
         raise
     finally:
         end_if_hanging(status)
-
-
-def with_options(settings: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Turn the fields of a dataclass into options of a command, in place of its last parameter."""
-
-    return lambda command: with_parameters(command, inspect.signature(settings).parameters.values())

@@ -1,13 +1,14 @@
 """`distap search` and `distap serve`: find similar images."""
 
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from distap.apps.serve.limits import ServeSettings
-from distap.cli.commands import JSON, print_json
-from distap.cli.options import BEST, CHECKPOINT, WHITENING, with_options
+from distap.cli.commands import JSON, print_json, with_parameters
+from distap.cli.options import BEST, CHECKPOINT, WHITENING
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -67,7 +68,6 @@ def search_command(
         raise typer.Exit(FAILED)
 
 
-@with_options(ServeSettings)
 def serve_command(
     index: INDEX,
     checkpoint: Annotated[str, CHECKPOINT],
@@ -84,6 +84,9 @@ def serve_command(
     from distap.apps.serve.server import serve
 
     serve(ServeSettings(**limits), index, checkpoint, whitening, images, best=best)
+
+
+with_parameters(serve_command, signature(ServeSettings).parameters.values())
 
 
 def _table(result: "SearchResult") -> "Table":

@@ -1,5 +1,7 @@
 """Base class of a recipe's sections, and values that several sections hold."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, PlainSerializer, PlainValidator
@@ -18,15 +20,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
-def _checked_store(url: str) -> str:
-    try:
-        return parse_store(url)
-    except DistapError as error:
-        raise ValueError(str(error)) from error
-
-
-def _shards(allow_pipes: bool = False) -> PlainValidator:
-    """Normalise the name of a data set by parsing it; keep a data set in Python as it is."""
+def _parsed(parse: Callable[[str], object]) -> Callable[[object], str | Source]:
+    """Normalise a text by parsing it; keep a data set in Python as it is."""
 
     def check(value: object) -> str | Source:
         if isinstance(value, Source):
@@ -34,15 +29,17 @@ def _shards(allow_pipes: bool = False) -> PlainValidator:
         if not isinstance(value, str):
             raise PydanticCustomError("string_type", "Input should be a valid string")
         try:
-            return str(parse_source(value, allow_pipes=allow_pipes))
+            return str(parse(value))
         except DistapError as error:
             raise ValueError(str(error)) from error
 
-    return PlainValidator(check)
+    return check
 
 
 Remote = Annotated[RemoteSettings, AfterValidator(without_secret_options)]
 # The recipe checks allow_pipes when it knows all keys.
-TrainShards = Annotated[str | Source, _shards(allow_pipes=True), PlainSerializer(str)]
-Shards = Annotated[str | Source, _shards(), PlainSerializer(str)]
-StoreURL = Annotated[str, AfterValidator(_checked_store)]
+TrainShards = Annotated[
+    str | Source, PlainValidator(_parsed(partial(parse_source, allow_pipes=True))), PlainSerializer(str)
+]
+Shards = Annotated[str | Source, PlainValidator(_parsed(parse_source)), PlainSerializer(str)]
+StoreURL = Annotated[str, AfterValidator(_parsed(parse_store))]

@@ -127,11 +127,11 @@ class RunReport:
 
     def step(self, step: int, share: ShareOfBatch, result: StepResult, stopwatch: Stopwatch, seconds: float) -> None:
         """Report a step, counted from 1, and clear the stopwatch that timed its stages."""
-        for row in result.not_finite[:NAMED]:
-            logger.warning("step %d: the descriptor of %s is not finite; it is left out", step, share.names[row])
-        if len(result.not_finite) > NAMED:
-            more = len(result.not_finite) - NAMED
-            logger.warning("step %d: %d more descriptors of this rank are not finite", step, more)
+        if count := len(result.not_finite):
+            named = ", ".join(share.names[row] for row in result.not_finite[:NAMED])
+            logger.warning(
+                "step %d: %d descriptors are not finite; their images are left out: %s", step, count, named
+            )
         self._warn_if_collapsed(step, result)
         parts = dict(stopwatch.seconds)
         stopwatch.seconds.clear()

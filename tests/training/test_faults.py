@@ -205,7 +205,7 @@ def test_an_image_that_gives_nan_is_left_out_of_its_step(tmp_path, training_shar
     image = run.batches()[3][1]  # rank 1's first
     index = load_index(training_shards[0])
     name = f"{index.shard_name[index.shard[image]]}:{index.names[image]}"
-    assert f"step 4: the descriptor of {name} is not finite" in output
+    assert f"step 4: 1 descriptors are not finite; their images are left out: {name}" in output
     assert all(np.isfinite(losses(run.folder)))
 
 
