@@ -201,7 +201,12 @@ def shard_names(source: Source, storage: "Storage | None") -> list[str]:
     names: list[str] = []
     for pattern in ["*.tar"] if source.pattern is None else _expanded(source):
         safe_name(pattern, str(source))
-        names += storage.names(pattern) if any(sign in pattern for sign in _GLOB) else [pattern]
+        if not any(sign in pattern for sign in _GLOB):
+            names.append(pattern)
+            continue
+        # A glob may match the index too, and macOS leaves a ._ file next to each that it copies.
+        found = [name for name in storage.names(pattern) if not name.rpartition("/")[2].startswith("._")]
+        names += [name for name in found if name.endswith(".tar")] or found
     if not names:
         lacking = "no .tar shards in it" if source.pattern is None else "no shards match the pattern"
         if source.pattern is None and (packed := [*storage.names("*.tar.*"), *storage.names("*.tgz")]):

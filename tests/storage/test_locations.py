@@ -80,8 +80,10 @@ def test_braces_are_expanded_and_globs_are_listed(tmp_path):
     for name in ("a/2.tar", "a/1.tar", "b/1.tar", "b/1.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    source = parse_source(f"{tmp_path}/{{b,a}}/*.tar")
-    assert shard_names(source, LocalStorage(source.base)) == ["b/1.tar", "a/1.tar", "a/2.tar"]
+    (tmp_path / "a" / "._1.tar").touch()
+    for pattern in ("*.tar", "*"):
+        source = parse_source(f"{tmp_path}/{{b,a}}/{pattern}")
+        assert shard_names(source, LocalStorage(source.base)) == ["b/1.tar", "a/1.tar", "a/2.tar"]
     assert shard_names(parse_source("https://h/{08..10}.tar"), NoFiles()) == ["08.tar", "09.tar", "10.tar"]
 
 
