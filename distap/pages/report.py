@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from distap import __version__
 from distap.data.images.decoding import MAX_PIXELS, EncodedImage
 from distap.data.images.image_sets import open_images
 from distap.data.images.whole_images import EncodedImages, Thumbnails
@@ -25,6 +24,7 @@ from distap.storage.atomic import write_whole
 from distap.storage.locations import parse_source
 from distap.storage.redact import without_secrets
 from distap.storage.remotes import RemoteSettings
+from distap.telemetry.runlog import version_with_commit
 
 PAGE_FILE, SUMMARY_FILE = "report.html", "summary.json"
 LOWEST = 12  # classes
@@ -76,7 +76,7 @@ def _written(folders: Sequence[Path], output: Path | None, reload: int | None) -
         "report.html",
         title=f"distap: {' and '.join(run.name for run in runs)}",
         made=time.time(),
-        version=__version__,
+        version=version_with_commit(),
         reload=reload,
         runs=runs,
         recipes={run.name: _recipe_text(run.recipe) for run in runs},

@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +92,9 @@ def log_not_finite(folder: Path, step: int, what: str, keys: list[str]) -> None:
 
 def log_start(folder: Path, step: int, **about: Any) -> None:
     """Append when, where and with which versions a training starts from `step` to folder/starts.jsonl."""
-    versions = {"distap": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    versions = {"distap": version_with_commit(), "torch": torch.__version__, "python": platform.python_version()}
     with closing(JsonLinesFile(folder / STARTS_LOG)) as lines:
-        own = {"step": step, "time": time.time(), "host": socket.gethostname(), "commit": _commit()}
+        own = {"step": step, "time": time.time(), "host": socket.gethostname()}
         lines.write({**own, **versions, **about})
 
 
@@ -127,6 +127,12 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
             except ValueError:  # of JSON or of UTF-8
                 entry = None
             yield number, line, entry if entry is not None and isinstance(entry.get("step"), int) else None
+
+
+@cache
+def version_with_commit() -> str:
+    """Return distap's version and, if it runs from a checkout, its commit: 0.1.0+g1a2b3c4, or ...-dirty."""
+    return "+g".join(filter(None, (__version__, _commit())))
 
 
 def _commit() -> str | None:

@@ -94,7 +94,7 @@ def test_a_thumbnail_opens_large_with_its_whole_name_and_closes_again(page, brow
 
 def starts(run, *hosts):
     """Let a run have been started on these hosts, an hour after each other."""
-    told = {"device": "cpu", "distap": "0.1.0", "torch": "2.4", "python": "3.11", "commit": None}
+    told = {"device": "cpu", "distap": "0.1.0", "torch": "2.4", "python": "3.11"}
     lines = [
         {"step": 4 * number, "time": 1.7e9 + 3600 * number, "host": host, **told} for number, host in enumerate(hosts)
     ]
@@ -112,7 +112,6 @@ def test_a_run_that_was_started_again_names_all_its_hosts(tmp_path):
     assert fact(page, "trained") == "2023-11-14 22:13 to 2023-11-15 00:13 UTC, in 3 parts"
     assert fact(page, "host") == "node-1, cpu; node-2, cpu"
     assert fact(page, "versions") == "distap 0.1.0, torch 2.4, Python 3.11"
-    assert fact(page, "commit") == "not recorded"
 
 
 def test_the_recipe_on_the_page_has_no_secrets(tmp_path):

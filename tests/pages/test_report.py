@@ -199,10 +199,11 @@ def test_a_training_leaves_all_that_a_report_needs(tmp_path, training_shards):
     # When, where and with what it was trained.
     assert re.search(r"<dt>trained</dt><dd>\d{4}-\d\d-\d\d \d\d:\d\d to .* UTC<", text)
     assert f"<dt>host</dt><dd>{socket.gethostname()}, cpu<" in text
-    assert f"distap {__version__}, torch {torch.__version__}, Python {platform.python_version()}<" in text
+    found = re.search("<dd>distap (.*?), torch (.*?), Python (.*?)</dd>", text)
+    assert found[2] == torch.__version__ and found[3] == platform.python_version()
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    found = re.search("<dt>commit</dt><dd>(.*?)(-dirty)?</dd>", text)[1]
-    assert found == "not recorded" or commit.stdout.startswith(found)
+    release, _, of_checkout = found[1].partition("+g")
+    assert release == __version__ and commit.stdout.startswith(of_checkout.removesuffix("-dirty"))
     assert "\noptimizer:\n" in text[text.index("<h2>Recipe") :]
 
 

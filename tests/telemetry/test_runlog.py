@@ -5,7 +5,14 @@ from contextlib import closing
 import pytest
 
 from distap.errors import DistapError
-from distap.telemetry.runlog import STARTS_LOG, log_start, read_run_log, read_starts, run_log_from
+from distap.telemetry.runlog import (
+    STARTS_LOG,
+    log_start,
+    read_run_log,
+    read_starts,
+    run_log_from,
+    version_with_commit,
+)
 
 
 def write(folder, step, entries):
@@ -96,4 +103,4 @@ def test_each_start_of_a_run_is_kept_with_its_host_and_versions(tmp_path):
     starts = read_starts(tmp_path)
     assert [(start["step"], start["ranks"]) for start in starts] == [(0, 2), (7, 1)]
     assert starts[0]["host"] == socket.gethostname() and starts[0]["time"] <= starts[1]["time"]
-    assert {"distap", "torch", "python", "commit"} <= set(starts[0])
+    assert {"torch", "python"} <= set(starts[0]) and starts[0]["distap"] == version_with_commit()

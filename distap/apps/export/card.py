@@ -13,7 +13,6 @@ import torch
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-import distap
 from distap.apps.export.checking import Agreement
 from distap.apps.export.formats import BackboneFile
 from distap.checkpoint.checkpoints import Checkpoint
@@ -25,7 +24,7 @@ from distap.evaluation.saved import Evaluation, folder_of_step, read_evaluation
 from distap.model.backbone import SOURCES
 from distap.storage.locations import from_folder, parse_source
 from distap.storage.redact import without_secrets
-from distap.telemetry.runlog import read_run_log
+from distap.telemetry.runlog import read_run_log, version_with_commit
 
 BEGAN_WITH = {
     "file": "a file of weights",
@@ -99,7 +98,7 @@ def model_card(origin: Origin, exported: Exported) -> str:
         std=std,
         loss=" + ".join(f"{weight:g} {part['name']}" for weight, part in terms),
         recipe_yaml=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).strip(),
-        version=distap.__version__,
+        version=version_with_commit(),
         torch=torch.__version__,
     )
     return without_secrets(f"{str(card).rstrip()}\n")

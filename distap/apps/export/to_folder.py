@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-import distap
 from distap.apps.export import checking
 from distap.apps.export.card import Exported, Origin, model_card, origin_of
 from distap.apps.export.formats import (
@@ -31,6 +30,7 @@ from distap.retrieval.whitening import load_whitening
 from distap.storage.atomic import refuse_foreign, replacing_folder
 from distap.storage.hashing import file_identity
 from distap.storage.texts import read_json
+from distap.telemetry.runlog import version_with_commit
 from distap.training.build import describing_of, trained_network
 from distap.training.run_state import BESIDE
 from distap.world import World
@@ -98,7 +98,7 @@ def _write(
     folder: Path, describer: ImageDescriber, origin: Origin, formats: Sequence[str], dynamic_size: bool
 ) -> Exported:
     image_size = describer.sizing.pixels or origin.recipe.data.image_size
-    about = {"distap": json.dumps({"version": distap.__version__, "described_by": asdict(describer.described_by)})}
+    about = {"distap": json.dumps({"version": version_with_commit(), "described_by": asdict(describer.described_by)})}
     several = describer.network.eval()
     programs: dict[str, checking.Agreement] = {}
     if {"pt2", "onnx"} & set(formats):
@@ -129,7 +129,7 @@ def _about(folder: Path, exported: Exported, origin: Origin) -> dict[str, object
     files = {path.name: asdict(file_identity(path)) for path in sorted(folder.iterdir())}
     return {
         "version": EXPORT_VERSION,
-        "distap": distap.__version__,
+        "distap": version_with_commit(),
         "torch": torch.__version__,
         "checkpoint": str(origin.checkpoint),
         "step": origin.step,
