@@ -50,14 +50,6 @@ def mistake(world: World, folder: Path, attempt: int) -> int:
     return go_on(world, folder, attempt)
 
 
-def killed_once(world: World, folder: Path, attempt: int) -> int:
-    for step in range(10):
-        if attempt == 0 and world.rank == 1 and step == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-        exchange(world, step)
-    return FINISHED
-
-
 def stop_when_asked(world: World, folder: Path, attempt: int) -> int:
     asked = []
     signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
@@ -96,8 +88,7 @@ def stuck(world: World, folder: Path, attempt: int) -> int:
 
 
 BEHAVIOURS = {
-    function.__name__: function
-    for function in (go_on, finish, mistake, killed_once, stop_when_asked, trace_when_asked, stuck)
+    function.__name__: function for function in (go_on, finish, mistake, stop_when_asked, trace_when_asked, stuck)
 }
 
 

@@ -5,7 +5,6 @@ import torch. Parents, sessions, signals and exit statuses are those of new inte
 Any other command is started as it is; `Launch.command` is such a command.
 """
 
-import atexit
 import multiprocessing
 import os
 import runpy
@@ -14,14 +13,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from ranks import server, skip_if_fast
@@ -196,7 +193,7 @@ def _forked(what: Launch | Program, answer: Path, said: Path, changes: dict[str,
     return Forked(process)
 
 
-def _launch(what: Launch | Program, answer: Path, said: Path, environment: dict[str, str]) -> NoReturn:
+def _launch(what: Launch | Program, answer: Path, said: Path, environment: dict[str, str]) -> None:
     """Be the launcher or the program: a fork of the server, whose ranks are forks of this process."""
     with answer.open("ab") as output, said.open("ab") as errors, Path(os.devnull).open("rb") as nothing:
         for stream, number in ((nothing, 0), (output, 1), (errors, 2)):
@@ -209,40 +206,22 @@ def _launch(what: Launch | Program, answer: Path, said: Path, environment: dict[
     multiprocessing.set_start_method(None, force=True)  # loader workers start as they do outside the tests
     if isinstance(what, Program):
         _be_python(list(what.arguments), environment)
+        return
     given = what.options.split(), what.module, what.arguments.split()
     sys.exit(launch(*given, grace_seconds=20, timeout_seconds=what.timeout_seconds))
 
 
-def _be_python(args: list[str], environment: dict[str, str]) -> NoReturn:
-    """Run the module, code or file as a new interpreter would, and leave with its status."""
-    status: int | str | None = 1
-    try:
-        os.setsid()
-        signal.set_wakeup_fd(-1)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        for number in signal.valid_signals():
-            if callable(signal.getsignal(number)):
-                signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.environ.clear()
-        os.environ |= environment
-        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-        sys.stdout.reconfigure(line_buffering=True)
-        sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
-        sys.argv = args[1:] if args[0] == "-m" else args
-        if args[0] == "-m":
-            sys.modules.pop(args[1], None)  # which this file may have imported; runpy would warn
-            runpy.run_module(args[1], run_name="__main__", alter_sys=True)
-        elif args[0] == "-c":
-            exec(args[1], {"__name__": "__main__"})
-        else:
-            runpy.run_path(args[0], run_name="__main__")
-        status = 0
-    except SystemExit as leaving:
-        status = leaving.code
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        os._exit(status if isinstance(status, int) else int(status is not None))
+def _be_python(args: list[str], environment: dict[str, str]) -> None:
+    """Run the module, code or file as a new interpreter would."""
+    os.setsid()
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    sys.stdout.reconfigure(line_buffering=True)
+    sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
+    sys.argv = args[1:] if args[0] == "-m" else args
+    if args[0] == "-m":
+        sys.modules.pop(args[1], None)  # which this file may have imported; runpy would warn
+        runpy.run_module(args[1], run_name="__main__", alter_sys=True)
+    elif args[0] == "-c":
+        exec(args[1], {"__name__": "__main__"})
+    else:
+        runpy.run_path(args[0], run_name="__main__")
