@@ -23,6 +23,7 @@ from benchmarks import harness
 from benchmarks.measuring import peak_bytes
 from distap.errors import DistapError
 from distap.evaluation.given_descriptors import evaluate
+from distap.evaluation.ground_truth import DIFFICULTIES
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.retrieval.evaluate import evaluate_descriptors
 from distap.retrieval.figures import REVISITED
@@ -38,7 +39,7 @@ EASY, HARD, JUNK = 40, 60, 40
 ROWS_WRITTEN, ROWS_MULTIPLIED = 8192, 1024  # at once
 FOUND = 100  # neighbours that Faiss looks for
 LIBRARY, PRODUCT = "pytorch-metric-learning", "one dense product"
-GALLERY_HEADINGS = ("", "mAP", "mP@1", "mP@5", "mP@10")
+GALLERY_HEADINGS = ("", *REVISITED)
 
 
 class EvaluationBenchmark(harness.Benchmark):
@@ -191,7 +192,7 @@ def write_gallery(path: Path, gallery: int, dimensions: int, count: int) -> tupl
             labelled = near[start : start + len(own)]
             own[: len(labelled)] += labelled
             file.write(normalize(own).half().numpy().tobytes())
-    return queries, ListedTruth(gallery, positives, of_junk, [[0] * EASY + [1] * HARD] * count)
+    return queries, ListedTruth(gallery, positives, of_junk, [[0] * EASY + [1] * HARD] * count, DIFFICULTIES)
 
 
 def agreement(found: dict[str, dict[str, float]]) -> str:

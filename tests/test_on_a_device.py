@@ -12,6 +12,7 @@ from torch.nn.functional import normalize
 from twin_device import twin_device, values, watching
 
 from distap import device_copies
+from distap.evaluation.ground_truth import DIFFICULTIES
 from distap.ranking import gather as gathering
 from distap.ranking.gather import gather
 from distap.ranking.histogram import tiles
@@ -158,7 +159,7 @@ def all_figures(device):
         queried = descriptors[:20], descriptors[20:]
         found.append(evaluate_descriptors(*queried, of_queries, protocol, 10, head=own))
     positives, junk = [[row, row + 20, 40 + row] for row in range(15)], [[59 - row] for row in range(15, 0, -1)]
-    graded = ListedTruth(60, [own[:2] for own in positives], junk, [[0, 1]] * 15, device=device)
+    graded = ListedTruth(60, [own[:2] for own in positives], junk, [[0, 1]] * 15, DIFFICULTIES, device=device)
     parts = ["Public" if row % 2 else "Private" for row in range(15)]
     landmarks = ListedTruth(60, positives, parts=parts, device=device)
     for truth, protocol in ((graded, REVISITED), (landmarks, LANDMARKS)):

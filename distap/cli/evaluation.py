@@ -25,6 +25,7 @@ COMPARE = "Also evaluate without refinement, and with each refinement by itself.
 RECIPE = "Recipe of the network to evaluate as it is before training."
 NEIGHBOURS = "Number of neighbours used by --query-expansion and --database-augmentation."
 KEPT = "Folder to store descriptors in, and to reuse them from."
+FIGURES = "Figures to compute, such as mAP@R,R@1,R@20,mAP@1000,mP@5/min. Each has its definition in the guide."
 OUTPUT = "Folder to write results.json to, and each set's result.json, queries and neighbours."
 
 
@@ -41,6 +42,7 @@ def eval_command(
     ] = None,
     gallery: Annotated[str | None, data_option(help=GALLERY, show_default="all others of its own images")] = None,
     gallery_draws: Annotated[int, data_option(help=DRAWS, min=0)] = 0,
+    figures: Annotated[str, data_option(help=FIGURES, show_default="those of the set's protocol")] = "",
     query_expansion: Annotated[float | None, options.refinement(help=QUERY_EXPANSION, min=0)] = None,
     database_augmentation: Annotated[float | None, options.refinement(help=DATABASE_AUGMENTATION, min=0)] = None,
     neighbours: Annotated[int, options.refinement(help=NEIGHBOURS, min=1)] = 10,
@@ -111,6 +113,7 @@ def eval_command(
             if not data and gallery is None and not gallery_draws:
                 among = {"gallery": settings.gallery, "gallery_draws": settings.gallery_draws}
             named: Any = data or [settings.validation_source]
+            among["figures"] = figures.replace(",", " ").split()
             try:
                 sets = open_named_sets(named, distractors or [], **among, **reading_of(recipe))
             except DistapError as error:

@@ -21,7 +21,6 @@ from distap.evaluation.saved import DRAWN, LABELLED, QUERIED, Evaluation, Retrie
 from distap.randomness import permutation
 from distap.retrieval.descriptor_files import DESCRIPTORS_FILE, new_descriptors
 from distap.retrieval.evaluate import Evaluated, decomposability_gap, evaluate_descriptors
-from distap.retrieval.figures import Protocol
 from distap.retrieval.refinement import PLAIN, Refinement
 from distap.retrieval.truth import ClassTruth, Truth
 
@@ -35,7 +34,7 @@ class EvaluationSet:
 
     name: str
     queries: ImageSet
-    protocol: Protocol  # figures, with their k
+    figures: tuple[str, ...]  # names with their k, see `distap.retrieval.figures`
     gallery: tuple[ImageSet, ...] = ()  # shards that make it up, such as distractors; without any, the other queries
     truth: GroundTruth | None = None  # None: images of the query's class are right
     draws: int = 0  # times that an image of each class is drawn as the gallery of the others; 0 does not
@@ -187,7 +186,7 @@ class DescribedSet:
         truth, neighbours = self._truth(asking, among), 0 if self.of.draws or self.of.truth else NEIGHBOURS
         head = None if head is None else head.to(self.device)
         rest: dict[str, Any] = {"head": head, "world": self.describing.world}
-        return evaluate_descriptors(refined, gallery, truth, self.of.protocol, neighbours, **rest)
+        return evaluate_descriptors(refined, gallery, truth, self.of.figures, neighbours, **rest)
 
     def _truth(self, asking: Any, among: Any) -> Truth:
         device, count = self.device, len(self.queries)

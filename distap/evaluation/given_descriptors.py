@@ -21,10 +21,11 @@ def evaluate(
     labels: ArrayLike | Tensor,
     queries: ArrayLike | Tensor | None = None,
     *,
+    figures: Sequence[str] = labelled_figures(),
     dot_product: bool = False,
     ties: Ties = "against",
 ) -> dict[str, float]:
-    """Compute exact retrieval figures from 0 to 1: mAP, mAP@R, R@1, R@5, R@10, mP@1, mP@5 and mP@10.
+    """Compute exact retrieval figures from 0 to 1.
 
     The result also has the number of `queries` with an image of their class, and of the others, `left_out`.
 
@@ -32,12 +33,13 @@ def evaluate(
         descriptors: (N, C) of length 1.
         labels: (N,) numbers or texts, see `class_name`. An image without a class is right for no query.
         queries: (N,) bool, which images are queries against all that are not; None ranks, for each image, all others.
+        figures: names, see `distap.retrieval.figures`, such as mAP, mAP@R, mAP@1000, R@1, mP@5, mP@5/min.
         dot_product: take descriptors of any length, and rank by the dot product.
         ties: `against` the query or `for` it: rank positives after or before the negatives of the same similarity.
             Similarities are the same up to 16 times the epsilon of their type, as in the losses.
     Raises:
-        DistapError: shapes differ, a descriptor is not finite or not of length 1, or no query has an image of its
-            class.
+        DistapError: shapes differ, a descriptor is not finite or not of length 1, a figure has no such name, or no
+            query has an image of its class.
     """
     rows = given_rows(descriptors, dot_product=dot_product)
     names = labels.cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
@@ -57,5 +59,5 @@ def evaluate(
         mask = torch.from_numpy(asks).to(classes.device)
         asking, rows = (taken(rows, some.nonzero()[:, 0]) for some in (mask, ~mask))
         truth = ClassTruth(classes[mask], classes[~mask])
-    found = evaluate_descriptors(asking, rows, truth, labelled_figures(), ties=ties)
+    found = evaluate_descriptors(asking, rows, truth, figures, ties=ties)
     return found.summary() | {"queries": int(found.is_query.sum()), "left_out": int((~found.is_query).sum())}

@@ -15,7 +15,7 @@ from distap.data.images.cropping import Box
 from distap.data.images.image_sets import ImageSet
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import reading
-from distap.retrieval.figures import LANDMARKS, REVISITED, Protocol
+from distap.retrieval.figures import LANDMARKS, REVISITED
 from distap.retrieval.truth import ListedTruth
 from distap.storage.texts import read_json
 
@@ -23,18 +23,20 @@ from distap.storage.texts import read_json
 class Form(NamedTuple):
     """The fields of a query's record in a ground truth, and the figures of such data sets."""
 
-    protocol: Protocol
+    figures: tuple[str, ...]
     grades: tuple[str, ...]  # lists of positives, one for each grade
+    groups: Mapping[str, Sequence[int] | None]  # see `ListedTruth`
     others: tuple[str, ...]  # further fields that a record must have
     junk: str | None = None  # list of images that do not count
-    part: str | None = None  # of the queries, see `Protocol`
+    part: str | None = None  # of the queries, see `ListedTruth`
 
 
-OF_BUILDINGS = Form(REVISITED, ("easy", "hard"), ("name", "box"), junk="junk")
+DIFFICULTIES = {"Easy": (0,), "Medium": (0, 1), "Hard": (1,)}
+OF_BUILDINGS = Form(REVISITED, ("easy", "hard"), DIFFICULTIES, ("name", "box"), junk="junk")
 FORMS = {
     "roxford5k": OF_BUILDINGS,
     "rparis6k": OF_BUILDINGS,
-    "gldv2": Form(LANDMARKS, ("positives",), ("name",), part="usage"),
+    "gldv2": Form(LANDMARKS, ("positives",), {"": None}, ("name",), part="usage"),
 }
 
 
@@ -94,6 +96,7 @@ def listed_truth(
         [[row for found in own for row in found] for own in positives],
         None if form.junk is None else [rows(record, form.junk) for record in records],
         [[grade for grade, found in enumerate(own) for _ in found] for own in positives],
+        form.groups,
         () if form.part is None else [str(record[form.part]) for record in records],
         device,
     )

@@ -17,7 +17,7 @@ from distap.evaluation.describing import Describing
 from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.ground_truth import read_ground_truth
 from distap.evaluation.saved import LABELLED, nan_as_null
-from distap.retrieval.figures import AT, labelled_figures
+from distap.retrieval.figures import AT, figures_named, labelled_figures
 from distap.retrieval.refinement import Refinement
 from distap.storage.atomic import write_whole
 from distap.storage.locations import Source, parse_source
@@ -35,6 +35,7 @@ def open_set(
     gallery: Source | str | None = None,
     gallery_draws: int = 0,
     at: Sequence[int] = AT,
+    figures: Sequence[str] = (),
     gap_batch: int | None = None,
     max_pixels: int = MAX_PIXELS,
     remote: RemoteSettings | None = None,
@@ -48,9 +49,11 @@ def open_set(
         gallery: shards with classes whose images the others retrieve; None for all others of their own shards.
         gallery_draws: draw an image of each class as the gallery of the others this many times; 0 does not.
         at: values k of R@k and mP@k, for sets without a ground truth.
+        figures: names of the figures to compute instead, see `distap.retrieval.figures`.
         gap_batch: images of a random batch; of sets whose images all retrieve each other, it gives the figure `gap`.
         max_pixels, remote, cache: see `open_images`.
     """
+    figures_named(figures)  # raises for an unknown one
     source = parse_source(where)
     name = name or Path(source.base).name or "data"
     if name in (".", "..") or Path(name).name != name:
@@ -70,7 +73,7 @@ def open_set(
         truth = read_ground_truth(truth_file)
         splits = [str(truth_file.parent / split) for split in (truth.query, *truth.gallery)]
         queries, *parts = map(opened, (*splits, *distractors))
-        return EvaluationSet(name, queries, truth.form.protocol, tuple(parts), truth)
+        return EvaluationSet(name, queries, tuple(figures) or truth.form.figures, tuple(parts), truth)
     if distractors:
         raise DistapError(f"{source}: distractors need a ground truth, but {truth_file} is not there")
     folder = Path(source.base)
@@ -81,18 +84,18 @@ def open_set(
             f"{source}: give its gallery, {pair}, by data.gallery or --gallery; if these are to retrieve each other, "
             f"write {source}/*.tar"
         )
-    found = EvaluationSet(
-        name, opened(source), labelled_figures(at), () if gallery is None else (opened(gallery),), draws=gallery_draws
-    )
+    names = tuple(dict.fromkeys(("mAP", *figures))) if figures else labelled_figures(at)  # results are sorted by mAP
+    others = () if gallery is None else (opened(gallery),)
+    found = EvaluationSet(name, opened(source), names, others, draws=gallery_draws)
     for images in found.image_sets:
         if images.classes[0] == "":
             raise DistapError(
                 f"{images.name}: a plain folder of images says nothing of classes; `distap data pack` it"
             )
-    for others in found.gallery:
-        if others.fingerprint == found.queries.fingerprint:
+    for among in found.gallery:
+        if among.fingerprint == found.queries.fingerprint:
             raise DistapError(
-                f"{others.name}: these are the queries themselves, and each would retrieve itself; leave the gallery "
+                f"{among.name}: these are the queries themselves, and each would retrieve itself; leave the gallery "
                 "out, and each retrieves all others"
             )
     if gap_batch is None or found.kind != LABELLED:

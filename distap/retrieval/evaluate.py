@@ -1,6 +1,6 @@
-"""Rank a gallery for the queries of a set, and compute its protocol's figures from the ranks of positives."""
+"""Rank a gallery for the queries of a set, and compute figures from the ranks of positives."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distap.errors import DistapError
-from distap.retrieval.figures import Protocol, Ranked, average_precision
-from distap.retrieval.ranks import CONVERTED_NUMBERS, FEW, Block, Ties, count_negatives, ranks_of_positives
-from distap.retrieval.row_blocks import on_device, require_finite, taken
+from distap.retrieval.figures import Ranked, figures_named
+from distap.retrieval.ranks import CONVERTED_NUMBERS, FEW, Block, Ties, count_negatives
+from distap.retrieval.row_blocks import on_device, require_same_dimensions, taken
 from distap.retrieval.truth import NONE, ClassTruth, Truth
 from distap.world import ALONE, World
 
@@ -45,12 +45,16 @@ class Evaluated:
         return {group: int(self.values[name].isnan().sum()) for group, name in self.leading.items()}
 
     def summary(self) -> dict[str, float]:
-        """Return means over the queries, from 0 to 1; NaN if no query has a positive."""
-        return {
+        """Return means over the queries, over those of each part, and over the parts, from 0 to 1; NaN of nothing."""
+        found = {
             f"{part} {name}".strip(): float(values[chosen].nanmean())
             for part, chosen in self.in_part.items()
             for name, values in self.values.items()
         }
+        for name in self.values if len(self.in_part) > 1 else ():
+            of_parts = [found[f"{part} {name}"] for part in self.in_part if part]
+            found[f"mean {name}"] = float(torch.tensor(of_parts, dtype=torch.float64).nanmean())
+        return found
 
     def class_figures(self, labels: Int64[Tensor, " Q"]) -> dict[int, dict[str, int | float]]:
         """Return for each class with queries their number, and the means of all figures but mP@k."""
@@ -71,7 +75,7 @@ def evaluate_descriptors(
     queries: Tensor | NDArray[Any],
     gallery: Tensor | NDArray[Any],
     truth: Truth,
-    protocol: Protocol,
+    figures: Sequence[str],
     neighbours: int = 0,
     *,
     head: Int64[Tensor, "Q K"] | None = None,
@@ -84,6 +88,7 @@ def evaluate_descriptors(
         queries: (Q, C) of length 1, so that the dot product is the cosine; a tensor on any device, or an array,
             possibly a memory map of float16, which is read in blocks.
         gallery: (N, C), of the same kinds.
+        figures: names, see `figures`; the first says which queries have no positive.
         neighbours: number of most similar images to report.
         head: gallery rows that come first for each query, in this order, whatever their similarity.
         ties: see `ranks`.
@@ -95,13 +100,8 @@ def evaluate_descriptors(
     if (total, truth.gallery) != (len(queries), len(gallery)):
         told = f"a truth for {total} queries and a gallery of {truth.gallery}"
         raise DistapError(f"there is {told}, and descriptors of {len(queries)} and {len(gallery)}")
-    if unknown := sorted({*truth.parts}.difference(protocol.parts)) if protocol.parts else []:
-        expected = " or ".join(protocol.parts)
-        raise DistapError(f"the ground truth has queries of {', '.join(unknown)}; expected {expected}")
-    if queries.shape[1] != gallery.shape[1]:
-        raise DistapError(
-            f"queries have {queries.shape[1]} dimensions and the gallery {gallery.shape[1]}: another network's?"
-        )
+    computed = figures_named(figures)
+    require_same_dimensions(queries, gallery)
     others, is_same = truth.gallery - truth.is_of_itself, queries is gallery
     dtype = torch.float64 if queries.dtype in (torch.float64, "float64") else torch.float32
     gallery = _resident(gallery, dtype, counts.device, "gallery descriptor")
@@ -121,7 +121,7 @@ def evaluate_descriptors(
         gallery = queries = gallery[order]
     elif not neighbours:
         order = order[counts[order] > 0]
-    names = [_joined(group, name) for group in protocol.groups for name in protocol.figures]
+    names = [f"{group} {name}".strip() for group in truth.groups for name in computed]
     values = {name: counts.new_zeros(total, dtype=torch.float64) for name in names}
     first, nearest = torch.zeros_like(counts), counts.new_zeros(total, neighbours)
     curve = counts.new_zeros(101, dtype=torch.float64)
@@ -140,23 +140,25 @@ def evaluate_descriptors(
         count_negatives(blocks, gallery, neighbours, ties, is_symmetric, world)
         for block in blocks:
             rows, grades, before = block.rows, block.tables.grades, block.before
-            every = ranks_of_positives(before, block.tables.positives != NONE)
-            first[rows] = every[:, 0]
+            exists = block.tables.positives != NONE
+            every = Ranked.by_negatives(before, exists, others)
+            first[rows] = every.ranks[:, 0]
             if neighbours:
                 nearest[rows] = order[block.nearest[1]] if is_symmetric else block.nearest[1]
-            curve += Ranked(every[every[:, 0] > 0], others).interpolated_precision().sum(0)
-            for group, of_group in protocol.groups.items():
-                ranks = every
-                if of_group is not None and grades is not None:
+            curve += Ranked(every.ranks[every.ranks[:, 0] > 0], others).interpolated_precision().sum(0)
+            for group, right in truth.groups.items():
+                ranked = every
+                if right is not None and grades is not None:
                     # `before` counts no positive of any grade, so those of other grades are left out, like junk.
-                    ranks = ranks_of_positives(before, torch.isin(grades, grades.new_tensor(of_group)))
-                for name, figure in protocol.figures.items():
-                    values[_joined(group, name)][rows] = figure(Ranked(ranks, others))
+                    chosen = torch.isin(grades, grades.new_tensor([*right])) & exists
+                    ranked = Ranked.by_negatives(before, chosen, others)
+                for name, figure in computed.items():
+                    values[f"{group} {name}".strip()][rows] = figure(ranked)
     values = {name: own.masked_fill(counts == 0, torch.nan) for name, own in values.items()}
-    lead = next(iter(protocol.figures))
-    leading = {group or lead.removeprefix("m"): _joined(group, lead) for group in protocol.groups}
+    lead = figures[0]
+    leading = {group or lead.removeprefix("m"): f"{group} {lead}".strip() for group in truth.groups}
     in_part = {"": counts >= 0}
-    for part in protocol.parts:
+    for part in dict.fromkeys(truth.parts):
         in_part[part] = torch.tensor([own == part for own in truth.parts], dtype=torch.bool, device=counts.device)
     return Evaluated(values, leading, in_part, first, nearest, curve / (first > 0).sum())
 
@@ -176,32 +178,22 @@ def decomposability_gap(
     Args:
         batch: images per batch. Batches split the images at random, always alike; a remainder is left out.
         whole: mAP of all images, if it is known.
-        world: ranks that share the work; all of them call this with the same arguments.
+        world: ranks that share the ranking of all images; all of them call this with the same arguments.
     """
 
     def mean_average_precision(rows: Tensor | NDArray[Any], own: Tensor, world: World = ALONE) -> float:
-        return evaluate_descriptors(
-            rows, rows, ClassTruth(own), Protocol({"mAP": average_precision}), world=world
-        ).summary()["mAP"]
+        return evaluate_descriptors(rows, rows, ClassTruth(own), ("mAP",), world=world).summary()["mAP"]
 
     batch = min(batch, len(labels))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    batches = order[: len(order) - len(order) % batch].view(-1, batch)
-    values = torch.zeros(2, len(batches), dtype=torch.float64)  # mAP, and whether there is one
-    for number in range(world.rank, len(batches), world.size):
-        rows = batches[number]
-        own = labels[rows]
-        if bool((own[own >= 0].unique(return_counts=True)[1] > 1).any()):
-            described = descriptors[rows if isinstance(descriptors, Tensor) else rows.numpy()]
-            values[0, number], values[1, number] = mean_average_precision(described, own), 1
+    found = [
+        mean_average_precision(taken(descriptors, rows), own)
+        for rows in order[: len(order) - len(order) % batch].view(-1, batch)
+        if bool(((own := labels[rows])[own >= 0].unique(return_counts=True)[1] > 1).any())
+    ]
     if whole is None:
         whole = mean_average_precision(descriptors, labels, world)
-    found, counts = world.sum(values.to(world.device)).cpu()
-    return float(found[counts > 0].mean()) - whole if counts.any() else float("nan")
-
-
-def _joined(group: str, name: str) -> str:
-    return f"{group} {name}".strip()
+    return sum(found) / len(found) - whole if found else float("nan")
 
 
 def _passes(counts: Int64[Tensor, " Q"], images: int, dimensions: int, is_one: bool) -> Iterator[list[slice]]:
@@ -224,15 +216,13 @@ def _passes(counts: Int64[Tensor, " Q"], images: int, dimensions: int, is_one: b
             found, held = [], 0
         found.append(slice(start, min(start + height, len(counts))))
         held, start = held + numbers, start + height
-    yield found
+    if found:
+        yield found
 
 
 def _resident(
     descriptors: Tensor | NDArray[Any], dtype: torch.dtype, device: torch.device, what: str
 ) -> Tensor | NDArray[Any]:
     """Return a tensor on the device, except for an array so large that it must be converted in blocks."""
-    if isinstance(descriptors, Tensor):
-        require_finite(descriptors, 0, what)
-    elif descriptors.size * 4 > RESIDENT_BYTES:
-        return descriptors
-    return on_device(descriptors, dtype, device, 0, what)
+    is_large = not isinstance(descriptors, Tensor) and descriptors.size * 4 > RESIDENT_BYTES
+    return descriptors if is_large else on_device(descriptors, dtype, device, 0, what)

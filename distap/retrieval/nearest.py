@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Float32, Int64
 
 from distap.errors import DistapError
-from distap.retrieval.row_blocks import finite, row_blocks
+from distap.retrieval.row_blocks import finite, require_same_dimensions, row_blocks
 
 GPU_RESULTS = 2048  # most for a query that Faiss finds on a GPU
 SORTED_QUERIES = 1024  # queries whose results are sorted at once
@@ -37,10 +37,7 @@ def nearest(
         k: at most the size of the gallery; a larger k is reduced.
         exclude_self: query i is row i of the gallery. Remove it by its index, not by its similarity.
     """
-    if queries.shape[1] != gallery.shape[1]:
-        raise DistapError(
-            f"queries have {queries.shape[1]} dimensions and the gallery {gallery.shape[1]}: another network's?"
-        )
+    require_same_dimensions(queries, gallery)
     if exclude_self and len(queries) > len(gallery):
         raise DistapError(f"{len(queries)} queries cannot be rows of a gallery of {len(gallery)}")
     kept = max(min(k, len(gallery) - exclude_self), 0)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -45,8 +45,11 @@ class Block:
     queries: Float[Tensor, "q C"]
     tables: Tables
     head: Int64[Tensor, "q K"]  # gallery rows that come first, in this order, whatever their similarity
-    bounds: Float[Tensor, "q P"] = field(init=False)  # of the positives; infinite for padding
+    bounds: Float[Tensor, "q P"] = field(
+        init=False
+    )  # that negatives before each positive reach; infinite for padding
     before: Int64[Tensor, "q P"] = field(init=False)  # negatives before each positive
+    named: range = field(init=False)  # gallery rows that head, positives and ignored are among
     nearest: tuple[Float[Tensor, "q k"], Int64[Tensor, "q k"]] = field(init=False)  # similarities and rows
 
     def set_bounds(self, gallery: Tensor | NDArray[Any], ties: Ties) -> None:
@@ -55,18 +58,28 @@ class Block:
         columns, place = positives.unique(return_inverse=True)  # classes are in order, so most are shared
         self.before = torch.zeros_like(positives)
         self.bounds = queries.new_full(positives.shape, torch.inf)
-        sign = TIE_WIDTH * torch.finfo(queries.dtype).eps * (-1 if ties == "against" else 1)
-        lengths = sign * torch.linalg.vector_norm(queries, dim=1, keepdim=True)
+        sign, tiny = -1 if ties == "against" else 1, torch.finfo(queries.dtype).tiny
+        lengths = TIE_WIDTH * torch.finfo(queries.dtype).eps * torch.linalg.vector_norm(queries, dim=1, keepdim=True)
         height = max(CONVERTED_NUMBERS // queries.shape[1], 1)
         for start in range(0, len(columns), height):
             some = columns[start : start + height]
             part = on_device(taken(gallery, some.clamp(min=0)), queries.dtype, queries.device, 0, "positive")
-            similarities = queries @ part.t() + lengths * torch.linalg.vector_norm(part, dim=1)
+            width = (lengths * torch.linalg.vector_norm(part, dim=1)).clamp(min=tiny)  # of a zero descriptor too
             is_here = (place >= start) & (place < start + len(some)) & (positives != NONE)
             query, number = is_here.nonzero(as_tuple=True)
-            self.bounds[query, number] = similarities[query, place[query, number] - start]
+            self.bounds[query, number] = (queries @ part.t() + sign * width)[query, place[query, number] - start]
+        named = torch.cat([positives, self.tables.ignored, self.head], dim=1)
+        named = named[named != NONE]
+        self.named = range(int(named.min()), int(named.max()) + 1) if len(named) else range(0)
         for number in range(most := self.head.shape[1]):
             self.bounds[positives == self.head[:, number, None]] = FIRST * (most - number)
+
+    def prepare(self, similarities: Float[Tensor, "q n"], span: range) -> None:
+        """Put the rows of the head first, and the ignored ones last, in a tile of similarities to rows of `span`."""
+        query, place = _inside(self.head, span)
+        first = FIRST * (self.head.shape[1] - place).to(similarities.dtype)
+        similarities[query, self.head[query, place] - span.start] = first
+        _mask(similarities, self.tables.ignored, span)
 
     def keep_nearest(self, similarities: Float[Tensor, "q n"], span: range, neighbours: int) -> None:
         """Look for nearest gallery rows in a tile of similarities to the rows of `span`."""
@@ -122,14 +135,14 @@ def count_negatives(
                     held = block.queries.new_empty(2, size)
                 tile = torch.mm(block.queries, part.t(), out=held[0, :size].view(-1, len(part)))
                 columns = range(span.start + start, span.start + start + len(part))
-                first, place_in_head = _inside(block.head, columns)
-                before_others = FIRST * (block.head.shape[1] - place_in_head).to(tile.dtype)
-                tile[first, block.head[first, place_in_head] - columns.start] = before_others
                 sides = [(block, tile, columns), *([(other, tile.t(), spans[place])] if other is not block else [])]
-                _mask(tile, block.tables.ignored, columns)
+                is_named = columns.start < block.named.stop and block.named.start < columns.stop
+                if is_named:
+                    block.prepare(tile, columns)
                 for own, similarities, others in sides if neighbours else ():
                     own.keep_nearest(similarities, others, neighbours)
-                _mask(tile, block.tables.positives, columns)
+                if is_named:
+                    _mask(tile, block.tables.positives, columns)
                 for own, similarities, _ in sides:
                     own.before += count_above(similarities, own.bounds, held[1])
     for block in blocks:
@@ -157,14 +170,6 @@ def _mask(similarities: Float[Tensor, "q n"], table: Int64[Tensor, "q _"], span:
 def _inside(table: Int64[Tensor, "q _"], span: range) -> tuple[Tensor, Tensor]:
     query, place = ((table >= span.start) & (table < span.stop)).nonzero(as_tuple=True)
     return query, place
-
-
-def ranks_of_positives(before: Int64[Tensor, "q P"], exists: Bool[Tensor, "q P"]) -> Int64[Tensor, "q P"]:
-    """Turn the negatives before each positive into ranks from 1, ascending and padded with 0."""
-    last = torch.iinfo(torch.int64).max
-    ascending = before.masked_fill(~exists, last).sort(dim=1).values
-    place = torch.arange(1, before.shape[1] + 1, device=before.device)
-    return torch.where(ascending < last, ascending + place, 0)
 
 
 def count_above(

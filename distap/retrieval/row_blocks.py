@@ -71,7 +71,6 @@ def given_rows(
     device = torch.device(values.device)  # an array's is "cpu"
     for start in range(0, len(values), height):
         rows = on_device(values[start : start + height], torch.float32, device, start, what)
-        require_finite(rows, start, what)
         lengths = torch.linalg.vector_norm(rows, dim=1)
         wrong = ((lengths - 1).abs() > LENGTH_TOLERANCE).nonzero()
         if len(wrong) and not dot_product:
@@ -90,11 +89,11 @@ def on_device(
     first_row: int = 0,
     what: str = "descriptor",
 ) -> Tensor:
-    """Return some rows as a tensor; rows of an array are checked as in `finite`."""
-    if isinstance(values, Tensor):
-        return values.to(device, dtype)
-    # torch takes no array that is read-only, reversed or of the other byte order, so give it a copy.
-    result = torch.from_numpy(np.array(values, values.dtype.newbyteorder("="), order="C")).to(device, dtype)
+    """Return some rows as a tensor. A DistapError names the first row that is not finite."""
+    if isinstance(values, np.ndarray):
+        # torch takes no array that is read-only, reversed or of the other byte order, so give it a copy.
+        values = torch.from_numpy(np.array(values, values.dtype.newbyteorder("="), order="C"))
+    result = values.to(device, dtype)
     require_finite(result, first_row, what)
     return result
 
@@ -111,3 +110,10 @@ def require_finite(values: Tensor | NDArray[Any], first_row: int = 0, what: str 
     if not bool(of.isfinite(values.sum(dtype=of.float64))):
         row = first_row + int((~of.isfinite(values).all(1)).nonzero()[0][0])
         raise DistapError(f"{what} {row} is not finite: the network is broken, or the file damaged; extract again")
+
+
+def require_same_dimensions(queries: Tensor | NDArray[Any], gallery: Tensor | NDArray[Any]) -> None:
+    if queries.shape[1] != gallery.shape[1]:
+        raise DistapError(
+            f"queries have {queries.shape[1]} dimensions and the gallery {gallery.shape[1]}: another network's?"
+        )

@@ -3,7 +3,7 @@
 A truth gives tables for some queries at a time, so that a set of large classes needs no list for each image.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -33,13 +33,14 @@ class ClassTruth:
     Args:
         queries: (Q,) class of each query, below 0 for none. An image without a class is in the gallery, but right
             for no query.
-        gallery: (N,) class of each gallery image; None if the queries are the gallery. Each then leaves itself out,
-            by its row and never by its similarity.
+        gallery: (N,) class of each gallery image; None if the queries are the gallery. Each then leaves
+            itself out, by its row and never by its similarity.
     Raises:
         DistapError: no query has an image of its class in the gallery.
     """
 
-    parts: tuple[str, ...] = ()  # see `ListedTruth`
+    groups: Mapping[str, Sequence[int] | None] = {"": None}  # see `ListedTruth`
+    parts: Sequence[str] = ()
 
     def __init__(self, queries: Int64[Tensor, " Q"], gallery: Int64[Tensor, " N"] | None = None) -> None:
         self.is_of_itself = int(gallery is None)  # images that each query leaves out: 1 if it is in the gallery
@@ -77,7 +78,9 @@ class ListedTruth:
     positives: Sequence[Sequence[int]]
     junk: Sequence[Sequence[int]] | None = None
     grades: Sequence[Sequence[int]] | None = None  # of each positive, such as 0 for easy and 1 for hard
-    parts: Sequence[str] = ()  # part of the queries that each query belongs to; none if there are no parts
+    groups: Mapping[str, Sequence[int] | None] = field(default_factory=lambda: {"": None})
+    """Grades that count as positive, others being junk, by the prefix of their figures' names; None is for all."""
+    parts: Sequence[str] = ()  # domain of each query, or other part of the queries; none if there are no parts
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of the tables
     is_of_itself = 0
 
@@ -96,9 +99,7 @@ class ListedTruth:
 
     @cached_property
     def order(self) -> Int64[Tensor, " Q"]:
-        """Return the queries in the order of their first positive, so that those which share some are together."""
-        first = torch.tensor([min(own, default=self.gallery) for own in self.positives], device=self.device)
-        return first.argsort(stable=True)
+        return torch.arange(len(self.positives), device=self.device)
 
     def tables(self, rows: Int64[Tensor, " q"]) -> Tables:
         chosen = rows.tolist()

@@ -79,9 +79,9 @@ def test_the_figures_of_revisited_oxford_are_those_of_its_files(converted, train
     similarities = similarities_of(how, converted / "source/roxford5k", boxes)
     first, second = similarities["bodleian_000107"], similarities["keble_000214"]
     expected = {
-        "Easy mAP": [ranking(first, {0, 1}, {5, 2})],
-        "Medium mAP": [ranking(first, {0, 1, 2}, {5}), ranking(second, {3, 4}, set())],
-        "Hard mAP": [ranking(first, {2}, {5, 0, 1}), ranking(second, {3, 4}, set())],
+        "Easy mAP/trapezoids": [ranking(first, {0, 1}, {5, 2})],
+        "Medium mAP/trapezoids": [ranking(first, {0, 1, 2}, {5}), ranking(second, {3, 4}, set())],
+        "Hard mAP/trapezoids": [ranking(first, {2}, {5, 0, 1}), ranking(second, {3, 4}, set())],
     }
     for name, rankings in expected.items():
         assert evaluation.figures[name] == pytest.approx(np.mean([trapezoid_average_precision(r) for r in rankings]))
@@ -321,6 +321,11 @@ def test_several_sets_are_evaluated_in_one_call(converted, training_shards, tmp_
     refined = json.loads((tmp_path / "gap/results.json").read_text())["sets"]["own"]["query expansion"]
     assert refined["gap"] == pytest.approx(plain["gap"], abs=1e-6) and refined["mAP"] != plain["mAP"]
     assert distap(monkeypatch, *configured, *sets[1:], "evaluation.gap_batch=1000") == 2
+    assert distap(monkeypatch, *configured, *sets, "--figures=R@2,mP@3/min", f"--output={tmp_path / 'named'}") == 0
+    named = json.loads((tmp_path / "named/results.json").read_text())["sets"]
+    assert list(named["own"]["plain"]) == ["mAP", "R@2", "mP@3/min"]
+    assert list(named["oxford"]["plain"])[:2] == ["Easy R@2", "Easy mP@3/min"]
+    assert distap(monkeypatch, *configured, *sets[1:], "--figures=R") == 2
     results = json.loads((tmp_path / "both/results.json").read_text())["sets"]
     assert {name: list(variants) for name, variants in results.items()} == {
         "oxford": ["plain", "query expansion"],

@@ -7,6 +7,7 @@ from ranks import on_ranks
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from distap.evaluation.ground_truth import DIFFICULTIES
 from distap.retrieval import evaluate, ranks
 from distap.retrieval.figures import LANDMARKS, REVISITED, labelled_figures
 from distap.retrieval.truth import ClassTruth, ListedTruth
@@ -24,7 +25,9 @@ def evaluations(world):
     gallery = normalize(centres[labels] + noise)
     queries, of_queries = gallery[:QUERIES], labels[:QUERIES].tolist()  # a single block, whose gallery ranks share
     rows = [(labels == label).nonzero().flatten().tolist() for label in of_queries]
-    graded = ListedTruth(IMAGES, [own[2:9] for own in rows], [own[9:] for own in rows], [[0] * 4 + [1] * 3] * QUERIES)
+    graded = ListedTruth(
+        IMAGES, [own[2:9] for own in rows], [own[9:] for own in rows], [[0] * 4 + [1] * 3] * QUERIES, DIFFICULTIES
+    )
     landmarks = ListedTruth(IMAGES, rows, parts=["Public"] * QUERIES)
     head = torch.stack([torch.randperm(IMAGES, generator=generator)[:20] for _ in range(QUERIES)])
     protocol, half = labelled_figures(), gallery.numpy().astype(np.float16)

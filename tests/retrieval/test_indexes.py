@@ -325,7 +325,7 @@ def test_matching_pairs_are_found_by_their_names(tmp_path, gallery):
     assert load_whitening(path).fingerprint == whitening.fingerprint
     (tmp_path / "pairs.json").write_text(json.dumps([{"query": "name-1", "positive": "strange"}]))
     assert "1 of its images are not among the 700" in str(run(*arguments).exception)
-    (tmp_path / "pairs.json").write_text("{}")
+    (tmp_path / "pairs.json").write_text("[]")
     assert "0 matching pairs" in str(run(*arguments).exception)
     (tmp_path / "pairs.json").write_text("[3]")
     assert "pairs.json: not readable as `distap data convert` writes it" in str(run(*arguments).exception)

@@ -15,7 +15,7 @@ from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if path.stem != "emoji")
-FIGURES = {"roxford5k": "Hard mAP", "rparis6k": "Hard mAP", "medium": "R@1", "large": "R@1"}
+FIGURES = {"roxford5k": "Hard mAP/trapezoids", "rparis6k": "Hard mAP/trapezoids", "medium": "R@1", "large": "R@1"}
 
 
 def made_small(name: str) -> list[str]:
