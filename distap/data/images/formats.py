@@ -89,16 +89,15 @@ def _without_comments(data: bytes) -> bytes:
 
     Pixels do not depend on them. Comments that may hold EXIF or XMP stay, for the image's orientation.
     """
-    parts, at = [data[:8]], 8
+    view, at = memoryview(data), 8
+    parts = [view[:at]]
     while at < len(data):
         kind, end = data[at + 4 : at + 8], at + 12 + int.from_bytes(data[at : at + 4])
-        is_optional, content = kind[:1].islower() and kind != b"tRNS", data[at + 8 : min(end - 4, at + 48)]
-        is_comment = kind in (b"iCCP", b"tEXt", b"zTXt", b"iTXt")
-        stays = (
-            is_comment and end - at < LARGEST_COMMENT and content.startswith((b"Raw profile", b"XML:com.adobe.xmp"))
-        )
-        is_wrong = is_optional and zlib.crc32(data[at + 4 : end - 4]) != int.from_bytes(data[end - 4 : end])
-        if not (is_wrong or (is_comment and not stays)):
-            parts.append(data[at:end])
+        has_metadata = data[at + 8 : at + 48].startswith(METADATA) and end - at < LARGEST_COMMENT
+        is_comment = kind in COMMENTS and not has_metadata
+        is_optional = kind[:1].islower() and kind != b"tRNS"
+        is_wrong = is_optional and zlib.crc32(view[at + 4 : end - 4]) != int.from_bytes(data[end - 4 : end])
+        if not (is_comment or is_wrong):
+            parts.append(view[at:end])
         at = end
     return b"".join(parts) if sum(map(len, parts)) < len(data) else data
