@@ -66,7 +66,7 @@ class Agent:
             go_deaf()
             self._tell(status)
             # Hosts that were asked to stop may come back, and the others wait for them.
-            if not self._is_asked:
+            if status == FINISHED or not self._is_asked:
                 meeting.end(status == FINISHED, self._linger_seconds)
         except CollectiveError as error:
             logger.error("%s", error)
