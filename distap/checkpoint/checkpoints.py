@@ -49,11 +49,11 @@ class Checkpoint:
     def state(self, *names: str) -> dict[str, Any]:
         """Return what was saved next to the tensors; raise if an entry in `names` is not a dictionary."""
         try:
-            state = read_json(self.path / STATE_FILE)
+            state: dict[str, Any] = read_json(self.path / STATE_FILE)
         except (OSError, ValueError) as error:
             raise DamagedCheckpointError(self.where, f"{STATE_FILE}: {error}") from error
-        missing = [name for name in names if not (isinstance(state, dict) and isinstance(state.get(name), dict))]
-        if missing or not isinstance(state, dict):
+        missing = [name for name in names if not isinstance(state.get(name), dict)]
+        if missing:
             raise DamagedCheckpointError(self.where, f"{STATE_FILE} has no {', '.join(missing)}")
         return state
 
