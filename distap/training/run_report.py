@@ -113,10 +113,12 @@ class RunReport:
                     log_start(recipe.run, step, ranks=self.world.size, steps=self.steps, device=name)
                 except OSError as error:
                     raise DistapError(f"run: {recipe.run}: the folder cannot be written to: {error}") from error
-                run = LoggedRun(recipe.run, recipe.run_id, recipe.model_dump(mode="json"), step, self.steps)
-                lost = {name: self.metrics.lost_lines.labels(name) for name in recipe.loggers}
-                loggers = opened_loggers(recipe.loggers, run, lambda name: lost[name].inc())
-                self._outlets = [log.write, stack.enter_context(loggers)]
+                self._outlets = [log.write]
+                if recipe.loggers:
+                    run = LoggedRun(recipe.run, recipe.run_id, recipe.model_dump(mode="json"), step, self.steps)
+                    lost = {name: self.metrics.lost_lines.labels(name) for name in recipe.loggers}
+                    loggers = opened_loggers(recipe.loggers, run, lambda name: lost[name].inc())
+                    self._outlets.append(stack.enter_context(loggers))
             self._show = stack.enter_context(progress("step", self.steps, step, is_first, seconds=0))
             yield
 

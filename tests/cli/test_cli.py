@@ -1,4 +1,3 @@
-import json
 import re
 import subprocess
 import sys
@@ -47,35 +46,6 @@ def test_our_recipes_are_listed_and_printed(monkeypatch, capfd):
     assert capfd.readouterr().out == (RECIPES / "emoji.yaml").read_text()
     assert distap(monkeypatch, "recipes", "emojo") == 2
     assert "did you mean emoji?" in capfd.readouterr().err
-
-
-@pytest.mark.slow
-def test_from_images_to_a_report(tmp_path, monkeypatch, config, training_shards, capfd):
-    before, after, run = tmp_path / "before", tmp_path / "after", tmp_path / "run"
-    assert distap(monkeypatch, "eval", config, "--output", before) == 0
-    assert distap(monkeypatch, "train", config, "--ranks", 2) == 0
-    assert distap(monkeypatch, "eval", "--checkpoint", run, "--output", after) == 0
-    capfd.readouterr()
-    assert distap(monkeypatch, "report", run, "--output", tmp_path) == 0
-    printed = capfd.readouterr().out
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert set(summary) == {"before", "after", "train_seconds", "outside_network_share"}
-    for when, folder in (("before", before), ("after", after)):
-        figures = json.loads((folder / "result.json").read_text())["figures"]
-        assert summary[when] == pytest.approx({name: figures[name] for name in ("mAP", "mAP@R", "R@1")})
-        assert f"{100 * figures['mAP']:.1f}" in printed
-    assert 0 < summary["outside_network_share"] < 1
-    assert str(tmp_path / "report.html") in printed
-    page = (tmp_path / "report.html").read_text()
-    assert "test-" in page and "data:image/webp" in page
-    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [entry["step"] for entry in entries if "validation" in entry] == [0, 4, 8]
-    # The run's own evaluations say the same.
-    assert distap(monkeypatch, "report", run) == 0
-    own = json.loads((run / "summary.json").read_text())
-    assert own["before"] == pytest.approx(summary["before"], abs=1e-3)
-    assert own["after"] == pytest.approx(summary["after"], abs=1e-3)
-    assert "data:image/webp" in (run / "report.html").read_text()
 
 
 def test_packing_says_what_it_did(tmp_path, monkeypatch, capsys):

@@ -12,7 +12,7 @@ from timm.layers import resample_abs_pos_embed
 from torch.nn.functional import normalize
 
 import distap as library
-from distap.apps.export.to_folder import ExportSettings, export_to_folder
+from distap.apps.export.to_folder import export_to_folder
 from distap.config.reading import recipe_from
 from distap.errors import DistapError
 from distap.model.backbone import FileWeights, TimmBackbone, TimmWeights
@@ -157,7 +157,7 @@ def test_a_run_is_evaluated_and_exported_without_the_folder_that_its_backbone_ca
     shutil.rmtree(folder)
     _, network = trained_network(run, World())
     assert network.dimensions == 96 and (network.mean / 255).flatten().tolist() == pytest.approx([0.1, 0.2, 0.3])
-    export_to_folder(run, tmp_path / "export", ExportSettings(("pt2", "safetensors")))
+    export_to_folder(run, tmp_path / "export", ("pt2", "safetensors"))
     library.load(run, device="cpu").save_pretrained(tmp_path / "saved")
     for source in (run, tmp_path / "export", tmp_path / "saved"):
         assert fingerprint(library.load(source, device="cpu").network.network) == fingerprint(network)

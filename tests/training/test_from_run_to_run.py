@@ -14,7 +14,7 @@ from small_trainings import losses, parameters, recipe, train
 from stores import checkpoints_of, list_checkpoints, rewrite_manifest
 
 import distap as library
-from distap.apps.export.to_folder import ExportSettings, export_to_folder
+from distap.apps.export.to_folder import export_to_folder
 from distap.checkpoint import lease as leases
 from distap.checkpoint.manifest import STATE_FILE
 from distap.errors import DistapError
@@ -31,7 +31,7 @@ def first(tmp_path_factory, training_shards):
     """A run of two steps, and its network as `export` and `save_pretrained` write it."""
     folder = tmp_path_factory.mktemp("first")
     train(World(), folder / "run", training_shards, steps=2, model=MODEL, data__validation=str(training_shards[1]))
-    export_to_folder(folder / "run", folder / "export", ExportSettings(("safetensors",)))
+    export_to_folder(folder / "run", folder / "export", ("safetensors",))
     library.load(folder / "run", device="cpu").save_pretrained(folder / "saved")
     return folder
 
@@ -138,7 +138,7 @@ def test_a_network_is_read_whatever_its_recipe_says_of_training(first, tmp_path,
     shutil.copytree(first / "run", run)
     recorded_anew(run, of_a_later_version)
     assert distap(monkeypatch, "eval", "--checkpoint", run) == 0
-    export_to_folder(run, tmp_path / "export", ExportSettings(("safetensors",)))
+    export_to_folder(run, tmp_path / "export", ("safetensors",))
     assert "Loss: 1 later_ap." in (tmp_path / "export" / "README.md").read_text()
     assert is_network_of(run, library.load(tmp_path / "export", device="cpu").network.network.state_dict())
     assert distap(monkeypatch, "extract", training_shards[1], tmp_path / "out", "--checkpoint", run) == 0
