@@ -3,7 +3,6 @@ import os
 import shutil
 import signal
 import subprocess
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ from images import write_images
 from distap.data.shards.packing import pack
 from distap.processes.stopping import SIGNALS, TRACE_SIGNAL
 from distap.telemetry import logs
-from distap.telemetry.loggers import loggers as outlets
 
 # Processes that the tests start hear Ctrl-C, also where the tests run in the background of a shell.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -53,7 +51,6 @@ def _state_of_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "propagate", True)
     monkeypatch.setattr(logs, "origin", logs.LogOrigin())
-    monkeypatch.setattr(outlets, "left_hanging", threading.Event())
     level = logger.level
     for number, handler in HEARD.items():  # a fixture of the module may have trained, and left its own
         signal.signal(number, handler)

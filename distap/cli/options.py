@@ -8,10 +8,9 @@ from typing import Annotated
 
 import typer
 
-from distap.errors import FAILED, FINISHED, DistapError
+from distap.errors import DistapError
 from distap.processes.forks import in_fork
 from distap.processes.stopping import go_deaf
-from distap.telemetry.loggers.loggers import end_if_hanging
 
 AUTO = 0  # ranks: one for each GPU
 
@@ -66,19 +65,11 @@ WHITENING = Annotated[
 
 def run(command: typer.Typer, name: str) -> None:
     """Run a command line called `name`; print a DistapError without a traceback, since the user can mend it."""
-    status = FAILED
     try:
         command(prog_name=name)
-        status = FINISHED
     except DistapError as error:
         go_deaf()
         from distap.telemetry.terminal import print_error
 
         print_error(error)
-        status = error.status
-        sys.exit(status)
-    except SystemExit as leaving:
-        status = leaving.code if isinstance(leaving.code, int) else FINISHED if leaving.code is None else FAILED
-        raise
-    finally:
-        end_if_hanging(status)
+        sys.exit(error.status)

@@ -1,12 +1,10 @@
 import json
-import logging
 import shutil
 import socket
 import struct
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,10 +148,10 @@ def logged_run(folder: Path, step: int = 0, steps: int = 3, **recipe: object) ->
     return LoggedRun(folder / "run", "mine", recipe, step, steps)
 
 
-def log_steps(chosen, run, steps, lines=100, close_seconds=30.0) -> list[str]:
+def log_steps(chosen, run, steps) -> list[str]:
     """Log steps; the loggers of lost lines."""
     lost: list[str] = []
-    with opened_loggers(chosen, run, lost.append, lines, close_seconds) as log:
+    with opened_loggers(chosen, run, lost.append) as log:
         for step in steps:
             log({"step": step, "time": 1000.0 + step, "loss": 1 / step})
     return lost
@@ -191,17 +189,11 @@ def test_mlflow_is_told_how_the_run_ended(tmp_path):
 
 
 class Recorder:
-    """A logger that writes down what it is told, once it may, and cannot take some steps."""
+    """A logger that writes down what it is told, and cannot take some steps."""
 
-    def __init__(
-        self,
-        refused: tuple[int, ...] = (),
-        may_log: threading.Event | None = None,
-        error: type[BaseException] = OSError,
-    ) -> None:
-        self.refused, self.may_log, self.error = refused, may_log, error
+    def __init__(self, refused: tuple[int, ...], error: type[BaseException]) -> None:
+        self.refused, self.error = refused, error
         self.steps: list[int] = []
-        self.taken = threading.Semaphore(0)
 
     def prepare(self) -> None:
         pass
@@ -210,12 +202,9 @@ class Recorder:
         return self
 
     def log(self, step: int, time: float, figures: dict[str, float]) -> None:
-        if self.may_log is not None:
-            self.may_log.wait()
         if step in self.refused:
             raise self.error(f"no step {step}\nfor a long reason")
         self.steps.append(step)
-        self.taken.release()
 
     def close(self, outcome: str) -> None:
         pass
@@ -226,24 +215,7 @@ def test_a_line_that_a_logger_refuses_is_counted_and_the_others_arrive(tmp_path,
     recorder = Recorder(refused=(2, 3), error=error)
     assert log_steps({"one": recorder}, logged_run(tmp_path), [1, 2, 3, 4]) == ["one", "one"]
     assert recorder.steps == [1, 4]
-    assert caplog.messages == [
-        f"loggers.one: figures are lost: {error.__name__}: no step 2; training goes on",
-        "loggers.one: 2 lines were lost; they are in the run folder's log",
-    ]
-
-
-def test_beyond_what_may_wait_for_a_slow_logger_lines_are_lost_and_another_logger_gets_all(tmp_path, caplog):
-    slow, quick = Recorder(may_log=threading.Event()), Recorder()
-    lost: list[str] = []
-    with opened_loggers({"slow": slow, "quick": quick}, logged_run(tmp_path), lost.append, 3) as log:
-        for step in range(1, 11):
-            log({"step": step, "time": 0.0})
-            assert quick.taken.acquire(timeout=60)
-        slow.may_log.set()
-    assert quick.steps == list(range(1, 11))
-    assert slow.steps[:3] == [1, 2, 3] and len(slow.steps) in (3, 4)  # one may be in hand while three wait
-    assert lost == ["slow"] * (10 - len(slow.steps))
-    assert "3 lines wait for it" in caplog.text
+    assert caplog.messages == [f"loggers.one: figures are lost: {error.__name__}: no step 2; training goes on"]
 
 
 @pytest.fixture
@@ -255,14 +227,27 @@ def silent_server() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_server_that_does_not_answer_costs_its_lines_and_keeps_no_training_from_ending(
-    tmp_path, silent_server, caplog
+def test_a_server_that_does_not_answer_costs_its_lines_and_not_the_training(
+    tmp_path, silent_server, monkeypatch, caplog
 ):
-    caplog.set_level(logging.WARNING)
-    chosen = {"mlflow": MLflow(silent_server)}
-    assert log_steps(chosen, logged_run(tmp_path), [1, 2, 3], close_seconds=0.1) == ["mlflow"] * 3
-    assert "loggers.mlflow: figures are lost: it does not come to an end" in caplog.text
-    assert "loggers.mlflow: 3 lines were lost" in caplog.text
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    lost = log_steps({"mlflow": MLflow(silent_server)}, logged_run(tmp_path), [1, 2, 3])
+    assert lost == ["mlflow"] * 4  # nothing could be opened either
+    assert "loggers.mlflow: figures are lost: MlflowException" in caplog.text
+
+
+def test_what_a_server_refuses_later_is_counted_when_mlflow_is_closed(tmp_path, monkeypatch, caplog):
+    run = tmp_path / "run" / "loggers" / "mlflow"
+    lost: list[str] = []
+    store = tmp_path / "mlruns"
+    with opened_loggers({"mlflow": MLflow(f"file://{store}")}, logged_run(tmp_path), lost.append) as log:
+        (metrics,) = store.glob(f"*/{run.read_text()}/metrics")
+        metrics.rmdir()
+        metrics.touch()  # a file where a folder is to be
+        log({"step": 3, "time": 0.0, "loss": 0.5})
+    assert lost == ["mlflow"]
+    assert "loggers.mlflow: figures are lost" in caplog.text
 
 
 def test_why_a_logger_fails_is_said_without_the_password_of_its_address(tmp_path, monkeypatch, caplog):
@@ -271,36 +256,33 @@ def test_why_a_logger_fails_is_said_without_the_password_of_its_address(tmp_path
         free.bind(("127.0.0.1", 0))  # and nobody listens
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:password@127.0.0.1:{free.getsockname()[1]}")
         chosen = {"mlflow": MLflow()}
-        with opened_loggers(chosen, LoggedRun(tmp_path, "mine", {}, 0, 1), lambda name: None, 10, 60) as log:
-            log({"step": 1, "time": 0.0, "loss": 0.5})
-    assert "loggers.mlflow: figures are lost: it cannot be opened: MlflowException" in caplog.text
+        log_steps(chosen, logged_run(tmp_path), [1])
+    assert "loggers.mlflow: figures are lost: MlflowException" in caplog.text
     assert "http://127.0.0.1" in caplog.text and "password" not in caplog.text
 
 
 HANGING = """
     import sys
     from pathlib import Path
-    from distap.telemetry.loggers.loggers import LoggedRun, end_if_hanging, opened_loggers, prepare_loggers
+    from distap.telemetry.loggers.loggers import LoggedRun, opened_loggers, prepare_loggers
     from distap.telemetry.loggers.weights_and_biases import WeightsAndBiases
 
     chosen = {"wandb": WeightsAndBiases()}
     prepare_loggers(chosen)
-    try:
-        with opened_loggers(chosen, LoggedRun(Path(sys.argv[1]), "mine", {}, 0, 1), print, 10, 0.5) as log:
-            log({"step": 1, "time": 0.0, "loss": 0.5})
-        sys.exit(75)
-    finally:
-        end_if_hanging(75)
+    with opened_loggers(chosen, LoggedRun(Path(sys.argv[1]), "mine", {}, 0, 1), print) as log:
+        log({"step": 1, "time": 0.0, "loss": 0.5})
+    sys.exit(75)
 """
 
 
 def test_a_process_ends_with_its_status_where_a_package_would_wait_for_the_network(tmp_path, silent_server):
     environment = {"WANDB_BASE_URL": silent_server, "WANDB_API_KEY": "0" * 40, "HOME": str(tmp_path)}
+    environment |= {"WANDB_INIT_TIMEOUT": "2", "WANDB_FINISH_TIMEOUT": "2"}
     command = [sys.executable, "-c", textwrap.dedent(HANGING), str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 75, done.stderr
-    assert done.stdout == "wandb\n"
-    assert "loggers.wandb: 1 lines were lost" in done.stderr
+    assert done.stdout == "wandb\n" * 2
+    assert "loggers.wandb: figures are lost: CommError" in done.stderr
 
 
 @pytest.mark.parametrize("name", REGISTRY["logger"])

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from distap.telemetry.loggers.loggers import LoggedRun, Logger, Outcome
 
 PARAMS_AT_ONCE = 100  # a server takes no more
 LONGEST_PARAM = 6000
+MOST_SENT = 1000  # lines under way to the server
 STATUS: dict[Outcome, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
@@ -37,6 +39,10 @@ class MLflow:
 
     def prepare(self) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would report to its maker
+        # Its own waits are two minutes, seven times, and a request for each line.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_ASYNC_LOGGING_BUFFERING_SECONDS", "5")
         importlib.import_module("mlflow")
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it logs every retry of a request
 
@@ -55,6 +61,7 @@ class _Run:
         def created() -> str:
             return str(client.create_run(experiment, run_name=run.id).info.run_id)
 
+        self._sent: deque[Any] = deque()  # lines whose outcome is not known yet
         self._id = run.kept_id("mlflow", created)
         client.update_run(self._id, status="RUNNING")
         known = client.get_run(self._id).data.params  # which MLflow cannot change
@@ -69,10 +76,14 @@ class _Run:
     def log(self, step: int, time: float, figures: Mapping[str, float]) -> None:
         at = round(time * 1000)
         metrics = [self._entities.Metric(_allowed(name), value, at, step) for name, value in figures.items()]
-        self._client.log_batch(self._id, metrics=metrics, synchronous=True)
+        self._sent.append(self._client.log_batch(self._id, metrics=metrics, synchronous=False))
+        if len(self._sent) > MOST_SENT:
+            self._sent.popleft().wait()  # raises if the server did not take the line
 
     def close(self, outcome: Outcome) -> None:
-        self._client.set_terminated(self._id, STATUS[outcome])
+        self._client.set_terminated(self._id, STATUS[outcome])  # once the queue is empty
+        while self._sent:
+            self._sent.popleft().wait()
 
 
 def _allowed(name: str) -> str:

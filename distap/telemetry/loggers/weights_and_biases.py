@@ -30,6 +30,8 @@ class WeightsAndBiases:
     def prepare(self) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would report to its maker
         os.environ.setdefault("WANDB_SILENT", "true")
+        for patience in ("WANDB_INIT_TIMEOUT", "WANDB_FINISH_TIMEOUT"):  # the end would wait without limit
+            os.environ.setdefault(patience, "30")
         importlib.import_module("wandb")
         if not self.is_offline and not _may_have_key():
             raise DistapError(NO_KEY)
