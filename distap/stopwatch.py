@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,6 @@ class Stopwatch:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.begins: Callable[[str, bool], object] = lambda name, is_inner: None  # told of each stage
         self._device = device if device is not None and device.type != "cpu" else None
         self._module = torch.get_device_module(device)
         self._inside = 0.0  # seconds of inner stages since the current stage began
@@ -30,7 +29,6 @@ class Stopwatch:
     @contextmanager
     def stage(self, name: str, part_of_outer: bool = False) -> Iterator[None]:
         """Count the enclosed seconds for `name`; with `part_of_outer`, also for the enclosing stage."""
-        self.begins(name, self._depth > 0)
         if part_of_outer and self._device is not None and self._depth:
             begin, end = (self._module.Event(enable_timing=True) for _ in range(2))
             begin.record(self._module.current_stream(self._device))

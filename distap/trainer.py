@@ -92,7 +92,6 @@ class Trainer:
         # The report comes first, so that metrics show a start that takes long or fails again and again.
         self.report = RunReport(recipe, world, recipe.sampling.size, self.endpoint)
         self.stopwatch = Stopwatch(world.device)
-        self.stopwatch.begins = self.tracer.stage_begins
         # Data: what a person may have got wrong is found by rank 0 alone, and told once.
         self.images, sets = first_on_rank_0(world, partial(checked_data, recipe, world, self.stopwatch))
         require_same_data(self.images, str(recipe.data.train), world)

@@ -1,22 +1,18 @@
 """Trace the next step on SIGUSR1 with torch's profiler.
 
 Every rank writes `step-S.rank-R.json.gz`, which Perfetto (ui.perfetto.dev) and chrome://tracing show. The stages
-appear in it under their names. A trace holds the first and the last micro-batches of a stage, so that memory, the
-file and the time to write it, next to the training, do not grow with the batch. Errors of the profiler never end the
-training.
+appear in it under their names. Errors of the profiler never end the training.
 """
 
 import json
 import logging
 import os
-from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-FIRST, LAST = 6, 2  # parts of a stage that are traced: a micro-batch has two or three, such as a forward pass
 KINETO_QUIET = "99"
 logger = logging.getLogger("distap")
 
@@ -28,9 +24,6 @@ class Tracer:
         self._folder, self._rank = folder, rank
         self._asked = self._agreed = False  # a signal came to this rank; all ranks trace the next step
         self._profiler: profile | None = None
-        self._stage, self._parts = "", 0  # the present stage, and how many of its parts have begun
-        self._parts_of: dict[str, int] = {}  # of each stage when it was done last
-        self._collects = True
         self._writing: Thread | None = None
         gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         self._activities = [ProfilerActivity.CPU, *gpu]
@@ -61,31 +54,15 @@ class Tracer:
         except Exception as error:
             logger.warning("rank %d does not trace step %d: %s", self._rank, step, error)
             return
-        self._profiler, self._collects = profiler, True
+        self._profiler = profiler
         if self._rank == 0:
             logger.info("tracing step %d", step)
-
-    def stage_begins(self, name: str, is_inner: bool) -> None:
-        """Trace a stage: its first and its last part, judging their number by the step before."""
-        if is_inner:
-            self._parts += 1
-        else:
-            self._parts_of[self._stage] = self._parts
-            self._stage, self._parts = name, 0
-        collects = self._parts <= FIRST or self._parts > self._parts_of.get(self._stage, 0) - LAST
-        if self._profiler is not None and collects != self._collects:
-            self._collects = collects
-            # torch.profiler.schedule knows whole steps only, and one of 16,384 images has hundreds of micro-batches.
-            torch._C._autograd._enable_record_function(collects)
-            if ProfilerActivity.CUDA in self._activities:
-                self._profiler.toggle_collection_dynamic(collects, [ProfilerActivity.CUDA])
 
     def step_done(self, step: int) -> None:
         """Write the trace of a step, if there is one, while training continues."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
-        torch._C._autograd._enable_record_function(True)
         try:
             profiler.add_metadata_json("distap", json.dumps({"rank": self._rank, "step": step}))
             profiler.stop()
@@ -109,8 +86,7 @@ class Tracer:
             profiler.export_chrome_trace(str(draft))
             draft.replace(path)
         except Exception as error:  # the profiler's errors, or a full disk
-            with suppress(OSError):
-                draft.unlink()
+            draft.unlink(missing_ok=True)
             logger.warning("%s: the trace cannot be written: %s", path, error)
             return
         if self._rank == 0:
