@@ -186,8 +186,7 @@ def stats_command(
     path: INDEX = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="File to write all figures to, as JSON.")] = None,
 ) -> None:
-    """Count classes, images per class and sizes, and describe the batches that each way of sampling would give."""
-    from distap.cli.statistics_tables import statistics_tables
+    """Count images, classes, images a class, bytes, and the files that are left out."""
     from distap.data.shards.load_index import load_index
     from distap.data.shards.statistics import statistics
     from distap.storage.atomic import write_whole
@@ -195,7 +194,8 @@ def stats_command(
     index = load_index(parse_source(source, path))
     _print_left_out(index.left_out)
     figures = statistics(index)
-    print_result(*statistics_tables(figures))
+    rows = [(name.replace("_", " "), f"{figure:,}") for name, figure in figures.items()]
+    print_result(text_table("", "", ("", ""), rows))
     if json_file is not None:
         write_whole(json_file, json.dumps(figures, indent=1) + "\n")
 

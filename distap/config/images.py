@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from distap.config.validation import Remote, Section, Shards, TrainShards, Unit
+from distap.config.validation import Remote, Section, Shards, Unit
 from distap.data.pixel_and_cache_settings import CacheSettings, PixelSettings
 from distap.registry import Chosen
 from distap.storage.locations import Source, parse_source
@@ -47,14 +47,12 @@ class ImagesSection(Section):
 class DataSection(ImagesSection):
     """Training images: where they are, and how to read them."""
 
-    train: TrainShards
+    train: Shards
     """Shards to train on: a folder, a pattern or a URL."""
     train_index: Path | None = None
     """Index of the training shards; null takes the one next to them."""
     reading: Annotated[Any, Chosen("source")] = "indexed"
     """Read image by image (`indexed`), or shard by shard with weaker promises (`streamed`)."""
-    allow_pipes: bool = False
-    """Allow `train: pipe:COMMAND`, which runs a shell command."""
     unseen_classes: bool = True
     """Refuse a validation set that shares a class with training."""
     augmentation: Annotated[Any, Chosen("augmentation", otherwise="crop_flip_colour")] = "crop_flip_colour"
@@ -74,7 +72,7 @@ class DataSection(ImagesSection):
 
     @property
     def train_source(self) -> Source:
-        return parse_source(self.train, self.train_index, self.allow_pipes)
+        return parse_source(self.train, self.train_index)
 
 
 class SizedSection(Section):

@@ -111,13 +111,7 @@ class Recipe(NetworkRecipe):
         if (self.steps is None) == (self.epochs is None):
             given = "neither is set" if self.steps is None else f"steps is {self.steps} and epochs {self.epochs:g}"
             raise ValueError(f"set either steps or epochs; {given}")
-        data, reading = self.data, name_of("source", self.data.reading)
-        if str(data.train).startswith("pipe:") and not (data.allow_pipes and reading == "streamed"):
-            raise ValueError(
-                f"data.train: {data.train}: pipe: runs a shell command, which needs data.allow_pipes: true and "
-                "data.reading: streamed"
-            )
-        sampling = name_of("sampling", self.sampling)
+        reading, sampling = name_of("source", self.data.reading), name_of("sampling", self.sampling)
         if reading == "streamed" and sampling != "random":
             raise ValueError(
                 f"data.reading is streamed, which gives images in the order of the shards, but sampling.name is "
@@ -126,7 +120,7 @@ class Recipe(NetworkRecipe):
         if name_of("engine", self.engine) == "deepspeed":
             self._fits_deepspeed()
         asked = next((key for key in ("every", "also") if getattr(self.evaluation, key)), None)
-        if asked and data.validation is None:
+        if asked and self.data.validation is None:
             raise ValueError(f"evaluation.{asked} is set, but data.validation names no data set")
         return self
 

@@ -1,7 +1,6 @@
 """Base class of a recipe's sections, and values that several sections hold."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, PlainSerializer, PlainValidator
@@ -37,9 +36,5 @@ def _parsed(parse: Callable[[str], object]) -> Callable[[object], str | Source]:
 
 
 Remote = Annotated[RemoteSettings, AfterValidator(without_secret_options)]
-# The recipe checks allow_pipes when it knows all keys.
-TrainShards = Annotated[
-    str | Source, PlainValidator(_parsed(partial(parse_source, allow_pipes=True))), PlainSerializer(str)
-]
 Shards = Annotated[str | Source, PlainValidator(_parsed(parse_source)), PlainSerializer(str)]
 StoreURL = Annotated[str, AfterValidator(_parsed(parse_store))]

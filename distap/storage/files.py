@@ -1,7 +1,6 @@
 """Read, write and list the files of a folder, on disk or behind a URL, with one retry policy."""
 
 import io
-import logging
 import os
 import shutil
 import stat
@@ -9,14 +8,14 @@ from contextlib import suppress
 from functools import partial
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
+from tempfile import NamedTemporaryFile, gettempdir
 from typing import Any, BinaryIO, NamedTuple, Self
 from urllib.parse import quote
 
 from fsspec.core import strip_protocol
 
 from distap.errors import DistapError
-from distap.storage.atomic import UnwritableError, make_folder, replacing
-from distap.storage.host_cache import kept_copy
+from distap.storage.atomic import make_folder, replacing
 from distap.storage.locations import joined, scheme_of
 from distap.storage.remotes import RemoteSettings, answer_of_web, file_system, retried
 from distap.storage.texts import open_regular
@@ -25,8 +24,7 @@ from distap.storage.traffic import Meter, Traffic
 LARGEST_WHOLE = 2**31 - 1  # bytes of a file that is read by one request
 REQUEST_BYTES = 8 * 2**20  # bytes of one request when a whole file is read
 PART = 64 * 2**20  # bytes of a large file that are sent within a time-out
-LARGE_FILE = 16 * 2**20  # bytes of a file that the processes of a host share, a remote one as a copy on its disk
-logger = logging.getLogger("distap")
+LARGE_FILE = 16 * 2**20  # bytes of a file that is mapped, a remote one from a temporary copy
 
 
 class About(NamedTuple):
@@ -106,14 +104,15 @@ class Storage:
         return data
 
     def mapped(self, name: str) -> bytes | mmap:
-        """Return a file that processes of this host share: a large one as a map of a copy in the user's cache."""
-        about = self.about(name)
-        if about.size >= LARGE_FILE and about.version:  # a web server need not tell when a file has changed
-            try:
-                return _map(kept_copy(self.where(name), about, about.size, partial(self.download, name)))
-            except (UnwritableError, FileNotFoundError) as error:  # another process may fetch another version
-                logger.warning("%s: each process holds it in its memory, since %s", self.where(name), error)
-        return self.read_whole(name)
+        """Return a whole file: a large one as a map of a temporary copy, which lasts as long as the map."""
+        if self.about(name).size < LARGE_FILE:
+            return self.read_whole(name)
+        try:
+            with NamedTemporaryFile() as copy:
+                self.download(name, Path(copy.name))
+                return _map(Path(copy.name))
+        except OSError as error:
+            raise DistapError(f"{self.where(name)}: cannot be copied to {gettempdir()}: {error.strerror}") from error
 
     def open(self, name: str) -> BinaryIO:
         """Open a file of any size. Each block is one `read`, which can be retried."""

@@ -9,7 +9,6 @@ https://host/{000..009}.tar       the same behind http(s)://, s3://, gs:// and f
 imagefolder:photos/               images that are not packed: a folder with a sub-folder per class
 hf:photos, hf:user/name#train     a data set of Hugging Face: a folder that save_to_disk wrote, or a name, and a split
 given:module:Class                one that was an object in Python, in the record of a run
-pipe:command                      the output of a shell command; refused unless the caller allows it
 """
 
 import hashlib
@@ -38,7 +37,6 @@ MAX_SHARDS = 1_000_000
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _INNERMOST = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
-_PIPE = "pipe:"
 _UNPACKED = ("imagefolder", "hf", "given")
 _GLOB = "*?["
 _EXPECTED = (
@@ -88,17 +86,17 @@ def from_folder(text: str, folder: str) -> str:
     path = text.removeprefix(kind)
     # A data set of Hugging Face may have a name instead, and one in Python has no place.
     is_name = kind == "given:" or (kind == "hf:" and not Path(folder, path.partition("#")[0]).is_dir())
-    stays = is_name or path.startswith(("/", _PIPE)) or _URL.match(path)
+    stays = is_name or path.startswith("/") or _URL.match(path)
     return text if stays else kind + joined(folder, path)
 
 
 def scheme_of(base: str) -> str:
-    """Return the scheme of a URL, "" for a local path and "pipe" for a command."""
+    """Return the scheme of a URL, "" for a local path."""
     url = _URL.match(base)
-    return url[1] if url else ("pipe" if base == _PIPE else "")
+    return url[1] if url else ""
 
 
-def parse_source(source: "str | Path | Source", index: Path | None = None, allow_pipes: bool = False) -> Source:
+def parse_source(source: "str | Path | Source", index: Path | None = None) -> Source:
     """Parse the name of a data set, of the kinds at the top of this file; return a Source unchanged.
 
     `index` is a local file for the index, if it cannot lie next to the shards.
@@ -106,11 +104,8 @@ def parse_source(source: "str | Path | Source", index: Path | None = None, allow
     if isinstance(source, Source):
         return source
     text = str(source)
-    if text.startswith(_PIPE):
-        if not allow_pipes:
-            refusal = "pipe: runs a shell command, and only streamed reading with pipes allowed does"
-            raise DistapError(f"{text}: {refusal}; expected {_EXPECTED}")
-        return Source(text, _PIPE, text.removeprefix(_PIPE), index)
+    if text.startswith("pipe:"):
+        raise DistapError(f"{text}: a shell command is no data set; expected {_EXPECTED}")
     kind, colon, place = text.partition(":")
     is_packed = not colon or kind not in _UNPACKED
     if text == "" or "\0" in text or not (is_packed or place):
@@ -186,13 +181,8 @@ def _split_pattern(path: str) -> tuple[str, str | None]:
     return "/".join(parts[:first]).rstrip("/"), "/".join(parts[first:]) or None
 
 
-def shard_names(source: Source, storage: "Storage | None") -> list[str]:
-    """Return a source's shards in the order of the index: names relative to its base, or `pipe:` commands.
-
-    `storage` is the base's; None for commands.
-    """
-    if storage is None:
-        return [f"{_PIPE}{command}" for command in _expanded(source)]
+def shard_names(source: Source, storage: "Storage") -> list[str]:
+    """Return a source's shards in the order of the index: names relative to its base, which `storage` reads."""
     if source.kind != "shards":
         raise DistapError(f"{source}: images that are not packed are no shards; `distap data pack` makes some")
     if source.pattern is None and source.scheme not in LISTABLE:

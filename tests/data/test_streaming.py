@@ -1,5 +1,3 @@
-import os
-import select
 from collections import Counter
 
 import pytest
@@ -9,13 +7,10 @@ from streamed import SAMPLING, SPOILT, STEPS, png, seen, streamed, write_by_webd
 
 from distap.config.reading import recipe_from
 from distap.data.loading.streamed import StreamedSource
-from distap.data.loading.streams import FailedCommandError, StreamedShards
 from distap.data.sampling.classes import ClassesSampling
 from distap.data.sampling.random import RandomSampling
-from distap.data.shards.load_index import load_index
 from distap.data.shards.tar import DamagedShardError
-from distap.errors import FAILED, DistapError
-from distap.storage.locations import parse_source
+from distap.errors import DistapError
 from distap.storage.remotes import RemoteSettings
 from distap.world import World
 
@@ -130,14 +125,12 @@ def test_shards_over_http_give_what_the_files_give_through_faults_that_pass(spoi
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("size", [512, 5000, 4096])
-@pytest.mark.parametrize("kind", ["file", "pipe"])
-def test_a_tar_that_was_cut_is_an_error_that_names_it_and_never_a_silent_skip(tmp_path, kind, size, workers):
+def test_a_tar_that_was_cut_is_an_error_that_names_it_and_never_a_silent_skip(tmp_path, size, workers):
     folder = write_by_webdataset(tmp_path / "shards", shards=4)
     path = folder / "002.tar"
     path.write_bytes(path.read_bytes()[:size])
-    source = folder if kind == "file" else f"pipe:cat {folder}/{{000..003}}.tar"
     with pytest.raises(DamagedShardError, match=rf"{folder}/002\.tar: damaged tar: .*byte"):
-        seen(streamed(source, workers=workers), range(4), SAMPLING.size)
+        seen(streamed(folder, workers=workers), range(4), SAMPLING.size)
 
 
 def test_settings_that_do_not_fit_are_refused(spoilt, tmp_path):
@@ -159,37 +152,6 @@ def test_the_list_of_shards_tells_data_sets_apart(spoilt):
     assert streamed(spoilt).fingerprint != streamed(f"{spoilt}/{{000..006}}.tar").fingerprint
 
 
-def test_a_pipe_gives_what_the_file_gives(spoilt, expected):
-    images = streamed(f"pipe:cat {spoilt}/{{000..007}}.tar")
-    read = seen(images, range(STEPS), SAMPLING.size)
-    assert [
-        [(name.removeprefix(f"pipe:cat {spoilt}/"), *rest) for name, *rest in batch] for batch in read
-    ] == expected
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_command_that_fails_is_an_error_with_its_status(spoilt, workers, capfd):
-    source = f"pipe:cat {spoilt}/000.tar; echo the disk is on fire >&2; exit 3"
-    with pytest.raises(FailedCommandError, match=r"on fire.*failed with status 3") as error:
-        seen(streamed(source, workers=workers), range(1), 16)
-    assert error.value.status == FAILED  # what it reads from may come back
-    assert "the disk is on fire" in capfd.readouterr().err
-    cut_short = f"pipe:head -c 5000 {spoilt}/000.tar; exit 4"
-    with pytest.raises(FailedCommandError, match="status 4"):
-        seen(streamed(cut_short), range(1), 16)
-
-
-def test_a_command_ends_with_its_reader(spoilt, tmp_path):
-    command = f"echo $$ > {tmp_path}/pid; head -c 9000 {spoilt}/000.tar; sleep 1000"
-    samples = StreamedShards(parse_source(f"pipe:{command}", allow_pipes=True)).samples(0, 1, 0)
-    next(samples)
-    running = os.pidfd_open(int((tmp_path / "pid").read_text()))
-    assert not select.select([running], [], [], 0)[0]
-    del samples
-    assert select.select([running], [], [], 30)[0]
-    os.close(running)
-
-
 def settings_of(source, **data):
     return {
         "run": "r",
@@ -197,18 +159,6 @@ def settings_of(source, **data):
         "data": {"train": source, **data},
         "sampling": {"name": "random", "batch_size": 4},
     }
-
-
-@pytest.mark.parametrize("allowed", [{}, {"reading": "streamed"}, {"allow_pipes": True}])
-def test_a_pipe_is_refused_unless_the_configuration_allows_it(tmp_path, allowed):
-    with pytest.raises(DistapError, match=r"needs data\.allow_pipes: true and data\.reading: streamed"):
-        recipe_from(settings_of(f"pipe:touch {tmp_path}/ran", **allowed), "test")
-    with pytest.raises(DistapError, match="pipe: runs a shell command"):
-        load_index(f"pipe:touch {tmp_path}/ran")
-    settings = settings_of("pipe:cat a.tar", allow_pipes=True, reading="streamed", validation="pipe:cat b.tar")
-    with pytest.raises(DistapError, match=r"data\.validation: .*runs a shell command"):
-        recipe_from(settings, "test")
-    assert not (tmp_path / "ran").exists()
 
 
 def labels(folder, **settings):

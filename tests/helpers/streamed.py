@@ -41,7 +41,7 @@ SPOILT = {(0, 1): {"png": png(7)[:-600]}, (1, 2): {"png": b"no image"}, (2, 5): 
 
 
 def streamed(source, world=ALONE, sampling=SAMPLING, reading=READING, **settings):
-    source, transform = parse_source(source, allow_pipes=True), AUGMENTATION.transform(16)
+    source, transform = parse_source(source), AUGMENTATION.transform(16)
     job = LoadingJob(source, sampling, SEED, transform, 16, chunk=CHUNK, **settings)
     return reading.open(job, world, Stopwatch())
 

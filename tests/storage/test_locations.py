@@ -41,7 +41,7 @@ def test_a_source_is_taken_apart(text, scheme, base, pattern):
     ("text", "message"),
     [
         ("ftp://host/a", "ftp:// is unknown; expected a folder, a glob"),
-        ("pipe:cat a.tar", "pipe: runs a shell command"),
+        ("pipe:cat a.tar", "a shell command is no data set"),
         ("", "expected a folder"),
         ("a\0b", "expected a folder"),
         ("file://shards/train", "three slashes"),
@@ -85,12 +85,6 @@ def test_braces_are_expanded_and_globs_are_listed(tmp_path):
         source = parse_source(f"{tmp_path}/{{b,a}}/{pattern}")
         assert shard_names(source, LocalStorage(source.base)) == ["b/1.tar", "a/1.tar", "a/2.tar"]
     assert shard_names(parse_source("https://h/{08..10}.tar"), NoFiles()) == ["08.tar", "09.tar", "10.tar"]
-
-
-def test_pipes_are_listed_where_they_are_allowed():
-    source = parse_source("pipe:cat {0..1}.tar", allow_pipes=True)
-    assert source.scheme == "pipe"
-    assert shard_names(source, None) == ["pipe:cat 0.tar", "pipe:cat 1.tar"]
 
 
 @pytest.mark.parametrize(

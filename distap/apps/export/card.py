@@ -141,7 +141,7 @@ def _data(data: dict[str, Any], folder: str | None, fingerprint: Any) -> Trainin
     text, images, classes = str(data["train"]), None, None
     with suppress(DistapError):
         index_at = data.get("train_index") and Path(from_folder(data["train_index"], folder or "."))
-        source = parse_source(from_folder(text, folder or "."), index_at, allow_pipes=True)
+        source = parse_source(from_folder(text, folder or "."), index_at)
         if not source.scheme:
             index = load_index(source, compare=False)
             if index.fingerprint == fingerprint:

@@ -1,4 +1,4 @@
-"""Streamed reading: read whole shards in sequence, for pipes and for shards without an index.
+"""Streamed reading: read whole shards in sequence, for shards without an index.
 
 Each loader worker of each rank has shards of its own, a stream, and walks them in webdataset's pipeline: in a new
 random order each pass, and shuffled within a shard. It promises less than indexed reading:
@@ -98,8 +98,6 @@ class StreamedImages:
     @cached_property
     def index(self) -> Index | None:
         source = self._job.source
-        if source.scheme == "pipe" and source.kept_index is None:
-            return None
         try:
             return load_index(source, self._job.remote, compare=False)
         except DistapError:

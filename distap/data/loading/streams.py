@@ -1,38 +1,28 @@
 """Streams of streamed reading: each walks its shards with webdataset's pipeline, from any position on.
 
-distap's strict tar reader replaces webdataset's, which loses samples without a word: at a changed bit in a header, a
-cut at a block's end, a command that fails.
+distap's strict tar reader replaces webdataset's, which loses samples without a word: at a changed bit in a header, or
+a cut at a block's end.
 """
 
 import hashlib
-import os
 import random
-import signal
-import subprocess
 from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import NamedTuple
 
 import webdataset
 
-from distap.data.shards.tar import DamagedShardError, Group, TarMember, read_groups
-from distap.errors import FAILED, DistapError
+from distap.data.shards.tar import Group, TarMember, read_groups
+from distap.errors import DistapError
 from distap.randomness import permutation, seed_for
-from distap.storage.files import Storage, storage_of
+from distap.storage.files import storage_of
 from distap.storage.locations import Source, shard_names
 from distap.storage.remotes import RemoteSettings
-from distap.storage.traffic import Meter, Traffic
 
 SHARD_ORDER, SHUFFLE = 18, 19  # first words of random keys; no two uses share one
 
 Members = dict[str, TarMember]  # the files of a sample by their endings
 Found = tuple[str, str, Members]  # shard and key of a sample, its key alone, its members
-
-
-class FailedCommandError(DistapError):
-    """Raised if a command failed but may succeed when repeated, such as one that reads from a network."""
-
-    status = FAILED
 
 
 def number_of(name: str) -> int:
@@ -45,8 +35,8 @@ class StreamedShards:
 
     def __init__(self, source: Source, remote: RemoteSettings | None = None) -> None:
         self.source = source
-        self._storage: Storage | None = None if source.scheme == "pipe" else storage_of(source.base, remote)
-        self.meter = Meter() if self._storage is None else self._storage.meter
+        self._storage = storage_of(source.base, remote)
+        self.meter = self._storage.meter
         self.names = shard_names(source, self._storage)
 
     @property
@@ -63,32 +53,9 @@ class StreamedShards:
         """A stage of webdataset's pipeline, in place of url_opener, tar_file_expander and group_by_keys."""
         for shard in shards:
             name = self.names[shard]
-            if self._storage is None:
-                yield from self._of_command(name)
-                continue
             length = self._storage.about(name).size
             with self._storage.open(name) as file:
                 yield from read_groups(file, length, self._storage.where(name))
-
-    def _of_command(self, name: str) -> Iterator[Group]:
-        """Yield the samples of a shell command's output; kill the command if this generator ends earlier."""
-        command = name.removeprefix("pipe:")
-        with subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, start_new_session=True) as process:
-            assert process.stdout is not None
-            try:
-                for key, members in read_groups(process.stdout, None, name):
-                    self.meter.add(Traffic(read_bytes=sum(len(member.data) for member in members.values())))
-                    yield key, members
-                process.wait()
-            except DamagedShardError:
-                # A command that fails cuts its output short: its status tells the cause, the cut does not.
-                if process.stdout.read(1) or not process.wait():
-                    raise
-            finally:
-                if process.poll() is None:  # nobody reads on, and it may never write again to notice that
-                    os.killpg(process.pid, signal.SIGKILL)
-        if process.returncode:
-            raise FailedCommandError(f"{name}: failed with status {process.returncode}; stderr has its messages")
 
 
 class Cursor(NamedTuple):

@@ -1,6 +1,9 @@
 """Index WebDataset tar shards in one strict pass over every byte."""
 
+import hashlib
+import json
 import logging
+import os
 import shutil
 from collections.abc import Sequence
 from functools import partial
@@ -15,11 +18,10 @@ from distap.data.shards.index import COLUMNS, SAMPLE_COLUMNS, SHARD_COLUMNS, Ind
 from distap.data.shards.parallel import Track, map_in_processes, untracked
 from distap.data.shards.tar import DamagedShardError, Readable, Sample, read_samples
 from distap.errors import DistapError
-from distap.storage.atomic import write_whole
+from distap.storage.atomic import UnwritableError, write_whole
 from distap.storage.columns import read_columns
 from distap.storage.files import Storage, storage_of
 from distap.storage.hashing import Hashed
-from distap.storage.host_cache import own_folder, short_digest
 from distap.storage.locations import LISTABLE, Source, joined, parse_source, shard_names
 from distap.storage.remotes import MissingFileError, RemoteSettings
 from distap.storage.texts import is_line
@@ -52,8 +54,7 @@ def index_shards(
     settings = remote or RemoteSettings()
     storage = storage_of(source.base, settings)
     names = shard_names(source, storage)
-    # The folder does not depend on the place of the index, which a user may choose again after a long scan.
-    records = own_folder("scan", joined(source.base, source.index_name))
+    records = _records_folder(source)
     scan = partial(_scan_or_recall, source.base, settings, records)
     scans = map_in_processes(scan, names, workers, "indexing shards", track)
     sound = [scan for scan in scans if not isinstance(scan, str)]
@@ -151,12 +152,35 @@ def _class_names(storage: Storage, numbers: list[int]) -> tuple[list[str], list[
     return [name for name, _, _ in pairs], [group for _, _, group in pairs]
 
 
+def _records_folder(source: Source) -> Path:
+    """Return the folder for records of a source's scans; raise an UnwritableError on failure.
+
+    What is in it is believed, so it has to be the user's, and may not come with the data. It does not depend on the
+    place of the index, which a user may choose again after a long scan.
+    """
+    base = source.base if source.scheme else str(Path(source.base).resolve())
+    remedy = "set XDG_CACHE_HOME to a folder of your own"
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+        folder = cache / "distap" / "scan" / _digest(joined(base, source.index_name))
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # a RuntimeError if the user has no home
+        raise UnwritableError(f"the user's cache folder cannot be made: {error}; {remedy}") from error
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise UnwritableError(f"{folder}: somebody else's; {remedy}")
+    return folder
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts).encode(errors="surrogateescape")).hexdigest()[:32]
+
+
 def _scan_or_recall(base: str, remote: RemoteSettings, records: Path, name: str) -> Scan | str:
     """Scan a shard or read the record of an earlier scan; return the reason if the shard is unusable."""
     storage = storage_of(base, remote)
     try:
         about = storage.about(name)
-        record = records / f"{short_digest(RECORD_VERSION, name, *about)}.npz"
+        record = records / f"{_digest(RECORD_VERSION, name, *about)}.npz"
         if earlier := _recall(record):
             return earlier
         with storage.open(name) as file:

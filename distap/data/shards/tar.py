@@ -80,12 +80,12 @@ def read_samples(file: Readable, length: int, where: str) -> Iterator[Sample | S
             yield Sample(key, label, image.offset, len(image.data), zlib.crc32(image.data), width, height)
 
 
-def read_groups(file: Readable, length: int | None, where: str) -> Iterator[Group]:
+def read_groups(file: Readable, length: int, where: str) -> Iterator[Group]:
     """Yield each key of a shard with its members by field, in order; the field of `a/b.seg.PNG` is `seg.png`.
 
     Args:
         file: the archive from its first byte; it is read once and never seeked.
-        length: bytes of the archive; None for a pipe, where only the end tells.
+        length: bytes of the archive.
         where: name of the archive, for messages.
     Raises:
         DamagedShardError: it is not a whole archive of plain files and folders, or a key's members are not adjacent.
@@ -143,7 +143,7 @@ def _split_name(name: str) -> tuple[str, str]:
 class _ForwardFile:
     """A file for tarfile that can be read forwards only, and not beyond its end."""
 
-    def __init__(self, file: Readable, length: int | None) -> None:
+    def __init__(self, file: Readable, length: int) -> None:
         self._file, self._length = file, length
         self.position = 0  # of the next byte
         self.block = b""  # what was read last
@@ -155,13 +155,12 @@ class _ForwardFile:
         # A header may lie about a size: never ask for more than the file can hold.
         if size > most:
             raise tarfile.ReadError(f"a member or header of {size:,} bytes; at most {most:,} are read")
-        limit = MAX_MEMBER if self._length is None else self._length - self.position
-        self.block = self._file.read(max(min(size, limit), 0))
+        self.block = self._file.read(max(min(size, self._length - self.position), 0))
         self.position += len(self.block)
         return self.block
 
 
-def _members(file: Readable, length: int | None, where: str) -> Iterator[TarMember]:
+def _members(file: Readable, length: int, where: str) -> Iterator[TarMember]:
     """Yield the files of an archive; check that it holds nothing else and ends properly."""
     forward, last = _ForwardFile(file, length), "the beginning"
     try:
