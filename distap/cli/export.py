@@ -25,8 +25,8 @@ def export_command(
 ) -> None:
     """Write a network for programs without distap: from uint8 pixels to descriptors, with a model card.
 
-    The files include normalisation, pooling, whitening and L2. Each is compared with the checkpoint's network on the
-    CPU, and nothing is written if one differs by more than 1e-4. KEY=VALUE changes the recipe of the network:
+    The files include normalisation, pooling, whitening and L2. Each program is compared with the checkpoint's network
+    on the CPU, and nothing is written if one differs by more than 1e-4. KEY=VALUE changes the recipe of the network:
     evaluation.scales=[1,0.7] describes each image at two scales.
     """
     from distap.apps.export.to_folder import export_to_folder, installed_formats
@@ -38,18 +38,11 @@ def export_command(
         checkpoint, output, formats, whitening, best, dynamic_size=dynamic_size, overrides=overrides or []
     )
     rows = [
-        (
-            name,
-            f"{agreement.largest_difference:.1e}",
-            f"{agreement.smallest_cosine:.7f}",
-            ", ".join(map(str, agreement.batches)),
-            ", ".join(f"{height} x {width}" for height, width in agreement.sizes),
-        )
+        (name, f"{agreement.largest_difference:.1e}", f"{agreement.smallest_cosine:.7f}")
         for name, agreement in exported.programs.items()
     ]
     if rows:
-        headings = ("", "largest difference", "smallest cosine", "batches", "sizes")
-        print_result(text_table("", "", headings, rows))
+        print_result(text_table("", "", ("", "largest difference", "smallest cosine"), rows))
     if not format and "onnx" not in formats:
         print_warning("model.onnx was left out; for it: pip install 'distap[onnx]'")
     sizing, dimensions = exported.describer.sizing, exported.describer.dimensions

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 HEIGHT = 300  # of the SVG, which is 520 wide, in its own units; the browser scales it
-LEFT, END, TOP, BOTTOM = 70, 432, 32, 50  # of the axes: beyond the end stand the last values
-APART = 19  # the least between two last values
+LEFT, END, TOP, BOTTOM = 70, 500, 32, 50  # of the axes
 MOST_POINTS = 400
 
 Point = tuple[float, float]
@@ -80,17 +79,6 @@ class Chart:
         of_digits = ([self.y_format(value, digits) for value in values] for digits in range(4, 18))
         texts = next(texts for texts in of_digits if len(set(texts)) == len(texts))
         return [(self.y(value), text) for value, text in zip(values, texts, strict=True)]
-
-    def ends(self) -> list[tuple[float, float, str]]:
-        """Return place and text of each line's last value, moved apart where texts would overlap."""
-        last = [points[-1] for _, points in self.lines if points]
-        ends = sorted((self.y(y), self.x(x), self.y_format(y, 3)) for x, y in last)
-        free = HEIGHT - BOTTOM - APART * (len(ends) - 1)  # the lowest place that leaves room for those below
-        placed, above = [], -math.inf
-        for number, (y, x, text) in enumerate(ends):
-            above = max(min(y, free + APART * number), above + APART)
-            placed.append((x, above, text))
-        return placed
 
     def path(self, points: Sequence[Point]) -> str:
         return " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from distap.evaluation.saved import Retrieved
 from distap.randomness import permutation
 
-RANDOM, HARDEST, MOVED, CONFUSED, HITS = 10, 8, 4, 12, 10
+RANDOM, HARDEST, CONFUSED, HITS = 10, 8, 12, 10
 FRAMES = "Best first: images of the query's class have a green frame (✓), others a dashed red one (✗)."
 
 
@@ -46,7 +46,7 @@ class Confusion(NamedTuple):
 
     query: Picture  # one of them
     found: Picture
-    counts: dict[str, int]  # by network
+    mistakes: int
     queries: int  # of the class
 
 
@@ -55,45 +55,35 @@ class ContactSheets:
 
     def __init__(self, retrieved: dict[str, Retrieved], thumbnail: Callable[[int], bytes | None]) -> None:
         self._retrieved, self._thumbnail = retrieved, thumbnail
-        self._first, self._last = next(iter(retrieved)), next(reversed(retrieved))
+        self._last = next(reversed(retrieved))
         queries = (each.sample[each.first_positive > 0] for each in retrieved.values())
         self._queries = reduce(np.intersect1d, queries)  # common to all, by their numbers in the data set
 
     def sheets(self) -> list[Sheet]:
-        """Choose queries at random, those with the lowest AP, and those whose AP changed most."""
-        first, last = (  # (Q,) AP
-            each.average_precision[np.searchsorted(each.sample, self._queries)]
-            for each in (self._retrieved[self._first], self._retrieved[self._last])
-        )
-        drawn, hardest = permutation(len(last), 0)[:RANDOM], np.argsort(last, kind="stable")[:HARDEST]
-        gain = last - first
-        order = np.argsort(-gain, kind="stable")
-        best, worst = order[:MOVED], order[::-1][:MOVED]
+        """Choose queries at random, and those with the lowest AP."""
+        last = self._retrieved[self._last]
+        precision = last.average_precision[np.searchsorted(last.sample, self._queries)]
+        drawn, hardest = permutation(len(precision), 0)[:RANDOM], np.argsort(precision, kind="stable")[:HARDEST]
         lowest = f"The queries with the lowest AP ({self._last}). {FRAMES}"
-        span = f"from {self._first} to {self._last}"
-        share = f"By AP. {(gain > 0).sum():,} of {len(gain):,} queries gained, {(gain < 0).sum():,} lost."
         sheets = [
             self._sheet("Neighbours of some queries", f"Drawn at random, not selected. {FRAMES}", drawn),
             self._sheet("Hardest queries", lowest, hardest),
-            self._sheet(f"Greatest gains {span}", share, best[gain[best] > 0]),
-            self._sheet(f"Greatest losses {span}", "By AP.", worst[gain[worst] < 0]),
         ]
         return [sheet for sheet in sheets if sheet.examples]
 
     def confusions(self) -> list[Confusion]:
         """Return the pairs of classes that the last network confuses most often."""
         retrieved = self._retrieved[self._last]
-        mistakes = {name: _mistakes(each) for name, each in self._retrieved.items()}
-        by_network = {name: Counter(pair for _, pair in rows) for name, rows in mistakes.items()}
-        example = {pair: row for row, pair in reversed(mistakes[self._last])}
-        pairs = by_network[self._last]
+        mistakes = _mistakes(retrieved)
+        example = {pair: row for row, pair in reversed(mistakes)}
+        pairs = Counter(pair for _, pair in mistakes)
         sizes = np.bincount(retrieved.label[retrieved.first_positive > 0], minlength=len(retrieved.class_name))
         frequent = sorted(pairs, key=lambda pair: (-pairs[pair], -pairs[pair] / sizes[pair[0]], pair))[:CONFUSED]
         return [
             Confusion(
                 self._picture(retrieved, example[pair]),
                 self._picture(retrieved, int(retrieved.neighbours[example[pair], 0])),
-                {name: counts[pair] for name, counts in by_network.items()},
+                pairs[pair],
                 int(sizes[pair[0]]),
             )
             for pair in frequent

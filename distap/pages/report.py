@@ -27,7 +27,6 @@ from distap.storage.remotes import RemoteSettings
 from distap.telemetry.runlog import version_with_commit
 
 PAGE_FILE, SUMMARY_FILE = "report.html", "summary.json"
-LOWEST = 12  # classes
 CHARTED = ("describe", "replay", "rank", "gather", "reduce", "data_wait", "optimizer", "other")
 CURVES = {
     "images_per_second": ("Images a second, all ranks", "images / s"),
@@ -89,7 +88,6 @@ def _written(folders: Sequence[Path], output: Path | None, reload: int | None) -
         precision=_precision_charts(evaluations),
         sheets=sheets,
         confusions=confusions,
-        lowest=_lowest_classes(list(evaluations.values())),
     )
     summaries = {run.name: run.summary() for run in runs}
     summary: dict[str, Any] = {"runs": summaries} if several else summaries[runs[0].name]
@@ -144,11 +142,6 @@ class _Joined(NamedTuple):
     def encoded(self, sample: int) -> EncodedImage:
         is_own = sample < self.own
         return self.readers[0 if is_own else 1].encoded(sample if is_own else sample - self.own)
-
-
-def _lowest_classes(evaluations: Sequence[Evaluation]) -> list[str]:
-    classes = evaluations[-1].classes if evaluations else {}
-    return sorted(classes, key=lambda name: (classes[name].get("mAP", 1.0), name))[:LOWEST]
 
 
 def training_charts(runs: Sequence[Run]) -> dict[str, Chart | None]:

@@ -10,13 +10,11 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-import timm
 import torch
 import yaml
 from commands import distap
 from networks import random_network
 from PIL import Image
-from safetensors import safe_open
 from small_trainings import train
 from stores import found_checkpoint
 from torch import nn
@@ -24,7 +22,7 @@ from torch import nn
 from distap import library as distap_library
 from distap.apps.export import formats
 from distap.apps.export.card import Exported, model_card, origin_of
-from distap.apps.export.checking import agreement, cases_of, onnx_describer, sizes_to_try
+from distap.apps.export.checking import agreement, cases_of, onnx_describer
 from distap.apps.export.formats import exportable, program_of, save_onnx, save_program
 from distap.apps.export.to_folder import export_to_folder
 from distap.config.reading import recorded_recipe
@@ -119,15 +117,6 @@ def test_onnx_says_what_it_takes(exported):
     assert model.graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.UINT8
 
 
-def test_timm_loads_the_backbone_and_computes_the_same(exported):
-    path = str(exported.output / "model.safetensors")
-    pooled = timm.create_model("test_resnet", num_classes=0, checkpoint_path=path).eval()
-    pixels = torch.rand(2, 3, SIZE, SIZE)
-    with torch.inference_mode():
-        maps = exported.network.eval().backbone(pixels)
-        torch.testing.assert_close(pooled(pixels), maps.mean(dim=(2, 3)), atol=1e-5, rtol=1e-4)
-
-
 def test_an_export_can_be_loaded_again(exported):
     network = distap_library.load(exported.output, device="cpu")
     assert network.describer.described_by == exported.describer.described_by
@@ -146,9 +135,7 @@ def test_every_file_says_what_made_it(exported):
     extra = {"distap": ""}
     torch.export.load(exported.output / "model.pt2", extra_files=extra)
     properties = {each.key: each.value for each in onnx.load(exported.output / "model.onnx").metadata_props}
-    with safe_open(exported.output / "model.safetensors", "pt") as file:
-        header = file.metadata()
-    for text in (extra["distap"], properties["distap"], header["distap"]):
+    for text in (extra["distap"], properties["distap"]):
         assert json.loads(text)["described_by"] == expected
 
 
@@ -162,7 +149,7 @@ def test_the_code_on_the_card_describes_a_photo_as_distap_does(exported, monkeyp
     coarse.resize((91, 63)).save(photo, "PNG", exif=exif)
     (exported.run / "photo.jpg").write_bytes(photo.getvalue())
     monkeypatch.chdir(exported.run)
-    for name in ("model.pt2", "model.onnx", "model.safetensors"):
+    for name in ("model.pt2", "model.onnx", "model.safetensors", "config.json"):
         (exported.run / name).symlink_to(exported.output / name)
     names = {}
     for code in re.findall(r"```python\n(.*?)```", card, re.DOTALL):
@@ -188,8 +175,6 @@ def test_the_card_tells_what_the_run_knows(exported, training_shards):
         "0.5 sup_ap + 0.5 calibration",
         f"| mAP | {100 * evaluation.figures['mAP']:.2f} |",
         f"| data set | `{training_shards[0]}` |",
-        "| images | 54 |",
-        "| classes | 12 |",
         "| began with | random weights |",
         exported.describer.described_by.network,
         load_whitening(exported.whitening).fingerprint,
@@ -205,7 +190,7 @@ def test_a_card_names_the_weights_that_training_began_with(exported):
     model = {**origin.settings["model"], "backbone": "resnet50.a1_in1k", "weights": {"name": "timm"}}
     recipe = recorded_recipe({"model": model}, "test")
     began = replace(origin, recipe=recipe, settings={**origin.settings, "model": model})
-    card = model_card(began, Exported(exported.describer, {}, None, SIZE, False))
+    card = model_card(began, Exported(exported.describer, {}, False, SIZE, False))
     assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "timm/resnet50.a1_in1k"
     assert "timm's `timm/resnet50.a1_in1k`, which timm says to be under apache-2.0" in card
 
@@ -216,7 +201,7 @@ def test_a_card_passes_on_no_key_to_a_storage(exported):
     train = "https://user:word@a.example/shards/train?signature=abc"
     data = {**origin.settings["data"], "remote": remote, "train": train}
     trained = replace(origin, settings={**origin.settings, "data": data})
-    card = model_card(trained, Exported(exported.describer, {}, None, SIZE, False))
+    card = model_card(trained, Exported(exported.describer, {}, False, SIZE, False))
     assert "its name" not in card and "its secret" not in card
     assert "https://a.example/shards/train" in card and "word" not in card and "abc" not in card
 
@@ -225,7 +210,7 @@ def test_figures_of_another_state_are_not_told(exported):
     checkpoint = found_checkpoint(exported.run)
     other = replace(checkpoint, manifest=replace(checkpoint.manifest, score=0.25))
     origin = origin_of(other, exported.recipe)
-    assert origin.figures == {exported.recipe.data.validation: {"mAP": 0.25}} and origin.validation is None
+    assert origin.figures == {exported.recipe.data.validation: {"mAP": 0.25}}
 
 
 def test_what_is_not_known_is_not_told(tmp_path, training_shards):
@@ -237,9 +222,8 @@ def test_what_is_not_known_is_not_told(tmp_path, training_shards):
     shutil.rmtree(shards)
     export_to_folder(run, output, ("safetensors",))
     card = (output / "README.md").read_text()
-    assert "| images | not known |" in card and "| classes | not known |" in card
     assert "was not evaluated while it was trained" in card and "model-index" not in card
-    assert "weights of its backbone alone" in card and "torch.export" not in card and "onnx" not in card
+    assert "`distap.load` reads this folder" in card and "torch.export" not in card and "onnx" not in card
 
 
 def test_a_folder_with_something_else_in_it_is_left_alone(exported, tmp_path):
@@ -285,7 +269,7 @@ def test_onnx_that_is_not_installed_is_named_with_what_installs_it(tmp_path, mon
 
 
 def test_another_network_is_not_taken_for_the_one_that_was_exported():
-    cases = cases_of(MultiScaleNetwork(network()), [(SIZE, SIZE)])
+    cases = cases_of(MultiScaleNetwork(network()), SIZE)
     with pytest.raises(DistapError, match=r"model\.pt2: .* differ from the network's by .*, more than 0\.0001"):
         agreement("model.pt2", MultiScaleNetwork(network(seed=1)), cases)
     with pytest.raises(DistapError, match=r"gives \(torch.float32, 1, 8\) .* expected \(torch.float32, 1, 16\)"):
@@ -296,7 +280,7 @@ def test_numbers_that_are_not_finite_are_not_exported():
     broken = network()
     broken.head.weight.data[0, 0] = float("nan")
     with pytest.raises(DistapError, match="not finite"):
-        cases_of(broken, [(SIZE, SIZE)])
+        cases_of(broken, SIZE)
 
 
 # What cannot be exported
@@ -347,7 +331,7 @@ def test_exporting_leaves_the_network_as_it_was():
 
 def held_to_the_network(folder, several, image_size, dynamic_size=False):
     program = program_of(exportable(several), image_size, dynamic_size)
-    cases = cases_of(several, sizes_to_try(image_size, dynamic_size))
+    cases = cases_of(several, image_size, dynamic_size)
     save_program(program, folder / "model.pt2", {})
     save_onnx(program, folder / "model.onnx", {})
     found = [
@@ -355,7 +339,6 @@ def held_to_the_network(folder, several, image_size, dynamic_size=False):
         agreement("model.onnx", onnx_describer(folder / "model.onnx"), cases),
     ]
     assert all(each.largest_difference < 1e-5 and each.smallest_cosine > 1 - 1e-6 for each in found)
-    return found[0]
 
 
 @pytest.mark.parametrize("projection", [None, 16])
@@ -387,5 +370,4 @@ def test_another_convolutional_backbone_is_exported_too(tmp_path):
 @pytest.mark.slow
 def test_images_of_any_size_are_described_at_several_scales(tmp_path):
     several = MultiScaleNetwork(network(), (1.0, 0.7071), whitening=whitening_tensors())
-    found = held_to_the_network(tmp_path, several, 64, dynamic_size=True)
-    assert found.batches == (1, 2, 7) and found.sizes == ((64, 64), (85, 64), (64, 85))
+    held_to_the_network(tmp_path, several, 64, dynamic_size=True)

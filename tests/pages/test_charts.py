@@ -1,5 +1,3 @@
-from itertools import pairwise
-
 import pytest
 
 from distap.pages.charts import Series, line_chart, percent, plain, thinned
@@ -43,15 +41,6 @@ def test_marks_have_as_many_digits_as_tell_them_apart(values, form, texts):
 def test_zeros_are_told_without_an_axis(chart):
     drawn = drawing("title", chart)
     assert "0 throughout" in drawn and "<svg" not in drawn
-
-
-@pytest.mark.parametrize("values", [[0.0] * 5 + [1.0], [1.0] * 5 + [0.0], [0.5, 0.501, 0.502, 0.0, 1.0, 0.999]])
-def test_last_values_do_not_overlap_and_keep_their_order(values):
-    chart = line_chart([Series(f"{n}", [(1, 0.5), (2, value)]) for n, value in enumerate(values)], "a")
-    heights, texts = [y for _, y, _ in chart.ends()], [float(text) for *_, text in chart.ends()]
-    assert all(below - above >= 18.9 for above, below in pairwise(heights))
-    assert heights[-1] <= 250.1
-    assert texts == pytest.approx(sorted(values, reverse=True), abs=0.001)
 
 
 def test_without_a_finite_point_there_is_no_chart():

@@ -14,15 +14,11 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from distap.apps.export.checking import Agreement
-from distap.apps.export.formats import BackboneFile
 from distap.checkpoint.checkpoints import Checkpoint
 from distap.config.recipe import NetworkRecipe
-from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
-from distap.evaluation.saved import Evaluation, folder_of_step, read_evaluation
 from distap.model.backbone import SOURCES
-from distap.storage.locations import from_folder, parse_source
 from distap.storage.redact import without_secrets
 from distap.telemetry.runlog import read_run_log, version_with_commit
 
@@ -34,36 +30,27 @@ BEGAN_WITH = {
 
 
 @dataclass(frozen=True)
-class TrainingData:
-    """The data set that a network was trained on; an unknown field is None."""
-
-    source: str
-    fingerprint: str | None
-    images: int | None
-    classes: int | None
-
-
-@dataclass(frozen=True)
 class Origin:
-    """The run that wrote a checkpoint: its figures, data and settings."""
+    """The run that wrote a checkpoint: its figures and settings."""
 
     checkpoint: Path
     step: int
     recipe: NetworkRecipe
     settings: dict[str, Any]  # the whole recipe as it was recorded, which another version of distap may have written
-    data: TrainingData
+    fingerprint: str  # of the data set that it was trained on
     figures: dict[str, dict[str, float]]  # of this very state by data set, the validation set first
-    validation: Evaluation | None  # details of the validation set's figures
 
 
 def origin_of(checkpoint: Checkpoint, recipe: NetworkRecipe) -> Origin:
     """Read a checkpoint's origin from its run's folder, without figures of other checkpoints."""
     run, state = checkpoint.path.absolute().parent.parent, checkpoint.state("recipe")
     score, settings = checkpoint.manifest.score, state["recipe"]
-    data = _data(settings["data"], state.get("folder"), checkpoint.manifest.about.get("data"))
-    name = str(settings["data"].get("validation"))
-    figures, validation = ({}, None) if score is None else _scored(run, checkpoint.step, score, name)
-    return Origin(checkpoint.path, checkpoint.step, recipe, settings, data, figures, validation)
+    name, fingerprint = (
+        str(settings["data"].get("validation")),
+        str(checkpoint.manifest.about.get("data", "not known")),
+    )
+    figures = {} if score is None else _scored(run, checkpoint.step, score, name)
+    return Origin(checkpoint.path, checkpoint.step, recipe, settings, fingerprint, figures)
 
 
 @dataclass(frozen=True)
@@ -72,7 +59,7 @@ class Exported:
 
     describer: ImageDescriber
     programs: dict[str, Agreement]  # by file
-    backbone: BackboneFile | None
+    is_loadable: bool  # by distap.load, and its backbone by timm
     image_size: int  # height and width that the programs were checked with, pixels
     dynamic_size: bool  # whether they take others too
 
@@ -91,7 +78,7 @@ def model_card(origin: Origin, exported: Exported) -> str:
         origin=origin,
         exported=exported,
         whitening=exported.describer.whitening,
-        weights=_weights(origin),
+        weights=origin.settings["model"]["weights"]["name"],
         began_with=BEGAN_WITH,
         pretrained=_pretrained(origin),
         mean=mean,
@@ -125,7 +112,7 @@ def _card_data(origin: Origin, has_onnx: bool) -> ModelCardData:
 def _pretrained(origin: Origin) -> dict[str, Any]:
     """Return timm's description of the weights that training began with, if they were timm's."""
     name = origin.settings["model"]["backbone"]
-    if _weights(origin) != "timm" or not isinstance(name, str):
+    if origin.settings["model"]["weights"]["name"] != "timm" or not isinstance(name, str):
         return {}
     if name.startswith(tuple(SOURCES)):
         return {"hf_hub_id": name.removeprefix("hf-hub:")} if name.startswith("hf-hub:") else {}
@@ -133,35 +120,13 @@ def _pretrained(origin: Origin) -> dict[str, Any]:
     return {} if config is None else dict(config.to_dict())
 
 
-def _weights(origin: Origin) -> str:
-    return str(origin.settings["model"]["weights"]["name"])
-
-
-def _data(data: dict[str, Any], folder: str | None, fingerprint: Any) -> TrainingData:
-    text, images, classes = str(data["train"]), None, None
-    with suppress(DistapError):
-        index_at = data.get("train_index") and Path(from_folder(data["train_index"], folder or "."))
-        source = parse_source(from_folder(text, folder or "."), index_at)
-        if not source.scheme:
-            index = load_index(source, compare=False)
-            if index.fingerprint == fingerprint:
-                images, classes = len(index), len(set(index.label[index.label >= 0].tolist()))
-    return TrainingData(text, None if fingerprint is None else str(fingerprint), images, classes)
-
-
-def _scored(run: Path, step: int, score: float, name: str) -> tuple[dict[str, dict[str, float]], Evaluation | None]:
-    def is_score(figure: float | None) -> bool:  # ranks exchange a checkpoint's score in float64
-        return figure is not None and math.isclose(figure, score, rel_tol=0, abs_tol=1e-9)
-
-    figures: dict[str, dict[str, float]] = {name: {"mAP": score}}
+def _scored(run: Path, step: int, score: float, name: str) -> dict[str, dict[str, float]]:
     with suppress(DistapError):
         for line in read_run_log(run):
-            if line["step"] == step and is_score(line.get("validation", {}).get("mAP")):
+            logged = line.get("validation", {}).get("mAP")
+            # Ranks exchange a checkpoint's score in float64.
+            if line["step"] == step and logged is not None and math.isclose(logged, score, rel_tol=0, abs_tol=1e-9):
                 sets = {name: line["validation"], **line.get("also", {})}
                 # The log says null of figures that are not finite.
-                figures = {of: {k: v for k, v in known.items() if v is not None} for of, known in sets.items()}
-    with suppress(DistapError):
-        validation = read_evaluation(folder_of_step(run, step))
-        if is_score(validation.figures.get("mAP")):
-            return figures, validation
-    return figures, None
+                return {of: {k: v for k, v in known.items() if v is not None} for of, known in sets.items()}
+    return {name: {"mAP": score}}

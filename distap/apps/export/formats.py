@@ -1,27 +1,21 @@
-"""Write a network with torch.export and as ONNX, from pixels to descriptors; or its backbone's weights for timm."""
+"""Write a network with torch.export and as ONNX, from pixels to descriptors."""
 
 import copy
 import importlib.util
 import logging
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
 
-import timm
 import torch
-from safetensors.torch import save
-from torch import Tensor, nn
+from torch import nn
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.utils.module_tracker import ModuleTracker
 
-from distap.apps.export.checking import EXPORT_TOLERANCE
 from distap.errors import DistapError
 from distap.model.multiscale import MultiScaleNetwork
-from distap.model.network import RetrievalNetwork
 
 OPSET = 20  # of ONNX's operators
 AXIS_NAMES = {0: "batch", 2: "height", 3: "width"}  # of the axes that may vary
@@ -29,14 +23,6 @@ ONNX_MODULES = ("onnx", "onnxruntime", "onnxscript")
 # The exporters warn about their internals; their results are compared afterwards.
 _without_warnings = partial(warnings.catch_warnings, action="ignore")
 logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-
-
-@dataclass(frozen=True)
-class BackboneFile:
-    """How timm loads a backbone's file, and how near timm's features are to the network's."""
-
-    arguments: str  # of timm.create_model, next to name and path
-    largest_difference: float  # of the feature maps, relative to the greatest
 
 
 def missing_for_onnx() -> list[str]:
@@ -119,36 +105,6 @@ def save_onnx(program: ExportedProgram, path: Path, about: Mapping[str, str]) ->
         raise DistapError(f"the network cannot be exported to ONNX with opset {OPSET}: {_first(why)}") from error
 
 
-def save_backbone(
-    network: RetrievalNetwork, name: str, path: Path, images: Tensor, about: Mapping[str, str]
-) -> BackboneFile:
-    """Write the weights of the backbone that timm calls `name`; raise a DistapError if timm's features then differ.
-
-    The network is in evaluation mode, on the CPU; `images` to compare with are (n, 3, height, width) uint8.
-    """
-    # Copies, since the format stores neither memory formats nor tensors that share memory.
-    state = {
-        key: value.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for key, value in network.backbone.state_dict().items()
-    }
-    path.write_bytes(save(state, {"format": "pt", **about}))
-    arguments = {"num_classes": 0, **getattr(network.backbone, "built_with", {})}
-    try:
-        loaded = _loaded(name, path, arguments)
-    except DistapError:  # timm's own pooling has weights, which distap's network lacks
-        arguments["global_pool"] = ""
-        loaded = _loaded(name, path, arguments)
-    pixels = (images - network.mean) / network.std
-    with torch.inference_mode():
-        expected, found = (each.forward_features(pixels) for each in (network.backbone, loaded))
-    difference = float((found - expected).abs().max() / expected.abs().max())
-    if not difference <= EXPORT_TOLERANCE:
-        raise DistapError(
-            f"{path.name}: timm's {name} with these weights gives other features, by {difference:.2g} of the greatest"
-        )
-    return BackboneFile(", ".join(f"{key}={value!r}" for key, value in arguments.items()), difference)
-
-
 def _innermost(network: nn.Module, inside: ModuleTracker) -> str:
     """Name the module whose forward pass runs, or in which it failed."""
     name = max(inside.parents, key=lambda name: name.count(".")).partition(".network.")[2]
@@ -158,10 +114,3 @@ def _innermost(network: nn.Module, inside: ModuleTracker) -> str:
 def _first(error: BaseException) -> str:
     """Shorten a message that may be pages long."""
     return shorten(str(error), 400) or type(error).__name__
-
-
-def _loaded(name: str, path: Path, arguments: Mapping[str, Any]) -> Any:
-    try:
-        return timm.create_model(name, checkpoint_path=str(path), **arguments).eval()
-    except RuntimeError as error:
-        raise DistapError(f"{path.name}: timm's {name} does not take these weights: {error}") from error

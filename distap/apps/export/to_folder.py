@@ -10,22 +10,13 @@ import torch
 
 from distap.apps.export import checking
 from distap.apps.export.card import Exported, Origin, model_card, origin_of
-from distap.apps.export.formats import (
-    OPSET,
-    exportable,
-    missing_for_onnx,
-    program_of,
-    save_backbone,
-    save_onnx,
-    save_program,
-)
+from distap.apps.export.formats import OPSET, exportable, missing_for_onnx, program_of, save_onnx, save_program
 from distap.checkpoint.finding import opened_checkpoint
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.library import DescriptorNetwork
 from distap.model.multiscale import required_size
-from distap.model.trained import BACKBONE
 from distap.retrieval.whitening import load_whitening
 from distap.storage.atomic import refuse_foreign, replacing_folder
 from distap.storage.hashing import file_identity
@@ -103,7 +94,7 @@ def _write(
     programs: dict[str, checking.Agreement] = {}
     if {"pt2", "onnx"} & set(formats):
         program = program_of(exportable(several), image_size, dynamic_size)
-        cases = checking.cases_of(several, checking.sizes_to_try(image_size, dynamic_size))
+        cases = checking.cases_of(several, image_size, dynamic_size)
         if "pt2" in formats:
             path = folder / PROGRAM_FILE
             save_program(program, path, about)
@@ -112,13 +103,10 @@ def _write(
             path = folder / ONNX_FILE
             save_onnx(program, path, about)
             programs[path.name] = checking.agreement(path.name, checking.onnx_describer(path), cases)
-    backbone = None
-    if "safetensors" in formats:
-        images = checking.example_images(2, (image_size, image_size))
+    is_loadable = "safetensors" in formats
+    if is_loadable:
         DescriptorNetwork(describer, origin.recipe.model).write(folder)
-        name, network = origin.recipe.model.architecture, describer.retrieval_network
-        backbone = save_backbone(network, name, folder / BACKBONE, images, about)
-    exported = Exported(describer, programs, backbone, image_size, dynamic_size)
+    exported = Exported(describer, programs, is_loadable, image_size, dynamic_size)
     (folder / "README.md").write_text(model_card(origin, exported), "utf-8")
     (folder / EXPORT_FILE).write_text(json.dumps(_about(folder, exported, origin), indent=1) + "\n", "utf-8")
     return exported
@@ -139,6 +127,5 @@ def _about(folder: Path, exported: Exported, origin: Origin) -> dict[str, object
         "opset": OPSET if ONNX_FILE in files else None,
         "tolerance": checking.EXPORT_TOLERANCE,
         "agreement": {name: asdict(each) for name, each in exported.programs.items()},
-        "backbone": None if exported.backbone is None else asdict(exported.backbone),
         "files": files,
     }
