@@ -116,9 +116,7 @@ def class_of(kind: str, name: str) -> type:
         raise ValueError(f"{kind} {name}: {error}; is its folder on PYTHONPATH, or its package installed?") from error
     found = getattr(loaded, attribute, None)
     if found is None:
-        close = difflib.get_close_matches(attribute, vars(loaded), n=1)
-        meant = f"; did you mean {close[0]}?" if close else ""
-        raise ValueError(f"{name}: the module {module} has no {attribute}{meant}")
+        raise ValueError(f"{name}: the module {module} has no {attribute}")
     if not isinstance(found, type) or not (is_dataclass(found) or issubclass(found, BaseModel)):
         of_function = ", or a function under @distap.loss" if kind == "loss" else ""
         raise ValueError(f"{name}: expected a dataclass or a pydantic model, whose fields are the keys{of_function}")

@@ -23,7 +23,6 @@ CENTRE = "Subtract the mean of all images, or of the queries of --pairs as the a
 KIND = "Kind of index: flat is exact, ivf-pq is smallest, hnsw is fastest at high recall."
 FACTORY = "Index as a string for faiss.index_factory, such as OPQ64,IVF4096,PQ64, instead of --kind."
 RECALL = "Folder of descriptors to use as queries when recall is measured."
-POWER = "Power of the variance by which --kind pca divides; 0.5 whitens fully."
 WRITTEN = "File to write the whitening to, such as RUN/whitening.safetensors."
 COMPARE = "Also build and measure the other kinds of index, without writing them."
 SEARCH = "Search parameters of Faiss to store in the index, such as nprobe=64 or efSearch=128."
@@ -102,7 +101,6 @@ def extract_command(
 def whiten_command(
     descriptors: DESCRIPTORS,
     kind: Annotated[Literal["pca", "lw"], typer.Option(help=METHOD)] = "pca",
-    power: Annotated[float | None, typer.Option(help=POWER, show_default="0.25")] = None,
     dimensions: Annotated[
         int | None, typer.Option(help="Number of dimensions to keep.", min=1, show_default="all that vary")
     ] = None,
@@ -118,7 +116,6 @@ def whiten_command(
     """
     from distap.retrieval.descriptor_files import read_descriptors
     from distap.retrieval.whitening import (
-        HALF_POWER,
         WHITENING_FILE,
         learn_discriminative,
         learn_pca,
@@ -129,11 +126,9 @@ def whiten_command(
 
     if kind == "pca" and (pairs is not None or centre is not None):
         raise DistapError("--pairs and --centre are for --kind lw: pca ignores which images match")
-    if kind == "lw" and power is not None:
-        raise DistapError("--power is for --kind pca: lw has none")
     learned_from = read_descriptors(descriptors)
     if kind == "pca":
-        whitening = learn_pca(learned_from, HALF_POWER if power is None else power, dimensions)
+        whitening = learn_pca(learned_from, dimensions)
     else:
         matching = None if pairs is None else read_pairs(pairs, learned_from)
         whitening = learn_discriminative(learned_from, dimensions, matching, centre or "images")

@@ -8,7 +8,7 @@ import typer
 
 from distap.cli import options
 from distap.cli.commands import JSON, print_json
-from distap.cli.options import OVERRIDES, complete_recipe
+from distap.cli.options import OVERRIDES
 from distap.errors import DistapError
 
 data_option = partial(typer.Option, rich_help_panel="Data sets")
@@ -30,7 +30,7 @@ OUTPUT = "Folder to write results.json to, and each set's result.json, queries a
 
 
 def eval_command(
-    config: Annotated[Path | None, typer.Argument(help=RECIPE, autocompletion=complete_recipe)] = None,
+    config: Annotated[Path | None, typer.Argument(help=RECIPE)] = None,
     overrides: OVERRIDES = None,
     checkpoint: Annotated[
         str | None, options.network(help=f"Evaluate this trained network: a {options.TRAINED}.")
@@ -50,7 +50,6 @@ def eval_command(
         Literal["k-reciprocal", "diffusion"] | None,
         options.refinement(help="Re-rank the first images of each query with this method."),
     ] = None,
-    head: Annotated[int, options.refinement(help="Number of first images that --rerank reorders.", min=1)] = 100,
     rerank_neighbours: Annotated[
         int | None, options.refinement(help=RERANK_NEIGHBOURS, min=1, show_default="k-reciprocal: 20, diffusion: 50")
     ] = None,
@@ -103,7 +102,6 @@ def eval_command(
                 None if database_augmentation is None else Expansion(neighbours, database_augmentation),
                 None if query_expansion is None else Expansion(neighbours, query_expansion),
                 None if rerank is None else RERANKERS[rerank](**reranking),
-                head,
             )
             if learned is not None:
                 refuse_foreign_whitening(learned, describing.describer.described_by)

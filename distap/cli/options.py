@@ -1,6 +1,5 @@
 """Options shared by several commands: the recipe, the ranks, the network and its whitening."""
 
-import glob
 import sys
 from functools import partial
 from pathlib import Path
@@ -13,13 +12,6 @@ from distap.processes.forks import in_fork
 from distap.processes.stopping import go_deaf
 
 AUTO = 0  # ranks: one for each GPU
-
-
-def complete_recipe(incomplete: str) -> list[str]:
-    """Complete the name of a recipe or a file."""
-    names = [path.stem for path in (Path(__file__).parents[1] / "recipes").glob("*.yaml")]
-    files = glob.glob(f"{glob.escape(incomplete)}*")  # noqa: PTH207 - keeps what was typed
-    return sorted(name for name in names if name.startswith(incomplete)) + sorted(files)
 
 
 def parse_ranks(text: str | int) -> int:
@@ -44,7 +36,7 @@ EACH_GPU = "Number of processes to start on this machine; auto starts one for ea
 RANKS = Annotated[int, typer.Option(help=EACH_GPU, parser=parse_ranks, metavar="N|auto")]
 RECIPE = "Recipe: a YAML file, or a name of `distap recipes`."
 CHANGES = "Changes to the recipe, such as evaluation.max_side=1024 or optimizer.learning_rate=1e-4."
-CONFIG = Annotated[Path, typer.Argument(help=RECIPE, show_default=False, autocompletion=complete_recipe)]
+CONFIG = Annotated[Path, typer.Argument(help=RECIPE, show_default=False)]
 OVERRIDES = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help=CHANGES, show_default=False),

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from distap.cli.options import CONFIG, OVERRIDES, complete_recipe
+from distap.cli.options import CONFIG, OVERRIDES
 from distap.errors import DistapError
 
 INPUT_SIZE = "Width and height of the network's input, pixels."
@@ -57,7 +57,7 @@ def init_command(
 def recipes_command(
     name: Annotated[
         str | None,
-        typer.Argument(help="Recipe to print.", show_default="list them all", autocompletion=complete_recipe),
+        typer.Argument(help="Recipe to print.", show_default="list them all"),
     ] = None,
 ) -> None:
     """List the recipes of the papers, or print one.

@@ -45,7 +45,7 @@ class Whitening:
     mean: NDArray[np.float64]  # (C,)
     projection: NDArray[np.float64]  # (D, C), directions of most variance first
     kind: WhiteningKind
-    power: float  # of the variance: a setting of pca, always 0.5 for lw
+    power: float  # of the variance: 0.25 for pca, 0.5 for lw
     learned_from: str  # path or URL of the images
     described_by: DescribedBy  # how they were described; the whitening fits no other descriptors
 
@@ -113,19 +113,16 @@ def load_whitening(path: Path) -> Whitening:
     return result
 
 
-def learn_pca(descriptors: DescriptorSet, power: float = HALF_POWER, dimensions: int | None = None) -> Whitening:
-    """Learn principal components, each divided by its variance to a power (Revaud et al. 2019).
+def learn_pca(descriptors: DescriptorSet, dimensions: int | None = None) -> Whitening:
+    """Learn principal components, each divided by its variance to the power of 0.25 (Revaud et al. 2019).
 
     Args:
-        power: 0 only rotates, 0.5 whitens fully.
         dimensions: D, the directions of most variance to keep; None keeps all with 1e-9 of the greatest variance.
     """
-    if not 0 <= power <= 1:
-        raise DistapError(f"whitening: power {power:g}, expected 0 (none) to 1, such as 0.5 (full)")
     mean, covariance = _mean_and_covariance(descriptors)
     variances, directions = _principal_directions(covariance, descriptors.data)
-    projection = _first(directions / variances[:, None] ** power, dimensions, descriptors)
-    return Whitening(mean, projection, "pca", power, descriptors.data, descriptors.described_by)
+    projection = _first(directions / variances[:, None] ** HALF_POWER, dimensions, descriptors)
+    return Whitening(mean, projection, "pca", HALF_POWER, descriptors.data, descriptors.described_by)
 
 
 def learn_discriminative(

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -120,13 +119,6 @@ def test_help_breaks_lines_only_at_the_width_of_the_terminal(monkeypatch, capfd)
     assert distap(monkeypatch, "search", "--help") == 0
     told = capfd.readouterr().out
     assert "among its own hits. Files that cannot be used are named" in told
-
-
-def test_names_of_recipes_are_completed():
-    shell = {"_DISTAP_COMPLETE": "complete_bash", "COMP_WORDS": "distap train emo", "COMP_CWORD": "2"}
-    code = [sys.executable, "-c", "from distap.cli import main; main()"]
-    told = subprocess.run(code, env=os.environ | shell, capture_output=True, text=True)
-    assert told.stdout.split() == ["emoji"]
 
 
 def test_long_work_tells_its_rate_and_the_time_left_now_and_then(capfd):

@@ -334,7 +334,6 @@ def test_matching_pairs_are_found_by_their_names(tmp_path, gallery):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["whiten", "--kind", "lw", "--power", "0.5"], "--power is for --kind pca"),
         (["whiten", "--pairs", "x"], "--pairs and --centre are for --kind lw"),
         (["index", "out", "--kind", "flat", "--factory", "Flat"], "give one of --kind and --factory"),
     ],

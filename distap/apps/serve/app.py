@@ -1,7 +1,7 @@
 """Routes of a search server, and the JSON of its answers."""
 
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -31,35 +31,12 @@ class SearchAnswer(BaseModel):
     hits: list[HitAnswer] = Field(description="Best first.")
 
 
-class ErrorAnswer(BaseModel):
-    reason: str = Field(description="For programs.")
-    message: str = Field(description="For a person: what was wrong, and what to do.")
-
-
-class ProblemAnswer(BaseModel):
-    error: ErrorAnswer
-
-
 UPLOAD_FIELDS = {
     "image": {"type": "string", "format": "binary", "description": "An image file."},
     "k": {"type": "integer", "minimum": 1, "default": 10, "description": "Images to find."},
 }
 UPLOAD_FORM = {"schema": {"type": "object", "required": ["image"], "properties": UPLOAD_FIELDS}}
 UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": UPLOAD_FORM}}}
-PROBLEMS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ProblemAnswer, "description": description}
-    for status, description in {
-        400: "The image is damaged or empty; or, as plain text, the server has no such name.",
-        403: "A page of another site sent it.",
-        404: "There is no such image.",
-        408: "The upload was too slow.",
-        413: "Too many bytes or pixels.",
-        415: "No multipart form, or no image of a known format.",
-        422: "A field is missing or out of bounds.",
-        507: "The server's temporary disk is full.",
-        503: "Too much to do, or not loaded yet: try again after `Retry-After` seconds.",
-    }.items()
-}
 
 
 def build_app(service: Service) -> FastAPI:
@@ -81,7 +58,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
         ranked = enumerate(hits, 1)
         return SearchAnswer(hits=[HitAnswer(**h._asdict(), rank=n, picture=f"{pictures}/{h.row}") for n, h in ranked])
 
-    @app.post("/api/search", responses=PROBLEMS, openapi_extra=UPLOAD)
+    @app.post("/api/search", openapi_extra=UPLOAD)
     async def search_by_image(request: Request) -> SearchAnswer:
         """Find the images that are most similar to an upload."""
         try:
@@ -90,7 +67,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
             service.metrics.refused.labels(problem.reason).inc()
             raise
 
-    @app.get("/api/search", responses=PROBLEMS)
+    @app.get("/api/search")
     async def search_by_key(
         key: Annotated[str, Query(description="Of an image of the index.", max_length=4096)],
         k: Annotated[int, Query(ge=1, le=most, description="Images to find.")] = min(10, most),
@@ -98,7 +75,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
         """Find the images that are most similar to one of the index, without itself."""
         return answer(await service.by_key(key, k))
 
-    @app.get("/images/{row}", responses={200: {"content": {"image/jpeg": {}}}, **PROBLEMS}, response_class=Response)
+    @app.get("/images/{row}", response_class=Response)
     async def thumbnail(row: int) -> Response:
         """Return the thumbnail of an image of the index, by its row."""
         headers = {"Cache-Control": "private, max-age=300"}
@@ -111,7 +88,7 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         """Report that the process is alive."""
         return {"status": "alive"}
 
-    @app.get("/readyz", responses={503: PROBLEMS[503]})
+    @app.get("/readyz")
     async def readyz() -> dict[str, str]:
         """Report success while index and network are loaded and the server is not about to stop."""
         service.require_ready()

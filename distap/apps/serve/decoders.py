@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distap.apps.serve.uploads import RefusedError, busy, refused_image
+from distap.apps.serve.uploads import RefusedError, refused_image
 from distap.data.images.decoding import DamagedImageError, EncodedImage, OutOfMemoryError, image_file
 from distap.data.images.formats import readable_formats
 from distap.data.images.whole_images import Sizing
 
-STOPPING_SECONDS = 3.0  # for what is being decoded once the server stops
 OUT_OF_MEMORY = re.compile("memory|could not create decoder", re.IGNORECASE)  # as libraries say it
 STOPS = (signal.SIGINT, signal.SIGTERM)
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -58,7 +57,7 @@ class Decoders:
     """Processes that decode, for as many threads; one that takes too long, or dies, is replaced."""
 
     def __init__(self, job: DecodingJob, count: int) -> None:
-        self._job, self._stopping = job, False
+        self._job = job
         self._idle: SimpleQueue[_Decoder] = SimpleQueue()
         self._all = {_Decoder(job) for _ in range(count)}  # they import at the same time
         for decoder in self._all:
@@ -69,7 +68,7 @@ class Decoders:
         """Return the pixels (3, height, width) uint8 of an image file.
 
         Raises:
-            RefusedError: the image is damaged or too large, takes too much time or memory, or the server stops.
+            RefusedError: the image is damaged or too large, or takes too much time or memory.
         """
         decoder = self._idle.get()
         try:
@@ -90,21 +89,11 @@ class Decoders:
             raise RefusedError(*answer)
         return torch.from_numpy(answer)
 
-    def hurry(self) -> None:
-        """End running decodings soon, and start no further process."""
-        self._stopping = True
-        timer = threading.Timer(STOPPING_SECONDS, self.close)
-        timer.daemon = True
-        timer.start()
-
     def close(self) -> None:
-        self._stopping = True
         for decoder in self._all:
             decoder.process.kill()
 
     def _replaced(self, decoder: "_Decoder") -> "_Decoder":
-        if self._stopping:
-            raise busy("the server is stopping")
         decoder.process.kill()
         new = _Decoder(self._job)
         self._all = {new, *self._all} - {decoder}

@@ -156,10 +156,6 @@ class _Server(uvicorn.Server):
         self.should_exit |= self._service.draining and drained
         return await super().on_tick(counter)
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._service.hurry()
-        await super().shutdown(sockets)
-
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Start to drain at the first signal; close at the second."""
         self.should_exit |= self._service.draining

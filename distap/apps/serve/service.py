@@ -78,11 +78,6 @@ class Service:
             raise RefusedError(404, "not_found", f"there is no picture of row {row}")
         return jpeg
 
-    def hurry(self) -> None:
-        """End running decodings soon, because the server stops."""
-        if self._decoders is not None:
-            self._decoders.hurry()
-
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)  # waits for the calls that have begun
         if self._decoders is not None:

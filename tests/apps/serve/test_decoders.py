@@ -104,13 +104,3 @@ def test_only_the_server_ends_a_decoder(decoders):
     process.terminate()  # as a service manager does with all processes of a service
     os.kill(process.pid, signal.SIGINT)
     assert decoders(upload(3)).shape == (3, 32, 32) and active_children() == [process]
-
-
-def test_a_server_that_stops_ends_what_is_being_decoded():
-    decoders = Decoders(replace(JOB, seconds=600, max_pixels=1_000_000_000), 1)
-    decoders.hurry()
-    assert decoders(upload(3)).shape == (3, 32, 32)
-    for _ in range(2):  # the second finds no decoder
-        status, reason, message = refusal(decoders, arithmetic_jpeg(7000, 7000, scans=100))
-        assert (status, reason) == (503, "busy") and "the server is stopping" in message
-    decoders.close()
