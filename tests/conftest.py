@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _another_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Scans keep what they found in the user's cache folder; no test leaves anything in the real one."""
+    """Libraries keep files in the user's cache folder; no test leaves anything in the real one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("home")))
         yield

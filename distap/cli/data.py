@@ -3,19 +3,17 @@
 import csv
 import io
 import json
-import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.markup import escape
 
 from distap.cli.commands import App
 from distap.data.shards.parallel import usable_cores
 from distap.errors import DistapError
 from distap.storage.locations import parse_source
-from distap.telemetry.terminal import print_result, print_warning, tell, text_table, track
+from distap.telemetry.terminal import print_result, print_warning, text_table, track
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
     from distap.data.shards.index import Index
 
 SHOWN = 5  # classes that are named
-FEW_CLASSES = 20  # that are shown in a table
 
 data = App(help="Convert, pack, index, check and count images.")
 
@@ -114,7 +111,6 @@ def pack_command(
     from distap.data.shards.image_files import list_images
     from distap.data.shards.packing import pack_parts
 
-    started = time.monotonic()
     layout: dict[str, Any] = {"shuffle": shuffle, "decode": decode, "workers": workers}
     named = [each.partition("=")[::2] for each in columns.split(",")] if columns else []
     listing = list_images(source, nested, {column.strip(): name.strip() for column, name in named})
@@ -133,7 +129,6 @@ def pack_command(
     for (name, part), (index, _) in zip(parts.items(), packed, strict=True):
         _print_indexed(output / name, index, {image.class_name for image in part.images})
     _print_left_out([skipped for _, others in packed for skipped in others], left_out)
-    _print_rate(sum(len(index) for index, _ in packed), started, workers)
 
 
 @data.command("index")
@@ -141,16 +136,18 @@ def index_shards_command(source: SOURCE, path: INDEX = None, workers: WORKERS = 
     """Write the index of existing WebDataset shards: read every byte once and list all damaged tars.
 
     Each sample needs one image and a .cls member with its class number. A file classes.txt next to shards may name
-    the classes, one per line: the name and, after a tab, the super-category. Called again after an interruption, the
-    command continues where it stopped.
+    the classes, one per line: the name and, after a tab, the super-category. After an interruption the command begins
+    again.
     """
     from distap.data.shards.indexing import index_shards
 
-    started = time.monotonic()
-    index, skipped = index_shards(parse_source(source, path), track, workers)
+    try:
+        index, skipped = index_shards(parse_source(source, path), track, workers)
+    except KeyboardInterrupt:
+        print_warning("interrupted: no index was written, and the same command begins again")
+        raise
     _print_indexed(source, index)
     _print_left_out(skipped)
-    _print_rate(len(index), started, workers)
 
 
 @data.command("check")
@@ -165,10 +162,8 @@ def check_command(
     """
     from distap.data.shards.checking import check
 
-    started = time.monotonic()
     index, damaged = check(parse_source(source, path), workers, track)
     _print_left_out(index.left_out)
-    _print_rate(len(index), started, workers)
     for damage in damaged:
         print_result(f"{damage.where}: {damage.reason}: {damage.detail}")
     seen = f"{source}: {len(index)} images in {len(index.shard_name)} shards"
@@ -202,18 +197,12 @@ def stats_command(
 
 def _print_indexed(source: Path | str, index: "Index", expected: "Collection[str]" = ()) -> None:
     """Print what a data set holds; warn of expected classes that are missing, and of repeated images."""
-    import numpy as np
-
     from distap.data.shards.checking import same_bytes
 
-    names, sizes = index.class_name.tolist(), np.bincount(index.label).tolist()
+    names = index.class_name.tolist()
     counts = f"{len(index):,} images of {len(names):,} classes in {len(index.shard_name):,} shards"
-    if len(names) > FEW_CLASSES:
-        counts += f": {', '.join(names[:SHOWN])} and {len(names) - SHOWN:,} more"
-    print_result(f"{source}: {counts}")
-    if len(names) <= FEW_CLASSES:
-        rows = [(escape(name), f"{size:,}") for name, size in zip(names, sizes, strict=True)]
-        print_result(text_table("", "", ("class", "images"), rows))
+    more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+    print_result(f"{source}: {counts}: {', '.join(names[:SHOWN])}{more}")
     warnings = []
     if lost := sorted(set(expected) - set(names)):
         warnings.append(f"no image is left of {len(lost):,} classes: {', '.join(lost[:SHOWN])}")
@@ -239,10 +228,3 @@ def _print_left_out(skipped: "Sequence[Skipped]", output: Path | None = None) ->
         text = io.StringIO(newline="")
         csv.writer(text).writerows([("path", "reason"), *((as_line(name), reason) for name, reason in skipped)])
         write_whole(output, text.getvalue())
-
-
-def _print_rate(images: int, started: float, workers: int) -> None:
-    """Print how long a command took, to estimate larger runs; files finished by an earlier run count too."""
-    seconds = max(time.monotonic() - started, 1e-3)
-    rate = images / seconds
-    tell(f"{images:,} images in {seconds:,.1f} s: {rate:,.0f} a second, {rate / workers:,.0f} a worker")

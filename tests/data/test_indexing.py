@@ -15,7 +15,6 @@ import webdataset
 from PIL import Image
 from servers import web_server
 
-from distap.data.shards import indexing
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import COLUMNS
@@ -336,108 +335,7 @@ def test_processes_side_by_side_make_the_same_index(shards):
     assert alone.fingerprint == together.fingerprint == load_index(shards).fingerprint
 
 
-def count_scans(monkeypatch):
-    """Names of the shards that are read from now on."""
-    scanned = []
-    real = indexing.read_samples
-
-    def counted(file, length, where):
-        scanned.append(where.rpartition("/")[2])
-        return real(file, length, where)
-
-    monkeypatch.setattr(indexing, "read_samples", counted)
-    return scanned
-
-
-def test_an_interrupted_scan_goes_on_where_it_stopped(shards, monkeypatch):
-    scanned = count_scans(monkeypatch)
-    whole, _ = index_shards(shards)
-    (shards / "index.npz").unlink()
-    scanned.clear()
-
-    def interrupt(items, description, total):
-        yield from itertools.islice(items, 2)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        index_shards(shards, interrupt)
-    assert not (shards / "index.npz").exists()
-    again, _ = index_shards(shards)
-    assert scanned == ["000000.tar", "000001.tar", "000002.tar"]
-    assert again.fingerprint == whole.fingerprint
-    assert not list(shards.glob(".*"))
-
-
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    """The user's cache folder, of one test."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
-def interrupted(source):
-    """Scan without an index in the end, so that records stay."""
-
-    def interrupt(items, description, total):
-        yield from items
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        index_shards(source, interrupt)
-
-
-def rewrite(record, **changes):
-    columns = dict(np.load(record))
-    for name, change in changes.items():
-        columns[name] = change(columns[name])
-    with record.open("wb") as file:
-        np.savez(file, **columns)
-
-
-def test_a_records_folder_that_is_another_s_is_refused(shards, home, tmp_path):
-    interrupted(shards)
-    folder = next(iter(home.glob("distap/scan/*")))
-    assert folder.stat().st_mode & 0o777 == 0o700
-    folder.rename(tmp_path / "outside")
-    folder.symlink_to(tmp_path / "outside")
-    with pytest.raises(DistapError, match="somebody else's; set XDG_CACHE_HOME"):
-        index_shards(shards)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"offset": lambda offsets: offsets + 2**40},
-        {"shard_sha256": lambda digests: digests[:0]},
-        {"left_out": lambda names: np.array(["a"])},
-    ],
-)
-def test_a_damaged_record_is_scanned_again(shards, home, monkeypatch, changes):
-    expected, _ = index_shards(shards)
-    interrupted(shards)
-    for record in home.glob("distap/scan/*/*"):
-        rewrite(record, **changes)
-    scanned = count_scans(monkeypatch)
-    assert index_shards(shards)[0].fingerprint == expected.fingerprint
-    assert len(scanned) == 3
-
-
-def test_what_changed_since_an_interruption_is_scanned_again(shards, home, monkeypatch):
-    scanned = count_scans(monkeypatch)
-    sound = (shards / "000001.tar").read_bytes()
-    (shards / "000001.tar").write_bytes(sound[:1000])
-    with pytest.raises(DistapError, match=r"000001\.tar"):
-        index_shards(shards)
-    record = next(iter(home.glob("distap/scan/*/*")))
-    record.write_bytes(b"damaged")
-    (shards / "000001.tar").write_bytes(sound)
-    scanned.clear()
-    index_shards(shards)
-    assert len(scanned) == 2
-    assert "000001.tar" in scanned
-
-
-def test_what_cannot_be_reached_is_not_called_damaged(shards, tmp_path, home):
+def test_what_cannot_be_reached_is_not_called_damaged(shards, tmp_path):
     with web_server(shards) as server:
         source = parse_source(f"{server.url}/{{000000..000002}}.tar", tmp_path / "kept.npz")
         server.faults = ["503"] * 100

@@ -314,24 +314,17 @@ def test_reading_over_a_network_is_reading_from_disk(kind, kept, workers, shards
     assert len(web.requests) == (9 if kind == "http" and not kept else 0)
 
 
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    """Where scans of remotes keep what they found."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    return tmp_path / "home" / "distap" / "scan"
-
-
-def test_an_index_is_made_over_http_and_kept_in_a_file(web, shards, tmp_path, home):
+def test_an_index_is_made_over_http_and_kept_in_a_file(web, shards, tmp_path):
     source = parse_source(f"{web.url}/{{000000..000002}}.tar", tmp_path / "kept.npz")
     index, _ = index_shards(source, remote=QUICK)
     assert index.fingerprint == load_index(shards).fingerprint
     assert load_index(source, QUICK).fingerprint == index.fingerprint
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "images", "kept.npz", "shards"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "kept.npz", "shards"]
     with pytest.raises(DistapError, match="nothing can be written behind http://; say where with --index"):
         index_shards(f"{web.url}/{{000000..000002}}.tar", remote=QUICK)
 
 
-def test_an_index_is_made_over_s3_beside_the_shards(s3, shards, home):
+def test_an_index_is_made_over_s3_beside_the_shards(s3, shards):
     expected = load_index(shards).fingerprint
     (shards / "index.npz").unlink()
     url = upload(shards, s3, "unindexed")
@@ -341,22 +334,6 @@ def test_an_index_is_made_over_s3_beside_the_shards(s3, shards, home):
     for source in (url, f"{url}/*.tar", f"{url}/{{000000..000002}}.tar"):
         index, _ = index_shards(source, remote=remote)
         assert load_index(source, remote).fingerprint == index.fingerprint == expected
-    assert not any(home.iterdir())
-
-
-def test_a_scan_whose_index_could_not_be_written_is_not_done_again(s3, shards, home, tmp_path, monkeypatch):
-    url, remote = upload(shards, s3, "locked"), RemoteSettings(attempts=1, options=s3)
-
-    def refuse(storage, name, data):
-        raise DistapError(f"{storage.where(name)}: cannot be written: Access Denied")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("distap.storage.files.Storage.write", refuse)
-        with pytest.raises(DistapError, match="Access Denied"):
-            index_shards(url, remote=remote)
-    monkeypatch.setattr("distap.data.shards.indexing.read_samples", None)
-    index, _ = index_shards(parse_source(url, tmp_path / "kept.npz"), remote=remote)
-    assert index.fingerprint == load_index(shards).fingerprint
 
 
 def test_a_shard_that_changed_behind_a_url_is_found_when_the_index_is_loaded(web, shards):

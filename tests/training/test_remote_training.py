@@ -20,7 +20,6 @@ def test_training_and_evaluating_over_s3_is_training_from_disk(tmp_path, trainin
             "image_size": 32,
             "workers": 2,
         }
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
         monkeypatch.setenv("AWS_ENDPOINT_URL", options["s3"]["endpoint_url"])
         monkeypatch.setattr(
             "sys.argv", ["distap", "data", "index", remote["train"], "--index", remote["train_index"]]

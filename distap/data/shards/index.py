@@ -78,11 +78,11 @@ class Index:
         storage, name = index_place(parse_source(source), remote)
         storage.write(name, self.to_bytes())
 
-    def to_bytes(self, **others: Any) -> bytes:
-        """Return the contents of an index file, with further arrays as columns if given."""
+    def to_bytes(self) -> bytes:
+        """Return the contents of an index file."""
         buffer = io.BytesIO()
         columns: dict[str, Any] = {name: getattr(self, name) for name in COLUMNS}
-        np.savez(buffer, version=np.array(INDEX_VERSION), **columns, **others)
+        np.savez(buffer, version=np.array(INDEX_VERSION), **columns)
         return buffer.getvalue()
 
 

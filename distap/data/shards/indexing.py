@@ -1,10 +1,6 @@
 """Index WebDataset tar shards in one strict pass over every byte."""
 
-import hashlib
-import json
 import logging
-import os
-import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,21 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distap.data.shards.image_folders import Skipped
-from distap.data.shards.index import COLUMNS, SAMPLE_COLUMNS, SHARD_COLUMNS, Index, parse_index
+from distap.data.shards.index import COLUMNS, SAMPLE_COLUMNS, SHARD_COLUMNS, Index
 from distap.data.shards.parallel import Track, map_in_processes, untracked
 from distap.data.shards.tar import DamagedShardError, Readable, Sample, read_samples
 from distap.errors import DistapError
-from distap.storage.atomic import UnwritableError, write_whole
-from distap.storage.columns import read_columns
 from distap.storage.files import Storage, storage_of
 from distap.storage.hashing import Hashed
-from distap.storage.locations import LISTABLE, Source, joined, parse_source, shard_names
+from distap.storage.locations import LISTABLE, Source, parse_source, shard_names
 from distap.storage.remotes import MissingFileError, RemoteSettings
 from distap.storage.texts import is_line
 
 NAMES_FILE = "classes.txt"  # line k: the name of class k and, after a tab, its super-category if it has one
 PATHS_FILE = "paths.txt"  # a line for each image: its key and, after a tab, the path of the file that was packed
-RECORD_VERSION = 3
 LARGE_COLUMN = 2**30  # bytes of all keys
 logger = logging.getLogger("distap")
 
@@ -41,9 +34,7 @@ def index_shards(
 ) -> tuple[Index, list[Skipped]]:
     """Read every byte of a source's tar shards once and write their index.
 
-    An interrupted pass continues when this is called again: the scan of each shard is kept in the user's cache folder
-    until all are done, and reused if the shard's size and time of change (or ETag) are the same. The samples whose
-    image has no readable header are returned next to the index.
+    The samples whose image has no readable header are returned next to the index.
 
     Raises:
         DistapError: there are no shards, or some cannot be used; the message lists all such shards.
@@ -54,8 +45,7 @@ def index_shards(
     settings = remote or RemoteSettings()
     storage = storage_of(source.base, settings)
     names = shard_names(source, storage)
-    records = _records_folder(source)
-    scan = partial(_scan_or_recall, source.base, settings, records)
+    scan = partial(_scan, source.base, settings)
     scans = map_in_processes(scan, names, workers, "indexing shards", track)
     sound = [scan for scan in scans if not isinstance(scan, str)]
     if damaged := [scan for scan in scans if isinstance(scan, str)]:
@@ -63,7 +53,6 @@ def index_shards(
         raise DistapError("\n".join([f"{source}: {problem}:", *damaged]))
     index = merge_scans(source, storage, [scan for scan, _ in sound])
     index.save(source, settings)
-    shutil.rmtree(records, ignore_errors=True)
     return index, [image for _, skipped in sound for image in skipped]
 
 
@@ -152,54 +141,15 @@ def _class_names(storage: Storage, numbers: list[int]) -> tuple[list[str], list[
     return [name for name, _, _ in pairs], [group for _, _, group in pairs]
 
 
-def _records_folder(source: Source) -> Path:
-    """Return the folder for records of a source's scans; raise an UnwritableError on failure.
-
-    What is in it is believed, so it has to be the user's, and may not come with the data. It does not depend on the
-    place of the index, which a user may choose again after a long scan.
-    """
-    base = source.base if source.scheme else str(Path(source.base).resolve())
-    remedy = "set XDG_CACHE_HOME to a folder of your own"
-    try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-        folder = cache / "distap" / "scan" / _digest(joined(base, source.index_name))
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as error:  # a RuntimeError if the user has no home
-        raise UnwritableError(f"the user's cache folder cannot be made: {error}; {remedy}") from error
-    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        raise UnwritableError(f"{folder}: somebody else's; {remedy}")
-    return folder
-
-
-def _digest(*parts: Any) -> str:
-    return hashlib.sha256(json.dumps(parts).encode(errors="surrogateescape")).hexdigest()[:32]
-
-
-def _scan_or_recall(base: str, remote: RemoteSettings, records: Path, name: str) -> Scan | str:
-    """Scan a shard or read the record of an earlier scan; return the reason if the shard is unusable."""
+def _scan(base: str, remote: RemoteSettings, name: str) -> Scan | str:
+    """Scan a shard; return the reason if it is unusable."""
     storage = storage_of(base, remote)
     try:
         about = storage.about(name)
-        record = records / f"{_digest(RECORD_VERSION, name, *about)}.npz"
-        if earlier := _recall(record):
-            return earlier
         with storage.open(name) as file:
-            index, skipped = scan_shard(file, name, about.size, storage.where(name))
+            scan = scan_shard(file, name, about.size, storage.where(name))
         if storage.about(name) != about:
             raise DamagedShardError(f"{storage.where(name)}: it has changed while it was read")
     except (DamagedShardError, MissingFileError) as error:
         return str(error)
-    names, reasons = np.array(skipped, dtype=np.str_).reshape(-1, 2).T
-    write_whole(record, index.to_bytes(left_out=names, reason=reasons))
-    return index, skipped
-
-
-def _recall(record: Path) -> Scan | None:
-    """Read the record of a scan; None if it is missing or damaged."""
-    try:
-        data = record.read_bytes()
-        index = parse_index(data, str(record))
-        skipped = read_columns(data, {"left_out": "U", "reason": "U"})
-        return index, [Skipped(*pair) for pair in zip(*(column.tolist() for column in skipped.values()), strict=True)]
-    except (OSError, ValueError, DistapError):
-        return None
+    return scan
