@@ -8,9 +8,8 @@ then know only that somebody did not answer. So every rank runs two threads:
 
 When a collective exceeds the time-out or fails, a rank opens a case. All ranks would read the heartbeats of all
 others then, so the first one to claim the case does it for all: it sees who has left, whose heart stands still and
-who has not begun the collective, and writes down the verdict. Those that came later read its heartbeat alone, and one
-of them takes the case over if it stands still. Then every process ends, since a thread that waits in gloo cannot be
-interrupted.
+who has not begun the collective, and writes down the verdict. Then every process ends, since a thread that waits in
+gloo cannot be interrupted.
 
     beat/R      what rank R does
     claim       the rank that works out the verdict
@@ -25,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +69,7 @@ class Watchdog:
         self._open: list[Collective] = []
         self._case: _Case | None = None
         self._hearts: dict[int, Heart] = {}  # those that this rank has read
-        self._claim, self._claimed = "", 0.0  # the rank whose claim this rank may replace, and when it did
+        self._claimed = 0.0  # when this rank claimed the case
         self._farewell: dict[str, Any] = {}
         self._store_heard, self._store_error = time.monotonic(), ""
         self._is_raised = self._lingers = False
@@ -171,11 +170,7 @@ class Watchdog:
         self._store.set(f"beat/{me}", json.dumps(self._said()))
         if self.verdict is None and self._store.check(["verdict"]):
             self._condemn(*json.loads(self._store.get("verdict")))
-        elif self._case is not None and (by := self._store.compare_set("claim", self._claim, me).decode()) != me:
-            self._read_hearts([int(by)])
-            if time.monotonic() - self._hearts[int(by)].changed > self._silence:
-                self._claim = by
-        elif self._case is not None:
+        elif self._case is not None and self._store.compare_set("claim", "", me).decode() == me:
             self._claimed = self._claimed or time.monotonic()
             self._read_hearts()
             # Whoever left says so at once, and the others' hearts must have time to beat.
@@ -183,7 +178,7 @@ class Watchdog:
             if has_left or time.monotonic() - self._claimed > self._silence + self.beat_seconds:
                 self._condemn(*self._verdict_of(self._case))
                 self._store.compare_set("verdict", "", json.dumps([self.verdict, self._status]))
-        elif self._lingers:
+        elif self._case is None and self._lingers:
             self._read_hearts()
 
     def _said(self) -> dict[str, Any]:
@@ -191,10 +186,9 @@ class Watchdog:
         doing = {"activity": activity, "seconds": seconds, "waiting": [one.name for one in self._open][:1]}
         return {"time": time.time(), "begun": dict(self._begun), **doing, **self._farewell}
 
-    def _read_hearts(self, ranks: Sequence[int] = ()) -> None:
-        """Read the heartbeats of these ranks, or of all others."""
-        own = self.party.rank
-        others = [member for member in self.party.members if member.rank in (ranks or {member.rank} - {own})]
+    def _read_hearts(self) -> None:
+        """Read the heartbeats of all other ranks."""
+        others = [member for member in self.party.members if member.rank != self.party.rank]
         now = time.monotonic()
         said = self._store.multi_get([f"beat/{member.rank}" for member in others]) if others else []
         for member, text in zip(others, map(json.loads, said), strict=True):
@@ -223,7 +217,7 @@ class Watchdog:
                 self._open_case(f"{self._here(unfinished.name)} {late}", unfinished)
             elif now - self._store_heard > self.timeout_seconds:
                 self._open_case(f"{self._here(unfinished.name if unfinished else '')} cannot go on")
-            # The store may not answer, or the rank that has claimed the case may be lost itself.
+            # The store may not answer, or the rank that has claimed the case is lost itself.
             if self._case is not None and now - self._case.opened > 4 * self._silence:
                 self._condemn(*self._verdict_of(self._case))
         if not self._stopped.is_set():
@@ -256,9 +250,10 @@ class Watchdog:
             )
         else:
             found = (heart.problem(case.collective, self._silence) for heart in self._hearts.values())
-            reasons = _listed([problem for problem in found if problem is not None]) or (
-                "every rank has begun it, so one may hang in it, or the network between them is broken"
-            )
+            unknown = "every rank has begun it, so one may hang in it, or the network between them is broken"
+            if not self._claimed:
+                unknown = "the rank that was to find out why has not been heard of since"
+            reasons = _listed([problem for problem in found if problem is not None]) or unknown
         # A mistake that a person must mend is one on every host, so that none of them starts again.
         is_mistake = any(heart.said.get("status") == MISTAKE for heart in self._hearts.values())
         return f"{case.problem}: {reasons}{case.details}", MISTAKE if is_mistake else FAILED
