@@ -14,8 +14,6 @@ from distap.registry import by_path
 from distap.storage.redact import without_secrets
 from distap.telemetry.loggers.loggers import LoggedRun, Logger, Outcome
 
-PARAMS_AT_ONCE = 100  # a server takes no more
-LONGEST_PARAM = 6000
 MOST_SENT = 1000  # lines under way to the server
 STATUS: dict[Outcome, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
@@ -65,13 +63,12 @@ class _Run:
         self._id = run.kept_id("mlflow", created)
         client.update_run(self._id, status="RUNNING")
         known = client.get_run(self._id).data.params  # which MLflow cannot change
-        texts = {
-            _allowed(name): value if isinstance(value, str) else json.dumps(value)
+        params = [
+            self._entities.Param(_allowed(name), value if isinstance(value, str) else json.dumps(value))
             for name, value in by_path(run.recipe, ".")
-        }
-        params = [self._entities.Param(name, texts[name][:LONGEST_PARAM]) for name in texts if name not in known]
-        for start in range(0, len(params), PARAMS_AT_ONCE):
-            client.log_batch(self._id, params=params[start : start + PARAMS_AT_ONCE], synchronous=True)
+            if _allowed(name) not in known
+        ]
+        client.log_batch(self._id, params=params, synchronous=True)
 
     def log(self, step: int, time: float, figures: Mapping[str, float]) -> None:
         at = round(time * 1000)

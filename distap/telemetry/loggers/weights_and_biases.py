@@ -5,13 +5,10 @@ import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from distap.errors import DistapError
 from distap.telemetry.loggers.loggers import LoggedRun, Logger, Outcome
-
-NO_KEY = "loggers.wandb: no key: set WANDB_API_KEY in the environment, or loggers.wandb.mode to offline"
 
 
 @dataclass(frozen=True)
@@ -32,9 +29,11 @@ class WeightsAndBiases:
         os.environ.setdefault("WANDB_SILENT", "true")
         for patience in ("WANDB_INIT_TIMEOUT", "WANDB_FINISH_TIMEOUT"):  # the end would wait without limit
             os.environ.setdefault(patience, "30")
-        importlib.import_module("wandb")
-        if not self.is_offline and not _may_have_key():
-            raise DistapError(NO_KEY)
+        wandb: Any = importlib.import_module("wandb")
+        # Without a key, init would ask the terminal for one.
+        if not self.is_offline and not wandb.login(prompt=False, verify=False):
+            no_key = "no key: set WANDB_API_KEY in the environment, or loggers.wandb.mode to offline"
+            raise DistapError(f"loggers.wandb: {no_key}")
 
     @property
     def is_offline(self) -> bool:
@@ -47,9 +46,6 @@ class WeightsAndBiases:
 class _Run:
     def __init__(self, settings: WeightsAndBiases, run: LoggedRun) -> None:
         wandb: Any = importlib.import_module("wandb")
-        # Without a key, init would ask the terminal for one.
-        if not settings.is_offline and not wandb.login(prompt=False, verify=False):
-            raise DistapError(NO_KEY)
         # Send neither terminal output nor the command line, which may hold an address with a secret.
         ours = wandb.Settings(
             silent=True, console="off", reinit="create_new", allow_val_change=True, x_disable_meta=True
@@ -73,8 +69,3 @@ class _Run:
 
     def close(self, outcome: Outcome) -> None:
         self._run.finish(exit_code=int(outcome == "failed"))
-
-
-def _may_have_key() -> bool:
-    netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    return any(name in os.environ for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")) or netrc.exists()
