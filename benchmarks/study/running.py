@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import date
 from importlib.metadata import version
@@ -24,7 +24,7 @@ from distap.errors import FINISHED, DistapError
 from distap.processes.forks import die_with_parent
 from distap.registry import by_path
 from distap.storage.atomic import locked, write_whole
-from distap.telemetry.runlog import JsonLinesFile, read_run_log
+from distap.telemetry.runlog import append_line, read_run_log
 
 RESULTS = "results.jsonl"
 OUTPUT = "output.log"  # what a training prints
@@ -57,7 +57,6 @@ class StudyRun:
             for result in read_results(self.file):
                 self.results.add(result)
             write_whole(self.file, "".join(json.dumps(asdict(result)) + "\n" for result in self.results.done))
-            lines = stack.enter_context(closing(JsonLinesFile(self.file)))
             stack.callback(self._stop)
             while waiting or self._running:
                 if waiting and len(self._running) < self.most:
@@ -67,7 +66,7 @@ class StudyRun:
                         continue
                     told = f"{self._done(job)}, done before"
                 else:
-                    job, told = self._wait(lines)
+                    job, told = self._wait()
                 waiting.extendleft(self._next(job.point))  # first, so that rows are whole one after the other
                 yield told
 
@@ -97,7 +96,7 @@ class StudyRun:
             )
         self._running[process.pid] = job, process
 
-    def _wait(self, lines: JsonLinesFile) -> tuple[Job, str]:
+    def _wait(self) -> tuple[Job, str]:
         """Wait for a training to end; return it, and what to tell."""
         ended, status, usage = os.wait4(-1, 0)
         job, process = self._running.pop(ended)
@@ -110,7 +109,7 @@ class StudyRun:
             return job, self.problems[-1]
         result = self._result(job, usage)
         self.results.add(result)
-        lines.write(asdict(result))
+        append_line(self.file, asdict(result))
         return job, self._done(job)
 
     def _result(self, job: Job, usage: resource.struct_rusage) -> Result:

@@ -3,13 +3,11 @@
 import json
 import logging
 import math
-import os
 import platform
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,64 +19,36 @@ from distap.errors import DistapError
 from distap.storage.atomic import write_whole
 from distap.storage.texts import MOST_TEXT, parsed_json
 
-RUN_LOG, DAMAGED_LOG, NOT_FINITE_LOG = "metrics.jsonl", "metrics.damaged.jsonl", "not_finite.jsonl"
-STARTS_LOG = "starts.jsonl"
+RUN_LOG, NOT_FINITE_LOG, STARTS_LOG = "metrics.jsonl", "not_finite.jsonl", "starts.jsonl"
 logger = logging.getLogger("distap")
 
 
-class JsonLinesFile:
-    """Append whole JSON lines to a file; while the disk is full, keep them in memory."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = path.open("ab", buffering=0)
-        self._waiting = b""
-
-    def write(self, entry: dict[str, Any]) -> None:
-        was_waiting = bool(self._waiting)
-        self._waiting += _line(entry).encode()
-        error = self._write_waiting()
-        if error and not was_waiting:
-            logger.warning("%s: cannot be written: %s; its lines wait until it can be", self.path, error)
-
-    def close(self) -> None:
-        error = self._write_waiting()
-        if error:
-            lost = self._waiting.count(b"\n")
-            logger.error("%s: its last lines are lost (%d): %s", self.path, lost, error)
-        self._file.close()
-
-    def _write_waiting(self) -> OSError | None:
-        """Write all waiting lines or none; return the reason if they could not be written."""
-        whole = self._file.seek(0, os.SEEK_END)
-        rest = memoryview(self._waiting)
-        try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except OSError as error:
-            self._file.truncate(whole)
-            return error
-        self._waiting = b""
-        return None
+def append_line(path: Path, entry: dict[str, Any]) -> None:
+    """Append an entry to a file of JSON lines; warn if the line is lost, for example on a full disk."""
+    line = memoryview((json.dumps(_finite(entry), allow_nan=False) + "\n").encode())
+    try:
+        with path.open("ab", buffering=0) as file:
+            whole = file.tell()
+            try:
+                while line:
+                    line = line[file.write(line) :]
+            except OSError:
+                file.truncate(whole)
+                raise
+    except OSError as error:
+        logger.warning("%s: a line is lost: %s", path, error)
 
 
-def run_log_from(folder: Path, step: int) -> JsonLinesFile:
-    """Open folder/metrics.jsonl of a run that continues from `step`; remove lines of later steps.
-
-    Lines that cannot be read go to metrics.damaged.jsonl, with a warning.
-    """
-    path, aside = folder / RUN_LOG, folder / DAMAGED_LOG
+def cut_run_log(folder: Path, step: int) -> None:
+    """Remove lines of steps after `step` from the log of a run that continues from there, and unreadable lines."""
+    path = folder / RUN_LOG
     lines = list(_lines(path)) if path.exists() else []
     kept = [line for _, line, entry in lines if entry is not None and entry["step"] <= step]
-    damaged = {number: line for number, line, entry in lines if entry is None and line.endswith(b"\n")}
+    damaged = [str(number) for number, line, entry in lines if entry is None and line.endswith(b"\n")]
     if damaged:
-        with aside.open("ab") as file:
-            file.writelines(damaged.values())
-        numbers = ", ".join(map(str, list(damaged)[:10]))
-        logger.warning("%s: %d lines are damaged (%s); they are in %s now", path, len(damaged), numbers, aside.name)
+        logger.warning("%s: removed %d damaged lines (%s)", path, len(damaged), ", ".join(damaged[:10]))
     if len(kept) < len(lines) or not all(line.endswith(b"\n") for line in kept):
         write_whole(path, b"".join(line.rstrip(b"\n") + b"\n" for line in kept))
-    return JsonLinesFile(path)
 
 
 def log_not_finite(folder: Path, step: int, what: str, keys: list[str]) -> None:
@@ -86,16 +56,14 @@ def log_not_finite(folder: Path, step: int, what: str, keys: list[str]) -> None:
 
     Entries of earlier attempts at a step stay, since they are what a person looks for.
     """
-    with closing(JsonLinesFile(folder / NOT_FINITE_LOG)) as lines:
-        lines.write({"step": step, "time": time.time(), "what": what, "samples": keys})
+    append_line(folder / NOT_FINITE_LOG, {"step": step, "time": time.time(), "what": what, "samples": keys})
 
 
 def log_start(folder: Path, step: int, **about: Any) -> None:
     """Append when, where and with which versions a training starts from `step` to folder/starts.jsonl."""
     versions = {"distap": version_with_commit(), "torch": torch.__version__, "python": platform.python_version()}
-    with closing(JsonLinesFile(folder / STARTS_LOG)) as lines:
-        own = {"step": step, "time": time.time(), "host": socket.gethostname()}
-        lines.write({**own, **versions, **about})
+    own = {"step": step, "time": time.time(), "host": socket.gethostname()}
+    append_line(folder / STARTS_LOG, {**own, **versions, **about})
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
@@ -147,10 +115,6 @@ def _commit() -> str | None:
         return (git("ls-files", "runlog.py") and git("describe", "--always", "--dirty", "--exclude=*")) or None
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _line(entry: dict[str, Any]) -> str:
-    return json.dumps(_finite(entry), allow_nan=False) + "\n"
 
 
 def _finite(value: Any) -> Any:

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.loggers.loggers import LoggedRun, opened_loggers, prepare_loggers
 from distap.telemetry.logs import at_step, take_over_loggers
 from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
-from distap.telemetry.runlog import log_not_finite, log_start, run_log_from
+from distap.telemetry.runlog import RUN_LOG, append_line, cut_run_log, log_not_finite, log_start
 from distap.telemetry.terminal import progress
 from distap.training.learner import StepResult
 from distap.training.schedule import Length
@@ -107,13 +107,13 @@ class RunReport:
                 try:
                     recipe.run.mkdir(parents=True, exist_ok=True)
                     (recipe.run / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-                    log = stack.enter_context(closing(run_log_from(recipe.run, step)))
+                    cut_run_log(recipe.run, step)
                     device = self.world.device
                     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
                     log_start(recipe.run, step, ranks=self.world.size, steps=self.steps, device=name)
                 except OSError as error:
                     raise DistapError(f"run: {recipe.run}: the folder cannot be written to: {error}") from error
-                self._outlets = [log.write]
+                self._outlets = [partial(append_line, recipe.run / RUN_LOG)]
                 if recipe.loggers:
                     run = LoggedRun(recipe.run, recipe.run_id, recipe.model_dump(mode="json"), step, self.steps)
                     lost = {name: self.metrics.lost_lines.labels(name) for name in recipe.loggers}

@@ -1,25 +1,24 @@
 import json
 import socket
-from contextlib import closing
 
 import pytest
 
 from distap.errors import DistapError
 from distap.telemetry.runlog import (
     STARTS_LOG,
+    append_line,
+    cut_run_log,
     log_start,
     read_run_log,
     read_starts,
-    run_log_from,
     version_with_commit,
 )
 
 
 def write(folder, step, entries):
-    log = run_log_from(folder, step)
+    cut_run_log(folder, step)
     for entry in entries:
-        log.write(entry)
-    log.close()
+        append_line(folder / "metrics.jsonl", entry)
 
 
 def test_going_on_drops_the_steps_behind_the_checkpoint(tmp_path):
@@ -50,7 +49,7 @@ def test_a_damaged_line_is_named(tmp_path):
         read_run_log(tmp_path)
 
 
-def test_going_on_sets_lines_aside_that_cannot_be_read(tmp_path, caplog):
+def test_going_on_removes_lines_that_cannot_be_read(tmp_path, caplog):
     lines = [
         b'{"step": 1}',
         b"\x80\xff\x00",
@@ -62,36 +61,21 @@ def test_going_on_sets_lines_aside_that_cannot_be_read(tmp_path, caplog):
         b'{"st',
     ]
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
-    run_log_from(tmp_path, 2).close()
+    cut_run_log(tmp_path, 2)
     assert [entry["step"] for entry in read_run_log(tmp_path)] == [1, 2]
-    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == b"\n".join(lines[1:6]) + b"\n"
-    assert "5 lines are damaged (2, 3, 4, 5, 6); they are in metrics.damaged.jsonl now" in caplog.text
+    assert "metrics.jsonl: removed 5 damaged lines (2, 3, 4, 5, 6)" in caplog.text
 
 
-def test_lines_wait_while_the_disk_is_full(small_disk, caplog):
+def test_a_full_disk_costs_lines_and_neither_half_of_one_nor_the_training(small_disk, caplog):
     folder = small_disk("1m")
     ballast = folder / "ballast"
-    with closing(run_log_from(folder, 0)) as log:
-        log.write({"step": 1})
-        ballast.write_bytes(bytes(1024**2 - 4096))  # but for the page that the log has
-        log.write({"step": 2, "text": "x" * 10_000})
-        log.write({"step": 3, "text": "x" * 10_000})
-        assert [entry["step"] for entry in read_run_log(folder)] == [1]
-        ballast.unlink()
-        log.write({"step": 4})
-        assert [entry["step"] for entry in read_run_log(folder)] == [1, 2, 3, 4]
-    assert caplog.text.count("metrics.jsonl: cannot be written: [Errno 28] No space left on device") == 1
-
-
-def test_a_disk_that_is_full_to_the_end_costs_lines_and_not_the_training(small_disk, caplog):
-    folder = small_disk("1m")
-    with closing(run_log_from(folder, 0)) as log:
-        log.write({"step": 1})
-        (folder / "ballast").write_bytes(bytes(1024**2 - 4096))
-        log.write({"step": 2, "text": "x" * 10_000})
-        log.write({"step": 3, "text": "x" * 10_000})
-    assert [entry["step"] for entry in read_run_log(folder)] == [1]
-    assert "metrics.jsonl: its last lines are lost (2): [Errno 28]" in caplog.text
+    write(folder, 0, [{"step": 1}])
+    ballast.write_bytes(bytes(1024**2 - 4096))  # but for the page that the log has
+    write(folder, 1, [{"step": 2, "text": "x" * 10_000}])
+    ballast.unlink()
+    write(folder, 2, [{"step": 3}])
+    assert [entry["step"] for entry in read_run_log(folder)] == [1, 3]
+    assert "metrics.jsonl: a line is lost: [Errno 28] No space left on device" in caplog.text
 
 
 def test_each_start_of_a_run_is_kept_with_its_host_and_versions(tmp_path):
