@@ -250,10 +250,10 @@ class Watchdog:
             )
         else:
             found = (heart.problem(case.collective, self._silence) for heart in self._hearts.values())
-            unknown = "every rank has begun it, so one may hang in it, or the network between them is broken"
+            otherwise = "every rank has begun it, so one may hang in it, or the network between them is broken"
             if not self._claimed:
-                unknown = "the rank that was to find out why has not been heard of since"
-            reasons = _listed([problem for problem in found if problem is not None]) or unknown
+                otherwise = "the rank that was to find out why has not been heard of since"
+            reasons = _listed([problem for problem in found if problem is not None]) or otherwise
         # A mistake that a person must mend is one on every host, so that none of them starts again.
         is_mistake = any(heart.said.get("status") == MISTAKE for heart in self._hearts.values())
         return f"{case.problem}: {reasons}{case.details}", MISTAKE if is_mistake else FAILED
