@@ -9,15 +9,12 @@ from distap.checkpoint.lease import FILE, RENEW_SECONDS, STALE_RENEWALS
 from distap.errors import DistapError
 from distap.telemetry.terminal import print_warning, tell
 
-LEAST_SHARE = 3  # a page that took long to write waits for three times as long, so that logs of any length may grow
-
 
 def follow_runs(folders: Sequence[Path], seconds: float, write: Callable[[], Path]) -> None:
     """Call `write` at an interval until no run in `folders` trains, or until Ctrl-C."""
     told = False
     with suppress(KeyboardInterrupt):
         while any(is_training(folder) for folder in folders):
-            began = time.monotonic()
             try:
                 page = write()
                 if not told:  # once is enough
@@ -25,7 +22,7 @@ def follow_runs(folders: Sequence[Path], seconds: float, write: Callable[[], Pat
                 told = True
             except DistapError as error:  # its training may not have written its first line, or goes on just now
                 print_warning(f"{error}; trying again in {seconds:g} s")
-            time.sleep(max(seconds, LEAST_SHARE * (time.monotonic() - began)))
+            time.sleep(seconds)
 
 
 def is_training(folder: Path) -> bool:

@@ -362,12 +362,6 @@ def test_every_pooling_and_head_is_exported(tmp_path, backbone, pooling, options
 
 
 @pytest.mark.slow
-def test_another_convolutional_backbone_is_exported_too(tmp_path):
-    several = MultiScaleNetwork(network("mobilenetv3_small_050"), whitening=whitening_tensors())
-    held_to_the_network(tmp_path, several, 64)
-
-
-@pytest.mark.slow
 def test_images_of_any_size_are_described_at_several_scales(tmp_path):
     several = MultiScaleNetwork(network(), (1.0, 0.7071), whitening=whitening_tensors())
     held_to_the_network(tmp_path, several, 64, dynamic_size=True)
