@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 
 from benchmarks.contenders import IMAGES_A_CLASS, DistapStep, SeededBatch, Task, seeded_network
 from benchmarks.measuring import peak_bytes, private_bytes
-from distap.ranking.gather import FACTS_BYTES, LEAST_SENT, MOST_CHUNKS, Gathering
+from distap.ranking.gather import LEAST_SENT, MOST_CHUNKS, Gathering
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.ranking.rank import rank_descriptors
 from distap.retrieval.evaluate import evaluate_descriptors
@@ -25,6 +25,7 @@ from distap.world import CPU, Arrival, World
 
 BACKBONE, IMAGE_SIZE, MICRO_BATCH = "test_resnet", 32, 8
 ROUNDS = 5
+FACTS_BYTES = 3 * 8  # a label, the number of the image and whether it takes part travel with each descriptor
 BUDGET = 2**28  # bytes of ranking beside the descriptors
 BIN_SLOPES = 2 * (QuantizedAP().centres - 1)  # float32 values of each descriptor, of positives and of negatives
 ROUNDS_OF_STORE = 5

@@ -10,13 +10,18 @@ from distap.ranking.histogram.passes import HistogramLoss
 from distap.ranking.loss import Loss
 from distap.ranking.losses.blackbox import BlackBoxAP
 from distap.ranking.losses.calibration import Calibration, Roadmap
-from distap.ranking.losses.smooth import SmoothAP, SupAP
+from distap.ranking.losses.smooth import RecallAtK, SmoothAP, SupAP
 
+IMAGES_A_CLASS = 8
 VALUES_KEPT = 5  # tensors of full size that autograd keeps or makes at once, about
 
 
-def materialised_bytes(loss: Loss, batch: int, itemsize: int = 4) -> int:
-    """About what `materialised_loss` and its backward take."""
+def materialised_bytes(loss: Loss, batch: int, itemsize: int = 4) -> int | None:
+    """About what `materialised_loss` and its backward take; None if the loss has no materialised form here."""
+    if isinstance(loss, RecallAtK):
+        return VALUES_KEPT * itemsize * batch * IMAGES_A_CLASS  # a query at a time
+    if not isinstance(loss, HistogramLoss | SmoothAP | Calibration | BlackBoxAP):
+        return None
     depth = 1
     if isinstance(loss, HistogramLoss):
         depth = loss.centres
@@ -51,6 +56,24 @@ def materialised_loss(loss: Loss, descriptors: Tensor, labels: Tensor) -> Tensor
     raise TypeError(f"{type(loss).__name__} has no materialised form here")
 
 
+def released_recall_gradient(loss: RecallAtK, descriptors: Tensor, labels: Tensor) -> Tensor:
+    """The gradient of RS@k as the authors' trainer takes it: a forward and a backward pass for each query."""
+    leaf = descriptors.detach().requires_grad_()
+    for query, label in enumerate(labels.tolist()):
+        positives = (labels == label).nonzero().flatten()
+        positives = positives[positives != query]
+        similarities = leaf @ leaf[query]
+        before = torch.sigmoid((similarities - similarities[positives, None]) / loss.tau)
+        ranks = 1 + before.sum(1) - 0.5  # an image counts itself by half
+        recalls = []
+        for k in loss.ks:
+            hits = torch.sigmoid((k - ranks) / loss.hit_tau).sum().clamp(max=k)
+            recalls.append(hits / min(k, len(positives)))
+        ((1 - torch.stack(recalls).mean()) / len(labels)).backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
 def _soft_binned(loss: HistogramLoss, similarities: Tensor, same_class: Tensor, itself: Tensor) -> Tensor:
     places = torch.arange(loss.centres, dtype=similarities.dtype, device=similarities.device)
     centres = loss.high - loss.width * places
@@ -68,7 +91,7 @@ def _pairwise(loss: SmoothAP, similarities: Tensor, same_class: Tensor, itself: 
     step = torch.sigmoid(t / loss.tau)
     of_positives = step
     if isinstance(loss, SupAP):
-        _, rho, delta, offset, start = loss.negative_step()
+        _, rho, delta, offset, start = loss.step_numbers()
         of_positives = (t >= 0).to(t.dtype)
         step = torch.where(t > delta, rho * t + offset, step + start * (t > 0))
     rank = 1 + (of_positives * (counted[:, None, :] & ~itself[None])).sum(-1)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,15 +14,18 @@ from torch.nn.functional import normalize
 from typer import Option
 
 from benchmarks import harness
-from benchmarks.materialised import materialised_bytes, materialised_loss
+from benchmarks.materialised import materialised_bytes, materialised_loss, released_recall_gradient
 from benchmarks.measuring import peaks_of
 from distap.ranking.gather import gather
-from distap.ranking.loss import Gathered, Loss, build_loss
+from distap.ranking.gathered import Gathered
+from distap.ranking.loss import Loss, build_loss
+from distap.ranking.losses.smooth import RecallAtK
 from distap.ranking.rank import rank_descriptors
 from distap.registry import REGISTRY
 from distap.telemetry.terminal import track
 from distap.world import World
 
+OPTIONS: dict[str, dict[str, Any]] = {"recall_at_k": {"preset": "released"}}
 NOISE = 0.7  # of an image's own direction against its class's, with which all bins are in use
 COLUMNS = (
     "loss={loss}|B={batch:,}|C={dimensions}|ranks={ranks}|ms={ms:,.0f}|x dense={x_dense:.2f}|MB={mb:,.0f}|"
@@ -62,7 +65,7 @@ class RankingBenchmark(harness.Benchmark):
         """Measure every combination of batch, dimensions and ranks, one at a time."""
         losses = self.loss or [name for name in REGISTRY["loss"] if name not in ("metric_learning", "sum")]
         for loss in losses:
-            build_loss(loss)  # an unknown name is an error at once
+            build_loss(loss, **OPTIONS.get(loss, {}))  # an unknown name is an error at once
         settings = [
             self.model_copy(update={"loss": losses, "batch": [size], "dimensions": [width], "ranks": [ranks]})
             for size, width, ranks in product(self.batch, self.dimensions, self.ranks)
@@ -90,11 +93,13 @@ class RankingBenchmark(harness.Benchmark):
         """Measure one combination: the dense product, every loss and every materialised form take turns."""
         (batch,), memory_bytes = self.batch, None if self.memory_mb is None else self.memory_mb * 10**6
         gathered = self._gathered(world)
-        losses = {name: build_loss(name) for name in self.loss}
+        classes, dimensions = int(gathered.labels.max()) + 1, self.dimensions[0]
+        losses = {name: build_loss(name, **OPTIONS.get(name, {})).sized(classes, dimensions, 0) for name in self.loss}
         candidates: dict[str, Callable[[], object]] = {"dense": dense_product(gathered)}
         for name, loss in losses.items():
             candidates[name] = partial(rank_descriptors, loss, gathered, "sharded", memory_bytes)
-            if world.size == 1 and materialised_bytes(loss, batch) <= self.materialised_mb * 10**6:
+            taken = materialised_bytes(loss, batch)
+            if world.size == 1 and taken is not None and taken <= self.materialised_mb * 10**6:
                 candidates[f"materialised {name}"] = partial(_materialised_gradient, loss, gathered)
         for candidate in candidates.values():
             candidate()  # compiles what is compiled
@@ -124,8 +129,9 @@ class RankingBenchmark(harness.Benchmark):
         own = normalize(torch.randn(batch, dimensions, generator=generator))
         mine = slice(world.rank, None, world.size)
         descriptors = normalize((1 - NOISE) * centres[labels] + NOISE * own)[mine].to(world.device)
-        labels = labels[mine].to(world.device)
-        return gather(descriptors, labels, torch.ones_like(labels, dtype=torch.bool), world, batch)
+        # Two super-classes, each of half the batch, for losses of graded relevance.
+        levels = torch.column_stack([labels, labels % 2])[mine].to(world.device)
+        return gather(descriptors, levels, torch.ones(len(levels), dtype=torch.bool), world, batch)
 
 
 def dense_product(gathered: Gathered) -> Callable[[], object]:
@@ -136,6 +142,8 @@ def dense_product(gathered: Gathered) -> Callable[[], object]:
 
 def _materialised_gradient(loss: Loss, gathered: Gathered) -> Tensor:
     with torch.enable_grad():
+        if isinstance(loss, RecallAtK):
+            return released_recall_gradient(loss, gathered.descriptors, gathered.labels)
         descriptors = gathered.descriptors.detach().requires_grad_()
         (gradient,) = torch.autograd.grad(materialised_loss(loss, descriptors, gathered.labels), descriptors)
     return gradient

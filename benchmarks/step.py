@@ -289,7 +289,7 @@ def possible_contenders(task: Task, graph: float) -> tuple[dict[str, Contender],
         chosen[f"distap, {kept}"] = DistapStep(task, keep)
     else:
         omitted["distap, graphs kept"] = f"two graphs take {2 * graph * task.micro_batch / 1e9:.1f} GB"
-    pairs, graphs = materialised_bytes(task.loss, task.batch.total), graph * len(task.batch.samples)
+    pairs, graphs = materialised_bytes(task.loss, task.batch.total) or 0, graph * len(task.batch.samples)
     if pairs <= free:
         chosen["cached gradients"] = CachedGradients(task)
         if find_spec("gradcache"):

@@ -121,7 +121,7 @@ class Multistage(nn.Module):
                 unless all are alike; a dict or other nesting of tensors (b, ...); or an iterator of micro-batches,
                 each (images, labels), or images alone next to `labels`. They stay where they are, such as in the
                 host's memory, and each micro-batch is brought to the network's device.
-            labels: (b,) integers from 0.
+            labels: (b,) integers from 0, or (b, L) from the finest level to the coarsest.
             samples: numbers by which the memory knows images again.
         Raises:
             DistapError: on every rank, for images or labels of wrong shape, BatchNorm in training mode, or a batch
@@ -143,7 +143,7 @@ class Multistage(nn.Module):
     def _loss(
         self, network: nn.Module, images: Any, labels: Tensor | ArrayLike | None, samples: Sequence[int] | None
     ) -> Tensor:
-        batch, world, alike = self._batch(network, images, labels, samples)
+        batch, world, alike, seed = self._batch(network, images, labels, samples)
         trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
         forward = Outputs(network, world, self.normalise)
         sums = self.reduce and self._syncs and world.size > 1
@@ -159,7 +159,7 @@ class Multistage(nn.Module):
                 replica,
                 self.loss,
                 world,
-                seed=int(torch.randint(2**62, ())),
+                seed=seed,
                 sizes=self.sizes if alike else MicroBatchSizes(1),
                 mode=self.mode,
                 memory_bytes=self.memory_bytes,
@@ -226,8 +226,11 @@ class Multistage(nn.Module):
 
     def _batch(
         self, network: nn.Module, images: Any, labels: Tensor | ArrayLike | None, samples: Sequence[int] | None
-    ) -> tuple[GivenBatch, World, bool]:
-        """Check the images of all ranks, cut this rank's along rows, and tell whether all have one size and type."""
+    ) -> tuple[GivenBatch, World, bool, int]:
+        """Check the images of all ranks and cut this rank's along rows.
+
+        Returns the batch, the ranks, whether all images have one size and type, and a seed for all ranks.
+        """
         world, parts, known, failure = world_of(self.network, self.group), list[Any](), torch.empty(0), None
         try:
             parts, known = cut_along_rows(images, labels)
@@ -240,11 +243,11 @@ class Multistage(nn.Module):
             refuse_unusable(network, self.freeze_batchnorm)
         except Exception as error:  # such as one of the caller's iterator: the other ranks must not wait
             problem, failure = str(error) if isinstance(error, DistapError) else repr(error), error
-        mine = [len(known), problem, are_alike(parts)]
-        lengths, problems, alike = zip(*world.gather_values(mine), strict=True)
+        mine = [len(known), problem, are_alike(parts), int(torch.randint(2**62, ()))]
+        lengths, problems, alike, seeds = zip(*world.gather_values(mine), strict=True)
         if any(problems):
             by_rank = [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each]
             raise DistapError("; ".join(by_rank) if world.size > 1 else problem) from failure
         self._calls += 1
         batch = GivenBatch(parts, known.cpu().long(), samples, max(lengths), world, self._calls - 1)
-        return batch, world, all(alike)
+        return batch, world, all(alike), seeds[0]

@@ -36,15 +36,25 @@ REGISTRY: dict[str, dict[str, str]] = {
         "smooth_ap": "distap.ranking.losses.smooth:SmoothAP",
         "sup_ap": "distap.ranking.losses.smooth:SupAP",
         "calibration": "distap.ranking.losses.calibration:Calibration",
+        "recall_at_k": "distap.ranking.losses.smooth:RecallAtK",
+        "sup_recall_at_k": "distap.ranking.losses.smooth:SupRecallAtK",
+        "pnp": "distap.ranking.losses.smooth:PNP",
+        "h_ap": "distap.ranking.losses.graded:HierarchicalAP",
+        "smooth_ndcg": "distap.ranking.losses.graded:SmoothNDCG",
+        "sup_ndcg": "distap.ranking.losses.graded:SupNDCG",
         "roadmap": "distap.ranking.losses.calibration:Roadmap",
         "blackbox_ap": "distap.ranking.losses.blackbox:BlackBoxAP",
         "multi_similarity": "distap.ranking.losses.pairs:MultiSimilarity",
+        "sup_con": "distap.ranking.losses.pairs:SupCon",
+        "info_nce": "distap.ranking.losses.pairs:InfoNCE",
+        "sigmoid": "distap.ranking.losses.pairs:Sigmoid",
         "contrastive": "distap.ranking.losses.pairs:Contrastive",
         "triplet": "distap.ranking.losses.pairs:Triplet",
         "proxy_nca": "distap.ranking.losses.proxies:ProxyNCA",
         "normalized_softmax": "distap.ranking.losses.proxies:NormalizedSoftmax",
         "metric_learning": "distap.ranking.losses.metric_learning:MetricLearning",
-        "sum": "distap.ranking.losses.base:WeightedSum",
+        "simix": "distap.ranking.losses.simix:SiMix",
+        "sum": "distap.ranking.losses.sums:WeightedSum",
     },
     "sampling": {
         "random": "distap.data.sampling.random:RandomSampling",
@@ -174,14 +184,14 @@ def build_part(kind: str, name: str, **options: Any) -> Any:
 
 
 def sum_in_full(loss: Any) -> Any:
-    """Write `{sup_ap: 0.5, calibration: {weight: 0.5, beta: 0.5}}` as a sum; return other losses unchanged."""
+    """Write {sup_ap: 0.5, calibration: {weight: 0.5, beta: 0.5}} as a sum; return losses of other forms unchanged."""
     if not isinstance(loss, Mapping) or "name" in loss or not loss.keys() & REGISTRY["loss"].keys():
         return loss
     terms = []
     for name, value in loss.items():
         options = dict(value) if isinstance(value, Mapping) else {"weight": value}
         terms.append((options.pop("weight", 1.0), {**options, "name": name}))
-    return {"name": "sum", "terms": terms}
+    return terms[0][1] if len(terms) == 1 and terms[0][0] == 1 else {"name": "sum", "terms": terms}
 
 
 @dataclass(frozen=True)

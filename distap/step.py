@@ -17,7 +17,7 @@ share the network, and lets them reduce gradients once per step.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ from distap.device_copies import copied, mover
 from distap.errors import DistapError
 from distap.randomness import seed_for
 from distap.ranking.gather import Gathering
-from distap.ranking.loss import Gathered, Loss
+from distap.ranking.gathered import Gathered
+from distap.ranking.loss import Loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Mode, Ranking, rank_descriptors, start_gathering
 from distap.ranking.rankable import refuse_other_leaves
@@ -192,6 +193,7 @@ class ThreeStages:
         """Stage two: compute the loss of the global batch and the gradient of this rank's descriptors."""
         with self.stage("rank", step):
             remembers = self.memory.size > 0 and step >= self.memory_after
+            gathered = replace(gathered, key=(self.seed, step))
             ranked = self.memory.extend(gathered) if remembers else gathered
             ranking = rank_descriptors(self.loss, ranked, self.mode, self.memory_bytes, gathering.counter)
             if remembers and ranking.is_finite:

@@ -11,7 +11,7 @@ from distap.config.recipe import Recipe
 from distap.ranking.gather import LEAST_SENT, MOST_CHUNKS
 from distap.ranking.histogram.passes import HistogramLoss
 from distap.ranking.loss import GPU_TILE_PAIRS, TENSORS_A_PAIR, Loss
-from distap.ranking.losses.base import WeightedSum
+from distap.ranking.losses.sums import WeightedSum
 from distap.registry import name_of
 from distap.stages.sizes import ENOUGH_FASTER
 

@@ -7,13 +7,13 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from distap.device_copies import ToHost, queued
-from distap.ranking.loss import Counter, Gathered, full_precision, strips
+from distap.ranking.gathered import Gathered
+from distap.ranking.loss import Counter, full_precision, strips
 from distap.world import Arrival, World
 
 MOST_CHUNKS = 8
 LEAST_SENT = 64  # rows of a rank in a chunk
 LEAST_COUNTED = 1024  # rows of a rank that are counted at once; fewer make small tiles, 10% slower at 512
-FACTS_BYTES = 3 * 8  # label, number of the image, whether it takes part: int64 each
 
 
 class Gathering:
@@ -22,7 +22,7 @@ class Gathering:
     Every rank adds its own rows in their order, as many at a time as it likes. Rows travel packed, a chunk in one
     collective, which starts when this rank has all its rows of the chunk; nothing waits before `finish`:
 
-        | label | image | takes part |  d_1 ... d_C  |     facts: int64 bits in the descriptors' dtype
+        | image | takes part | label of each level |  d_1 ... d_C  |    facts: int64 bits in the descriptors' dtype
 
     Of the `slots` rows, each rank holds the slots rank, rank + W, ... `counter` takes the rows that have arrived,
     some chunks at a time.
@@ -35,7 +35,7 @@ class Gathering:
         self._unsent = deque(strips(0, self._share, max(LEAST_SENT, -(-self._share // MOST_CHUNKS))))
         self._on_the_way = deque[Arrival]()
         self._landed = deque[tuple[Tensor, ToHost]]()  # chunks whose facts are on their way to the CPU
-        self._facts = torch.empty(slots, 3, dtype=torch.int64)
+        self._facts = torch.empty(slots, 0, dtype=torch.int64)
         self._filled = self._in_gallery = self._counted = 0  # own rows added; rows of the gallery; slots counted
         self._packed: Tensor | None = None
 
@@ -43,24 +43,27 @@ class Gathering:
     def add(
         self,
         descriptors: Float[Tensor, "n C"],
-        labels: Int64[Tensor, " n"],
+        labels: Int64[Tensor, " n"] | Int64[Tensor, "n L"],
         taking_part: Bool[Tensor, " n"],
         images: Int64[Tensor, " n"] | None = None,
     ) -> None:
         """Add this rank's next rows; rows whose descriptor is not finite take no part.
 
-        Labels, taking_part and images may be on the CPU: they cross to the descriptors' device together.
+        Labels are (n,), or (n, L) from the finest level to the coarsest. Labels, taking_part and images may be on the
+        CPU: they cross to the descriptors' device together.
         """
         own_rows, filled = len(self.world.slots(self.slots)), self._filled + len(descriptors)
-        known = torch.full_like(labels, -1) if images is None else images
-        facts = queued(torch.stack([labels, known, taking_part.long()], dim=1), descriptors.device)
+        known = torch.full((len(labels),), -1, device=labels.device) if images is None else images
+        of_images = torch.column_stack([known, taking_part.long(), labels])
+        facts = queued(of_images, descriptors.device)
         # NaN and infinity times 0 are NaN, and a sum is ten times as fast as a look at each value.
-        facts[:, 2] *= (descriptors * 0).sum(dim=1) == 0
+        facts[:, 1] *= (descriptors * 0).sum(dim=1) == 0
         # Facts travel as bits: as numbers, float32 would round labels beyond 2^24.
         rows = torch.cat([facts.view(descriptors.dtype), descriptors], dim=1)
         if self._packed is None:
             self._packed = rows.new_zeros(self._share, rows.shape[1])
             self._gallery = descriptors.new_empty(self.slots, descriptors.shape[1])
+            self._facts = torch.empty(self.slots, facts.shape[1], dtype=torch.int64)
         self._packed[self._filled : filled] = rows
         self._filled = filled
         # A rank with one row less than others leaves the last row of its last chunk zero: it takes no part.
@@ -73,17 +76,17 @@ class Gathering:
         # which the host learns how many rows take part, are on their way to the CPU. The network waits for neither.
         while self._on_the_way and (waits or self._on_the_way[0].is_here()):
             rows = self._on_the_way.popleft().rows()
-            width = FACTS_BYTES // rows.element_size()
+            width = self._facts.shape[1] * self._facts.element_size() // rows.element_size()
             facts = rows[:, :width].contiguous().view(torch.int64)
             self._landed.append((rows[:, width:], ToHost(facts)))
         while self._landed and (waits or self._landed[0][1].is_here()):
             rows, to_host = self._landed.popleft()
             self._receive(rows, to_host.tensor()[: self.slots - self.arrived])
 
-    def _receive(self, rows: Float[Tensor, "n C"], facts: Int64[Tensor, "m 3"]) -> None:
+    def _receive(self, rows: Float[Tensor, "n C"], facts: Int64[Tensor, "m facts"]) -> None:
         # Rows that take no part are dropped here, so that everything behind sees B rows without gaps, in the order of
         # slots, which is the same on every rank and whatever their number.
-        arrived = rows[queued(facts[:, 2].nonzero().flatten(), rows.device)]
+        arrived = rows[queued(facts[:, 1].nonzero().flatten(), rows.device)]
         self._facts[self.arrived : self.arrived + len(facts)] = facts
         self._gallery[self._in_gallery : self._in_gallery + len(arrived)] = arrived
         self.arrived += len(facts)
@@ -92,11 +95,11 @@ class Gathering:
         if self.counter is not None and (is_last or self.arrived - self._counted >= LEAST_COUNTED * self.world.size):
             # Tiles of few rows are slow, so chunks are counted together.
             facts = self._facts[self._counted : self.arrived]
-            takes_part = facts[:, 2].bool()
+            takes_part = facts[:, 1].bool()
             is_own = torch.arange(self._counted, self.arrived) % self.world.size == self.world.rank
             with full_precision(rows.device):
                 new = self._gallery[self.counter.seen : self._in_gallery]
-                self.counter.add(new, facts[takes_part, 0], is_own[takes_part])
+                self.counter.add(new, facts[takes_part, 2], is_own[takes_part])
             self._counted = self.arrived
 
     @torch.no_grad()
@@ -107,17 +110,17 @@ class Gathering:
             raise ValueError(f"rank {self.world.rank} added {self._filled} of its {own_rows} rows")
         self._take_in(waits=True)
         self._packed, gallery = None, self._gallery[: self._in_gallery]
-        taking_part = self._facts[:, 2].bool()
-        labels, images, _ = self._facts[taking_part].t().contiguous().unbind()
+        taking_part = self._facts[:, 1].bool()
+        images, levels = self._facts[taking_part, 0], self._facts[taking_part, 2:]
         is_own = torch.arange(self.slots) % self.world.size == self.world.rank
-        of_images = labels, images, is_own[taking_part].nonzero().flatten(), taking_part
-        labels, images, own, taking_part = (queued(each, gallery.device) for each in of_images)
-        return Gathered(gallery, labels, images, own, taking_part, self.world)
+        of_images = levels, images, is_own[taking_part].nonzero().flatten(), taking_part
+        levels, images, own, taking_part = (queued(each, gallery.device) for each in of_images)
+        return Gathered(gallery, levels, images, own, taking_part, self.world)
 
 
 def gather(
     descriptors: Float[Tensor, "b C"],
-    labels: Int64[Tensor, " b"],
+    labels: Int64[Tensor, " b"] | Int64[Tensor, "b L"],
     taking_part: Bool[Tensor, " b"],
     world: World,
     slots: int,

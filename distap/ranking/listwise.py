@@ -47,7 +47,7 @@ class ListwiseLoss(nn.Module):
         self.loss = build_loss(loss, **options)
         self.learned = self.loss.learned
         self.group, self.mode, self.memory_bytes = group, mode, memory_bytes
-        self.memory = CrossBatchMemory(memory)
+        self.memory, self._calls = CrossBatchMemory(memory), 0
 
     def forward(
         self, embeddings: Tensor, labels: Tensor | ArrayLike, images: Tensor | ArrayLike | None = None
@@ -56,7 +56,7 @@ class ListwiseLoss(nn.Module):
 
         Args:
             embeddings: (b, C) of this rank, of any length; they are normalised here.
-            labels: (b,) integers from 0.
+            labels: (b,) integers from 0, or (b, L) from the finest level to the coarsest.
             images: (b,) numbers by which the memory knows images again.
         """
         with torch.autocast(embeddings.device.type, enabled=False):
@@ -70,7 +70,9 @@ class ListwiseLoss(nn.Module):
                 memory=self.memory if self.memory.size and self.training else None,
                 images=images,
                 memory_bytes=self.memory_bytes,
+                step=self._calls,
             )
+            self._calls += 1
             value = ranking.loss.to(descriptors.dtype)
             # Descriptors have this rank's gradient; the loss's parameters have all ranks', and each takes a share.
             ranks = 1 if self.group is None else dist.get_world_size(self.group)

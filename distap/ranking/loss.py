@@ -4,90 +4,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+from functools import cache
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int64
+from jaxtyping import Float, Float64
 from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
 from distap.errors import DistapError
+from distap.ranking.gathered import Gathered
 from distap.registry import build_part, sum_in_full
 from distap.world import World
 
-QueryWeights = Literal["uniform", "class"]
 Presets = Mapping[str, Mapping[str, Any]]
 # Pairs of a tile: on a CPU, as many as stay in its cache while they are worked on; on a GPU, enough to keep it busy.
 CPU_TILE_PAIRS, GPU_TILE_PAIRS = 2**19, 2**26
 TENSORS_A_PAIR = 8  # values, in the dtype of the descriptors, that are alive at once for each pair of a tile
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """The global batch, the same on every rank, and which of its rows belong to this rank.
-
-    Of the batch's slots, B take part: images that could be read and whose descriptor is finite. They are the queries.
-    They are ranked against a gallery of N images: the batch itself, then the descriptors that a cross-batch memory
-    remembers of earlier steps.
-    """
-
-    gallery: Float[Tensor, "N C"]  # the batch comes first
-    gallery_labels: Int64[Tensor, " N"]
-    images: Int64[Tensor, " B"]  # number of each image in its data set, -1 if unknown
-    own: Int64[Tensor, " b"]  # positions of this rank's rows among the B, ascending
-    taking_part: Bool[Tensor, " slots"]
-    world: World
-
-    @property
-    def descriptors(self) -> Float[Tensor, "B C"]:
-        return self.gallery[: len(self.images)]
-
-    @property
-    def labels(self) -> Int64[Tensor, " B"]:
-        return self.gallery_labels[: len(self.images)]
-
-    @property
-    def local(self) -> Bool[Tensor, " slots_of_rank"]:
-        """Return which of this rank's slots take part."""
-        return self.taking_part[self.world.rank :: self.world.size]
-
-    @cached_property
-    def class_sizes(self) -> Int64[Tensor, " N"]:
-        """Return the number of gallery images of each image's class."""
-        # Of the gallery, not of the batch: a remembered image makes a lone one of the batch a query.
-        _, classes, counts = torch.unique(self.gallery_labels, return_inverse=True, return_counts=True)
-        return counts[classes]
-
-    def query_weights(self, weights: QueryWeights = "uniform", smallest: int = 2) -> Float64[Tensor, " B"]:
-        """Return each query's weight in the mean; weights sum to 1, and one of a class below `smallest` has none.
-
-        `uniform` weighs every query the same, `class` every class (Revaud et al. 2019, fig. 5).
-        """
-        weight = (self.class_sizes[: len(self.images)] >= smallest).double()
-        if weights == "class":
-            _, classes, counts = torch.unique(self.labels, return_inverse=True, return_counts=True)
-            weight = weight / counts[classes]
-        return weight / weight.sum()
-
-    def share(self, rows: Float[Tensor, "b *K"]) -> Float[Tensor, "B *K"]:
-        """Return every rank's rows, in the order of `descriptors`."""
-        return self.world.gather_rows(self.spread(rows), len(self.taking_part))[self.taking_part]
-
-    def spread(self, rows: Float[Tensor, "b *K"], fill: float = 0.0) -> Float[Tensor, "slots_of_rank *K"]:
-        """Spread this rank's rows to its slots, with `fill` at slots that take no part."""
-        full = rows.new_full((len(self.local), *rows.shape[1:]), fill)
-        full[self.local] = rows
-        return full
-
-    def sum_own(self, rows: Float[Tensor, "B K"]) -> Float[Tensor, "b K"]:
-        """Sum the ranks' tables and return this rank's rows of the sum."""
-        if self.world.size == 1:
-            return rows[self.own]
-        # Slots, unlike the B rows, are shared out evenly, so that ranks need not tell each other how many they have.
-        full = rows.new_zeros(len(self.taking_part), rows.shape[1])
-        full[self.taking_part] = rows
-        return self.world.reduce_rows(full)[self.local]
 
 
 @dataclass(frozen=True)
@@ -103,9 +36,12 @@ class Budget:
             return self.memory_bytes // 2
         return _free_at_first(self.device) // 8 if self.device.type == "cuda" else 2**29
 
-    def pairs(self, itemsize: int) -> int:
-        """Return the number of pairs in a tile, for descriptors with `itemsize` bytes per value."""
-        tile_pairs = GPU_TILE_PAIRS if self.device.type == "cuda" else CPU_TILE_PAIRS
+    def pairs(self, itemsize: int, tiles: int = 1) -> int:
+        """Return the number of pairs in a tile, for descriptors with `itemsize` bytes per value.
+
+        On a CPU, a block that does not stay in its cache takes so many `tiles`.
+        """
+        tile_pairs = GPU_TILE_PAIRS if self.device.type == "cuda" else CPU_TILE_PAIRS * tiles
         return max(1, min(tile_pairs, self.half // (TENSORS_A_PAIR * itemsize)))
 
 
@@ -155,6 +91,7 @@ class Loss(ABC):
     presets: ClassVar[Presets] = {}  # settings that give the numbers of published code
     is_ap: ClassVar[bool] = False  # 1 - loss is an Average Precision
     needs_positives: ClassVar[bool] = True  # a query counts only if another image of its class is ranked
+    query_level: ClassVar[int] = 0  # the level of that class: 0 is the finest, -1 the coarsest
 
     # pydantic reads this where a recipe holds the loss.
     __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from distap.ranking.loss import Gathered
+from distap.ranking.gathered import Gathered
 
 
 class CrossBatchMemory:
@@ -21,7 +21,7 @@ class CrossBatchMemory:
             raise ValueError(f"size is {size}; it must not be below 0")
         self.size = size
         self.descriptors: Tensor | None = None  # (K, C), the newest last
-        self.labels = torch.empty(0, dtype=torch.int64)  # (K,)
+        self.labels = torch.empty(0, 1, dtype=torch.int64)  # (K, L), from the finest level to the coarsest
         self.images = torch.empty(0, dtype=torch.int64)  # (K,) number of each image in its data set, -1 if unknown
 
     def __len__(self) -> int:
@@ -35,14 +35,14 @@ class CrossBatchMemory:
         return replace(
             gathered,
             gallery=torch.cat([gathered.gallery, descriptors.to(gathered.gallery)]),
-            gallery_labels=torch.cat([gathered.gallery_labels, labels]),
+            gallery_levels=torch.cat([gathered.gallery_levels, labels]),
         )
 
     def remember(self, gathered: Gathered) -> None:
         """Add a batch; drop the oldest descriptors."""
         if self.size == 0:
             return
-        kept = [gathered.descriptors, gathered.labels, gathered.images]
+        kept = [gathered.descriptors, gathered.levels, gathered.images]
         if self.descriptors is not None:
             kept = [torch.cat(rows) for rows in zip(self._of_other_images(gathered), kept, strict=True)]
         # Copies: a slice would keep all of the tensor that it was cut from.

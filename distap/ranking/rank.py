@@ -12,18 +12,18 @@ from torch.nn.functional import pad
 
 from distap.errors import DistapError, tensor_given
 from distap.ranking.gather import Gathering, gather
+from distap.ranking.gathered import Gathered
 from distap.ranking.loss import (
     AnyLoss,
     Budget,
     Counter,
-    Gathered,
     Loss,
     build_loss,
     full_precision,
     rank_on_rank_zero,
 )
 from distap.ranking.memory import CrossBatchMemory
-from distap.ranking.rankable import check_arguments
+from distap.ranking.rankable import check_arguments, refuse_crossing
 from distap.registry import suggestion
 from distap.world import World
 
@@ -56,6 +56,7 @@ def rank(
     memory: CrossBatchMemory | None = None,
     images: Tensor | ArrayLike | None = None,
     memory_bytes: int | None = None,
+    step: int = 0,
     **options: object,
 ) -> Ranking:
     """Return the loss of a batch and the gradient of every descriptor, however descriptors were made.
@@ -66,16 +67,18 @@ def rank(
     Args:
         descriptors: (b, C) of this rank, of length 1, as a tensor or an array. For 16-bit descriptors the gradient
             is float32.
-        labels: (b,) integers from 0.
-        loss: `ap_q`, `ap_t`, `fast_ap`, `smooth_ap`, `sup_ap`, `calibration`, `roadmap`, `blackbox_ap`,
-            `metric_learning`, "package.module:Class", a Loss, or a function (descriptors, labels) -> scalar. Losses
-            with parameters of their own are for `ListwiseLoss` and `Multistage`.
+        labels: (b,) integers from 0; or (b, L) from the finest level to the coarsest, each class within one of the
+            next level, for losses of graded relevance. Other losses rank by the first column.
+        loss: a name of docs/guides/losses.md such as `ap_q`, "package.module:Class", a Loss, or a function
+            (descriptors, labels) -> scalar. Losses with parameters of their own are for `ListwiseLoss` and
+            `Multistage`.
         group: the ranks of one batch, `torch.distributed.group.WORLD` for all; None is this process alone.
         mode: `sharded`, each rank ranks its own queries; `central`, rank 0 of the group ranks all.
         memory: descriptors of earlier calls to rank against as well; this batch is added to it.
         images: (b,) numbers by which the memory knows images again; without them an image that comes again is ranked
             against its own remembered descriptor.
         memory_bytes: bytes to use next to the descriptors; None takes 1 GiB, or a quarter of a GPU's free memory.
+        step: number of the step, for losses that draw numbers, such as `simix`.
         options: of the loss, such as `weights` of the queries, or `preset`, the name of one of its presets.
     Returns:
         A Ranking; its gradient and losses by query are those of this rank's descriptors.
@@ -90,16 +93,18 @@ def rank(
         world = World(dist.get_rank(group), dist.get_world_size(group), device=descriptors.device, group=group)
     built, where = build_loss(loss, **options), check_mode(mode)
     check_arguments(descriptors, labels, world)
+    levels = (labels if labels.ndim == 2 else labels[:, None]).long()
     b, share = len(labels), int(world.maximum(len(labels)))
     # Shares of one size are slots rank, rank + W, ...; the rows that fill a smaller share up take no part.
     gathered = gather(
         pad(descriptors.detach().to(torch.promote_types(descriptors.dtype, torch.float32)), (0, 0, 0, share - b)),
-        pad(labels.long(), (0, share - b)),
+        pad(levels, (0, 0, 0, share - b)),
         torch.arange(share, device=labels.device) < b,
         world,
         share * world.size,
         None if images is None else pad(images.long(), (0, share - b)),
     )
+    gathered = replace(gathered, key=(0, step))
     ranked = gathered if memory is None else memory.extend(gathered)
     ranking = rank_descriptors(built, ranked, where, memory_bytes)
     if memory is not None:
@@ -139,7 +144,8 @@ def rank_descriptors(
     images are of one class, every rank raises a DistapError.
     """
     batch = len(gathered.images)
-    queries = int((gathered.class_sizes[:batch] > 1).sum()) if loss.needs_positives else batch
+    refuse_crossing(gathered.gallery_levels)
+    queries = int((gathered.class_sizes[:batch, loss.query_level] > 1).sum()) if loss.needs_positives else batch
     # Every rank finds this out for itself: the others would wait if rank 0 alone did.
     if not queries:
         raise NothingToRankError(
@@ -148,7 +154,7 @@ def rank_descriptors(
             if batch
             else "no image of this batch can be ranked: none was read, or no descriptor is finite"
         )
-    if loss.needs_positives and gathered.class_sizes[0] == len(gathered.gallery):
+    if loss.needs_positives and gathered.class_sizes[0, 0] == len(gathered.gallery):
         raise DistapError(
             f"all {batch} images of this batch (rows 0 to {batch - 1}) are of one class, {int(gathered.labels[0])}: "
             "every ranking of them is right, so there is nothing to learn; a batch needs two classes at least"

@@ -17,6 +17,8 @@ LARGEST_LABEL = torch.iinfo(torch.int64).max
 def check_arguments(descriptors: Tensor, labels: Tensor, world: World) -> None:
     """Raise a DistapError on all ranks if `rank` cannot rank some rank's descriptors or labels."""
     kind = f"(b, {', '.join(map(str, descriptors.shape[1:]))}) of {descriptors.dtype}"
+    if labels.ndim == 2:
+        kind += f" with labels of {labels.shape[1]} levels"
     kinds, problems = zip(*world.gather_values([kind, _problem(descriptors, labels)]), strict=True)
     if len(set(kinds)) > 1:
         by_rank = [f"rank {rank} has {each}" for rank, each in enumerate(kinds)]
@@ -47,19 +49,34 @@ def _problem(descriptors: Tensor, labels: Tensor) -> str | None:
 
 def label_problem(labels: Tensor, count: int) -> str | None:
     """Return why labels are no class numbers of `count` images; None if they are."""
-    if labels.shape != (count,):
-        return f"labels are {tuple(labels.shape)} for {count} images; one for each is expected"
+    if labels.ndim not in (1, 2) or len(labels) != count or not labels[:1].numel() >= min(count, 1):
+        shapes = f"({count},), or ({count}, L) for L levels"
+        return f"labels are {tuple(labels.shape)} for {count} images; {shapes}, is expected"
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         return f"labels are {labels.dtype}; whole class numbers of an integer type are expected"
     # As int64, an unsigned number beyond its range is negative; so is one that overflowed before.
     wrong = labels.long() < 0
     if wrong.any():
-        values = [labels[row].cpu().numpy() for row in wrong.nonzero().flatten()[:MOST_ROWS]]
+        values = labels[wrong][:MOST_ROWS].cpu().numpy()
+        wrong = wrong if wrong.ndim == 1 else wrong.any(dim=1)
         return (
             f"{_rows(wrong)}: labels {', '.join(map(str, values))} are no class numbers, which run from 0 to "
             f"{LARGEST_LABEL}; an overflow of integers may have made them"
         )
     return None
+
+
+def refuse_crossing(levels: Tensor) -> None:
+    """Raise a DistapError unless each class (N, L) lies within one class of the next level."""
+    for level in range(levels.shape[1] - 1):
+        pairs = levels[:, level : level + 2].unique(dim=0)
+        again = pairs[1:, 0] == pairs[:-1, 0]
+        if again.any():
+            (label, one), (_, other) = pairs[:-1][again][0].tolist(), pairs[1:][again][0].tolist()
+            raise DistapError(
+                f"label {label} of level {level} lies within {one} and within {other} of level {level + 1}; levels "
+                "go from the finest to the coarsest, and each class belongs to one of the next level"
+            )
 
 
 def _rows(wrong: Tensor) -> str:

@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from distap.errors import DistapError, tensor_given
-from distap.ranking.loss import Gathered
+from distap.ranking.gathered import Gathered
 from distap.ranking.rank import Ranking
 from distap.stages.exactness import default_drift
 from distap.stages.micro_batches import Rows, as_rows

@@ -6,11 +6,11 @@ import yaml
 from distap.config.reading import RECIPES, load_recipe, recipe_from
 from distap.data.sampling.random import RandomSampling
 from distap.errors import DistapError
-from distap.ranking.losses.base import WeightedSum
 from distap.ranking.losses.calibration import Calibration
 from distap.ranking.losses.metric_learning import MetricLearning
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.ranking.losses.smooth import SmoothAP, SupAP
+from distap.ranking.losses.sums import WeightedSum
 
 
 @pytest.fixture

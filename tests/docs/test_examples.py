@@ -132,7 +132,7 @@ def test_the_python_of_readme_and_guides_runs_as_it_is_printed(tmp_path, run, ph
     documents = ("README.md", "docs/guides/own-loop.md", "docs/guides/losses.md")
     text = "\n".join((ROOT / document).read_text() for document in documents)
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     Trainer(recipe(tmp_path / "runs/demo/train", training_shards, steps=1), World()).train()
     (tmp_path / "photos").symlink_to(photos)
     blocks.append("assert rank(descriptors, labels, loss=Mine(margin=0.2)).loss > 0")

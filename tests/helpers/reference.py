@@ -245,7 +245,7 @@ def multi_similarity(
 
 
 def distance(similarity: Tensor) -> Tensor:
-    return (2 - 2 * similarity).clamp(min=1e-12).sqrt()
+    return (2 - 2 * similarity).clamp(min=1e-14).sqrt()
 
 
 def contrastive(
@@ -265,11 +265,17 @@ def triplet(
     positives: Tensor,
     negatives: Tensor,
     margin: float | None = 0.1,
-    mining: str = "hardest",
+    mining: str = "all",
     squared: bool = False,
 ) -> Tensor:
     """Hermans et al. 2017, eq. 5, and the soft margin below it; Gordo et al. 2017; Schroff et al. 2015, eq. 4."""
     losses = []
+    if mining == "all":
+        near, far = (distance(each) ** (2 if squared else 1) for each in (negatives, positives))
+        violations = (far[:, None] - near[None]).flatten()
+        if margin is None:
+            return torch.log(1 + violations.exp()).mean() if len(violations) else 0 * positives.sum()
+        return (violations + margin).clamp(min=0).sum() / max(1, int((violations > -margin).sum()))
     for positive in [positives.amin()] if mining == "hardest" else positives:
         farther = negatives[negatives < positive] if mining == "semi_hard" else negatives
         if not len(farther):

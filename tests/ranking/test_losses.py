@@ -59,7 +59,7 @@ OPTIONS = {
     "contrastive": {"margin": hundredths(0.1, 2), "negatives": st.sampled_from([None, 1, 5])},
     "triplet": {
         "margin": st.sampled_from([None, 0.1, 1.0]),
-        "mining": st.sampled_from(["hardest", "hard_negative", "semi_hard"]),
+        "mining": st.sampled_from(["all", "hardest", "hard_negative", "semi_hard"]),
         "squared": st.booleans(),
     },
 }
@@ -260,7 +260,7 @@ def test_in_bfloat16_autocast_the_gradient_is_that_of_float32(name):
         ("ap_q", {"preset": "dirtorsh"}, "did you mean dirtorch"),
         ("smooth_ap", {"preset": "released"}, "it has none"),
         ("triplet", {"self_pair": True}, "self_pair: True: must be False"),
-        ("triplet", {"mining": "easy"}, "mining: 'easy': must be 'hardest', 'hard_negative' or 'semi_hard'"),
+        ("triplet", {"mining": "easy"}, "mining: 'easy': must be 'all', 'hardest', 'hard_negative' or 'semi_hard'"),
         ("ap_q", {"weights": "classes"}, "weights: 'classes': must be 'uniform' or 'class'"),
     ],
 )

@@ -6,9 +6,9 @@ from torch import nn
 
 from distap.errors import DistapError
 from distap.ranking.listwise import ListwiseLoss
-from distap.ranking.losses.base import WeightedSum
 from distap.ranking.losses.calibration import Calibration
 from distap.ranking.losses.smooth import SupAP
+from distap.ranking.losses.sums import WeightedSum
 
 NAMES = ["ap_q", "ap_t", "fast_ap", "smooth_ap", "sup_ap", "calibration", "roadmap", "blackbox_ap"]
 

@@ -13,8 +13,9 @@ from benchmarks.measuring import collectives_of
 from distap.errors import DistapError
 from distap.ranking.gather import gather
 from distap.ranking.loss import build_loss
-from distap.ranking.losses.base import DescriptorLoss, WeightedSum
+from distap.ranking.losses.base import DescriptorLoss
 from distap.ranking.losses.quantized import QuantizedAP
+from distap.ranking.losses.sums import WeightedSum
 from distap.ranking.rank import rank, rank_descriptors
 from distap.registry import REGISTRY
 from distap.world import World
@@ -27,6 +28,7 @@ OTHERS = {
     "semi-hard": build_loss("triplet", mining="semi_hard", squared=True),
     "of another package": build_loss("metric_learning", function="ContrastiveLoss"),
     "proxies of another package": build_loss("metric_learning", function="ProxyAnchorLoss"),
+    "simix": build_loss({"simix": {"inner": "smooth_ap"}}),
     "sum": WeightedSum(((0.3, build_loss("proxy_nca")), (0.7, build_loss("triplet")))),
 }
 LOSSES = {name: loss.sized(18, 6, 0) for name, loss in ({name: build_loss(name) for name in NAMES} | OTHERS).items()}

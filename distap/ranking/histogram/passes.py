@@ -26,8 +26,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from distap.ranking import compiling
+from distap.ranking.gathered import Gathered, QueryWeights
 from distap.ranking.histogram.tiles import Images, Tile, rectangle, triangle
-from distap.ranking.loss import Budget, Gathered, Loss, LossValue, QueryWeights
+from distap.ranking.loss import Budget, Loss, LossValue
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ class Passes:
             self.add(remembered, labels, torch.zeros_like(labels, dtype=torch.bool))
         positions = torch.cat([own.positions for own in self._own])
         order = positions.argsort()  # part by part and by class, to the order of `gathered.own`
-        sizes = gathered.class_sizes[gathered.own].double()
+        sizes = gathered.class_sizes[gathered.own, 0].double()
         totals = torch.stack([self.seen - sizes, sizes - float(not self.loss.self_pair)])
         # The last bin holds all pairs, whose number is known: it need not be counted.
         tables = torch.cat([self._counts[:, order], totals[:, :, None]], dim=2)

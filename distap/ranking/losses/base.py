@@ -1,4 +1,4 @@
-"""Base classes for losses of similarities or of descriptors, and a weighted sum of losses.
+"""Base classes for losses of similarities or of descriptors.
 
 docs/guides/losses.md has examples, and what a recipe calls them.
 """
@@ -6,17 +6,19 @@ docs/guides/losses.md has examples, and what a recipe calls them.
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
-from typing import Annotated, Any
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
-from torch import Tensor, nn
+from torch import Tensor
 
 from distap.errors import DistapError
-from distap.ranking.loss import Budget, Gathered, Loss, LossValue, QueryWeights, rank_on_rank_zero
+from distap.ranking.gathered import Gathered, QueryWeights
+from distap.ranking.loss import Budget, Loss, LossValue, rank_on_rank_zero
 from distap.ranking.rankable import refuse_other_leaves
-from distap.registry import Chosen
+
+# Of fewer rows the products of descriptors are slower; more leave the cache in the functions between them.
+TILES_OF_A_BLOCK = 4
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Rows:
     """
 
     similarities: Float[Tensor, "r N"]
+    levels: Int64[Tensor, "N L"]  # class numbers of the gallery, from the finest level to the coarsest
     queries: Int64[Tensor, " r"]  # columns of the queries themselves
     same_class: Int64[Tensor, "r P"]  # columns of the images of the query's class; padding repeats the query's
     is_positive: Bool[Tensor, "r P"]  # which of them are positives: no padding, and the query only if it counts
@@ -97,10 +100,11 @@ class SimilarityLoss(Loss):
         """
         raise NotImplementedError(f"{type(self).__name__} has to define `loss` or `value_and_slopes`")
 
-    def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, Tensor]:
+    def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, ...]:
         """Return each query's loss, (r,) float64, and the derivative of the weighted sum by similarities, (r, N).
 
-        `totals` are what the method `totals` gave, summed over all queries of all ranks.
+        Derivatives by each of `parameters` follow. `totals` are what the method `totals` gave, summed over all
+        queries of all ranks.
         """
         negative = torch.ones_like(rows.positive_columns).scatter_(1, rows.same_class, False)
         with torch.inference_mode(False), torch.enable_grad():
@@ -109,8 +113,8 @@ class SimilarityLoss(Loss):
             if value.shape != rows.weights.shape:
                 shapes = f"gave shape {tuple(value.shape)}; expected {tuple(rows.weights.shape)}: one value a query"
                 raise DistapError(f"{type(self).__name__} {shapes}")
-            (slopes,) = gradients((rows.weights.clone() * value).sum(), similarities)
-        return value.detach().double(), slopes
+            found = gradients((rows.weights.clone() * value).sum(), similarities, *self.parameters)
+        return value.detach().double(), *found
 
     @property
     def number_of_totals(self) -> int:
@@ -121,7 +125,7 @@ class SimilarityLoss(Loss):
         return torch.zeros(0, dtype=torch.float64, device=rows.weights.device)
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
-        weights = gathered.query_weights(self.weights)
+        weights = gathered.query_weights(self.weights, 1 + self.needs_positives, self.query_level)
         totals = weights.new_zeros(self.number_of_totals)
         if self.number_of_totals:
             for _, rows in self._blocks(gathered, weights, budget):
@@ -137,42 +141,52 @@ class SimilarityLoss(Loss):
         of_gallery = torch.zeros_like(descriptors)  # what this rank's queries want of every image of the batch
         of_queries = torch.zeros_like(descriptors[: len(gathered.own)])
         per_query = weights.new_zeros(len(gathered.own))
+        by_parameters = [torch.zeros_like(one) for one in self.parameters]
         for which, rows in self._blocks(gathered, weights, budget):
-            per_query[which], slopes = self.value_and_slopes(rows, totals)
-            # An image's similarity to itself is constant: its slope would only change the descriptor's length.
-            slopes[torch.arange(len(which), device=which.device), rows.queries] = 0
+            per_query[which], slopes, *others = self.value_and_slopes(rows, totals)
+            for total, part in zip(by_parameters, others, strict=True):
+                total += part
+            if gathered.of_unit_length:  # the slope by s_qq = 1 would only change the descriptor's length
+                slopes[torch.arange(len(which), device=which.device), rows.queries] = 0
             of_queries[which] = slopes @ gathered.gallery
             # What a memory remembers, behind the batch in the gallery, gets no gradient.
             of_gallery.addmm_(slopes[:, : len(descriptors)].t(), descriptors[rows.queries])
         own_weights = weights[gathered.own]
         loss = gathered.world.sum((own_weights * per_query).sum())
         per_query = torch.where(own_weights > 0, per_query, torch.nan)
-        return LossValue(loss, per_query, of_queries + gathered.sum_own(of_gallery))
+        found = tuple(map(gathered.world.sum, by_parameters))
+        return LossValue(loss, per_query, of_queries + gathered.sum_own(of_gallery), found)
 
     def _blocks(
         self, gathered: Gathered, weights: Float64[Tensor, " B"], budget: Budget
     ) -> Iterator[tuple[Int64[Tensor, " r"], Rows]]:
         # This rank's queries in blocks, with their row numbers in `own`. They are ordered by the size of their class:
         # `same_class` has as many columns as the largest class of a block, so that one large class pads few others.
-        gallery, labels, own = gathered.gallery, gathered.gallery_labels, gathered.own
-        by_class = labels.argsort(stable=True)
-        first = torch.searchsorted(labels[by_class], labels[own])
-        size = gathered.class_sizes[own]
-        with_positive = (weights[own] > 0).nonzero().flatten()
-        order = with_positive[size[with_positive].argsort(stable=True)]
-        for which in order.split(max(1, budget.pairs(gallery.element_size()) // len(labels))):
+        gallery, levels, own = gathered.gallery, gathered.gallery_levels, gathered.own
+        counted = (weights[own] > 0).nonzero().flatten()
+        order = counted[gathered.class_sizes[own[counted], 0].argsort(stable=True)]
+        for which in order.split(max(1, budget.pairs(gallery.element_size(), TILES_OF_A_BLOCK) // len(gallery))):
             if not len(which):
                 return
             queries = own[which]
-            # `by_class` has the gallery sorted by class: that of a query is the run of `size` from `first`.
-            place = torch.arange(int(size[which].max()), device=which.device)
-            is_positive = place < size[which, None]
-            same_class = by_class[(first[which, None] + place).clamp(max=len(gallery) - 1)]
-            same_class = torch.where(is_positive, same_class, queries[:, None])
+            same_class, is_positive = padded_columns(levels[queries, 0, None] == levels[:, 0], queries)
             if not self.self_pair:
                 is_positive &= same_class != queries[:, None]
             similarities, weight = gallery[queries] @ gallery.t(), weights[queries].to(gallery.dtype)
-            yield which, Rows(similarities, queries, same_class, is_positive, weight, len(order) * len(gallery))
+            pairs = len(order) * len(gallery)
+            yield which, Rows(similarities, levels, queries, same_class, is_positive, weight, pairs)
+
+
+def padded_columns(
+    wanted: Bool[Tensor, "r N"], padding: Int64[Tensor, " r"]
+) -> tuple[Int64[Tensor, "r P"], Bool[Tensor, "r P"]]:
+    """Return the columns wanted in each row, ascending, and which are no padding."""
+    count, (row, column) = wanted.sum(1), wanted.nonzero(as_tuple=True)
+    place = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
+    is_real = torch.arange(int(count.max()), device=row.device) < count[:, None]
+    columns = padding[:, None].repeat(1, is_real.shape[1])
+    columns[row, place] = column
+    return columns, is_real
 
 
 @dataclass(frozen=True)
@@ -187,7 +201,7 @@ class DescriptorLoss(Loss):
     def loss(self, descriptors: Float[Tensor, "B C"], labels: Int64[Tensor, " B"]) -> Float[Tensor, ""]:
         """Return the loss of the batch, differentiable by its descriptors.
 
-        Random numbers drawn here depend on the batch alone, so that a run that was interrupted draws them again.
+        Random numbers drawn here depend on seed and step, so that a run that was interrupted draws them again.
         """
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
@@ -198,43 +212,11 @@ class DescriptorLoss(Loss):
             return rank_on_rank_zero(self, gathered, budget)
         devices = [gathered.gallery.device] if gathered.gallery.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
-            torch.manual_seed(int(gathered.labels.sum()))
+            torch.manual_seed(gathered.seed)
             descriptors = gathered.descriptors.clone().requires_grad_()
             value = self.loss(descriptors, gathered.labels.clone())
             gradient, *others = gradients(value, descriptors, *self.parameters)
         return LossValue(value.detach().double(), None, gradient, tuple(others))
-
-
-@dataclass(frozen=True)
-class WeightedSum(Loss):
-    """A sum of losses, each multiplied by a weight."""
-
-    terms: tuple[tuple[float, Annotated[Any, Chosen("loss", at_once=True)]], ...]
-    """Weight and loss of each term."""
-
-    def __post_init__(self) -> None:
-        if not self.terms:
-            raise ValueError("a sum of losses needs a term at least")
-
-    @cached_property
-    def learned(self) -> nn.Module | None:
-        parts = [loss.learned for _, loss in self.terms if loss.learned is not None]
-        return nn.ModuleList(parts) if parts else None
-
-    def sized(self, classes: int | None, dimensions: int, seed: int) -> Loss:
-        return replace(
-            self, terms=tuple((weight, loss.sized(classes, dimensions, seed)) for weight, loss in self.terms)
-        )
-
-    def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
-        parts = [(weight, loss.value_and_gradient(gathered, budget)) for weight, loss in self.terms]
-        by_query = [weight * part.per_query for weight, part in parts if part.per_query is not None]
-        return LossValue(
-            reduce(torch.add, [weight * part.value for weight, part in parts]),
-            reduce(torch.add, by_query) if len(by_query) == len(parts) else None,
-            reduce(torch.add, [weight * part.gradient for weight, part in parts]),
-            tuple(weight * one for weight, part in parts for one in part.by_parameters),
-        )
 
 
 def gradients(value: Float[Tensor, ""], *by: Tensor) -> tuple[Tensor, ...]:

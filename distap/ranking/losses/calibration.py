@@ -32,6 +32,7 @@ class Calibration(SimilarityLoss):
     """Take means over all pairs, means over those that violate alpha or beta, or sums."""
     presets: ClassVar[Presets] = {
         "released": {"form": "violating"},
+        "tcm": {"form": "violating", "beta": 0.5},  # threshold-consistent margin (Zhang et al. 2024)
         "xbm": {"alpha": 1.0, "beta": 0.5, "form": "sum"},
     }
 

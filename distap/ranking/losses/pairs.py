@@ -1,18 +1,24 @@
-"""Losses of pairs and triplets, mined in the whole global batch: multi-similarity, contrastive, triplet."""
+"""Losses of pairs and triplets in the whole global batch: SupCon, InfoNCE, sigmoid, multi-similarity, contrastive,
+triplet."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Float64
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
-from torch import Tensor
-from torch.nn.functional import softplus
+from torch import Tensor, nn
+from torch.nn.functional import normalize, softplus
 
-from distap.ranking.losses.base import SimilarityLoss
+from distap.ranking.gathered import Gathered
+from distap.ranking.loss import Budget, LossValue
+from distap.ranking.losses.base import Rows, SimilarityLoss
+from distap.ranking.losses.steps import StepSums, hinge_step, softplus_step
 
-SMALLEST = 1e-12  # squared distance, since the root has no derivative at 0
+SMALLEST = 1e-14  # squared distance, since the root has no derivative at 0
 
 
 @dataclass(frozen=True)
@@ -20,6 +26,62 @@ class PairLoss(SimilarityLoss):
     """A loss of pairs of different images."""
 
     self_pair: Literal[False] = False
+
+
+@dataclass(frozen=True)
+class SupCon(PairLoss):
+    """Supervised contrastive loss (Khosla et al. 2020, eq. 2): a softmax over all other images, for each positive."""
+
+    temperature: PositiveFloat = 0.07
+    """Temperature of the similarities."""
+
+    def loss(
+        self, similarities: Float[Tensor, "r N"], positive: Bool[Tensor, "r N"], negative: Bool[Tensor, "r N"]
+    ) -> Float[Tensor, " r"]:
+        logits = similarities / self.temperature
+        of_all = logits.masked_fill(~(positive | negative), -torch.inf).logsumexp(1)
+        return of_all - (logits * positive).sum(1) / positive.sum(1).clamp(min=1)
+
+
+@dataclass(frozen=True)
+class InfoNCE(SupCon):
+    """InfoNCE (van den Oord et al. 2018): a softmax over each positive and all negatives, without other positives."""
+
+    def loss(
+        self, similarities: Float[Tensor, "r N"], positive: Bool[Tensor, "r N"], negative: Bool[Tensor, "r N"]
+    ) -> Float[Tensor, " r"]:
+        logits = similarities / self.temperature
+        of_negatives = logits.masked_fill(~negative, -torch.inf).logsumexp(1, keepdim=True)
+        # ln(e^p + sum of e^n) - p
+        losses = softplus(of_negatives - logits)
+        return (losses * positive).sum(1) / positive.sum(1).clamp(min=1)
+
+
+@dataclass(frozen=True)
+class Sigmoid(PairLoss):
+    """Sigmoid loss of all pairs (SigLIP, Zhai et al. 2023): the mean of softplus(-z (t s + b)), z = 1 or -1.
+
+    z is 1 for positives and -1 for negatives. The scale t = e^log_scale and the bias b are trained with the network.
+    """
+
+    scale: PositiveFloat = 10.0
+    """Scale t of similarities that training begins with."""
+    bias: float = -10.0
+    """Bias b that training begins with."""
+    needs_positives: ClassVar[bool] = False
+
+    @cached_property
+    def learned(self) -> nn.ParameterDict:
+        first = {"log_scale": math.log(self.scale), "bias": self.bias}
+        return nn.ParameterDict({name: nn.Parameter(torch.tensor(value)) for name, value in first.items()})
+
+    def loss(
+        self, similarities: Float[Tensor, "r N"], positive: Bool[Tensor, "r N"], negative: Bool[Tensor, "r N"]
+    ) -> Float[Tensor, " r"]:
+        scale, bias = (one.to(similarities) for one in (self.learned["log_scale"].exp(), self.learned["bias"]))
+        others = positive | negative
+        losses = softplus((negative.to(similarities.dtype) * 2 - 1) * (scale * similarities + bias)) * others
+        return losses.sum(1) / others.sum(1).clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -47,7 +109,17 @@ class MultiSimilarity(PairLoss):
 
 
 @dataclass(frozen=True)
-class Contrastive(PairLoss):
+class DistanceLoss(PairLoss):
+    """A loss of Euclidean distances, in float64: near 0, those of similarities in float32 are mostly rounding."""
+
+    def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
+        exact = replace(gathered, gallery=normalize(gathered.gallery.double()))
+        found = super().value_and_gradient(exact, budget)
+        return found._replace(gradient=found.gradient.to(gathered.gallery.dtype))
+
+
+@dataclass(frozen=True)
+class Contrastive(DistanceLoss):
     """Contrastive loss of distances (Hadsell et al. 2006; Radenović et al. 2018, eq. 4).
 
     A query's loss is the mean of d² / 2 over its positives, and of (margin - d)² / 2 over the negatives that are
@@ -72,10 +144,11 @@ class Contrastive(PairLoss):
 
 
 @dataclass(frozen=True)
-class Triplet(PairLoss):
+class Triplet(DistanceLoss):
     """Triplet loss, mined in the whole global batch: a mean over the triplets of each query.
 
-    These are `hardest`, one of the farthest positive and the nearest negative (Hermans et al. 2017);
+    These are `all` that violate the margin, as pytorch-metric-learning takes them; `hardest`, one of the farthest
+    positive and the nearest negative (Hermans et al. 2017), with which training from random weights often collapses;
     `hard_negative`, one of each positive and the nearest negative (Gordo et al. 2017, the baseline of Revaud et al.
     2019); or `semi_hard`, one of each positive and the nearest negative that is farther than it, if there is one
     (Schroff et al. 2015).
@@ -83,11 +156,28 @@ class Triplet(PairLoss):
 
     margin: PositiveFloat | None = 0.1
     """Margin of distances; null is the soft margin, log(1 + exp)."""
-    mining: Literal["hardest", "hard_negative", "semi_hard"] = "hardest"
-    """Take the hardest pairs; each positive with the nearest negative; or with the nearest negative that is farther
-    than it."""
+    mining: Literal["all", "hardest", "hard_negative", "semi_hard"] = "all"
+    """Take all triplets within the margin; the hardest pairs; each positive with the nearest negative; or with the
+    nearest negative that is farther than it."""
     squared: bool = False
     """Compare squared distances, as Gordo et al. and Schroff et al. do."""
+
+    def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, ...]:
+        if self.mining != "all":
+            return super().value_and_slopes(rows, totals)
+        distances = _squared(rows.similarities) if self.squared else _distances(rows.similarities)
+        # Negatives and positives by -distance: the nearer a negative is than a positive, the more it violates.
+        near = replace(rows, similarities=-distances)
+        sums = StepSums(softplus_step, (1.0,), rows.pairs, rows.same_class.shape[1])
+        if self.margin is not None:
+            sums = StepSums(hinge_step, (1.0, self.margin), rows.pairs, rows.same_class.shape[1])
+        losses, violating = sums.counts(near.negatives, near.positives)
+        many = (~near.negatives.isinf()).sum(1, keepdim=True) if self.margin is None else violating
+        triplets = (many * rows.is_positive).sum(1, keepdim=True).clamp(min=1)
+        by_loss = rows.weights[:, None] * rows.is_positive / triplets
+        slopes = rows.with_positives(sums.slopes(near.negatives, near.positives, by_loss), -by_loss * violating)
+        value = (losses * rows.is_positive / triplets).sum(1)
+        return value.double(), slopes * (2 if self.squared else 1 / distances * (distances > SMALLEST**0.5))
 
     def loss(
         self, similarities: Float[Tensor, "r N"], positive: Bool[Tensor, "r N"], negative: Bool[Tensor, "r N"]

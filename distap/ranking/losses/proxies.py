@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
 from distap.errors import DistapError
-from distap.ranking.loss import Budget, Gathered, LossValue, QueryWeights, SizedLoss, strips
+from distap.ranking.gathered import Gathered, QueryWeights
+from distap.ranking.loss import Budget, LossValue, SizedLoss, strips
 from distap.ranking.losses.base import gradients
 
 

@@ -1,132 +1,37 @@
-"""Losses that rank pairwise with a smooth step: Smooth-AP and SupAP.
+"""Losses of smooth ranks: Smooth-AP, SupAP, recall@k and PNP.
 
-The rank of a positive k is one more than the number of images before it, and a step function h of s_j - s_k says
-how much image j counts as before k. With R⁺ the rank among the positives and R⁻ the number of negatives before,
-AP = mean over k of R⁺ / (R⁺ + R⁻). Time, but no memory, grows with the number of positives: B² P.
+The rank of a positive k is one more than the number of images before it, and a step function of s_j - s_k says how
+much image j counts as before k. With R⁺ the rank among the positives and R⁻ the number of negatives before, the AP is
+the mean over k of R⁺ / (R⁺ + R⁻). Time, but no memory, grows with the number of positives: B² P.
 """
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Float64
-from pydantic import NonNegativeFloat, PositiveFloat
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from distap.ranking import compiling
-from distap.ranking.compiling import Function
 from distap.ranking.loss import Presets
 from distap.ranking.losses.base import Rows, SimilarityLoss
-
-Similarities = Float[Tensor, "r _c"]  # those of a positive and what belongs to it are (r, 1)
-
-# Each function goes over one row of similarities for one positive. `..._counts` gives how many images come before
-# the positive, (r,). `..._slopes` adds their derivative, times `by_count`, to `total`, (r, c), and gives also its
-# sum, (r,), by which the positive itself moves the other way.
-
-
-def sigmoid_counts(similarities: Similarities, positive: Similarities, tau: float) -> Float[Tensor, " r"]:
-    return torch.sigmoid((similarities - positive) / tau).sum(1)
-
-
-def sigmoid_slopes(
-    total: Similarities, similarities: Similarities, positive: Similarities, by_count: Similarities, tau: float
-) -> tuple[Similarities, Float[Tensor, " r"]]:
-    step = torch.sigmoid((similarities - positive) / tau)
-    slope = by_count / tau * step * (1 - step)
-    return total + slope, slope.sum(1)
-
-
-def bounding_counts(similarities: Similarities, positive: Similarities, *step: float) -> Float[Tensor, " r"]:
-    """Count negatives with SupAP's step (Ramzi et al. 2021, eq. 5)."""
-    tau, rho, delta, offset, start = step
-    t = similarities - positive
-    return torch.where(t > delta, rho * t + offset, torch.sigmoid(t / tau) + start * (t > tie_width(t))).sum(1)
-
-
-def bounding_slopes(
-    total: Similarities, similarities: Similarities, positive: Similarities, by_count: Similarities, *step: float
-) -> tuple[Similarities, Float[Tensor, " r"]]:
-    tau, rho, delta, *_ = step
-    t = similarities - positive
-    height = torch.sigmoid(t / tau)
-    slope = by_count * torch.where(t > delta, rho, height * (1 - height) / tau)
-    return total + slope, slope.sum(1)
-
-
-def tie_width(similarities: Tensor) -> float:
-    """Return the difference up to which rounding may have separated two equal similarities."""
-    return 16 * torch.finfo(similarities.dtype).eps
+from distap.ranking.losses.steps import Step, StepSums, bounding_step, sigmoid_step, tie_width
 
 
 @dataclass(frozen=True)
-class SmoothAP(SimilarityLoss):
-    """Smooth-AP (Brown et al. 2020, eq. 5 to 8), with a sigmoid as the step."""
-
-    tau: PositiveFloat = 0.01
-    """Temperature of the sigmoid, in units of similarity."""
-    is_ap: ClassVar[bool] = True
-    step_functions: ClassVar[tuple[Function, Function]] = (sigmoid_counts, sigmoid_slopes)
-
-    def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, Tensor]:
-        negatives, step = rows.negatives, self.negative_step()
-        count, slopes = self.step_functions
-        if rows.pairs >= compiling.PAYS_FROM_PAIRS:
-            count, slopes = map(compiling.compiled, self.step_functions)
-        # One positive at a time, (r, N) each: all P at once would take P times the memory.
-        columns = range(rows.positives.shape[1])
-        before = torch.stack([count(negatives, rows.positives[:, k, None], *step) for k in columns], dim=1)
-        rank = self.positive_ranks(rows)
-        total = rank + before
-        precision = (rank / total * rows.is_positive).sum(1, keepdim=True) / rows.positive_count
-        # d(1 - AP) by R⁻ and by R⁺. The second is formed from R⁻ itself, so that it is 0 where R⁻ is.
-        share = rows.weights[:, None] * rows.is_positive / (rows.positive_count * total.square())
-        by_before, by_rank = share * rank, -share * before
-        by_positive = self.positive_slopes(rows, by_rank)
-        by_negative = torch.zeros_like(negatives)
-        for k in columns:
-            by_negative, of_positive = slopes(
-                by_negative, negatives, rows.positives[:, k, None], by_before[:, k, None], *step
-            )
-            by_positive[:, k] -= of_positive
-        return 1 - precision[:, 0].double(), rows.with_positives(by_negative, by_positive)
-
-    def negative_step(self) -> tuple[float, ...]:
-        """Return the last arguments of `step_functions`."""
-        return (self.tau,)
-
-    def positive_ranks(self, rows: Rows) -> Float[Tensor, "r P"]:
-        """Return R⁺ of each positive: 1 + the sum of sigmoids over the other positives."""
-        others = rows.counted_positives
-        ranks = [sigmoid_counts(others, others[:, k, None], self.tau) for k in range(others.shape[1])]
-        # The sum counts k itself with 0.5, so 0.5 more makes it 1; for padding it is not a number, and not used.
-        return torch.where(rows.is_positive, torch.stack(ranks, dim=1) + 0.5, 1)
-
-    def positive_slopes(self, rows: Rows, by_rank: Float[Tensor, "r P"]) -> Float[Tensor, "r P"]:
-        """Turn the derivative by R⁺ into one by positives: each moves the ranks of others, and is moved by them."""
-        others = rows.counted_positives
-        total = torch.zeros_like(others)
-        for k in range(others.shape[1]):
-            center = rows.positives[:, k, None]
-            total, of_k = sigmoid_slopes(total, others, center, by_rank[:, k, None], self.tau)
-            total[:, k] -= of_k
-        return total
-
-
-@dataclass(frozen=True)
-class SupAP(SmoothAP):
-    """SupAP (Ramzi et al. 2021, eq. 4 and 5), with steps that bound the AP loss from above.
+class BoundingStep(SimilarityLoss):
+    """SupAP's step in place of the sigmoid (Ramzi et al. 2021, eq. 4 and 5).
 
     Positives before a positive are counted exactly, [s_j >= s_k], without gradient. A negative counts
     sigmoid(t / tau) for t = s_j - s_k <= 0, `start` more up to delta, and a line of slope rho beyond, so that a
-    negative far before a positive keeps a gradient.
-
-    1 - AP <= SupAP holds if `start` is 0.5 and no negative ties with a positive: at t = 0 a negative counts half,
-    whereas an AP that breaks ties against the query counts it whole. Similarities that rounding may have parted count
-    as a tie, so that duplicates are one whatever the size of the tiles.
+    negative far before a positive keeps a gradient. Similarities that rounding may have parted count as a tie, so
+    that duplicates are one whatever the size of the tiles.
     """
 
+    tau: PositiveFloat = 0.01
+    """Temperature of the sigmoid, in units of similarity."""
     rho: NonNegativeFloat = 100.0
     """Slope of the step's line, per unit of similarity."""
     delta: NonNegativeFloat | None = None
@@ -135,22 +40,178 @@ class SupAP(SmoothAP):
     """Offset of the step's line rho t + offset; null continues the step at delta without a jump."""
     start: NonNegativeFloat = 0.5
     """Height added to the step where the difference of similarity t is above 0."""
-    # elias-ramzi/ROADMAP: roadmap/losses/smooth_rank_ap.py has rho (t - delta) + 1.44 since November 2022.
-    presets: ClassVar[Presets] = {"released": {"offset": -3.56, "delta": 0.05}}
-    step_functions: ClassVar[tuple[Function, Function]] = (bounding_counts, bounding_slopes)
+    step: ClassVar[Step] = staticmethod(bounding_step)
+    counts_exactly: ClassVar[bool] = True
 
-    def negative_step(self) -> tuple[float, ...]:
+    def step_numbers(self) -> tuple[float, ...]:
         delta = self.tau * math.log(99) if self.delta is None else self.delta
         at_delta = self.start + 1 / (1 + math.exp(-delta / self.tau))
         offset = at_delta - self.rho * delta if self.offset is None else self.offset
         return self.tau, self.rho, delta, offset, self.start
 
+
+def at_least(ordered: Float[Tensor, "r n"], positives: Float[Tensor, "r P"]) -> Float[Tensor, "r P"]:
+    """Count the similarities, in ascending order, that are not below each positive's or that tie with it."""
+    below = torch.searchsorted(ordered.contiguous(), (positives - tie_width(positives)).contiguous())
+    return (ordered.shape[1] - below).to(positives.dtype)
+
+
+@dataclass(frozen=True)
+class RankLoss(SimilarityLoss):
+    """A function of the smooth ranks of a query's positives.
+
+    A subclass writes `of_ranks`. Negatives count by `step`, positives by a sigmoid or exactly, without gradient.
+    """
+
+    tau: PositiveFloat = 0.01
+    """Temperature of the sigmoid, in units of similarity."""
+    step: ClassVar[Step] = staticmethod(sigmoid_step)
+    counts_exactly: ClassVar[bool] = False
+    query_is_counted: ClassVar[bool] = False  # before its positives, though it is none of them
+
+    @abstractmethod
+    def of_ranks(self, among: Float[Tensor, "r P"], before: Float[Tensor, "r P"], rows: Rows) -> Float[Tensor, " r"]:
+        """Return each query's loss from the ranks R⁺ among positives and the counts R⁻ of negatives, differentiable.
+
+        Padding has finite numbers; `rows.is_positive` tells which are to be taken.
+        """
+
+    def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, ...]:
+        negatives = rows.negatives
+        if self.query_is_counted:
+            own = rows.queries[:, None]
+            negatives = negatives.scatter(1, own, rows.similarities.gather(1, own))
+        sums = StepSums(self.step, self.step_numbers(), rows.pairs, rows.same_class.shape[1])
+        before, falls = sums.counts(negatives, rows.positives)
+        with torch.inference_mode(False), torch.enable_grad():
+            ranks = [one.clone().requires_grad_() for one in (self.positive_ranks(rows), before)]
+            # Autograd refuses what was made under the caller's inference mode.
+            value = self.of_ranks(ranks[0], ranks[1], replace(rows, is_positive=rows.is_positive.clone()))
+            by_among, by_before = torch.autograd.grad(
+                (rows.weights.clone() * value).sum(), ranks, allow_unused=True, materialize_grads=True
+            )
+        by_positive = self.positive_slopes(rows, by_among) - by_before * falls
+        by_negative = sums.slopes(negatives, rows.positives, by_before)
+        return value.detach().double(), rows.with_positives(by_negative, by_positive)
+
+    def step_numbers(self) -> tuple[float, ...]:
+        """Return what `step` takes next to the differences of similarities."""
+        return (self.tau,)
+
     def positive_ranks(self, rows: Rows) -> Float[Tensor, "r P"]:
-        # Exact; positives of the same similarity all come before.
+        """Return R⁺ of each positive: 1 + the number of other positives before it."""
         others = rows.counted_positives
-        ordered = others.sort(dim=1).values.contiguous()
-        # Those of at least this similarity; k itself is one of them.
-        return others.shape[1] - torch.searchsorted(ordered, others - tie_width(others)).to(others.dtype)
+        if self.counts_exactly:
+            return at_least(others.sort(dim=1).values, others)  # the positive itself is one of them
+        counts, _ = self._among(rows).counts(others, rows.positives)
+        # The sum counts k itself with 0.5, so 0.5 more makes it 1.
+        return torch.where(rows.is_positive, counts + 0.5, 1)
 
     def positive_slopes(self, rows: Rows, by_rank: Float[Tensor, "r P"]) -> Float[Tensor, "r P"]:
-        return torch.zeros_like(by_rank)  # they are counted without gradient
+        """Turn the derivative by R⁺ into one by positives: each moves the ranks of others, and is moved by them."""
+        if self.counts_exactly:
+            return torch.zeros_like(by_rank)
+        sums, others = self._among(rows), rows.counted_positives
+        _, falls = sums.counts(others, rows.positives)
+        return sums.slopes(others, rows.positives, by_rank) - by_rank * falls
+
+    def _among(self, rows: Rows) -> StepSums:
+        return StepSums(sigmoid_step, (self.tau,), rows.pairs, rows.same_class.shape[1])
+
+
+@dataclass(frozen=True)
+class SmoothAP(RankLoss):
+    """Smooth-AP (Brown et al. 2020, eq. 5 to 8), with a sigmoid as the step."""
+
+    is_ap: ClassVar[bool] = True
+
+    def of_ranks(self, among: Float[Tensor, "r P"], before: Float[Tensor, "r P"], rows: Rows) -> Float[Tensor, " r"]:
+        # In this form the derivative by R⁺ is 0 where R⁻ is.
+        precision = 1 / (1 + before / among)
+        return 1 - (precision * rows.is_positive / rows.positive_count).sum(1)
+
+
+@dataclass(frozen=True)
+class SupAP(BoundingStep, SmoothAP):
+    """SupAP (Ramzi et al. 2021), whose steps bound the AP loss from above.
+
+    1 - AP <= SupAP holds if `start` is 0.5 and no negative ties with a positive: at t = 0 a negative counts half,
+    whereas an AP that breaks ties against the query counts it whole.
+    """
+
+    # elias-ramzi/ROADMAP: roadmap/losses/smooth_rank_ap.py has rho (t - delta) + 1.44 since November 2022.
+    presets: ClassVar[Presets] = {"released": {"offset": -3.56, "delta": 0.05}}
+
+
+@dataclass(frozen=True)
+class RecallAtK(RankLoss):
+    """The recall@k surrogate RS@k (Patel et al. 2022): smooth ranks, then a smooth count of those up to k."""
+
+    ks: tuple[PositiveInt, ...] = (1, 2, 4, 8, 16)
+    """Numbers k of images, whose recalls are averaged."""
+    hit_tau: PositiveFloat = 1.0
+    """Temperature of the sigmoid by which a positive of rank r counts as among the first k, in ranks."""
+    form: Literal["paper", "released", "suprank", "oml"] = "paper"
+    """Leave the query out and divide hits by the number of positives (paper); count the query's own row in every
+    rank, and at most k hits, over min(k, positives) (released); take the query as a positive (suprank); or that, by
+    Euclidean distances, with k + 1 hits and ranks from 0.5 (oml)."""
+    self_pair: Literal[True] = True
+    """Whether a query is a positive of its own: `form` says it."""
+    # yash0307/RecallatK_surrogate ed05202, elias-ramzi/SupRank d3d0e3c, OML-Team/open-metric-learning.
+    presets: ClassVar[Presets] = {name: {"form": name} for name in ("paper", "released", "suprank")} | {
+        "oml": {"form": "oml", "ks": (5,)}
+    }
+
+    @property
+    def query_is_counted(self) -> bool:  # type: ignore[override]
+        return self.form == "released"
+
+    def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, ...]:
+        if self.form != "oml":
+            return super().value_and_slopes(rows if self.form == "suprank" else rows.without_query(), totals)
+        distances = (2 - 2 * rows.similarities).clamp(min=1e-12).sqrt()
+        value, slopes = super().value_and_slopes(replace(rows, similarities=-distances), totals)
+        return value, slopes / distances
+
+    def of_ranks(self, among: Float[Tensor, "r P"], before: Float[Tensor, "r P"], rows: Rows) -> Float[Tensor, " r"]:
+        ranks, recalls = among + before - 0.5 * (self.form == "oml"), list[Tensor]()
+        for given in self.ks:
+            k = min(given, rows.similarities.shape[1]) if self.form == "released" else given + (self.form == "oml")
+            hits = (torch.sigmoid((k - ranks) / self.hit_tau) * rows.is_positive).sum(1)
+            most = rows.positive_count[:, 0]
+            recalls.append(
+                hits / most
+                if self.form == "paper"
+                else (hits.clamp(max=k) if self.form == "released" else hits) / most.clamp(max=k)
+            )
+        return 1 - torch.stack(recalls).mean(0)
+
+
+@dataclass(frozen=True)
+class SupRecallAtK(BoundingStep, RecallAtK):
+    """RS@k with SupAP's steps in place of sigmoids (Ramzi et al. 2025)."""
+
+    presets: ClassVar[Presets] = {"suprank": {"form": "suprank", "offset": -3.56, "delta": 0.05}}
+
+
+@dataclass(frozen=True)
+class PNP(RankLoss):
+    """Penalise negatives before positives (Li et al. 2022): a function of the number R of negatives before each."""
+
+    form: Literal["O", "I_u", "I_b", "D_s", "D_q"] = "D_q"
+    """Take R (O), (1 + R) ln(1 + R) (I_u), (bR - ln(1 + bR)) / b² (I_b), ln(1 + R) (D_s) or 1 - (1 + R)^-alpha
+    (D_q)."""
+    b: PositiveFloat = 2.0
+    """Number b of the form I_b."""
+    alpha: PositiveFloat = 1.0
+    """Exponent of the form D_q."""
+
+    def of_ranks(self, among: Float[Tensor, "r P"], before: Float[Tensor, "r P"], rows: Rows) -> Float[Tensor, " r"]:
+        penalty = {
+            "O": lambda: before,
+            "I_u": lambda: (1 + before) * before.log1p(),
+            "I_b": lambda: (self.b * before - (self.b * before).log1p()) / self.b**2,
+            "D_s": before.log1p,
+            "D_q": lambda: 1 - (1 + before) ** -self.alpha,
+        }[self.form]()
+        return (penalty * rows.is_positive / rows.positive_count).sum(1)

@@ -1,0 +1,104 @@
+"""The global batch as every rank holds it when it is ranked."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Float64, Int64
+from torch import Tensor
+
+from distap.randomness import seed_for
+from distap.world import World
+
+QueryWeights = Literal["uniform", "class"]
+LOSS = 4  # first word of the key that seeds losses
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The global batch, the same on every rank, and which of its rows belong to this rank.
+
+    Of the batch's slots, B take part: images that could be read and whose descriptor is finite. They are the queries.
+    They are ranked against a gallery of N images: the batch itself, then the descriptors that a cross-batch memory
+    remembers of earlier steps.
+    """
+
+    gallery: Float[Tensor, "N C"]  # the batch comes first
+    gallery_levels: Int64[Tensor, "N L"]  # class numbers, from the finest level to the coarsest
+    images: Int64[Tensor, " B"]  # number of each image in its data set, -1 if unknown
+    own: Int64[Tensor, " b"]  # positions of this rank's rows among the B, ascending
+    taking_part: Bool[Tensor, " slots"]
+    world: World
+    key: tuple[int, int] = (0, 0)  # seed and step
+    of_unit_length: bool = True  # an image's similarity to itself is constant
+
+    @property
+    def seed(self) -> int:
+        """Return the seed of what a loss draws, the same on every rank."""
+        return seed_for(LOSS, *self.key, int(self.labels.sum()))
+
+    @property
+    def gallery_labels(self) -> Int64[Tensor, " N"]:
+        return self.gallery_levels[:, 0]
+
+    @property
+    def descriptors(self) -> Float[Tensor, "B C"]:
+        return self.gallery[: len(self.images)]
+
+    @property
+    def labels(self) -> Int64[Tensor, " B"]:
+        return self.gallery_labels[: len(self.images)]
+
+    @property
+    def levels(self) -> Int64[Tensor, "B L"]:
+        return self.gallery_levels[: len(self.images)]
+
+    @property
+    def local(self) -> Bool[Tensor, " slots_of_rank"]:
+        """Return which of this rank's slots take part."""
+        return self.taking_part[self.world.rank :: self.world.size]
+
+    @cached_property
+    def class_sizes(self) -> Int64[Tensor, "N L"]:
+        """Return the number of gallery images in each image's class, at each level."""
+        # Of the gallery, not of the batch: a remembered image makes a lone one of the batch a query.
+        return torch.stack([_sizes(column) for column in self.gallery_levels.unbind(1)], dim=1)
+
+    def query_weights(
+        self, weights: QueryWeights = "uniform", smallest: int = 2, level: int = 0
+    ) -> Float64[Tensor, " B"]:
+        """Return each query's weight in the mean; weights sum to 1.
+
+        `uniform` weighs every query the same, `class` every class (Revaud et al. 2019, fig. 5). A query whose class
+        at `level` holds fewer than `smallest` images has no weight.
+        """
+        weight = (self.class_sizes[: len(self.images), level] >= smallest).double()
+        if weights == "class":
+            weight = weight / _sizes(self.labels)
+        return weight / weight.sum()
+
+    def share(self, rows: Float[Tensor, "b *K"]) -> Float[Tensor, "B *K"]:
+        """Return every rank's rows, in the order of `descriptors`."""
+        return self.world.gather_rows(self.spread(rows), len(self.taking_part))[self.taking_part]
+
+    def spread(self, rows: Float[Tensor, "b *K"], fill: float = 0.0) -> Float[Tensor, "slots_of_rank *K"]:
+        """Spread this rank's rows to its slots, with `fill` at slots that take no part."""
+        full = rows.new_full((len(self.local), *rows.shape[1:]), fill)
+        full[self.local] = rows
+        return full
+
+    def sum_own(self, rows: Float[Tensor, "B K"]) -> Float[Tensor, "b K"]:
+        """Sum the ranks' tables and return this rank's rows of the sum."""
+        if self.world.size == 1:
+            return rows[self.own]
+        # Slots, unlike the B rows, are shared out evenly, so that ranks need not tell each other how many they have.
+        full = rows.new_zeros(len(self.taking_part), rows.shape[1])
+        full[self.taking_part] = rows
+        return self.world.reduce_rows(full)[self.local]
+
+
+def _sizes(labels: Int64[Tensor, " N"]) -> Int64[Tensor, " N"]:
+    """Return how often each label occurs among them."""
+    _, classes, counts = torch.unique(labels, return_inverse=True, return_counts=True)
+    return counts[classes]

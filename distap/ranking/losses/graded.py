@@ -1,0 +1,163 @@
+"""Losses of graded relevance, for labels of several levels: hierarchical AP and NDCG.
+
+The level of a pair is the number of levels at which both images are of one class: L for the same class at the finest
+level, which the query has with itself, and 0 for no class in common.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Float64, Int64
+from pydantic import PositiveFloat
+from torch import Tensor
+
+from distap.ranking.loss import Presets
+from distap.ranking.losses.base import Rows, SimilarityLoss, padded_columns
+from distap.ranking.losses.smooth import BoundingStep, at_least
+from distap.ranking.losses.steps import Step, StepSums, sigmoid_step
+
+
+class OfLevel(NamedTuple):
+    """The P images of one level of each of r queries."""
+
+    columns: Int64[Tensor, "r P"]
+    is_real: Bool[Tensor, "r P"]  # which are no padding
+    relevance: Float[Tensor, "r 1"]
+    gain: Float[Tensor, "r P"]  # sum of min(relevance of j, relevance of k) over all j not behind k, k itself too
+    rank: Float[Tensor, "r P"]  # by steps, differentiable
+
+
+@dataclass(frozen=True)
+class GradedLoss(SimilarityLoss):
+    """A function of the smooth ranks of all images that share a class with the query at some level."""
+
+    tau: PositiveFloat = 0.01
+    """Temperature of the sigmoid, in units of similarity."""
+    self_pair: Literal[True] = True
+    """A query is its own most relevant image."""
+    query_level: ClassVar[int] = -1
+    step: ClassVar[Step] = staticmethod(sigmoid_step)
+    counts_exactly: ClassVar[bool] = False  # images of no less relevance, without gradient
+
+    @abstractmethod
+    def relevances(self, sizes: Float[Tensor, "r levels"]) -> Float[Tensor, "r levels"]:
+        """Return the relevance of each level from 0, given how many images a query has at each."""
+
+    @abstractmethod
+    def score(self, levels: list[OfLevel], sizes: Float[Tensor, "r levels"]) -> Float[Tensor, " r"]:
+        """Return each query's score, 1 for a perfect ranking, from the images of levels 1 to L; differentiable."""
+
+    def step_numbers(self) -> tuple[float, ...]:
+        return (self.tau,)
+
+    def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, ...]:
+        similarities, of_query = rows.similarities, rows.levels[rows.queries]
+        level = torch.zeros(similarities.shape, dtype=torch.int64, device=similarities.device)
+        for column in range(rows.levels.shape[1]):
+            level += of_query[:, column, None] == rows.levels[:, column]
+        sizes = torch.stack([(level == each).sum(1) for each in range(rows.levels.shape[1] + 1)], 1).to(similarities)
+        relevance = self.relevances(sizes)
+        sums = StepSums(self.step, self.step_numbers(), rows.pairs, int(sizes[:, 1:].sum(1).max()))
+        found = list(self._levels(rows, level, relevance, sums))
+        with torch.inference_mode(False), torch.enable_grad():
+            # Autograd refuses what was made under the caller's inference mode, so that it works with copies.
+            levels = [OfLevel(*(each.clone() for each in one)) for *_, one in found]
+            ranks = [one.rank.requires_grad_() for one in levels]
+            value = 1 - self.score(levels, sizes.clone())
+            by_rank = torch.autograd.grad((rows.weights.clone() * value).sum(), ranks)
+        slopes = torch.zeros_like(similarities)
+        for (columns, others, falls, one), by in zip(found, by_rank, strict=True):
+            own = similarities.gather(1, one.columns)
+            slopes.scatter_add_(1, columns, sums.slopes(others, own, by))
+            slopes.scatter_add_(1, one.columns, -by * falls)
+        return value.detach().double(), slopes
+
+    def _levels(
+        self, rows: Rows, level: Int64[Tensor, "r N"], relevance: Float[Tensor, "r levels"], sums: StepSums
+    ) -> Iterator[tuple[Int64[Tensor, "r M"], Float[Tensor, "r M"], Float[Tensor, "r P"], OfLevel]]:
+        """Yield for levels 1 to L what counts smoothly, by column, how fast counts fall, and the level's images."""
+        similarities = rows.similarities
+        columns = [padded_columns(level == each, rows.queries) for each in range(1, relevance.shape[1])]
+        ordered = [
+            similarities.gather(1, chosen).masked_fill(~is_real, -torch.inf).sort(dim=1).values
+            for chosen, is_real in columns
+        ]
+        for number, (chosen, is_real) in enumerate(columns, 1):
+            own, of_own = similarities.gather(1, chosen), relevance[:, number, None]
+            rank, gain, others = torch.zeros_like(own), torch.zeros_like(own), similarities
+            behind = torch.arange(others.shape[1], device=others.device).expand_as(others)
+            for of_others, scores in zip(relevance[:, 1:].split(1, dim=1), ordered, strict=True):
+                before = at_least(scores, own)
+                gain += torch.minimum(of_own, of_others) * before
+                rank += before * (of_others >= of_own)
+            if self.counts_exactly:
+                behind, is_less = padded_columns(relevance.gather(1, level) < of_own, rows.queries)
+                others = similarities.gather(1, behind).masked_fill(~is_less, -torch.inf)
+            else:
+                rank = torch.full_like(rank, 0.5)  # the image itself, which the sum of sigmoids counts by half
+            counts, falls = sums.counts(others, own)
+            yield behind, others, falls, OfLevel(chosen, is_real, of_own, gain, rank + counts)
+
+
+@dataclass(frozen=True)
+class HierarchicalAP(BoundingStep, GradedLoss):
+    """Hierarchical AP (Ramzi et al. 2022), whose precision at an image counts what both share of relevance.
+
+    Images of no less relevance are counted exactly, without gradient, and others by SupAP's step.
+    """
+
+    relevance: Literal["pop", "map"] = "pop"
+    """Share each level's relevance out among its images (pop), as the paper does; or make the loss the mean over
+    levels of their APs (map)."""
+    alpha: PositiveFloat = 1.0
+    """Exponent of the relevance of a level, (level / L)^alpha; more favours the finest level."""
+    counts_exactly: ClassVar[bool] = True
+    # elias-ramzi/HAPPIER 5af91b3: happier/losses/rank_losses.py, and its configuration for iNaturalist.
+    presets: ClassVar[Presets] = {
+        "released": {"offset": -3.56, "delta": 0.05},
+        "inaturalist": {"offset": -4.0, "delta": 0.05, "start": 0.0},
+    }
+
+    def relevances(self, sizes: Float[Tensor, "r levels"]) -> Float[Tensor, "r levels"]:
+        last = sizes.shape[1] - 1
+        if self.relevance == "pop":
+            weight = (torch.arange(last + 1, device=sizes.device, dtype=sizes.dtype) / last) ** self.alpha
+            return torch.where(sizes > 0, weight / sizes.clamp(min=1), 0)
+        # An image of level l is a positive of levels 1 to l; each level's AP divides by the number of its positives.
+        positives = sizes.flip(1).cumsum(1).flip(1)
+        of_level = 1 / (last * positives)
+        return torch.cat([torch.zeros_like(of_level[:, :1]), of_level[:, 1:].cumsum(1)], dim=1)
+
+    def score(self, levels: list[OfLevel], sizes: Float[Tensor, "r levels"]) -> Float[Tensor, " r"]:
+        total = torch.stack([(one.relevance * one.is_real).sum(1) for one in levels]).sum(0)
+        return torch.stack([(one.gain / one.rank * one.is_real).sum(1) for one in levels]).sum(0) / total
+
+
+@dataclass(frozen=True)
+class SmoothNDCG(GradedLoss):
+    """Normalised discounted cumulative gain, 2^level - 1 over log2(1 + rank), of smooth ranks (Ramzi et al. 2025)."""
+
+    def relevances(self, sizes: Float[Tensor, "r levels"]) -> Float[Tensor, "r levels"]:
+        return (2 ** torch.arange(sizes.shape[1], device=sizes.device, dtype=sizes.dtype) - 1).expand_as(sizes)
+
+    def score(self, levels: list[OfLevel], sizes: Float[Tensor, "r levels"]) -> Float[Tensor, " r"]:
+        # The best order has the images of the highest level first, each in a place of its own.
+        places = torch.arange(int(sizes.sum(1).max()) + 1, device=sizes.device, dtype=sizes.dtype)
+        discounts = torch.cat([places[:1], 1 / torch.log2(1 + places[1:])]).cumsum(0)
+        upward, gain, best = sizes.flip(1).cumsum(1).flip(1).long(), list[Tensor](), list[Tensor]()
+        for number, one in enumerate(levels, 1):
+            gain.append((one.relevance * one.is_real / torch.log2(1 + one.rank)).sum(1))
+            ideal = discounts[upward[:, number]] - discounts[(upward[:, number] - sizes[:, number].long())]
+            best.append(one.relevance[:, 0] * ideal)
+        return torch.stack(gain).sum(0) / torch.stack(best).sum(0)
+
+
+@dataclass(frozen=True)
+class SupNDCG(BoundingStep, SmoothNDCG):
+    """NDCG whose ranks count images of no less relevance exactly, and others by SupAP's step."""
+
+    counts_exactly: ClassVar[bool] = True
+    presets: ClassVar[Presets] = {"released": {"offset": -3.56, "delta": 0.05}}

@@ -1,0 +1,73 @@
+"""SiMix: mix the descriptors of a class into virtual images, and rank these as well."""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor, nn
+
+from distap.ranking.gathered import Gathered
+from distap.ranking.loss import Budget, Loss, LossValue
+from distap.ranking.losses.base import SimilarityLoss
+from distap.ranking.losses.smooth import RecallAtK
+from distap.ranking.losses.sums import Inner
+
+
+@dataclass(frozen=True)
+class SiMix(Loss):
+    """A loss of similarities over a batch and virtual images of its classes (Patel et al. 2022).
+
+    Every pair a, b of a class gives one virtual descriptor α a + (1 - α) b with α uniform in 0 to 1, which is not
+    normalised again, so that its similarities are mixed likewise. They are queries, positives of their class and
+    negatives of others: a class of 4 becomes one of 10. α depends on seed, step and pair, and carries no gradient.
+    """
+
+    inner: Inner = field(default_factory=RecallAtK)
+    """Loss of similarities of images and virtual images, such as recall_at_k or {name: smooth_ap, tau: 0.05}."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, SimilarityLoss):
+            raise ValueError(f"inner is {type(self.inner).__name__}, which is no loss of similarities by query")
+
+    @property
+    def learned(self) -> nn.Module | None:
+        return self.inner.learned
+
+    def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
+        first, second = _pairs_of_classes(gathered.labels)
+        generator = torch.Generator().manual_seed(gathered.seed)
+        alpha = torch.rand(len(first), 1, generator=generator, dtype=torch.float64).to(gathered.gallery)
+        batch, world = len(gathered.images), gathered.world
+        virtual = alpha * gathered.gallery[first] + (1 - alpha) * gathered.gallery[second]
+        # Virtual images are dealt out to the ranks like slots: behind those of the batch, before a memory's images.
+        taking_part = torch.cat([gathered.taking_part, gathered.taking_part.new_ones(len(first))])
+        own = torch.arange(len(taking_part), device=taking_part.device) % world.size == world.rank
+        whole = replace(
+            gathered,
+            gallery=torch.cat([gathered.descriptors, virtual, gathered.gallery[batch:]]),
+            gallery_levels=torch.cat([gathered.levels, gathered.levels[first], gathered.gallery_levels[batch:]]),
+            images=torch.cat([gathered.images, torch.full_like(first, -1)]),
+            own=own[taking_part].nonzero().flatten(),
+            taking_part=taking_part,
+            of_unit_length=False,
+        )
+        value, per_query, gradient, by_parameters = self.inner.value_and_gradient(whole, budget)
+        real = len(gathered.own)
+        mine = whole.own[real:] - batch  # virtual images of this rank, whose gradient goes to their parents
+        of_parents = torch.zeros_like(gathered.descriptors)
+        of_parents.index_add_(0, first[mine], alpha[mine] * gradient[real:])
+        of_parents.index_add_(0, second[mine], (1 - alpha[mine]) * gradient[real:])
+        per_query = None if per_query is None else per_query[:real]
+        return LossValue(value, per_query, gradient[:real] + gathered.sum_own(of_parents), by_parameters)
+
+
+def _pairs_of_classes(labels: Int64[Tensor, " B"]) -> tuple[Int64[Tensor, " V"], Int64[Tensor, " V"]]:
+    """Return the rows of all pairs of images of one class."""
+    order = labels.argsort(stable=True)
+    _, sizes = torch.unique_consecutive(labels[order], return_counts=True)
+    starts, pairs = sizes.cumsum(0) - sizes, list[Tensor]()
+    for size in sizes.unique().tolist():
+        within = torch.combinations(torch.arange(size, device=labels.device))
+        pairs.append((starts[sizes == size, None, None] + within).view(-1, 2))
+    first, second = order[torch.cat(pairs)].unbind(1)
+    return first, second

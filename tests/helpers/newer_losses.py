@@ -1,0 +1,185 @@
+"""Losses since 2021, written slowly and obviously from their definitions, for whole batches."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def sigma(t: Tensor, tau: float) -> Tensor:
+    return 1 / (1 + torch.exp((-t / tau).clamp(-700, 700)))
+
+
+def step(t: Tensor, tau: float, rho: float, delta: float | None, offset: float | None, start: float) -> Tensor:
+    """SupAP's step, by cases."""
+    delta = tau * math.log(99) if delta is None else delta
+    offset = 1 / (1 + math.exp(-delta / tau)) + start - rho * delta if offset is None else offset
+    if t > delta:
+        return rho * t + offset
+    return sigma(t, tau) + (start if t > 1e-14 else 0)
+
+
+def is_before(s: Tensor, than: Tensor) -> bool:
+    return bool(s >= than - 1e-14)
+
+
+def recall_at_k(
+    similarities: Tensor,
+    query: int,
+    same: list[int],
+    other: list[int],
+    ks: tuple[int, ...] = (1, 2, 4, 8, 16),
+    tau: float = 0.01,
+    hit_tau: float = 1.0,
+    form: str = "paper",
+    **bounding: Any,
+) -> Tensor:
+    scores = -(2 - 2 * similarities).clamp(min=1e-12).sqrt() if form == "oml" else similarities
+    positives = [query, *same] if form in ("suprank", "oml") else same
+    ranks = []
+    for k in positives:
+        before = [j for j in (*positives, *other) if j != k] + ([query] if form == "released" else [])
+        rank = torch.full((), 0.5 if form == "oml" else 1.0, dtype=scores.dtype)
+        for j in before:
+            if not bounding:
+                rank = rank + sigma(scores[j] - scores[k], tau)
+            elif j in other:
+                rank = rank + step(scores[j] - scores[k], tau, **bounding)
+            else:
+                rank = rank + is_before(scores[j], scores[k])
+        ranks.append(rank)
+    recalls = []
+    for given in ks:
+        k = min(given, len(same) + len(other) + 1) if form == "released" else given + (form == "oml")
+        hits = sum(sigma(k - rank, hit_tau) for rank in ranks)
+        if form == "released":
+            hits = hits.clamp(max=k)
+        recalls.append(hits / (len(positives) if form == "paper" else min(k, len(positives))))
+    return 1 - sum(recalls) / len(ks)
+
+
+def pnp(
+    similarities: Tensor,
+    query: int,
+    same: list[int],
+    other: list[int],
+    tau: float = 0.01,
+    form: str = "D_q",
+    b: float = 2.0,
+    alpha: float = 1.0,
+) -> Tensor:
+    losses = []
+    for k in [query, *same]:
+        r = sum((sigma(similarities[j] - similarities[k], tau) for j in other), 0 * similarities[k])
+        losses.append(
+            {
+                "O": r,
+                "I_u": (1 + r) * torch.log(1 + r),
+                "I_b": (b * r - torch.log(1 + b * r)) / b**2,
+                "D_s": torch.log(1 + r),
+                "D_q": 1 - 1 / (1 + r) ** alpha,
+            }[form]
+        )
+    return sum(losses) / len(losses)
+
+
+def sup_con(similarities: Tensor, query: int, same: list[int], other: list[int], temperature: float = 0.07) -> Tensor:
+    everything = sum(torch.exp(similarities[j] / temperature) for j in (*same, *other))
+    return -sum(torch.log(torch.exp(similarities[p] / temperature) / everything) for p in same) / len(same)
+
+
+def info_nce(
+    similarities: Tensor, query: int, same: list[int], other: list[int], temperature: float = 0.07
+) -> Tensor:
+    negatives = sum(torch.exp(similarities[j] / temperature) for j in other)
+    each = [torch.exp(similarities[p] / temperature) for p in same]
+    return -sum(torch.log(one / (one + negatives)) for one in each) / len(same)
+
+
+OF_QUERY = {
+    "recall_at_k": recall_at_k,
+    "sup_recall_at_k": recall_at_k,
+    "pnp": pnp,
+    "sup_con": sup_con,
+    "info_nce": info_nce,
+}
+
+
+def by_query(
+    name: str,
+    descriptors: Tensor,
+    labels: Tensor,
+    gallery: Tensor,
+    gallery_labels: Tensor,
+    weights: str,
+    **settings: Any,
+) -> Tensor:
+    """Mean over queries with a positive, against the batch and a gallery behind it."""
+    everything, known = torch.cat([descriptors, gallery]), torch.cat([labels, gallery_labels]).tolist()
+    losses, weight = [], []
+    for query, label in enumerate(labels.tolist()):
+        same = [j for j, one in enumerate(known) if one == label and j != query]
+        other = [j for j, one in enumerate(known) if one != label]
+        if same:
+            losses.append(OF_QUERY[name](descriptors[query] @ everything.t(), query, same, other, **settings))
+            weight.append(1.0 if weights == "uniform" else 1 / labels.tolist().count(label))
+    return sum(w * one for w, one in zip(weight, losses, strict=True)) / sum(weight)
+
+
+def graded(
+    name: str,
+    descriptors: Tensor,
+    levels: Tensor,
+    gallery: Tensor,
+    gallery_levels: Tensor,
+    weights: str,
+    tau: float = 0.01,
+    relevance: str = "pop",
+    alpha: float = 1.0,
+    rho: float = 100.0,
+    delta: float | None = None,
+    offset: float | None = None,
+    start: float = 0.5,
+) -> Tensor:
+    """H-AP and NDCG of labels (B, L), the finest first."""
+    everything, known = torch.cat([descriptors, gallery]), torch.cat([levels, gallery_levels])
+    depth, count = levels.shape[1], len(known)
+    losses, weight = [], []
+    for query in range(len(descriptors)):
+        level = [int((known[j] == levels[query]).sum()) for j in range(count)]
+        if sum(one > 0 for one in level) < 2:
+            continue
+        size = [level.count(each) for each in range(depth + 1)]
+        rel = [0.0] * (depth + 1)
+        for each in range(1, depth + 1):
+            if name != "h_ap":
+                rel[each] = 2.0**each - 1
+            elif relevance == "pop":
+                rel[each] = (each / depth) ** alpha / size[each] if size[each] else 0.0
+            else:
+                rel[each] = rel[each - 1] + 1 / sum(size[each:]) / depth
+        scores, total, ideal = descriptors[query] @ everything.t(), torch.zeros((), dtype=torch.float64), 0.0
+        for k in range(count):
+            if level[k] == 0:
+                continue
+            rank, gain = torch.ones((), dtype=torch.float64), rel[level[k]]
+            for j in range(count):
+                if j == k:
+                    continue
+                if name == "smooth_ndcg":
+                    rank = rank + sigma(scores[j] - scores[k], tau)
+                elif rel[level[j]] >= rel[level[k]]:
+                    rank = rank + is_before(scores[j], scores[k])
+                else:
+                    rank = rank + step(scores[j] - scores[k], tau, rho, delta, offset, start)
+                gain += min(rel[level[j]], rel[level[k]]) * is_before(scores[j], scores[k])
+            total = total + (gain / rank if name == "h_ap" else rel[level[k]] / torch.log2(1 + rank))
+        if name == "h_ap":
+            ideal = sum(rel[one] for one in level)
+        else:
+            best = sorted((rel[one] for one in level), reverse=True)
+            ideal = sum(gain / math.log2(2 + place) for place, gain in enumerate(best))
+        losses.append(1 - total / ideal)
+        weight.append(1.0 if weights == "uniform" else 1 / levels[:, 0].tolist().count(int(levels[query, 0])))
+    return sum(w * one for w, one in zip(weight, losses, strict=True)) / sum(weight)

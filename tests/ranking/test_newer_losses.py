@@ -1,0 +1,224 @@
+"""Losses since 2021 against their definitions, written slowly in `newer_losses`."""
+
+import math
+
+import newer_losses
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import problem, rank_raw, remembering
+from torch.nn.functional import normalize
+
+from distap.errors import DistapError
+from distap.ranking.listwise import ListwiseLoss
+from distap.ranking.loss import build_loss
+from distap.ranking.memory import CrossBatchMemory
+from distap.ranking.rank import rank
+
+BOUNDING = {"rho": 100.0, "delta": 0.05, "offset": -3.56, "start": 0.5}
+OF_QUERY = {
+    "recall_at_k": [{}, {"form": "released"}, {"form": "suprank", "ks": (1, 3)}, {"form": "oml", "ks": (2,)}],
+    "sup_recall_at_k": [{"form": "suprank", **BOUNDING}, {"form": "paper", "ks": (2, 5), **BOUNDING}],
+    "pnp": [{"form": form, "alpha": 2.0} for form in ("O", "I_u", "I_b", "D_s", "D_q")],
+    "sup_con": [{}, {"temperature": 0.5}],
+    "info_nce": [{}],
+}
+GRADED = {
+    "h_ap": [{}, {"relevance": "map"}, {"alpha": 3.0, **BOUNDING}],
+    "smooth_ndcg": [{}, {"tau": 0.1}],
+    "sup_ndcg": [{}, BOUNDING],
+}
+WEIGHTS = ("uniform", "class")
+
+
+def levels_of(labels, depth):
+    """Labels of several levels, the finest first, of unequal classes."""
+    return torch.stack([labels // 3**level for level in range(depth)], dim=1)
+
+
+def assert_is(raw, labels, name, options, definition, memory=None, tolerance=1e-9):
+    leaf = raw.double().requires_grad_()
+    expected = definition(normalize(leaf))
+    expected.backward()
+    ranking, gradient = rank_raw(raw, labels, name, memory=memory, **options)
+    assert ranking.loss.item() == pytest.approx(expected.item(), rel=tolerance, abs=1e-12)
+    assert (gradient - leaf.grad).norm() <= tolerance * leaf.grad.norm() + 1e-12
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from([*OF_QUERY]), st.data(), st.integers(0, 10_000), st.sampled_from(WEIGHTS), st.integers(0, 9))
+def test_value_and_gradient_of_each_query_equal_the_definition(name, data, seed, weights, remembered):
+    options = data.draw(st.sampled_from(OF_QUERY[name]))
+    raw, labels = problem(seed, data.draw(st.integers(4, 20)), data.draw(st.integers(1, 6)))
+    other, other_labels = problem(77, remembered + 4, 6)
+    memory = remembering(77, remembered + 4, classes=6)
+    assert_is(
+        raw,
+        labels,
+        name,
+        {**options, "weights": weights},
+        lambda d: newer_losses.by_query(name, d, labels, normalize(other), other_labels, weights, **options),
+        memory,
+    )
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.sampled_from([*GRADED]), st.data(), st.integers(0, 10_000), st.sampled_from(WEIGHTS), st.integers(1, 4))
+def test_graded_losses_equal_the_definition_at_any_number_of_levels(name, data, seed, weights, depth):
+    options = data.draw(st.sampled_from(GRADED[name]))
+    raw, labels = problem(seed, data.draw(st.integers(4, 16)), data.draw(st.integers(1, 6)))
+    levels, other = levels_of(labels, depth), problem(78, 6, 4)
+    memory = CrossBatchMemory(100)
+    rank(normalize(other[0]), levels_of(other[1], depth), name, memory=memory)
+    of_memory = normalize(other[0]), levels_of(other[1], depth)
+    assert_is(
+        raw,
+        levels,
+        name,
+        {**options, "weights": weights},
+        lambda d: newer_losses.graded(name, d, levels, *of_memory, weights, **options),
+        memory,
+    )
+
+
+@pytest.mark.parametrize("name", [*OF_QUERY, *GRADED])
+@pytest.mark.parametrize("tied", [False, True])
+def test_float32_and_duplicates(name, tied, monkeypatch):
+    monkeypatch.setattr("distap.ranking.loss.CPU_TILE_PAIRS", 40)
+    raw, labels = problem(5, 24, 6, dtype=torch.float32)
+    if tied:
+        raw = (torch.randint(0, 2, (24, 4), generator=torch.Generator().manual_seed(3)) - 0.5).float()
+    levels = levels_of(labels, 3) if name in GRADED else labels
+    empty = raw[:0].double(), levels[:0]
+    define = newer_losses.graded if name in GRADED else newer_losses.by_query
+    options = {**BOUNDING, "form": "suprank"} if name == "sup_recall_at_k" else {}
+    assert_is(
+        raw,
+        levels,
+        name,
+        options,
+        lambda d: define(name, d, levels, *map(normalize, empty[:1]), empty[1], "uniform", **options),
+        tolerance=1e-4,
+    )
+
+
+def test_the_conventions_of_published_code_are_pinned_by_numbers():
+    # yash0307/RecallatK_surrogate ed05202, run on these inputs.
+    duplicates = torch.eye(16, dtype=torch.float64).repeat_interleave(4, dim=0)
+    labels = torch.arange(16).repeat_interleave(4)
+    assert rank(duplicates, labels, "recall_at_k", preset="released").loss.item() == pytest.approx(0.214582, abs=1e-6)
+    # Three positives at ranks 1, 2, 3, all well apart: images of one class along a spiral.
+    far, labels = spiral([0, 0.4, 0.9, 1.6] + [2 + 0.05 * k for k in range(16)]), torch.arange(20).clamp(max=4) // 4
+    for preset, expected in (("released", 0.285092), ("paper", 0.270500)):
+        ranking = rank(far, labels, "recall_at_k", preset=preset, tau=1e-4)
+        assert ranking.per_query[0].item() == pytest.approx(expected, abs=1e-6)
+    raw, labels = problem(3, 60, 12)
+    once, twice = (
+        rank_raw(raw, given, "h_ap", preset="released") for given in (labels, labels[:, None].repeat(1, 2))
+    )
+    sup_ap = rank_raw(raw, labels, "sup_ap", preset="released")
+    for ranking, gradient in (once, twice):
+        assert ranking.loss.item() == pytest.approx(sup_ap[0].loss.item(), rel=1e-12)
+        torch.testing.assert_close(gradient, sup_ap[1], rtol=1e-9, atol=1e-13)
+
+
+def spiral(angles):
+    return torch.tensor([[math.cos(one), math.sin(one)] for one in angles], dtype=torch.float64)
+
+
+def test_simix_ranks_virtual_images_of_every_pair_of_a_class():
+    raw, labels = problem(2, 17, 5)
+    leaf, d = raw.clone().requires_grad_(), None
+    loss = build_loss("simix", inner={"recall_at_k": {"form": "paper"}})
+    ranking, gradient = rank_raw(raw, labels, loss, step=3)
+    # The same α, found from what the loss itself draws: one descriptor of each pair is enough to solve for it.
+    d = normalize(leaf)
+    rows = [(i, j) for i in range(17) for j in range(i) if labels[i] == labels[j]]
+    found = alphas(d.detach(), labels, loss, 3)
+    assert len(found) == len(rows) and all(0 <= one <= 1 for _, _, one in found)
+    virtual = torch.stack([alpha * d[a] + (1 - alpha) * d[b] for a, b, alpha in found])
+    everything = torch.cat([d, virtual])
+    known = torch.cat([labels, torch.stack([labels[a] for a, _, _ in found])])
+    expected = newer_losses.by_query("recall_at_k", everything, known, d[:0], labels[:0], "uniform")
+    expected.backward()
+    assert ranking.loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(gradient, leaf.grad, rtol=1e-9, atol=1e-13)
+    assert rank_raw(raw, labels, loss, step=4)[0].loss != ranking.loss
+    assert rank_raw(raw, labels, loss, step=3)[0].loss == ranking.loss
+
+
+def alphas(descriptors, labels, loss, step):
+    """Parents and α of each virtual image, as the inner loss is given them."""
+    seen = []
+
+    class Spy(type(loss.inner)):
+        def value_and_gradient(self, gathered, budget):
+            seen.append(gathered)
+            return super().value_and_gradient(gathered, budget)
+
+    rank(descriptors, labels, build_loss("simix", inner=Spy()), step=step)
+    found = []
+    for row in seen[0].descriptors[len(descriptors) :]:
+        for a in range(len(descriptors)):
+            for b in range(a):
+                if labels[a] == labels[b]:
+                    alpha = ((row - descriptors[b]) @ (descriptors[a] - descriptors[b])) / (
+                        descriptors[a] - descriptors[b]
+                    ).norm() ** 2
+                    if torch.allclose(alpha * descriptors[a] + (1 - alpha) * descriptors[b], row, atol=1e-12):
+                        found.append((a, b, float(alpha)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "inner", ["ap_q", {"smooth_ap": {"tau": 0.05}}, {"name": "normalized_softmax", "classes": 30}]
+)
+def test_the_sigmoid_loss_trains_its_scale_and_bias():
+    raw, labels = problem(6, 12, 5)
+    module, leaf = ListwiseLoss("sigmoid").double(), raw.clone().requires_grad_()
+    value = module(leaf, labels)
+    value.backward()
+    same, (t, b) = (
+        raw.clone().requires_grad_(),
+        (torch.tensor(one).double().requires_grad_() for one in (math.log(10), -10.0)),
+    )
+    s = normalize(same) @ normalize(same).t()
+    pairs = [(i, j) for i in range(12) for j in range(12) if i != j]
+    z = [1 if labels[i] == labels[j] else -1 for i, j in pairs]
+    expected = sum(
+        torch.log1p(torch.exp(-sign * (t.exp() * s[i, j] + b))) for sign, (i, j) in zip(z, pairs, strict=True)
+    )
+    (expected / len(pairs)).backward()
+    assert value.item() == pytest.approx(expected.item() / len(pairs), rel=1e-6)
+    torch.testing.assert_close(leaf.grad, same.grad, rtol=1e-6, atol=1e-9)
+    of_module = [module.learned[name].grad for name in ("log_scale", "bias")]
+    torch.testing.assert_close(of_module, [t.grad, b.grad], rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["triplet", "contrastive"])
+def test_gradients_of_near_duplicates_are_those_of_float64(name):
+    raw, labels = problem(8, 12, 4, dtype=torch.float32)
+    raw = normalize(raw.double()).float()
+    raw[1::2], labels[1::2] = (
+        raw[::2] + 1e-6 * torch.randn(6, 8, generator=torch.Generator().manual_seed(0)),
+        labels[::2],
+    )
+    exact, coarse = (
+        rank_raw(normalize(raw.double()).to(dtype), labels, name)[1].double()
+        for dtype in (torch.float64, torch.float32)
+    )
+    assert (exact - coarse).norm() < 0.1 * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([[0, 0], [0, 1], [1, 0], [1, 0]], "label 0 of level 0 lies within 0 and within 1 of level 1"),
+        ([[0, 0], [0, 0], [1, -1], [1, 0]], "row 2: labels -1 are no class numbers"),
+        ([[[0]], [[0]], [[1]], [[1]]], r"labels are \(4, 1, 1\) for 4 images; \(4,\), or \(4, L\) for L levels"),
+    ],
+)
+def test_labels_that_are_no_levels_are_refused(labels, message):
+    with pytest.raises(DistapError, match=message):
+        rank(normalize(problem(0, 4, 2)[0]), torch.tensor(labels), "h_ap")
