@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, StrictInt
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -81,7 +81,7 @@ class Multistage(nn.Module):
         self,
         network: nn.Module,
         loss: AnyLoss = "ap_q",
-        micro_batch: int | MicroBatchSizes = 16,
+        micro_batch: StrictInt | MicroBatchSizes = 16,
         *,
         normalise: bool = True,
         freeze_batchnorm: bool = False,
@@ -237,17 +237,19 @@ class Multistage(nn.Module):
             refuse_graphs(parts)
             problem = label_problem(known, sum(map(rows_of, parts))) or ("" if len(known) else "no images were given")
             numbers = None if samples is None else tensor_given(samples, "samples")
-            if numbers is not None and (numbers.shape != known.shape or numbers.is_floating_point()):
+            if numbers is not None and (numbers.shape != known.shape[:1] or numbers.is_floating_point()):
                 told = f"samples are {tuple(numbers.shape)} of {numbers.dtype}"
                 problem = problem or f"{told}; a whole number for each of {len(known)} images is expected"
             refuse_unusable(network, self.freeze_batchnorm)
         except Exception as error:  # such as one of the caller's iterator: the other ranks must not wait
             problem, failure = str(error) if isinstance(error, DistapError) else repr(error), error
-        mine = [len(known), problem, are_alike(parts), int(torch.randint(2**62, ()))]
-        lengths, problems, alike, seeds = zip(*world.gather_values(mine), strict=True)
+        mine = [len(known), problem, are_alike(parts), int(torch.randint(2**62, ())), known.shape[1:]]
+        lengths, problems, alike, seeds, levels = zip(*world.gather_values(mine), strict=True)
         if any(problems):
             by_rank = [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each]
             raise DistapError("; ".join(by_rank) if world.size > 1 else problem) from failure
+        if len(set(map(tuple, levels))) > 1:
+            raise DistapError(f"the ranks have labels of different levels, by rank: {[*map(tuple, levels)]}")
         self._calls += 1
         batch = GivenBatch(parts, known.cpu().long(), samples, max(lengths), world, self._calls - 1)
         return batch, world, all(alike), seeds[0]

@@ -163,7 +163,7 @@ def test_what_people_have_is_taken():
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, "auto", None, True])
 def test_a_micro_batch_of_no_images_is_refused(size):
-    with pytest.raises(DistapError, match=f"micro_batch: {size!r} for replay; a whole number from 1 on"):
+    with pytest.raises(DistapError, match=f"micro_batch: {size!r}.* a whole number"):
         Multistage(small_network(), micro_batch=size)
 
 

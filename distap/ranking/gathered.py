@@ -36,7 +36,7 @@ class Gathered:
     @property
     def seed(self) -> int:
         """Return the seed of what a loss draws, the same on every rank."""
-        return seed_for(LOSS, *self.key, int(self.labels.sum()))
+        return seed_for(LOSS, *self.key, int(self.labels.sum()) & (2**63 - 1))
 
     @property
     def gallery_labels(self) -> Int64[Tensor, " N"]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from distap.errors import DistapError
 from distap.ranking.gathered import Gathered
 
 
@@ -32,6 +33,9 @@ class CrossBatchMemory:
         if self.descriptors is None:
             return gathered
         descriptors, labels, _ = self._of_other_images(gathered)
+        (_, here), (_, there) = gathered.gallery_levels.shape, labels.shape
+        if here != there:
+            raise DistapError(f"labels have {here} levels, but those of the memory's descriptors have {there}")
         return replace(
             gathered,
             gallery=torch.cat([gathered.gallery, descriptors.to(gathered.gallery)]),

@@ -171,9 +171,6 @@ def alphas(descriptors, labels, loss, step):
     return found
 
 
-@pytest.mark.parametrize(
-    "inner", ["ap_q", {"smooth_ap": {"tau": 0.05}}, {"name": "normalized_softmax", "classes": 30}]
-)
 def test_the_sigmoid_loss_trains_its_scale_and_bias():
     raw, labels = problem(6, 12, 5)
     module, leaf = ListwiseLoss("sigmoid").double(), raw.clone().requires_grad_()
@@ -222,3 +219,24 @@ def test_gradients_of_near_duplicates_are_those_of_float64(name):
 def test_labels_that_are_no_levels_are_refused(labels, message):
     with pytest.raises(DistapError, match=message):
         rank(normalize(problem(0, 4, 2)[0]), torch.tensor(labels), "h_ap")
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ({"recall_at_k": {"ks": []}}, "ks"),
+        ({"simix": {"inner": "triplet"}}, "inner is Triplet"),
+        ({"h_ap": {"self_pair": False}}, "self_pair: False: must be True"),
+    ],
+)
+def test_settings_that_have_no_meaning_are_refused(loss, message):
+    with pytest.raises(DistapError, match=message):
+        build_loss(loss)
+
+
+def test_a_memory_of_other_levels_and_large_labels():
+    raw, labels = problem(9, 12, 4)
+    memory = remembering(9, 8)
+    with pytest.raises(DistapError, match="labels have 2 levels, but those of the memory's descriptors have 1"):
+        rank(normalize(raw), levels_of(labels, 2), "h_ap", memory=memory)
+    assert rank(normalize(raw), labels + 2**62, "simix").is_finite

@@ -154,7 +154,7 @@ class SimilarityLoss(Loss):
         own_weights = weights[gathered.own]
         loss = gathered.world.sum((own_weights * per_query).sum())
         per_query = torch.where(own_weights > 0, per_query, torch.nan)
-        found = tuple(map(gathered.world.sum, by_parameters))
+        found = tuple(gathered.world.sum(one.to(gathered.gallery)).to(one) for one in by_parameters)
         return LossValue(loss, per_query, of_queries + gathered.sum_own(of_gallery), found)
 
     def _blocks(

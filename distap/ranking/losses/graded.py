@@ -114,7 +114,7 @@ class HierarchicalAP(BoundingStep, GradedLoss):
     levels of their APs (map)."""
     alpha: PositiveFloat = 1.0
     """Exponent of the relevance of a level, (level / L)^alpha; more favours the finest level."""
-    counts_exactly: ClassVar[bool] = True
+    self_pair: Literal[True] = True
     # elias-ramzi/HAPPIER 5af91b3: happier/losses/rank_losses.py, and its configuration for iNaturalist.
     presets: ClassVar[Presets] = {
         "released": {"offset": -3.56, "delta": 0.05},
@@ -159,5 +159,5 @@ class SmoothNDCG(GradedLoss):
 class SupNDCG(BoundingStep, SmoothNDCG):
     """NDCG whose ranks count images of no less relevance exactly, and others by SupAP's step."""
 
-    counts_exactly: ClassVar[bool] = True
+    self_pair: Literal[True] = True
     presets: ClassVar[Presets] = {"released": {"offset": -3.56, "delta": 0.05}}

@@ -70,6 +70,9 @@ class Sigmoid(PairLoss):
     """Bias b that training begins with."""
     needs_positives: ClassVar[bool] = False
 
+    def sized(self, classes: int | None, dimensions: int, seed: int) -> "Sigmoid":
+        return replace(self)
+
     @cached_property
     def learned(self) -> nn.ParameterDict:
         first = {"log_scale": math.log(self.scale), "bias": self.bias}

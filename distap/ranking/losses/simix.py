@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from distap.ranking.gathered import Gathered
 from distap.ranking.loss import Budget, Loss, LossValue
 from distap.ranking.losses.base import SimilarityLoss
+from distap.ranking.losses.pairs import DistanceLoss
 from distap.ranking.losses.smooth import RecallAtK
 from distap.ranking.losses.sums import Inner
 
@@ -26,8 +27,9 @@ class SiMix(Loss):
     """Loss of similarities of images and virtual images, such as recall_at_k or {name: smooth_ap, tau: 0.05}."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.inner, SimilarityLoss):
-            raise ValueError(f"inner is {type(self.inner).__name__}, which is no loss of similarities by query")
+        by_distance = isinstance(self.inner, DistanceLoss) or getattr(self.inner, "form", "") == "oml"
+        if by_distance or not isinstance(self.inner, SimilarityLoss):
+            raise ValueError(f"inner is {type(self.inner).__name__}; a loss of similarities by query is expected")
 
     @property
     def learned(self) -> nn.Module | None:
@@ -69,5 +71,4 @@ def _pairs_of_classes(labels: Int64[Tensor, " B"]) -> tuple[Int64[Tensor, " V"],
     for size in sizes.unique().tolist():
         within = torch.combinations(torch.arange(size, device=labels.device))
         pairs.append((starts[sizes == size, None, None] + within).view(-1, 2))
-    first, second = order[torch.cat(pairs)].unbind(1)
-    return first, second
+    return order[torch.cat(pairs)].unbind(1)  # type: ignore[return-value]

@@ -8,11 +8,11 @@ the mean over k of R⁺ / (R⁺ + R⁻). Time, but no memory, grows with the num
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Float64
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from distap.ranking.loss import Presets
@@ -147,7 +147,7 @@ class SupAP(BoundingStep, SmoothAP):
 class RecallAtK(RankLoss):
     """The recall@k surrogate RS@k (Patel et al. 2022): smooth ranks, then a smooth count of those up to k."""
 
-    ks: tuple[PositiveInt, ...] = (1, 2, 4, 8, 16)
+    ks: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (1, 2, 4, 8, 16)
     """Numbers k of images, whose recalls are averaged."""
     hit_tau: PositiveFloat = 1.0
     """Temperature of the sigmoid by which a positive of rank r counts as among the first k, in ranks."""
@@ -171,19 +171,15 @@ class RecallAtK(RankLoss):
             return super().value_and_slopes(rows if self.form == "suprank" else rows.without_query(), totals)
         distances = (2 - 2 * rows.similarities).clamp(min=1e-12).sqrt()
         value, slopes = super().value_and_slopes(replace(rows, similarities=-distances), totals)
-        return value, slopes / distances
+        return value, slopes / distances * (distances > 1e-6)
 
     def of_ranks(self, among: Float[Tensor, "r P"], before: Float[Tensor, "r P"], rows: Rows) -> Float[Tensor, " r"]:
-        ranks, recalls = among + before - 0.5 * (self.form == "oml"), list[Tensor]()
+        ranks, recalls, most = among + before - 0.5 * (self.form == "oml"), list[Tensor](), rows.positive_count[:, 0]
         for given in self.ks:
             k = min(given, rows.similarities.shape[1]) if self.form == "released" else given + (self.form == "oml")
             hits = (torch.sigmoid((k - ranks) / self.hit_tau) * rows.is_positive).sum(1)
-            most = rows.positive_count[:, 0]
-            recalls.append(
-                hits / most
-                if self.form == "paper"
-                else (hits.clamp(max=k) if self.form == "released" else hits) / most.clamp(max=k)
-            )
+            hits = hits.clamp(max=k) if self.form == "released" else hits
+            recalls.append(hits / (most if self.form == "paper" else most.clamp(max=k)))
         return 1 - torch.stack(recalls).mean(0)
 
 
@@ -191,6 +187,7 @@ class RecallAtK(RankLoss):
 class SupRecallAtK(BoundingStep, RecallAtK):
     """RS@k with SupAP's steps in place of sigmoids (Ramzi et al. 2025)."""
 
+    self_pair: Literal[True] = True
     presets: ClassVar[Presets] = {"suprank": {"form": "suprank", "offset": -3.56, "delta": 0.05}}
 
 
