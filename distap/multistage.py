@@ -251,5 +251,5 @@ class Multistage(nn.Module):
         if len(set(map(tuple, levels))) > 1:
             raise DistapError(f"the ranks have labels of different levels, by rank: {[*map(tuple, levels)]}")
         self._calls += 1
-        batch = GivenBatch(parts, known.cpu().long(), samples, max(lengths), world, self._calls - 1)
+        batch = GivenBatch(parts, known.cpu().long(), numbers, max(lengths), world, self._calls - 1)
         return batch, world, all(alike), seeds[0]

@@ -1,6 +1,6 @@
 """A batch from a caller's loop and the outputs of the caller's network, in the form of the three stages."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -24,7 +24,7 @@ class GivenBatch:
     """One rank's images; a rank with fewer images than others repeats its last one, which takes no part."""
 
     def __init__(
-        self, parts: list[Any], labels: Tensor, samples: Sequence[int] | None, share: int, world: World, step: int
+        self, parts: list[Any], labels: Tensor, samples: Tensor | None, share: int, world: World, step: int
     ) -> None:
         self.step, self.total = step, share * world.size
         self._parts = parts
@@ -32,7 +32,7 @@ class GivenBatch:
         # Row k of rank r is slot k W + r, so every rank has as many rows as the fullest.
         self._own = torch.arange(share).clamp(max=len(labels) - 1)
         self.labels, self.present = labels[self._own], torch.arange(share) < len(labels)
-        self.samples = torch.full((share,), -1) if samples is None else torch.as_tensor(samples)[self._own]
+        self.samples = torch.full((share,), -1) if samples is None else samples[self._own]
         self._is_blank = torch.zeros(share, dtype=torch.bool)
 
     def images(self, rows: Rows) -> Any:

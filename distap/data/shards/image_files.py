@@ -232,7 +232,7 @@ def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
 
 
 class _Flags(NamedTuple):
-    """What a row says of its image's part of the data set; None if it does not say it."""
+    """Hold what a row says of its image's part of the data set; None if it does not say it."""
 
     split: str
     query: bool | None

@@ -77,46 +77,35 @@ class RankLoss(SimilarityLoss):
         """
 
     def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, ...]:
-        negatives = rows.negatives
+        negatives, others, positives = rows.negatives, rows.counted_positives, rows.positives
         if self.query_is_counted:
             own = rows.queries[:, None]
             negatives = negatives.scatter(1, own, rows.similarities.gather(1, own))
-        sums = StepSums(self.step, self.step_numbers(), rows.pairs, rows.same_class.shape[1])
-        before, falls = sums.counts(negatives, rows.positives)
+        sums = StepSums(self.step, self.step_numbers(), rows.pairs, positives.shape[1])
+        before, falls = sums.counts(negatives, positives)
+        sigmoids = StepSums(sigmoid_step, (self.tau,), rows.pairs, positives.shape[1])
+        if self.counts_exactly:
+            among = at_least(others.sort(dim=1).values, others)  # the positive itself is one of them
+        else:
+            counts, falls_among = sigmoids.counts(others, positives)
+            # The sum counts the positive itself with 0.5, so 0.5 more makes it 1.
+            among = torch.where(rows.is_positive, counts + 0.5, 1)
         with torch.inference_mode(False), torch.enable_grad():
-            ranks = [one.clone().requires_grad_() for one in (self.positive_ranks(rows), before)]
+            ranks = [one.clone().requires_grad_() for one in (among, before)]
             # Autograd refuses what was made under the caller's inference mode.
             value = self.of_ranks(ranks[0], ranks[1], replace(rows, is_positive=rows.is_positive.clone()))
             by_among, by_before = torch.autograd.grad(
                 (rows.weights.clone() * value).sum(), ranks, allow_unused=True, materialize_grads=True
             )
-        by_positive = self.positive_slopes(rows, by_among) - by_before * falls
-        by_negative = sums.slopes(negatives, rows.positives, by_before)
+        by_positive = -by_before * falls
+        if not self.counts_exactly:  # each positive moves the ranks of others, and is moved by them
+            by_positive += sigmoids.slopes(others, positives, by_among) - by_among * falls_among
+        by_negative = sums.slopes(negatives, positives, by_before)
         return value.detach().double(), rows.with_positives(by_negative, by_positive)
 
     def step_numbers(self) -> tuple[float, ...]:
         """Return what `step` takes next to the differences of similarities."""
         return (self.tau,)
-
-    def positive_ranks(self, rows: Rows) -> Float[Tensor, "r P"]:
-        """Return R⁺ of each positive: 1 + the number of other positives before it."""
-        others = rows.counted_positives
-        if self.counts_exactly:
-            return at_least(others.sort(dim=1).values, others)  # the positive itself is one of them
-        counts, _ = self._among(rows).counts(others, rows.positives)
-        # The sum counts k itself with 0.5, so 0.5 more makes it 1.
-        return torch.where(rows.is_positive, counts + 0.5, 1)
-
-    def positive_slopes(self, rows: Rows, by_rank: Float[Tensor, "r P"]) -> Float[Tensor, "r P"]:
-        """Turn the derivative by R⁺ into one by positives: each moves the ranks of others, and is moved by them."""
-        if self.counts_exactly:
-            return torch.zeros_like(by_rank)
-        sums, others = self._among(rows), rows.counted_positives
-        _, falls = sums.counts(others, rows.positives)
-        return sums.slopes(others, rows.positives, by_rank) - by_rank * falls
-
-    def _among(self, rows: Rows) -> StepSums:
-        return StepSums(sigmoid_step, (self.tau,), rows.pairs, rows.same_class.shape[1])
 
 
 @dataclass(frozen=True)
