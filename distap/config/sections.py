@@ -64,7 +64,7 @@ class StepSection(Section):
     """Settings of all three stages of a step."""
 
     compile: bool = False
-    """Compile the backbone for training, and for evaluation on images of the same size."""
+    """Compile the backbone, for training and evaluation."""
     fold_batchnorm: bool = False
     """Compute frozen BatchNorm in the convolution before it, if the compiler does not."""
     activation_checkpointing: bool = False

@@ -27,7 +27,7 @@ from distap.model.trained import TrainedNetwork, read_checkpoint
 from distap.ranking.loss import Loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.registry import Part
-from distap.stages.exactness import buffers_of, default_drift
+from distap.stages.exactness import default_drift
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.replica import Replica, refuse_unusable
 from distap.stages.sizes import Fitting
@@ -245,8 +245,7 @@ def step_of(
         logger.warning("replay.keep is auto, but this engine can hold only one graph at a time: none is kept")
     if recipe.step.compile:
         assert isinstance(replica.network, RetrievalNetwork)
-        sizes = [min(size, len(world.slots(batch))) for size in (replay, recipe.describe.size or replay)]
-        compile_backbone(replica.network, [*sizes, recipe.evaluation.batch_size])
+        compile_backbone(replica.network)
     stages = ThreeStages(
         replica,
         loss,
@@ -260,8 +259,6 @@ def step_of(
         max_drift=recipe.replay.max_drift or default_drift(world.device, recipe.precision == "float32"),
         stopwatch=Stopwatch() if stopwatch is None else stopwatch,
         skip_below=recipe.replay.skip_below,
-        # A compiled network is not probed: each size of micro-batch would be compiled, which takes minutes.
-        probed=buffers_of(replica.network) if recipe.step.compile else None,
     )
     return TrainingStep(stages, learner, loss_learner)
 
