@@ -80,7 +80,7 @@ class RunState:
     ) -> None:
         self.recipe, self.world, self.images, self.learner = recipe, world, images, learner
         # Other parts that have a state, by the prefix of the names of their tensors.
-        self._parts: dict[str, CrossBatchMemory | TrainingImages | Learner] = {"memory": memory, "streams": images}
+        self._parts: dict[str, CrossBatchMemory | Learner] = {"memory": memory}
         if loss_learner is not None:
             self._parts["loss"] = loss_learner
         self._settings = recipe.model_dump(mode="json")

@@ -11,25 +11,11 @@ from pathlib import Path
 
 import pytest
 from images import indexed_images, started
-from torch.utils.data import Dataset
 
 from distap.data.loading.workers import LostWorkerError, handed_over
 from distap.data.pixel_and_cache_settings import PixelSettings
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
-
-# A rank with two workers, which tells their process ids and waits.
-RANK = """
-import sys
-from multiprocessing import active_children, set_start_method
-from pathlib import Path
-from images import started
-
-set_start_method("forkserver")  # Python's own way from 3.14 on
-shares, _ = started(Path(sys.argv[1]))
-print(*(worker.pid for worker in active_children()), flush=True)
-sys.stdin.read()
-"""
 
 
 def python(code, *arguments):
@@ -40,16 +26,6 @@ def python(code, *arguments):
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-
-
-def test_workers_end_when_their_rank_is_killed(shards):
-    with python(RANK, shards) as rank:
-        workers = [os.pidfd_open(int(pid)) for pid in rank.stdout.readline().split()]
-        rank.kill()
-        assert len(workers) == 2
-        for worker in workers:
-            assert select.select([worker], [], [], 60)[0], "still there"
-            os.close(worker)
 
 
 def test_a_worker_that_is_stuck_ends_with_its_rank_as_well(shards):
@@ -73,7 +49,7 @@ def test_workers_go_on_reading_when_the_process_group_is_asked_to_end(shards):
 def test_a_worker_that_is_killed_is_an_error_that_says_why_that_may_be(shards):
     shares, _ = started(shards)
     with pytest.raises(
-        DistapError, match=r"was lost: worker .*Usual causes: the host's memory .* /dev/shm is too small"
+        DistapError, match=r"was lost: worker .* ended with status -9\. .* the host's memory .* /dev/shm is too small"
     ):
         for worker in active_children():
             worker.kill()
@@ -82,8 +58,7 @@ def test_a_worker_that_is_killed_is_an_error_that_says_why_that_may_be(shards):
 
 
 def test_an_error_in_a_worker_says_what_it_says_in_the_rank(shards):
-    messages = []
-    ready = [indexed_images(shards, workers=workers) for workers in range(2)]
+    messages, ready = [], [indexed_images(shards, workers=workers) for workers in range(2)]
     (shards / str(ready[0].index.shard_name[0])).unlink()
     for images in ready:
         shares = images.shares(range(1))
@@ -135,12 +110,6 @@ def test_a_worker_that_is_stuck_does_not_keep_its_rank(shards):
         assert rank.wait(60) == 0
 
 
-@pytest.mark.slow
-def test_a_worker_that_is_stuck_is_gone_when_its_loader_is(shards):
-    with python(STUCK + "chunks.close()\nprint(active_children())", shards) as rank:
-        assert rank.stdout.readline() == b"[]\n"
-
-
 def test_workers_that_hand_nothing_over_are_lost_after_a_while_and_what_they_read_is_named(shards):
     index = load_index(shards)
     shard = shards / str(index.shard_name[1])
@@ -189,13 +158,13 @@ def test_shared_memory_that_is_too_small_is_said_at_once(shards, tmp_path):
     assert "/dev/shm has 0.0 MB free" in found.stdout and "--shm-size" in found.stdout, found
 
 
-class _Unpicklable(Dataset):
+class _Unpicklable:
     def __getitem__(self, request):
         return lambda: request
 
 
 def test_an_item_that_cannot_be_handed_over_ends_its_worker_and_is_not_waited_for():
-    with pytest.raises(LostWorkerError, match=r"ended with status 1|exited unexpectedly|exit code"):
+    with pytest.raises(LostWorkerError, match="ended with status 1"):
         list(handed_over(_Unpicklable(), [[1]], workers=1, prefetch=1))
 
 

@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
 from torchvision.transforms.v2 import functional as F
 
 from distap.data.images.augmentation import central_box
@@ -127,7 +126,7 @@ class SizedChunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SizedImages(Dataset[SizedChunk]):
+class SizedImages:
     reader: EncodedImages
     sizing: Sizing
     boxes: Mapping[int, Box] = field(default_factory=dict)  # the part of an image that counts; the whole of others

@@ -1,14 +1,13 @@
 """Indexed reading: read each image of the plan of batches by its offset in the shards."""
 
 import zlib
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage, image_size
 from distap.data.loading.shard_cache import ShardCache
@@ -148,18 +147,12 @@ class IndexedImages:
                     yield [(step, slot, int(batch[slot])) for slot in slots[start : start + job.chunk]]
 
         images = SlotImages(job, self._reader, self.plan)
-        chunks = job.chunks(images, job.workers, requests(), where=lambda request: self._reader.where(request[2]))
+        chunks = job.chunks(images, job.workers, requests(), lambda asked: self._reader.where(asked[0][2]))
         return shares_of(job, self._world, self._stopwatch, steps, chunks)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {}  # the plan is a function of the step
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        pass
 
 
 @dataclass(frozen=True)
-class SlotImages(Dataset[Chunk]):
+class SlotImages:
     """Read chunks of images by (step, slot, sample), augmented by the randomness of (seed, step, slot).
 
     An image of the same class that is not in the batch replaces a damaged one; if there is none, the slot is empty.

@@ -1,18 +1,17 @@
 """The images of a training from any source, and one rank's share of a batch."""
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from distap.data.images.augmentation import Croppable, Transform, seeded
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, NoReaderError, Reason
 from distap.data.loading.pixels import HeldPixels
-from distap.data.loading.workers import LONGEST_WAIT, handed_over
+from distap.data.loading.workers import LONGEST_WAIT, Requested, handed_over
 from distap.data.pixel_and_cache_settings import CacheSettings, PixelSettings
 from distap.data.plan import Sampling
 from distap.data.shards.index import Index
@@ -47,11 +46,11 @@ class LoadingJob:
     cache: CacheSettings | None = None  # of shards on this host's disk
 
     def chunks(
-        self, images: Dataset["Chunk"], workers: int, requests: Iterable[list[Any]] | None = None, **options: Any
+        self, images: Requested, workers: int, requests: Iterable[Any], where: Callable[[Any], str] = str
     ) -> Generator["Chunk"]:
         """Read chunks of images in worker processes; see `handed_over`."""
-        options |= {"longest_wait": self.longest_wait, "bytes_ahead": self.bytes_ahead}
-        return handed_over(images, requests, workers, self.prefetch, **options)
+        wait, ahead = self.longest_wait, self.bytes_ahead
+        return handed_over(images, requests, workers, self.prefetch, wait, ahead, where)
 
     @property
     def bytes_ahead(self) -> int:
@@ -73,12 +72,6 @@ class TrainingImages(Protocol):
 
     def shares(self, steps: range) -> "Generator[ShareOfBatch]":
         """Yield this rank's share of each step's global batch; use a share up before taking the next."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the loader's state after the last step, the same on every rank; call it on all ranks."""
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from what `state_dict` returned."""
 
 
 class Failure(NamedTuple):
@@ -104,7 +97,6 @@ class Chunk(NamedTuple):
     names: list[str]  # (n,) their shards and keys; of the damaged image if nothing stands in for it
     failures: list[Failure]  # images, and those that were to stand in for them, that could not be used
     traffic: Traffic  # of reading them
-    cursor: tuple[int, ...] = ()  # where the worker's stream goes on behind them, if it has one
 
 
 class ShareOfBatch:

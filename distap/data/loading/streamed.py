@@ -2,18 +2,15 @@
 
 Each loader worker of each rank has shards of its own, a stream, and walks them in webdataset's pipeline: in a new
 random order each pass, and shuffled within a shard. It promises less than indexed reading:
-- Batches are a function of (shards, seed, step) for one number of ranks and of workers alone. A run that goes on with
-  the same numbers reads on where it stopped, and neither loses nor repeats an image. With other numbers every stream
-  begins a new pass.
+- Batches are a function of (shards, seed, first step) for one number of ranks and of workers alone. A run that goes
+  on begins a new pass over all shards, in an order of its own.
 - A batch holds what stands together in the shards, whatever its classes, so write the shards in a random order.
 - The stream's next image takes the place of a damaged one, and all others move up.
 - Images have no checksums, and only the names of its shards identify a data set.
 - The numbers of images and classes, the damage and the classes shared with validation are unknown before reading.
 """
 
-import logging
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -21,12 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, get_worker_info
 
 from distap.data.images.decoding import DamagedImageError, EncodedImage
 from distap.data.labels import class_name
 from distap.data.loading.share import Chunk, Failure, LoadingJob, ShareOfBatch, shares_of
-from distap.data.loading.streams import Cursor, Members, Stream, StreamedShards, number_of
+from distap.data.loading.streams import Members, Stream, StreamedShards, number_of
 from distap.data.sampling.random import RandomSampling
 from distap.data.shards.index import Index
 from distap.data.shards.load_index import load_index
@@ -37,7 +33,6 @@ from distap.storage.texts import parsed_json
 from distap.world import World
 
 KEY = "__key__"  # webdataset's name for the name of a sample
-logger = logging.getLogger("distap")
 
 
 @dataclass(frozen=True)
@@ -92,8 +87,7 @@ class StreamedImages:
                 "a smaller --images-per-shard"
             )
         self._streams = range(world.rank, ranks * max(min(job.workers, shards // ranks), 1), ranks)
-        self._cursors = [Cursor()] * len(self._streams)
-        self.size, self.fingerprint, self.order = job.sampling.size, self._shards.fingerprint, 2
+        self.size, self.fingerprint, self.order = job.sampling.size, self._shards.fingerprint, 3
 
     @cached_property
     def index(self) -> Index | None:
@@ -106,66 +100,47 @@ class StreamedImages:
     def shares(self, steps: range) -> Generator[ShareOfBatch]:
         return shares_of(self._job, self._world, self._stopwatch, steps, self._chunks(steps.start))
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return `cursors`, (S, 3) int64: the position of each stream."""
-        own = torch.tensor(self._cursors, dtype=torch.int64, device=self._world.device)
-        return {"cursors": self._world.gather_rows(own, self._world.size * len(self._streams))}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        cursors = state.get("cursors")
-        if cursors is None or cursors.ndim != 2 or cursors.shape[1] != len(Cursor._fields) or not len(cursors):
-            raise DistapError("the checkpoint does not say where the streams of shards go on; choose another run")
-        ranks, streams = self._world.size, len(self._streams)
-        if len(cursors) == ranks * streams:
-            self._cursors = [Cursor(*row) for row in cursors[self._world.rank :: ranks].tolist()]
-            return
-        # Other shards belong together now, of which some are read and some are not: no place goes on for all.
-        self._cursors = [Cursor(int(cursors[:, 0].max()) + 1)] * streams
-        if self._world.rank == 0:
-            logger.warning(
-                "%s: read by %d streams before, by %d now (one a worker of each rank): all begin a new pass",
-                self._job.source,
-                len(cursors),
-                ranks * streams,
-            )
-
     def _chunks(self, first: int) -> Generator[Chunk]:
         """Yield this rank's images from step `first` on, in the order of slots."""
-        job, slots, streams = self._job, self._world.slots(self.size), len(self._streams)
-        # Chunk c of the run, counted over all steps, comes from stream c mod n: a run that goes on keeps the turns.
-        begin = first * -(-len(slots) // job.chunk)
-        images = StreamImages(self._source, job, self._shards, slots, self._streams, self._cursors, begin)
-        chunks = job.chunks(images, min(job.workers, streams))
-        with closing(chunks):
-            for number, chunk in enumerate(chunks, begin):
-                self._cursors[number % streams] = Cursor(*chunk.cursor)
-                yield chunk
+        job, slots = self._job, self._world.slots(self.size)
+        images = StreamImages(self._source, job, self._shards, slots, self._streams, first)
+        return job.chunks(images, min(job.workers, len(self._streams)), count(first * images.parts))
 
 
 @dataclass(frozen=True)
-class StreamImages(IterableDataset[Chunk]):
-    """Endless chunks of a rank's images; worker w of n yields chunks begin + w, begin + w + n, ..."""
+class StreamImages:
+    """Endless chunks of a rank's images: chunk c, counted over all steps, comes from stream c mod n.
+
+    So worker w of n, which is asked for the chunks w, w + n, ... from the first on, reads one stream.
+    """
 
     source: StreamedSource
     job: LoadingJob
     shards: StreamedShards
     slots: range  # of the rank
     streams: range  # numbers of the rank's streams
-    cursors: list[Cursor]  # their positions
-    begin: int
+    first: int  # step
 
-    def __iter__(self) -> Iterator[Chunk]:
-        worker = get_worker_info()
-        first, own = self.begin + (worker.id if worker else 0), len(self.streams)
-        place = first % own
-        shards = range(self.streams[place], len(self.shards.names), len(self.streams) * self.streams.step)
-        stream = Stream(
-            self.shards, shards, self.streams[place], self.job.seed, self.source.shuffle, self.cursors[place]
-        )
-        parts = [self.slots[start : start + self.job.chunk] for start in range(0, len(self.slots), self.job.chunk)]
-        for number in count(first, own):
-            step, part = divmod(number, len(parts))
-            yield self._chunk(stream, step, parts[part])
+    @property
+    def parts(self) -> int:
+        """Return the number of chunks in the rank's share of a batch."""
+        return -(-len(self.slots) // self.job.chunk)
+
+    @cached_property
+    def _opened(self) -> dict[int, Stream]:
+        return {}
+
+    def __getitem__(self, number: int) -> Chunk:
+        place = number % len(self.streams)
+        if place not in self._opened:
+            every = len(self.streams) * self.streams.step
+            shards, own = self.shards, range(self.streams[place], len(self.shards.names), every)
+            self._opened[place] = Stream(
+                shards, own, self.streams[place], self.job.seed, self.source.shuffle, self.first
+            )
+        step, part = divmod(number, self.parts)
+        start = part * self.job.chunk
+        return self._chunk(self._opened[place], step, self.slots[start : start + self.job.chunk])
 
     def _chunk(self, stream: Stream, step: int, slots: range) -> Chunk:
         pixels, samples, labels, names = list[Tensor](), list[int](), list[int](), list[str]()
@@ -182,7 +157,7 @@ class StreamImages(IterableDataset[Chunk]):
                     labels.append(label)
                     names.append(name)
                     break
-        return Chunk(torch.stack(pixels), samples, labels, names, failures, self.shards.meter.take(), stream.cursor)
+        return Chunk(torch.stack(pixels), samples, labels, names, failures, self.shards.meter.take())
 
 
 def _class_number(value: Any) -> int:

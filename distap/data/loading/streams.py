@@ -1,4 +1,4 @@
-"""Streams of streamed reading: each walks its shards with webdataset's pipeline, from any position on.
+"""Streams of streamed reading: each walks its shards with webdataset's pipeline.
 
 distap's strict tar reader replaces webdataset's, which loses samples without a word: at a changed bit in a header, or
 a cut at a block's end.
@@ -8,7 +8,6 @@ import hashlib
 import random
 from collections.abc import Iterable, Iterator
 from itertools import count
-from typing import NamedTuple
 
 import webdataset
 
@@ -58,23 +57,13 @@ class StreamedShards:
                 yield from read_groups(file, length, self._storage.where(name))
 
 
-class Cursor(NamedTuple):
-    """The position from which a stream continues."""
-
-    turn: int = 0  # passes over all of its shards that are done
-    place: int = 0  # shards of the pass that are done
-    sample: int = 0  # samples of the shard, in its shuffled order, that are done
-
-
 class Stream:
     """Samples of one stream; `own` are the numbers of its shards, `number` identifies the stream."""
 
-    def __init__(
-        self, shards: StreamedShards, own: range, number: int, seed: int, shuffle: int, cursor: Cursor
-    ) -> None:
-        self.shards, self.own, self.cursor = shards, own, cursor
+    def __init__(self, shards: StreamedShards, own: range, number: int, seed: int, shuffle: int, first: int) -> None:
+        self.shards, self.own = shards, own
         self._key, self._shuffle = (seed, number), shuffle
-        self._walked = self._walk(cursor)
+        self._walked = self._walk(first)
         self._step, self._in_batch = -1, set[str]()  # names of the images of a step that were used
 
     def candidates(self, step: int) -> Iterator[Found]:
@@ -86,7 +75,7 @@ class Stream:
             self._step, self._in_batch = step, set()
         ends = 0  # of passes; between two of them lies a whole one
         while ends < 2:
-            self.cursor, sample = next(self._walked)
+            sample = next(self._walked)
             if sample is None:
                 ends += 1
             elif sample[0] not in self._in_batch:
@@ -98,23 +87,12 @@ class Stream:
             "set sampling.batch_size or data.workers lower"
         )
 
-    def _walk(self, cursor: Cursor) -> Iterator[tuple[Cursor, Found | None]]:
-        """Yield each sample, and None at the end of a pass, with the cursor after it; repeat without end."""
-        first, begin, skip = cursor
-        names = self.shards.names
+    def _walk(self, first: int) -> Iterator[Found | None]:
+        """Yield each sample of each pass from number `first` on, and None at the end of a pass; without end."""
         for turn in count(first):
-            order = permutation(len(self.own), SHARD_ORDER, *self._key, turn).tolist()
-            for place in range(begin, len(self.own)):
-                shard, number = self.own[order[place]], 0
-                samples = self.shards.samples(shard, self._shuffle, seed_for(SHUFFLE, self._key[0], turn, shard))
-                for number, (key, members) in enumerate(samples, 1):
-                    if number > skip:
-                        yield Cursor(turn, place, number), (f"{names[shard]}:{key}", key, members)
-                if number < skip:
-                    raise DistapError(
-                        f"{names[shard]}: data must not change during a training: it has {number} samples, but the "
-                        f"run had already used {skip} of them"
-                    )
-                skip = 0
-            begin = 0
-            yield Cursor(turn + 1), None
+            for place in permutation(len(self.own), SHARD_ORDER, *self._key, turn).tolist():
+                shard = self.own[place]
+                name, seed = self.shards.names[shard], seed_for(SHUFFLE, self._key[0], turn, shard)
+                for key, members in self.shards.samples(shard, self._shuffle, seed):
+                    yield f"{name}:{key}", key, members
+            yield None

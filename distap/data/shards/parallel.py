@@ -1,17 +1,22 @@
 """Spread work over processes that end with their parent, and show its progress."""
 
+import gc
 import os
-import signal
-from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import active_children
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from contextlib import closing, suppress
+from itertools import islice
+from multiprocessing.connection import Connection, wait
 from multiprocessing.pool import ThreadPool
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from typing import Any, TypeVar
 
-from distap.errors import DistapError
+from distap.errors import FAILED, DistapError
 from distap.processes.forks import die_with_parent, forking_context
+from distap.processes.stopping import go_deaf
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -19,6 +24,12 @@ STAT_THREADS, STAT_CHUNK = 32, 256  # a network file system answers slowly, but 
 
 # Wraps a loop over (items, description, total): yields the items unchanged and shows the progress.
 Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
+
+
+class LostWorkerError(DistapError):
+    """Raised if a worker process has died or hangs."""
+
+    status = FAILED
 
 
 def untracked(items: Iterable[Any], description: str, total: int) -> Iterable[Any]:
@@ -42,35 +53,97 @@ def usable_cores() -> int:
 def map_in_processes(
     function: Callable[[Job], Result], jobs: Sequence[Job], workers: int, about: str = "", track: Track = untracked
 ) -> list[Result]:
-    """Yield the results of jobs in order, from up to `workers` processes (from this one if one is enough).
+    """Return the results of jobs in order, from up to `workers` processes (from this one if one is enough).
 
     After an error or Ctrl-C, or if this process dies, the workers end at once, in the middle of their jobs.
     The function and what it raises must be picklable. A worker that is killed raises a DistapError.
     """
-    workers = min(workers, len(jobs))
-    if workers <= 1:
+    if (workers := min(workers, len(jobs))) <= 1:
         return list(track(map(function, jobs), about, len(jobs)))
-    others = active_children()
-    pool = ProcessPoolExecutor(workers, forking_context(), initializer=_begin)
+    with closing(in_processes(function, jobs, workers)) as results:
+        try:
+            return list(track(results, about, len(jobs)))
+        except LostWorkerError as error:
+            raise DistapError(
+                f"{error} in the middle of its work; unless a reason is printed above, memory most likely ran out: "
+                "call again with fewer --workers"
+            ) from error
+
+
+def in_processes(
+    function: Callable[[Job], Result],
+    requests: Iterable[Job],
+    workers: int,
+    prefetch: int = 2,
+    longest_wait: float | None = None,
+    name: Callable[[Job], str] = str,
+) -> Generator[Result]:
+    """Yield `function(request)` of each request in order, worked out by processes that end with this generator.
+
+    Worker w of n gets the requests w, w + n, w + 2 n, ... in order, `prefetch` of them ahead.
+
+    Raises:
+        LostWorkerError: a worker has died, or needs more than `longest_wait` seconds for what `name` names.
+    """
+    context, remaining = forking_context(), iter(requests)
+    asked = deque[tuple[Job, Connection, BaseProcess]]()
+    processes = list[BaseProcess]()
+    # The end of Python would wait for a worker that is stuck in a slow read.
+    Finalize(None, kill_all, args=(processes,), exitpriority=0)
+
+    def ask(pipe: Connection, process: BaseProcess) -> None:
+        for request in islice(remaining, 1):
+            with suppress(OSError):  # it has died, and its answers will be missed
+                pipe.send(request)
+            asked.append((request, pipe, process))
+
     try:
-        # Not by its `map`, which cancels what is left: the pool fails at that if its workers are killed meanwhile.
-        futures = [pool.submit(function, job) for job in jobs]
-        results = list(track((future.result() for future in futures), about, len(jobs)))
-        pool.shutdown()
-        return results
-    except BrokenProcessPool as error:
-        raise DistapError(
-            "a worker process ended in the middle of its work; unless a reason is printed above, memory most likely "
-            "ran out: call again with fewer --workers"
-        ) from error
+        pipes = list[Connection]()
+        for _ in range(workers):
+            pipe, theirs = context.Pipe()
+            pipes.append(pipe)
+            processes.append(context.Process(target=_work, args=(os.getpid(), function, theirs), daemon=True))
+            processes[-1].start()
+            theirs.close()
+        for _ in range(prefetch):
+            for pipe, process in zip(pipes, processes, strict=True):
+                ask(pipe, process)
+        while asked:
+            request, pipe, process = asked.popleft()
+            if not wait([pipe, process.sentinel], longest_wait):
+                late = f"worker {process.pid} handed nothing over for {longest_wait:g} s"
+                raise LostWorkerError(f"{late}, such as {name(request)}")
+            try:
+                result, error = pipe.recv()
+            except (EOFError, OSError) as lost:
+                process.join(1)
+                raise LostWorkerError(f"worker {process.pid} ended with status {process.exitcode}") from lost
+            if error is not None:
+                raise error
+            ask(pipe, process)
+            yield result
     finally:
-        kill_all([process for process in active_children() if process not in others])
-        pool.shutdown()
+        kill_all(processes)
 
 
-def _begin() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent decides
-    die_with_parent()
+def _work(parent: int, function: Callable[[Any], Any], pipe: Connection) -> None:
+    """Answer requests until this process is killed."""
+    # Leave alone what the parent had: touching shared memory would copy it.
+    gc.freeze()
+    go_deaf()  # Ctrl-C and signals to the process group reach every process; the parent decides
+    die_with_parent(parent)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
+    while True:
+        request = pipe.recv()
+        answer: tuple[Any, Exception | None]
+        try:
+            answer = function(request), None
+        except Exception as error:
+            if not isinstance(error, DistapError):
+                error.add_note(traceback.format_exc())
+            answer = None, error
+        pipe.send(answer)
 
 
 def kill_all(workers: list[BaseProcess]) -> None:
