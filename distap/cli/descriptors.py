@@ -19,7 +19,6 @@ GRACE_SECONDS = 10.0  # for ranks to leave after a signal: finished parts are on
 DESCRIPTORS = Annotated[Path, typer.Argument(help="Folder that `distap extract` wrote.", show_default=False)]
 METHOD = "Scale the principal components (pca), or shrink directions in which matching images differ (lw, Radenović)."
 PAIRS = "JSON file from `distap data convert` with names of matching images, as {query, positive}, for --kind lw."
-CENTRE = "Subtract the mean of all images, or of the queries of --pairs as the authors' code does."
 KIND = "Kind of index: flat is exact, ivf-pq is smallest, hnsw is fastest at high recall."
 FACTORY = "Index as a string for faiss.index_factory, such as OPQ64,IVF4096,PQ64, instead of --kind."
 RECALL = "Folder of descriptors to use as queries when recall is measured."
@@ -107,7 +106,6 @@ def whiten_command(
     pairs: Annotated[
         Path | None, typer.Option(help=PAIRS, show_default="each image with all others of its class")
     ] = None,
-    centre: Annotated[Literal["images", "queries"] | None, typer.Option(help=CENTRE, show_default="images")] = None,
     output: Annotated[Path | None, typer.Option(help=WRITTEN, show_default="next to the descriptors")] = None,
 ) -> None:
     """Learn a whitening from the extracted descriptors of a training set.
@@ -124,14 +122,14 @@ def whiten_command(
     )
     from distap.telemetry.terminal import print_result
 
-    if kind == "pca" and (pairs is not None or centre is not None):
-        raise DistapError("--pairs and --centre are for --kind lw: pca ignores which images match")
+    if kind == "pca" and pairs is not None:
+        raise DistapError("--pairs is for --kind lw: pca ignores which images match")
     learned_from = read_descriptors(descriptors)
     if kind == "pca":
         whitening = learn_pca(learned_from, dimensions)
     else:
         matching = None if pairs is None else read_pairs(pairs, learned_from)
-        whitening = learn_discriminative(learned_from, dimensions, matching, centre or "images")
+        whitening = learn_discriminative(learned_from, dimensions, matching)
     path = output or descriptors
     if path.is_dir():
         path /= WHITENING_FILE

@@ -21,7 +21,6 @@ DRAWS = "Draw an image of each class as the gallery of the others, this many tim
 QUERY_EXPANSION = "Move each query towards its neighbours, weighted by similarity to this power; 0 weighs all alike."
 DATABASE_AUGMENTATION = "Move each gallery image towards its neighbours, weighted by similarity to this power."
 RERANK_NEIGHBOURS = "Number of neighbours used by --rerank, about as many as a class has images."
-COMPARE = "Also evaluate without refinement, and with each refinement by itself."
 RECIPE = "Recipe of the network to evaluate as it is before training."
 NEIGHBOURS = "Number of neighbours used by --query-expansion and --database-augmentation."
 KEPT = "Folder to store descriptors in, and to reuse them from."
@@ -47,13 +46,10 @@ def eval_command(
     database_augmentation: Annotated[float | None, options.refinement(help=DATABASE_AUGMENTATION, min=0)] = None,
     neighbours: Annotated[int, options.refinement(help=NEIGHBOURS, min=1)] = 10,
     rerank: Annotated[
-        Literal["k-reciprocal", "diffusion"] | None,
+        Literal["k-reciprocal"] | None,
         options.refinement(help="Re-rank the first images of each query with this method."),
     ] = None,
-    rerank_neighbours: Annotated[
-        int | None, options.refinement(help=RERANK_NEIGHBOURS, min=1, show_default="k-reciprocal: 20, diffusion: 50")
-    ] = None,
-    compare: Annotated[bool, options.refinement("--compare", help=COMPARE)] = False,
+    rerank_neighbours: Annotated[int, options.refinement(help=RERANK_NEIGHBOURS, min=1)] = 20,
     descriptors: Annotated[Path | None, options.output(help=KEPT)] = None,
     output: Annotated[Path | None, options.output(help=OUTPUT)] = None,
     as_json: JSON = False,
@@ -72,7 +68,7 @@ def eval_command(
     from distap.config.reading import load_recipe
     from distap.evaluation.extraction.image_describer import refuse_foreign_whitening
     from distap.evaluation.sets import evaluate_sets, open_named_sets
-    from distap.retrieval.refinement import RERANKERS, Expansion, Refinement
+    from distap.retrieval.refinement import Expansion, KReciprocal, Refinement
     from distap.retrieval.whitening import load_whitening
     from distap.telemetry.terminal import set_up_logging
     from distap.training.build import describing_of, network_of, reading_of, trained_network
@@ -83,7 +79,6 @@ def eval_command(
         changes, config = [str(config), *changes], None
     if (config is None) == (checkpoint is None):
         raise DistapError("give either a recipe or --checkpoint")
-    reranking = {} if rerank_neighbours is None else {"neighbours": rerank_neighbours}
     with joined_world() as world:
         set_up_logging(world.rank)
         if checkpoint is not None:
@@ -101,7 +96,7 @@ def eval_command(
                 learned,
                 None if database_augmentation is None else Expansion(neighbours, database_augmentation),
                 None if query_expansion is None else Expansion(neighbours, query_expansion),
-                None if rerank is None else RERANKERS[rerank](**reranking),
+                None if rerank is None else KReciprocal(rerank_neighbours),
             )
             if learned is not None:
                 refuse_foreign_whitening(learned, describing.describer.described_by)
@@ -121,6 +116,6 @@ def eval_command(
 
         parts = first_on_rank_0(world, opened)
         where = str(checkpoint or config)
-        found = evaluate_sets(*parts, compare=compare, output=output, printed=not as_json, network=where)
+        found = evaluate_sets(*parts, output=output, printed=not as_json, network=where)
         if as_json and world.rank == 0:
             print_json(found)

@@ -142,7 +142,6 @@ def evaluate_sets(
     describing: Describing,
     refinement: Refinement,
     *,
-    compare: bool = False,
     output: Path | None = None,
     printed: bool = True,
     **about: Any,
@@ -150,7 +149,6 @@ def evaluate_sets(
     """Describe and rank data sets on all ranks; on rank 0 print, write and return the figures.
 
     Args:
-        compare: also evaluate without refinement, and with each part of it by itself.
         output: folder for results.json and the evaluation, or a folder for each of several; `about` is added to both.
     """
     described = {name: opened.describe(describing) for name, opened in sets.items()}
@@ -158,18 +156,16 @@ def evaluate_sets(
     about |= {"sizing": str(describer.sizing), "scales": describer.network.scales}
     results: dict[str, Any] = {}
     for name, one in described.items():
-        found = {each.name: one.evaluate(each) for each in (refinement.variants() if compare else [refinement])}
+        found = one.evaluate(refinement)
         if describing.world.rank > 0:
             continue
-        last = next(reversed(found.values()))
-        each = ", ".join(f"{count} of {group}" for group, count in last.left_out_of.items())
-        told = f"{last.queries} queries, {each or last.left_out} without a positive left out"
+        each = ", ".join(f"{count} of {group}" for group, count in found.left_out_of.items())
+        told = f"{found.queries} queries, {each or found.left_out} without a positive left out"
         if printed:
-            table = figures_table({variant: evaluation.figures for variant, evaluation in found.items()})
-            print_result(f"{name}: {told}", table)
-        results[name] = {variant: nan_as_null(evaluation.figures) for variant, evaluation in found.items()}
+            print_result(f"{name}: {told}", figures_table({refinement.name: found.figures}))
+        results[name] = {refinement.name: nan_as_null(found.figures)}
         if output is not None:
-            last.save(output / name if len(sets) > 1 else output, **about)
+            found.save(output / name if len(sets) > 1 else output, **about)
     about["sets"] = results
     if output is not None and describing.world.rank == 0:
         write_whole(output / "results.json", json.dumps(about, indent=1) + "\n")

@@ -4,13 +4,12 @@ Re-ranking orders the head of a query's ranking anew, by the similarities among 
 its cost does not grow with the gallery.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float32, Float64, Int64
+from jaxtyping import Bool, Float, Float32, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -66,7 +65,6 @@ class KReciprocal:
     divides by the greatest distance instead.
     """
 
-    name: ClassVar[str] = "k-reciprocal"
     neighbours: int = 20  # k1: neighbours of an image that may be reciprocal
     smoothing: int = 6  # k2: neighbourhoods that are averaged, including the image's own
     original: float = 0.3  # λ: weight of the original distance
@@ -89,43 +87,8 @@ class KReciprocal:
         return np.argsort(mixed[1:], kind="stable")
 
 
-@dataclass(frozen=True)
-class Diffusion:
-    """Re-rank by diffusion over the graph of mutual neighbours in the head (Iscen et al. 2017).
-
-    It solves (I - α S) f = (1 - α) y, where S holds the normalised affinities and y those of the query. Images that
-    no path connects to the query come last and keep their order.
-    """
-
-    name: ClassVar[str] = "diffusion"
-    neighbours: int = 50  # k: neighbours of an image in the graph
-    seeds: int = 10  # k_q: images of the head that the query is connected to
-    power: float = 3.0  # γ: affinity is max(s, 0)^γ
-    walk: float = 0.99  # α: reach of the diffusion
-
-    def order(self, query: Float32[np.ndarray, " C"], head: Float32[np.ndarray, "K C"]) -> Int64[np.ndarray, " K"]:
-        """Return the new order of the head, as places in it; ties keep their order."""
-        return np.argsort(-self.scores(query, head), kind="stable")
-
-    def scores(self, query: Float32[np.ndarray, " C"], head: Float32[np.ndarray, "K C"]) -> Float64[np.ndarray, " K"]:
-        """Return f of each image of the head, in its given order."""
-        similarities, near = nearest(head, head, self.neighbours, exclude_self=True)
-        affinity = np.where(_is_mutual(near), np.maximum(similarities, 0).astype(np.float64) ** self.power, 0)
-        degree = affinity.sum(axis=1)
-        scale = np.divide(1, np.sqrt(degree), out=np.zeros_like(degree), where=degree > 0)
-        graph = np.eye(len(head))
-        graph[np.arange(len(head))[:, None], near] = -self.walk * affinity * scale[:, None] * scale[near]
-        start = np.zeros(len(head))
-        start[: self.seeds] = np.maximum(head[: self.seeds] @ query, 0).astype(np.float64) ** self.power
-        return np.linalg.solve(graph, (1 - self.walk) * start)
-
-
-Reranker = KReciprocal | Diffusion
-RERANKERS: dict[str, type[Reranker]] = {kind.name: kind for kind in (KReciprocal, Diffusion)}
-
-
 def reranked_heads(
-    reranker: Reranker,
+    reranker: KReciprocal,
     queries: Float[np.ndarray, "Q C"],
     gallery: Float[np.ndarray, "N _"],
     size: int,
@@ -157,7 +120,7 @@ class Refinement:
     whitening: Whitening | None = None  # of queries and gallery
     augment: Expansion | None = None  # of the gallery by itself: database-side augmentation
     expand: Expansion | None = None  # of the queries by the refined gallery
-    rerank: Reranker | None = None
+    rerank: KReciprocal | None = None
     head: int = 100  # images of each query that are re-ranked
 
     @property
@@ -167,7 +130,7 @@ class Refinement:
             "whitening": "whitening",
             "augment": "augmentation",
             "expand": "query expansion",
-            "rerank": "" if self.rerank is None else self.rerank.name,
+            "rerank": "k-reciprocal",
         }
         return {field: name for field, name in names.items() if getattr(self, field) is not None}
 
@@ -175,16 +138,6 @@ class Refinement:
     def name(self) -> str:
         """Names of the parts joined by plus signs, or `plain` without parts."""
         return " + ".join(self.parts.values()) or "plain"
-
-    def variants(self) -> Iterator["Refinement"]:
-        """Yield the empty refinement, each part alone, and all parts together."""
-        yield PLAIN
-        if len(self.parts) > 1:
-            for kept in self.parts:
-                dropped: dict[str, Any] = {part: None for part in self.parts if part != kept}
-                yield replace(self, **dropped)
-        if self.parts:
-            yield self
 
     def apply(
         self, queries: NDArray[Any], gallery: NDArray[Any], same: bool = False

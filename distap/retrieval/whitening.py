@@ -34,7 +34,6 @@ HALF_POWER = 0.25  # Revaud et al. 2019: 'square-rooted' PCA; 0.5 is full whiten
 logger = logging.getLogger("distap")
 
 WhiteningKind = Literal["pca", "lw"]
-Centre = Literal["images", "queries"]
 Covariance = Float64[np.ndarray, "C C"]
 
 
@@ -129,7 +128,6 @@ def learn_discriminative(
     descriptors: DescriptorSet,
     dimensions: int | None = None,
     pairs: Int64[np.ndarray, "P 2"] | None = None,
-    centre: Centre = "images",
 ) -> Whitening:
     """Learn discriminative whitening Lw (Radenović et al. 2018): matching images differ equally in all directions.
 
@@ -141,15 +139,8 @@ def learn_discriminative(
         dimensions: D, the directions of most variance to keep; None keeps all.
         pairs: rows of matching images; None pairs each image with all others of its class. Each image then has the
             same weight, so that large classes do not drown the others.
-        centre: what is subtracted: the mean of all images, or of the queries, the first of each pair, as the authors'
-            code does (filipradenovic/cnnimageretrieval-pytorch, cirtorch/utils/whiten.py).
     """
     mean, covariance = _mean_and_covariance(descriptors)
-    if centre == "queries":
-        if pairs is None or not len(pairs):
-            raise DistapError("whitening: the centre of the queries needs pairs, whose first images they are")
-        offset = _mean(descriptors.descriptors, pairs[:, 0]) - mean
-        mean, covariance = mean + offset, covariance + np.outer(offset, offset)
     differences = _covariance_within(descriptors, mean) if pairs is None else _covariance_of_pairs(descriptors, pairs)
     variances, directions = _principal_directions(differences, f"matching images of {descriptors.data}")
     shrinking = directions / np.sqrt(variances)[:, None]
@@ -196,17 +187,13 @@ def _mean_and_covariance(descriptors: DescriptorSet) -> tuple[Float64[np.ndarray
         raise DistapError(f"{descriptors.data}: the descriptors are whitened already; learn from unwhitened ones")
     if not total:
         raise DistapError("whitening: there is no descriptor to learn from")
-    mean = _mean(values)
+    sums = (block.sum(axis=0) for _, block in row_blocks(values, np.float64))
+    mean = sum(sums, np.zeros(values.shape[1])) / total
     covariance = np.zeros((values.shape[1],) * 2)
     for _, block in row_blocks(values, np.float64):
         block -= mean
         covariance += block.T @ block
     return mean, covariance / total
-
-
-def _mean(values: NDArray[Any], rows: NDArray[np.int64] | None = None) -> Float64[np.ndarray, " C"]:
-    sums = (block.sum(axis=0) for _, block in row_blocks(values, np.float64, rows))
-    return sum(sums, np.zeros(values.shape[1])) / len(values if rows is None else rows)
 
 
 def _covariance_within(descriptors: DescriptorSet, mean: Float64[np.ndarray, " C"]) -> Covariance:

@@ -14,7 +14,6 @@ from ranks import on_ranks
 from retrieval_reference import (
     average_precision_at_100,
     labelled_figures,
-    labelled_orders,
     order_of,
     trapezoid_average_precision,
 )
@@ -33,7 +32,7 @@ from distap.evaluation.sets import open_set
 from distap.library import load
 from distap.randomness import permutation
 from distap.retrieval.descriptor_files import read_descriptors
-from distap.retrieval.refinement import Diffusion, Expansion, Refinement
+from distap.retrieval.refinement import Expansion, KReciprocal, Refinement
 from distap.telemetry.runlog import read_run_log
 from distap.training.build import describing_of, evaluations_of, network_of, sets_of
 from distap.world import World
@@ -152,7 +151,9 @@ def test_queries_retrieve_the_gallery_of_other_shards(query_and_gallery, trainin
         nearest = (others @ asking[row]).argsort(descending=True)[:10] + len(keys)
         assert retrieved.neighbours[row].tolist() == nearest.tolist()
     assert (retrieved.first_positive > 0).nonzero()[0].max() < len(keys)
-    refined = described.evaluate(Refinement(augment=Expansion(2, 2.0), expand=Expansion(2, 0.0), rerank=Diffusion()))
+    refined = described.evaluate(
+        Refinement(augment=Expansion(2, 2.0), expand=Expansion(2, 0.0), rerank=KReciprocal())
+    )
     assert refined.figures != evaluation.figures and refined.gallery == str(folder / "gallery")
 
 
@@ -218,25 +219,6 @@ def test_descriptors_are_found_again_and_distractors_lower_figures(converted, tr
     assert again.figures == first.figures
     with pytest.raises(DistapError, match="sizing"):
         opened.describe(describing(tmp_path, training_shards, sizing="side 8", kept_in=tmp_path / "kept"))
-
-
-def test_each_part_of_a_refinement_is_compared_on_and_off(training_shards, tmp_path):
-    how = describing(tmp_path, training_shards, sizing="crop 32")
-    described = open_set(str(training_shards[1])).describe(how)
-    refinement = Refinement(augment=Expansion(2, 2.0), expand=Expansion(2, 0.0), rerank=Diffusion(), head=6)
-    found = {one.name: described.evaluate(one) for one in refinement.variants()}
-    assert list(found) == [
-        "plain",
-        "augmentation",
-        "query expansion",
-        "diffusion",
-        "augmentation + query expansion + diffusion",
-    ]
-    orders = labelled_orders((described.queries @ described.queries.T).tolist(), described.labels[0].tolist())
-    expected = labelled_figures(orders, (1, 5, 10))
-    assert found["plain"].figures == pytest.approx(expected)
-    figures = [one.figures["mAP"] for one in found.values()]
-    assert len(set(figures)) > 1 and all(0 < figure <= 1 for figure in figures)
 
 
 def evaluate_on_ranks(world, folder, shards, data):
@@ -309,10 +291,10 @@ def test_several_sets_are_evaluated_in_one_call(converted, training_shards, tmp_
     (tmp_path / "recipe.yaml").write_text(json.dumps(configuration.model_dump(mode="json")))
     sets = [f"--data=oxford={converted / 'roxford5k'}", f"--data=own={training_shards[1]}"]
     expanded = "--query-expansion=2"
-    options = [expanded, "--compare", "evaluation.original=true", f"--output={tmp_path / 'out'}"]
+    options = [expanded, "evaluation.original=true", f"--output={tmp_path / 'out'}"]
     configured = ["eval", tmp_path / "recipe.yaml"]
     assert distap(monkeypatch, *configured, *sets[:1], *options, f"--descriptors={tmp_path / 'kept'}") == 0
-    assert distap(monkeypatch, *configured, *sets, expanded, "--compare", f"--output={tmp_path / 'both'}") == 0
+    assert distap(monkeypatch, *configured, *sets, expanded, f"--output={tmp_path / 'both'}") == 0
     gap = "evaluation.gap_batch=8", f"--output={tmp_path / 'gap'}"
     assert distap(monkeypatch, *configured, *sets[1:], *gap) == 0
     plain = json.loads((tmp_path / "gap/results.json").read_text())["sets"]["own"]["plain"]
@@ -328,8 +310,8 @@ def test_several_sets_are_evaluated_in_one_call(converted, training_shards, tmp_
     assert distap(monkeypatch, *configured, *sets[1:], "--figures=R") == 2
     results = json.loads((tmp_path / "both/results.json").read_text())["sets"]
     assert {name: list(variants) for name, variants in results.items()} == {
-        "oxford": ["plain", "query expansion"],
-        "own": ["plain", "query expansion"],
+        "oxford": ["query expansion"],
+        "own": ["query expansion"],
     }
     assert read_evaluation(tmp_path / "both/own").figures == pytest.approx(results["own"]["query expansion"])
     assert json.loads((tmp_path / "out/result.json").read_text())["protocol"] == "roxford5k"

@@ -111,24 +111,3 @@ def k_reciprocal(query, gallery, size, own, neighbours, smoothing, original_weig
     jaccard = [1 - np.minimum(smooth[0], v).sum() / np.maximum(smooth[0], v).sum() for v in smooth]
     final = [(1 - original_weight) * jaccard[p] + original_weight * distance[0, p] for p in total][1:]
     return [head[place] for place in np.argsort(np.round(final, 12), kind="stable")], final
-
-
-def diffused(query, gallery, size, own, neighbours, seeds, power, restart):
-    """Iscen et al. 2017: (I - a S)^-1 y solved densely on the mutual neighbours among the head."""
-    head = first_ranking(query, gallery, size, own)
-    nodes = gallery[head].astype(np.float64)
-    similarities = nodes @ nodes.T
-    total = len(nodes)
-    near = [
-        set([n for n in np.argsort(-similarities[p], kind="stable") if n != p][:neighbours]) for p in range(total)
-    ]
-    affinity = np.zeros((total, total))
-    for i in range(total):
-        for j in near[i]:
-            if i in near[j]:
-                affinity[i, j] = max(similarities[i, j], 0) ** power
-    degree = affinity.sum(axis=1)
-    scale = np.array([1 / np.sqrt(d) if d else 0 for d in degree])
-    start = np.array([max(s, 0) ** power if place < seeds else 0 for place, s in enumerate(nodes @ query)])
-    scores = np.linalg.solve(np.eye(total) - restart * scale[:, None] * affinity * scale, (1 - restart) * start)
-    return [head[place] for place in np.argsort(-np.round(scores, 9), kind="stable")], scores

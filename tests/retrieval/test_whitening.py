@@ -53,23 +53,6 @@ def test_discriminative_whitening_learns_from_pairs_too(small_blocks):
     assert_same_up_to_sign(whitening.projection, lw_projection(images.descriptors, [(i, j, 1) for i, j in pairs]))
 
 
-def test_discriminative_whitening_may_be_centred_on_the_queries_as_in_the_authors_code(small_blocks):
-    images = clustered(60, 7, 9, dtype=np.float64)
-    pairs = np.random.default_rng(2).permutation(60)[:40].reshape(20, 2)
-    values = images.descriptors
-    centred = values - values[pairs[:, 0]].mean(axis=0)
-    differences = values[pairs[:, 0]] - values[pairs[:, 1]]
-    whitened = centred @ np.linalg.inv(np.linalg.cholesky(differences.T @ differences)).T
-    order = np.linalg.eigh(whitened.T @ whitened)[1][:, ::-1]
-    for dimensions in (7, 4):
-        found = learn_discriminative(images, dimensions, pairs, "queries").apply(values)
-        expected = whitened @ order[:, :dimensions]
-        expected /= np.linalg.norm(expected, axis=1, keepdims=True)
-        np.testing.assert_allclose(found @ found.T, expected @ expected.T, atol=1e-9)
-    with pytest.raises(DistapError, match="needs pairs"):
-        learn_discriminative(images, centre="queries")
-
-
 def test_an_image_without_a_class_matches_nothing():
     images = clustered(50, 6, 4, dtype=np.float64)
     more = described(np.vstack([images.descriptors, images.descriptors[::-1]]))
