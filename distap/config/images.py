@@ -12,7 +12,6 @@ from distap.storage.locations import Source, parse_source
 from distap.storage.remotes import RemoteSettings
 
 Scales = Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
-TwoOrMore = Annotated[int, Field(ge=2)]
 
 
 class ImagesSection(Section):
@@ -112,9 +111,6 @@ class DescribingSection(SizedSection):
     """Smooth images before shrinking them to a scale below 1."""
     recall_at: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (1, 5, 10)
     """Values k of R@k and mP@k, except where a ground truth sets them."""
-    gap_batch: TwoOrMore | None = None
-    """Also report by how much mAP is higher within random batches of this many images, for sets whose images all
-    retrieve each other."""
     batch_size: PositiveInt = 64
     """Number of images that evaluation describes at once. Lower it if memory runs out."""
 

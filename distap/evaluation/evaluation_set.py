@@ -20,7 +20,7 @@ from distap.evaluation.ground_truth import GroundTruth, listed_truth
 from distap.evaluation.saved import DRAWN, LABELLED, QUERIED, Evaluation, Retrieved
 from distap.randomness import permutation
 from distap.retrieval.descriptor_files import DESCRIPTORS_FILE, new_descriptors
-from distap.retrieval.evaluate import Evaluated, decomposability_gap, evaluate_descriptors
+from distap.retrieval.evaluate import Evaluated, evaluate_descriptors
 from distap.retrieval.refinement import PLAIN, Refinement
 from distap.retrieval.truth import ClassTruth, Truth
 
@@ -38,7 +38,6 @@ class EvaluationSet:
     gallery: tuple[ImageSet, ...] = ()  # shards that make it up, such as distractors; without any, the other queries
     truth: GroundTruth | None = None  # None: images of the query's class are right
     draws: int = 0  # times that an image of each class is drawn as the gallery of the others; 0 does not
-    gap_batch: int | None = None  # images of the random batches of the figure `gap`
 
     @property
     def kind(self) -> str:
@@ -115,15 +114,11 @@ class DescribedSet:
 
         With drawn galleries, figures are means over the draws.
         """
-        of, world = self.of, self.describing.world
+        of = self.of
         found = [self._ranked(asking, among, refinement) for asking, among in self._rows()]
         result, summaries = found[0], [one.summary() for one in found]
         figures = {name: float(np.mean([own[name] for own in summaries])) for name in summaries[0]}
         labels, class_name = self.labels
-        if of.gap_batch is not None:
-            whole = None if refinement.parts else figures["mAP"]
-            own = torch.from_numpy(labels).to(self.device)
-            figures["gap"] = decomposability_gap(self.queries, own, of.gap_batch, whole, world)
         found_by: dict[str, Any] = {}
         if of.truth:
             columns = {group: result.values[name].tolist() for group, name in result.leading.items()}

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from distap.errors import DistapError
 from distap.evaluation.describing import Describing
 from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.ground_truth import read_ground_truth
-from distap.evaluation.saved import LABELLED, nan_as_null
+from distap.evaluation.saved import nan_as_null
 from distap.retrieval.figures import AT, figures_named, labelled_figures
 from distap.retrieval.refinement import Refinement
 from distap.storage.atomic import write_whole
@@ -36,7 +35,6 @@ def open_set(
     gallery_draws: int = 0,
     at: Sequence[int] = AT,
     figures: Sequence[str] = (),
-    gap_batch: int | None = None,
     max_pixels: int = MAX_PIXELS,
     remote: RemoteSettings | None = None,
     cache: CacheSettings | None = None,
@@ -50,7 +48,6 @@ def open_set(
         gallery_draws: draw an image of each class as the gallery of the others this many times; 0 does not.
         at: values k of R@k and mP@k, for sets without a ground truth.
         figures: names of the figures to compute instead, see `distap.retrieval.figures`.
-        gap_batch: images of a random batch; of sets whose images all retrieve each other, it gives the figure `gap`.
         max_pixels, remote, cache: see `open_images`.
     """
     figures_named(figures)  # raises for an unknown one
@@ -98,14 +95,7 @@ def open_set(
                 f"{among.name}: these are the queries themselves, and each would retrieve itself; leave the gallery "
                 "out, and each retrieves all others"
             )
-    if gap_batch is None or found.kind != LABELLED:
-        return found
-    if gap_batch > len(found.queries):
-        raise DistapError(
-            f"{found.queries.name}: evaluation.gap_batch is {gap_batch}, but there are {len(found.queries)} "
-            "images; give fewer"
-        )
-    return replace(found, gap_batch=gap_batch)
+    return found
 
 
 def seen_classes(train: Iterable[str], others: Iterable[str]) -> list[str]:

@@ -13,7 +13,7 @@ from distap.errors import DistapError
 from distap.retrieval.figures import Ranked, figures_named
 from distap.retrieval.ranks import CONVERTED_NUMBERS, FEW, Block, Ties, count_negatives
 from distap.retrieval.row_blocks import on_device, require_same_dimensions, taken
-from distap.retrieval.truth import NONE, ClassTruth, Truth
+from distap.retrieval.truth import NONE, Truth
 from distap.world import ALONE, World
 
 BLOCK_PAIRS = 2**25  # similarities held at once: 128 MB in float32
@@ -161,39 +161,6 @@ def evaluate_descriptors(
     for part in dict.fromkeys(truth.parts):
         in_part[part] = torch.tensor([own == part for own in truth.parts], dtype=torch.bool, device=counts.device)
     return Evaluated(values, leading, in_part, first, nearest, curve / (first > 0).sum())
-
-
-def decomposability_gap(
-    descriptors: Tensor | NDArray[Any],
-    labels: Int64[Tensor, " N"],
-    batch: int,
-    whole: float | None = None,
-    world: World = ALONE,
-) -> float:
-    """Return how much mAP within batches exceeds mAP over the whole set (Ramzi et al. 2021, eq. 6).
-
-    It is the mean over the batches of the mAP of each as a labelled set of its own, less the mAP of all images. It is
-    positive, since a batch holds fewer negatives, and NaN if no batch holds two images of a class.
-
-    Args:
-        batch: images per batch. Batches split the images at random, always alike; a remainder is left out.
-        whole: mAP of all images, if it is known.
-        world: ranks that share the ranking of all images; all of them call this with the same arguments.
-    """
-
-    def mean_average_precision(rows: Tensor | NDArray[Any], own: Tensor, world: World = ALONE) -> float:
-        return evaluate_descriptors(rows, rows, ClassTruth(own), ("mAP",), world=world).summary()["mAP"]
-
-    batch = min(batch, len(labels))
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    found = [
-        mean_average_precision(taken(descriptors, rows), own)
-        for rows in order[: len(order) - len(order) % batch].view(-1, batch)
-        if bool(((own := labels[rows])[own >= 0].unique(return_counts=True)[1] > 1).any())
-    ]
-    if whole is None:
-        whole = mean_average_precision(descriptors, labels, world)
-    return sum(found) / len(found) - whole if found else float("nan")
 
 
 def _passes(counts: Int64[Tensor, " Q"], images: int, dimensions: int, is_one: bool) -> Iterator[list[slice]]:

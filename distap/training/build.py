@@ -144,7 +144,7 @@ def describing_of(
 def reading_of(recipe: NetworkRecipe) -> dict[str, Any]:
     """Return the settings of `open_set` that a recipe's data sets share."""
     of_data = {name: getattr(recipe.data, name) for name in ("max_pixels", "remote", "cache")}
-    return of_data | {"at": recipe.evaluation.recall_at, "gap_batch": recipe.evaluation.gap_batch}
+    return of_data | {"at": recipe.evaluation.recall_at}
 
 
 def sets_of(recipe: Recipe) -> dict[str, EvaluationSet]:

@@ -245,11 +245,11 @@ def test_a_trained_network_remembers_how_it_was_evaluated(
     own, run = str(training_shards[1]), tmp_path / "run"
     also = {"same": {"data": own}, "square": {"data": own, "crop": 32, "scales": [1.0]}}
     settings = {"resize": resize, "crop": 36, "scales": [1.0, 0.75], "every": 1, "also": also, "recall_at": [1, 3]}
-    settings |= {"gap_batch": 8, "antialias": False}
+    settings |= {"antialias": False}
     train(World(), run, training_shards, steps=1, data__validation=own, evaluation=settings)
     last = [entry for entry in read_run_log(run) if "validation" in entry][-1]
     assert last["also"]["same"] == last["validation"] != last["also"]["square"]
-    assert list(last["validation"]) == ["mAP", "mAP@R", "R@1", "R@3", "mP@1", "mP@3", "gap"]
+    assert list(last["validation"]) == ["mAP", "mAP@R", "R@1", "R@3", "mP@1", "mP@3"]
     found = load(run).describer
     assert (str(found.sizing), found.network.scales) == (sizing, (1.0, 0.75))
 
@@ -295,14 +295,6 @@ def test_several_sets_are_evaluated_in_one_call(converted, training_shards, tmp_
     configured = ["eval", tmp_path / "recipe.yaml"]
     assert distap(monkeypatch, *configured, *sets[:1], *options, f"--descriptors={tmp_path / 'kept'}") == 0
     assert distap(monkeypatch, *configured, *sets, expanded, f"--output={tmp_path / 'both'}") == 0
-    gap = "evaluation.gap_batch=8", f"--output={tmp_path / 'gap'}"
-    assert distap(monkeypatch, *configured, *sets[1:], *gap) == 0
-    plain = json.loads((tmp_path / "gap/results.json").read_text())["sets"]["own"]["plain"]
-    assert 0 < plain["gap"] < 1 - plain["mAP"] + 1e-9
-    assert distap(monkeypatch, *configured, *sets[1:], expanded, *gap) == 0
-    refined = json.loads((tmp_path / "gap/results.json").read_text())["sets"]["own"]["query expansion"]
-    assert refined["gap"] == pytest.approx(plain["gap"], abs=1e-6) and refined["mAP"] != plain["mAP"]
-    assert distap(monkeypatch, *configured, *sets[1:], "evaluation.gap_batch=1000") == 2
     assert distap(monkeypatch, *configured, *sets, "--figures=R@2,mP@3/min", f"--output={tmp_path / 'named'}") == 0
     named = json.loads((tmp_path / "named/results.json").read_text())["sets"]
     assert list(named["own"]["plain"]) == ["mAP", "R@2", "mP@3/min"]

@@ -1,5 +1,3 @@
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -18,7 +16,7 @@ from torch.nn.functional import normalize
 
 from distap.errors import DistapError
 from distap.retrieval import figures
-from distap.retrieval.evaluate import decomposability_gap, evaluate_descriptors
+from distap.retrieval.evaluate import evaluate_descriptors
 from distap.retrieval.figures import AT
 from distap.retrieval.ranks import FEW, count_above
 from distap.retrieval.truth import ClassTruth
@@ -214,36 +212,3 @@ def test_queries_against_a_gallery_have_the_figures_of_sorting_it(monkeypatch, p
         else:
             nearest = similarities.gather(1, found.neighbours)
             assert torch.equal(nearest, similarities.sort(descending=True).values[:, :10])
-
-
-def clusters():
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.arange(90) // 6
-    centres = normalize(torch.randn(15, 6, generator=generator, dtype=torch.float64))
-    own = 0.6 * torch.randn(90, 6, generator=generator, dtype=torch.float64)
-    return normalize(centres[labels] + own), labels
-
-
-def test_the_gap_is_that_of_evaluating_each_batch_and_the_whole(monkeypatch):
-    descriptors, labels = clusters()
-    gap = decomposability_gap(descriptors, labels, 20)
-    assert gap == decomposability_gap(descriptors, labels, 20)  # batches are always alike
-    one_of_each = torch.arange(0, 90, 6)
-    order = torch.cat([one_of_each, torch.tensor([row for row in range(90) if row % 6])])
-    monkeypatch.setattr(torch, "randperm", lambda images, generator: order[:images])
-    assert gap != decomposability_gap(descriptors, labels, 20)
-
-    def expected(rows):
-        return mean([average_precision(right) for right in orders_of(descriptors[rows], labels[rows]).values()])
-
-    whole = expected(slice(None))
-    within = mean([expected(batch) for batch in order.view(6, 15)[1:]])  # the first tells nothing
-    assert within > whole
-    for values, known in ((descriptors, None), (descriptors.numpy(), None), (descriptors, whole)):
-        assert decomposability_gap(values, labels, 15, known) == pytest.approx(within - whole, abs=1e-12)
-
-
-def test_the_whole_set_as_the_only_batch_has_no_gap_and_single_images_have_none():
-    for batch in (90, 91):
-        assert decomposability_gap(*clusters(), batch) == pytest.approx(0)
-    assert math.isnan(decomposability_gap(*clusters(), 1))
