@@ -64,7 +64,7 @@ def convert_command(
     """Pack a data set of the papers into shards, OUTPUT/SPLIT, from the files as their authors distribute them.
 
     docs/guides/data-sets.md tells which files to download, where to put them, and their licences. Listed images that
-    are not there are counted. An interrupted conversion continues when it is called again.
+    are not there are counted.
     """
     from distap.data.converters.converting import DATASETS, convert
     from distap.registry import suggestion
@@ -106,7 +106,7 @@ def pack_command(
     to the file; label or class; and optionally group (the super-category of the class) and split, each of which is
     packed as OUTPUT/SPLIT, or by is_query or is_gallery as OUTPUT/SPLIT-query and OUTPUT/SPLIT-gallery. Images are
     packed byte for byte. Every file that is left out, such as an image that is cut short or missing, is counted by
-    the reason. After an interruption or a full disk the same command continues from the shards that are whole.
+    the reason. OUTPUT appears when it is complete.
     """
     from distap.data.shards.image_files import list_images
     from distap.data.shards.packing import pack_parts
@@ -121,11 +121,7 @@ def pack_command(
         parts = dict(zip(("train", "validation"), listing.halves(split, seed), strict=True))
     elif listing.parts:
         parts = listing.by_part()
-    try:
-        packed = pack_parts(parts, output, images_per_shard, track, **layout)
-    except KeyboardInterrupt:
-        print_warning("interrupted: the same command goes on from the shards that are whole")
-        raise
+    packed = pack_parts(parts, output, images_per_shard, track, **layout)
     for (name, part), (index, _) in zip(parts.items(), packed, strict=True):
         _print_indexed(output / name, index, {image.class_name for image in part.images})
     _print_left_out([skipped for _, others in packed for skipped in others], left_out)
@@ -136,16 +132,11 @@ def index_shards_command(source: SOURCE, path: INDEX = None, workers: WORKERS = 
     """Write the index of existing WebDataset shards: read every byte once and list all damaged tars.
 
     Each sample needs one image and a .cls member with its class number. A file classes.txt next to shards may name
-    the classes, one per line: the name and, after a tab, the super-category. After an interruption the command begins
-    again.
+    the classes, one per line: the name and, after a tab, the super-category.
     """
     from distap.data.shards.indexing import index_shards
 
-    try:
-        index, skipped = index_shards(parse_source(source, path), track, workers)
-    except KeyboardInterrupt:
-        print_warning("interrupted: no index was written, and the same command begins again")
-        raise
+    index, skipped = index_shards(parse_source(source, path), track, workers)
     _print_indexed(source, index)
     _print_left_out(skipped)
 

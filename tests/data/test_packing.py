@@ -1,6 +1,4 @@
-import fcntl
 import io
-import os
 import signal
 import subprocess
 import sys
@@ -40,18 +38,6 @@ def keys_and_files(folder):
                 key = name.partition(".")[0]
                 found.append((key, int(files[f"{key}.cls"]), data))
     return found
-
-
-def interrupted(at):
-    """A Track that is interrupted, as by Ctrl-C, after `at` shards."""
-
-    def track(items, description, total):
-        for number, item in enumerate(items):
-            if description.startswith("packing") and number == at:
-                raise KeyboardInterrupt
-            yield item
-
-    return track
 
 
 def test_packing_keeps_every_image_and_its_class(shards, image_folder):
@@ -365,77 +351,6 @@ def test_an_image_that_vanishes_is_left_out(tmp_path, image_folder):
     assert left_out == [(str(images[3].path), "files that cannot be read: No such file or directory")]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_an_interrupted_packing_goes_on_from_its_whole_shards(tmp_path, image_folder, workers):
-    pack(image_folder, tmp_path / "straight", images_per_shard=2)
-    with pytest.raises(KeyboardInterrupt):
-        pack(image_folder, tmp_path / "out", images_per_shard=2, track=interrupted(at=3), workers=workers)
-    assert not (tmp_path / "out").exists()
-    aside = tmp_path / ".out.packing" / "shards"
-    before = {path.name: path.stat().st_mtime_ns for path in aside.glob("*.tar")}
-    assert len(before) >= 3
-    assert not list(aside.glob(".*.tmp"))
-    pack(image_folder, tmp_path / "out", images_per_shard=2, workers=workers)
-    after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.tar")}
-    assert before.items() <= after.items()
-    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
-    assert not (tmp_path / ".out.packing").exists()
-
-
-@pytest.mark.parametrize("change", ["image", "label", "layout", "plan", "record"])
-def test_what_an_interruption_left_of_another_list_is_not_used(tmp_path, image_folder, change):
-    table = image_folder / "list.csv"
-    lines = [
-        f"{path.relative_to(image_folder)},{n % 3}" for n, path in enumerate(sorted(image_folder.rglob("*.png")))
-    ]
-    table.write_text("\n".join(lines))
-    layout = {"images_per_shard": 2}
-    with pytest.raises(KeyboardInterrupt):
-        pack(table, tmp_path / "out", track=interrupted(at=3), **layout)
-    aside = tmp_path / ".out.packing"
-    if change == "image":
-        path = image_folder / "apple" / "0.png"
-        Image.new("RGB", (8, 8)).save(path)
-        os.utime(path, ns=(1, 1))
-    elif change == "label":
-        table.write_text("\n".join(["apple/0.png,2", *lines[1:]]))
-    elif change == "layout":
-        layout = {"images_per_shard": 3}
-    elif change == "plan":
-        (aside / "plan.json").write_text("[]")
-    else:
-        (aside / "records" / "000001.json").write_text('{"images": 2}')
-    pack(table, tmp_path / "out", **layout)
-    pack(table, tmp_path / "straight", **layout)
-    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
-
-
-@pytest.mark.parametrize("mark", [b"IDAT", b"ustar"], ids=["image", "header"])
-def test_a_shard_that_reads_back_otherwise_is_found_and_written_again(tmp_path, image_folder, mark):
-    with pytest.raises(KeyboardInterrupt):
-        pack(image_folder, tmp_path / "out", images_per_shard=3, track=interrupted(at=2))
-    shard = tmp_path / ".out.packing" / "shards" / "000001.tar"
-    data = bytearray(shard.read_bytes())
-    data[data.index(mark) + 20] ^= 1
-    shard.write_bytes(data)
-    with pytest.raises(DistapError, match=r"000001\.tar: reads back otherwise than it was written"):
-        pack(image_folder, tmp_path / "out", images_per_shard=3)
-    assert not (tmp_path / "out").exists()
-    pack(image_folder, tmp_path / "out", images_per_shard=3)
-    pack(image_folder, tmp_path / "straight", images_per_shard=3)
-    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
-
-
-def test_two_packings_of_one_output_do_not_mix(tmp_path, image_folder):
-    aside = tmp_path / ".out.packing"
-    aside.mkdir()
-    with (aside / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(DistapError, match="another process is packing there"):
-            pack(image_folder, tmp_path / "out")
-    pack(image_folder, tmp_path / "out")
-
-
 PACKER = """
     import os, signal, sys
     from pathlib import Path
@@ -462,26 +377,15 @@ def test_ctrl_c_leaves_no_process_and_nothing_that_looks_whole(tmp_path, image_f
     assert stopped.returncode == -signal.SIGINT
     assert stopped.stderr.count("Traceback") == 1
     assert not (tmp_path / "out").exists()
-    assert list((tmp_path / ".out.packing" / "shards").glob("*.tar"))
-    pack(image_folder, tmp_path / "out", images_per_shard=1)
-    pack(image_folder, tmp_path / "straight", images_per_shard=1)
-    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+    assert not list(tmp_path.glob(".out.*"))
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_full_disk_is_named_and_packing_goes_on_once_there_is_space(tmp_path, small_disk, workers):
+def test_a_full_disk_is_named_and_nothing_is_left_there(tmp_path, small_disk):
     disk = small_disk("128k")
     images = write_images(tmp_path / "images", {"a": 6, "b": 6}, size=60)
-    pack(images, tmp_path / "straight", images_per_shard=2)
-    with pytest.raises(DistapError, match=r"disk-0/\.out\.packing: No space left on device; .* whole are kept"):
-        pack(images, disk / "out", images_per_shard=2, workers=workers)
-    assert not (disk / "out").exists()
-    kept = {p.name: p.stat().st_mtime_ns for p in (disk / ".out.packing" / "shards").glob("*.tar")}
-    assert kept
-    subprocess.run(["mount", "-o", "remount,size=1m", str(disk)], check=True)
-    pack(images, disk / "out", images_per_shard=2, workers=workers)
-    assert kept.items() <= {p.name: p.stat().st_mtime_ns for p in (disk / "out").glob("*.tar")}.items()
-    assert contents(disk / "out") == contents(tmp_path / "straight")
+    with pytest.raises(DistapError, match=r"disk-0/out: cannot be written: No space left on device"):
+        pack(images, disk / "out", images_per_shard=2, workers=2)
+    assert list(disk.iterdir()) == []
 
 
 def test_a_mount_point_is_refused_before_any_work(image_folder, small_disk):

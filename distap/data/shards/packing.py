@@ -1,16 +1,12 @@
-"""Pack images into WebDataset tar shards in parallel; continue an earlier packing that was stopped.
+"""Pack images into WebDataset tar shards in parallel.
 
-Shards are written into a hidden folder next to the output; one rename then makes the complete output appear.
-Neither the number of processes nor an interruption changes a byte.
+Shards are written into a hidden folder next to the output; one rename then makes the complete output appear. The
+number of processes changes no byte.
 """
 
-import hashlib
-import json
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -33,22 +29,16 @@ from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index
 from distap.data.shards.indexing import NAMES_FILE, PATHS_FILE, merge_scans, scan_shard
 from distap.data.shards.parallel import Track, map_in_processes, untracked
-from distap.data.shards.tar import LABEL_FIELD, DamagedShardError
+from distap.data.shards.tar import LABEL_FIELD
 from distap.errors import DistapError
 from distap.randomness import permutation
-from distap.storage.atomic import UnwritableError, locked, replacing, sync_path, write_whole
+from distap.storage.atomic import replacing_folder, write_whole
 from distap.storage.files import storage_of
-from distap.storage.hashing import Hashed
 from distap.storage.locations import parse_source
-from distap.storage.texts import read_json
-
-LAYOUT_VERSION = 4
-SHARD_FOLDER, RECORD_FOLDER, PLAN_FILE = "shards", "records", "plan.json"  # in the hidden folder
 
 
 class _Job(NamedTuple):
     shard: Path
-    record: Path  # file that remembers what was written
     first: int  # position of the first image in the data set, which begins its key
     entries: list[Entry]
     numbers: dict[str, int]  # class number by class name
@@ -108,29 +98,14 @@ def pack_parts(
     require_free(output)
     groups = {name: group_of_each_class(part.images) for name, part in parts.items()}
     layout = _Layout(images_per_shard, shuffle, decode)
-    aside = output.with_name(f".{output.name}.packing")
-    whole, asides = aside / "whole", {name: aside / (name and f"{name}.part") for name in parts}
-    try:
-        with locked(aside, "packing"):
-            shutil.rmtree(whole, ignore_errors=True)
-            packed = [
-                _pack_aside(asides[name], part, groups[name], layout, workers, f"{name}: " if name else "", track)
-                for name, part in parts.items()
-            ]
-            whole.mkdir()
-            for name, folder in asides.items():
-                sync_path(folder / SHARD_FOLDER)
-                (folder / SHARD_FOLDER).replace(whole / name)
-            for name, text in files.items():
-                write_whole(whole / name, text)
-            sync_path(whole)
-            whole.replace(output)
-            sync_path(output.parent)
-            shutil.rmtree(aside, ignore_errors=True)
-    except (OSError, UnwritableError) as error:
-        reason = getattr(error, "strerror", None) or error
-        remedy = "the shards that are whole are kept there: mend this, and the same command goes on from them"
-        raise DistapError(f"{aside}: {reason}; {remedy}") from error
+    with replacing_folder(output) as whole:
+        packed = [
+            _pack(whole / name, part, groups[name], layout, workers, f"{name}: " if name else "", track)
+            for name, part in parts.items()
+        ]
+        for name, text in files.items():
+            write_whole(whole / name, text)
+        require_free(output)  # another process may have packed into it meanwhile
     return packed
 
 
@@ -144,111 +119,65 @@ def require_free(output: Path) -> None:
         raise DistapError(f"{output}: the root of a file system cannot appear by a rename; choose a folder in it")
 
 
-def _pack_aside(
-    aside: Path, listing: Listing, groups: dict[str, str], layout: _Layout, workers: int, about: str, track: Track
+def _pack(
+    folder: Path, listing: Listing, groups: dict[str, str], layout: _Layout, workers: int, about: str, track: Track
 ) -> tuple[Index, list[Skipped]]:
-    """Write the missing shards and their index into a hidden folder; return the index and the images left out."""
+    """Write shards and their index into a folder; return the index and the images left out."""
     entries, broken = look_at_all(listing.images, f"{about}listing images", track)
     if layout.shuffle is not None:
         entries = [entries[place] for place in permutation(len(entries), layout.shuffle)]
-    _start(aside, _fingerprint(layout, entries))
     # The labels of a CSV are numbers already; other classes are numbered in the order of their names. Those without a
     # sound image keep their number in the shards, and the index leaves it out.
     names = sort_classes(entry.image.class_name for entry in entries)
     lines = [f"{name}\t{groups[name]}\n" if groups[name] else f"{name}\n" for name in names]
-    write_whole(aside / SHARD_FOLDER / NAMES_FILE, "".join(lines))
+    write_whole(folder / NAMES_FILE, "".join(lines))
     numbers = {name: number for number, name in enumerate(names)}
-    jobs = list(_jobs(aside, entries, numbers, layout))
-    try:
-        written = map_in_processes(_write_shard, jobs, workers, f"{about}packing shards", track)
-    finally:
-        for leftover in aside.glob("*/.*.tmp"):
-            leftover.unlink()
+    jobs = list(_jobs(folder, entries, numbers, layout))
+    written = map_in_processes(_write_shard, jobs, workers, f"{about}packing shards", track)
     parts = [part for part, _ in written]
     left_out = [*broken, *chain.from_iterable(skipped for _, skipped in written)]
     if not any(map(len, parts)):
         first = ": ".join(left_out[0])
         raise DistapError(f"none of the {len(listing.images)} images can be read; first: {first}")
-    source = parse_source(aside / SHARD_FOLDER)
+    source = parse_source(folder)
     keys = chain.from_iterable(part.key.tolist() for part in parts)
     paths = (f"{key}\t{listing.name_of(entries[int(key.partition('-')[0])].image)}\n" for key in keys)
-    write_whole(aside / SHARD_FOLDER / PATHS_FILE, "".join(paths))
+    write_whole(folder / PATHS_FILE, "".join(paths))
     index = merge_scans(source, storage_of(source.base), parts)
     index.save(source)
     return index, [*listing.left_out, *left_out]
 
 
-def _jobs(aside: Path, entries: list[Entry], numbers: dict[str, int], layout: _Layout) -> Iterator[_Job]:
+def _jobs(folder: Path, entries: list[Entry], numbers: dict[str, int], layout: _Layout) -> Iterator[_Job]:
     for number, start in enumerate(range(0, len(entries), layout.images_per_shard)):
         own = entries[start : start + layout.images_per_shard]
-        shard, record = aside / SHARD_FOLDER / f"{number:06d}.tar", aside / RECORD_FOLDER / f"{number:06d}.json"
         labels = {entry.image.class_name: numbers[entry.image.class_name] for entry in own}
-        yield _Job(shard, record, start, own, labels, layout.decode)
+        yield _Job(folder / f"{number:06d}.tar", start, own, labels, layout.decode)
 
 
 def _write_shard(job: _Job) -> tuple[Index, list[Skipped]]:
-    """Write a shard unless it exists, and read it back; return its index and the images left out."""
-    try:
-        record = read_json(job.record)
-        sha256, skipped = record["sha256"], [Skipped(*image) for image in record["skipped"]]
-        job.shard.stat()  # raises an OSError if it is not there
-    except (OSError, ValueError, KeyError, TypeError):
-        sha256, skipped = _write(job)
-    index = None
-    with job.shard.open("rb") as file, suppress(DamagedShardError):
-        if hasattr(os, "posix_fadvise"):  # put it out of memory, so that reading it back reads the disk
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        index, _ = scan_shard(file, job.shard.name, job.shard.stat().st_size, str(job.shard))
-    if index is None or index.shard_sha256.item() != sha256:
-        job.shard.unlink()
-        problem = "reads back otherwise than it was written: mistrust the disk"
-        raise DistapError(f"{job.shard}: {problem}; the same command writes this shard again")
-    return index, skipped
-
-
-def _write(job: _Job) -> tuple[str, list[Skipped]]:
-    """Write a shard and its record; return the shard's SHA-256 and the images left out."""
+    """Write a shard; return its index and the images left out."""
     skipped: list[Skipped] = []
-    with replacing(job.shard) as file:
-        hashed = Hashed(file)
-        with webdataset.TarWriter(hashed, mtime=0, encoder=False) as writer:
-            for position, entry in enumerate(job.entries, job.first):
-                data, path = entry.read(), entry.image.path
-                if not data:
-                    skipped.append(Skipped(str(path), "empty files"))
-                    continue
-                try:
-                    decode(data, name=str(path)) if job.decode or seems_cut(data) else image_size(data)
-                except DamagedImageError as error:
-                    skipped.append(Skipped(str(path), str(error)))
-                    continue
-                stem = re.sub(r"[^A-Za-z0-9_-]+", "_", path.stem)[:60]
-                label = str(job.numbers[entry.image.class_name]).encode()
-                writer.write({"__key__": f"{position:08d}-{stem}", _field_of(path, data): data, LABEL_FIELD: label})
-        # The record comes first, so that every shard that exists has one.
-        write_whole(job.record, json.dumps({"sha256": hashed.sha256, "skipped": skipped}))
-    return hashed.sha256, skipped
+    with job.shard.open("wb") as file, webdataset.TarWriter(file, mtime=0, encoder=False) as writer:
+        for position, entry in enumerate(job.entries, job.first):
+            data, path = entry.read(), entry.image.path
+            if not data:
+                skipped.append(Skipped(str(path), "empty files"))
+                continue
+            try:
+                decode(data, name=str(path)) if job.decode or seems_cut(data) else image_size(data)
+            except DamagedImageError as error:
+                skipped.append(Skipped(str(path), str(error)))
+                continue
+            stem = re.sub(r"[^A-Za-z0-9_-]+", "_", path.stem)[:60]
+            label = str(job.numbers[entry.image.class_name]).encode()
+            writer.write({"__key__": f"{position:08d}-{stem}", _field_of(path, data): data, LABEL_FIELD: label})
+    with job.shard.open("rb") as written:
+        index, _ = scan_shard(written, job.shard.name, job.shard.stat().st_size, str(job.shard))
+    return index, skipped
 
 
 def _field_of(path: Path, data: bytes) -> str:
     """Return the field of an image in its sample: the file's suffix without its dot, or that of its content."""
     suffix = path.suffix.lower()
     return suffix.removeprefix(".") if suffix in IMAGE_SUFFIXES else suffix_of(data)
-
-
-def _start(aside: Path, fingerprint: str) -> None:
-    """Keep the shards that an earlier packing of the same list wrote, and remove those of another list."""
-    plan = aside / PLAN_FILE
-    if not plan.is_file() or plan.read_bytes() != fingerprint.encode():
-        plan.unlink(missing_ok=True)  # without it, the next call removes whatever is there
-        for folder in (aside / SHARD_FOLDER, aside / RECORD_FOLDER):
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-        write_whole(plan, fingerprint)
-
-
-def _fingerprint(layout: _Layout, entries: list[Entry]) -> str:
-    digest = hashlib.sha256(json.dumps([LAYOUT_VERSION, layout]).encode())
-    for (path, class_name, group), size, modified in entries:
-        digest.update(json.dumps([os.path.abspath(path), class_name, group, size, modified]).encode())  # noqa: PTH100
-    return digest.hexdigest()

@@ -245,26 +245,6 @@ def test_any_of_the_published_counts_will_do(tree, tmp_path):
     assert [part.differs for part in converted] == [False, False]
 
 
-def test_an_interrupted_conversion_goes_on(tree, tmp_path):
-    source, output = tree("sop"), tmp_path / "out"
-
-    def interrupt(items, description, total):
-        for item in items:
-            if description.startswith("test: packing"):
-                raise KeyboardInterrupt
-            yield item
-
-    with pytest.raises(KeyboardInterrupt):
-        convert(DATASETS["sop"], source, output, track=interrupt)
-    assert not output.exists()
-    (written,) = (tmp_path / ".out.packing" / "train.part").rglob("*.tar")
-    before = written.stat().st_ino
-    convert(DATASETS["sop"], source, output)
-    assert (output / "train" / written.name).stat().st_ino == before
-    with pytest.raises(DistapError, match="out: there is something already"):
-        convert(DATASETS["sop"], source, output)
-
-
 def test_splits_on_request_are_converted_when_they_are_named(tree, tmp_path):
     source, output = tree("gldv2"), tmp_path / "out"
     convert(DATASETS["gldv2"], source, output, only=["train_full", "test"])
