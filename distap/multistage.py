@@ -21,7 +21,6 @@ from distap.ranking.losses.base import DescriptorLoss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Ranking, check_mode
 from distap.ranking.rankable import check_arguments, label_problem
-from distap.stages.exactness import Buffer
 from distap.stages.fsdp import FSDPReplica
 from distap.stages.given_batch import GivenBatch, Outputs, are_alike, cut_along_rows, refuse_graphs, rows_of
 from distap.stages.micro_batches import MicroBatchSizes
@@ -109,7 +108,7 @@ class Multistage(nn.Module):
         self.not_finite: list[int] = []  # rows of the last call whose descriptor was not finite, and was left out
         self.replay_drift = float("nan")  # of the last backward pass
         self._calls, self._syncs = 0, True
-        self._probed: dict[bool, list[Buffer]] = {}  # buffers that the network moves, by its mode
+        self._probed = set[bool]()  # modes of the network in which it was tried out
 
     def forward(
         self, images: Any, labels: Tensor | ArrayLike | None = None, samples: Sequence[int] | None = None
@@ -167,11 +166,11 @@ class Multistage(nn.Module):
                 max_drift=forward.default_drift if self.max_drift is None else self.max_drift,
                 skip_below=self.skip_below,
                 ranked_part=forward.without_other,
-                probed=self._probed.get(network.training),
+                probed=network.training in self._probed,
             )
             described = stages.describe(batch)
-        if torch.is_grad_enabled() and stages.probed is not None:
-            self._probed[network.training] = stages.probed
+        if torch.is_grad_enabled() and stages.probed:
+            self._probed.add(network.training)
         gathered, self.not_finite = stages.gather(described, batch)
         if self.not_finite:
             logger.warning("descriptors of rows %s are not finite; the images are left out", self.not_finite[:10])

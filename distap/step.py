@@ -35,9 +35,7 @@ from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Mode, Ranking, rank_descriptors, start_gathering
 from distap.ranking.rankable import refuse_other_leaves
 from distap.stages.exactness import (
-    Buffer,
     SavedBuffers,
-    buffers_of,
     drift,
     drift_error,
     mixes_images,
@@ -91,8 +89,7 @@ class ThreeStages:
     # Skip the replay of images whose descriptor gradient is no longer than this times the longest.
     skip_below: float = 0.0
     ranked_part: Forward | None = None  # of what the network gives; None ranks all of it
-    # Buffers that the network moves in a pass, once it was seen to depend on image and random state alone.
-    probed: list[Buffer] | None = None
+    probed: bool = False  # whether the network was seen to depend on image and random state alone
 
     def __post_init__(self) -> None:
         self._mixing = mixes_images(self.replica.network)
@@ -107,9 +104,9 @@ class ThreeStages:
         gathering = start_gathering(self.loss, self.world, batch.total, self.mode, self.memory_bytes)
         parts, kept = list[Tensor](), dict[int, Tensor]()
         with self.stage("describe", batch.step), self.replica.describing():
-            if self.probed is None:
+            if not self.probed:
                 self._probe_on_all(batch)
-            buffers = SavedBuffers(buffers_of(self.replica.network) if self.probed is None else self.probed)
+            buffers = SavedBuffers(self.replica.network)
             while start < share:
                 keeps = start >= first_kept
                 size = self.sizes.replay if keeps else self.sizes.describe or self.sizes.replay
@@ -134,21 +131,22 @@ class ThreeStages:
 
     def _probe_on_all(self, batch: Batch) -> None:
         """Probe the network on every rank; all of them refuse it if one does, so that none waits for the others."""
-        problem, moved = "", None
+        problem, is_done = "", True
         try:
-            moved = self._probe(batch)
+            self._probe(batch)
         except DistapError as error:
             problem = str(error)
         except RuntimeError as error:  # the next step tries again, with the smaller micro-batches of this one's end
             if not is_out_of_memory(error):
                 raise
-        problems, done = zip(*self.world.gather_values([problem, moved is not None]), strict=True)
+            is_done = False
+        problems, done = zip(*self.world.gather_values([problem, is_done]), strict=True)
         if any(problems):
             raise DistapError(next(filter(None, problems)))
-        self.probed = moved if all(done) else None
+        self.probed = all(done)
 
-    def _probe(self, batch: Batch) -> list[Buffer]:
-        """Refuse a network whose gradient would be silently wrong; return the buffers that a pass moves."""
+    def _probe(self, batch: Batch) -> None:
+        """Refuse a network whose gradient would be silently wrong."""
         few, network = min(self.sizes.replay, PROBED, len(batch.labels)), self.replica.network
         images = self._to_device(batch.images(slice(0, few)))
 
@@ -157,7 +155,7 @@ class ThreeStages:
             rows = self.replica.forward(tree_map_only(Tensor, lambda tensor: tensor[:count], images))
             return rows if self.ranked_part is None else self.ranked_part(rows)
 
-        buffers = SavedBuffers(buffers_of(network))
+        buffers = SavedBuffers(network)
         # A network that torch.compile has compiled would be compiled again for cuts of other sizes.
         eagerly = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
         try:
@@ -165,12 +163,9 @@ class ThreeStages:
                 if torch.is_grad_enabled() and not self.replica.lockstep:
                     # Leaves of both passes: a pass may make some of its own.
                     refuse_other_leaves([describe(few, 0), describe(few, 0)], network.parameters(), OUTSIDE)
-                with torch.no_grad():
-                    if few > 1 and not normalises_by_batch(network):
+                if few > 1 and not normalises_by_batch(network):
+                    with torch.no_grad():
                         refuse_mixing(describe, network, few)
-                    else:
-                        describe(few, 0)  # shows which buffers move
-            return buffers.moved()
         finally:
             buffers.restore()
 
@@ -208,7 +203,7 @@ class ThreeStages:
         with self.stage("replay", batch.step), self.replica.replaying():
             longest = self.world.maximum(float(ranking.gradient.norm(dim=1).max())) if self.skip_below else 0.0
             others = self.world if self.replica.lockstep else None
-            after = described.buffers.saved_now()
+            after = SavedBuffers(self.replica.network)
             # Until memory suffices: all gradients so far are given up, so a smaller cut begins from nothing.
             while True:
                 cutting = self.sizes.replay, self.skip_below * longest, self._mixing is None, others

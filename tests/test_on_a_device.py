@@ -40,7 +40,7 @@ def trained(device, keep=0):
     network = small_network().to(device)
     optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
     learner, sizes = learning(network, optimizer, world), MicroBatchSizes(8, 16, keep)
-    step = step_with(learner, QuantizedAP(), world, 0, sizes, probed=[], stopwatch=Stopwatch(device))
+    step = step_with(learner, QuantizedAP(), world, 0, sizes, probed=True, stopwatch=Stopwatch(device))
     with watching() as found:
         for stage in ("describe", "_send_back"):
             watched(step.stages, stage, found, waits[stage])

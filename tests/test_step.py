@@ -38,7 +38,7 @@ def step_on(world, network, describe_size, replay_size, keep=0, **options):
     optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
     learner = learning(network, optimizer, world)
     sizes = MicroBatchSizes(replay_size, describe_size, keep)
-    return step_with(learner, QuantizedAP(), world, SEED, sizes, probed=[], **options)
+    return step_with(learner, QuantizedAP(), world, SEED, sizes, probed=True, **options)
 
 
 def moved_by(step, batch):
@@ -172,7 +172,7 @@ def replay_of_some(world, chosen, keep, settings, factor=0.0, skip_below=0.0):
     network = small_network(**settings)
     learner = learning(network, torch.optim.SGD(network.parameters(), lr=1.0), world)
     loss = Indifferent(chosen, factor)
-    step = step_with(learner, loss, world, SEED, MicroBatchSizes(4, None, keep), probed=[], skip_below=skip_below)
+    step = step_with(learner, loss, world, SEED, MicroBatchSizes(4, None, keep), probed=True, skip_below=skip_below)
     sizes = []
 
     def note(module, images, descriptors):

@@ -1,6 +1,6 @@
 """Check the assumption of the three stages: a descriptor depends only on its image and the random state."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -11,8 +11,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from distap.errors import DistapError
 
 LEAST_MIXING = 1e-2  # relative difference of an image's descriptors in two cuts; rounding is far below
-INTEGERS = torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool
-COPIED = torch.float64, torch.float32, torch.float16, torch.bfloat16, *INTEGERS  # dtypes of buffers that may move
 
 
 def default_drift(device: torch.device, is_float32: bool) -> float:
@@ -98,40 +96,20 @@ def _evaluating(network: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-Buffer = tuple[nn.Module, str]  # a layer and the name of its buffer
-
-
-def buffers_of(network: nn.Module) -> list[Buffer]:
-    """Return the buffers of layers in training mode, such as counters and running estimates, which may move."""
-    return [
-        (layer, name)
-        for layer in filter(lambda module: module.training, network.modules())
-        for name, buffer in layer.named_buffers(recurse=False)
-        if buffer.layout is torch.strided and buffer.dtype in COPIED
-    ]
-
-
 class SavedBuffers:
-    """Buffers as they are before a stage.
+    """Buffers of layers in training mode, such as counters and running estimates, as they are before a stage.
 
     Describe and replay each run the network, so buffers that move in a pass would move twice per step, and replay
     would compute with other ones than describe.
     """
 
-    def __init__(self, buffers: Iterable[Buffer]) -> None:
-        self._saved = [(*one, now := getattr(*one), now.clone()) for one in buffers]
-
-    def saved_now(self) -> "SavedBuffers":
-        return SavedBuffers([(layer, name) for layer, name, *_ in self._saved])
-
-    def moved(self) -> list[Buffer]:
-        """Return those that have changed since."""
-        changed = []
-        for layer, name, tensor, before in self._saved:
-            now = getattr(layer, name)
-            if now is not tensor or now.shape != before.shape or not torch.equal(now, before):
-                changed.append((layer, name))
-        return changed
+    def __init__(self, network: nn.Module) -> None:
+        self._saved = [
+            (layer, name, buffer, buffer.clone())
+            for layer in filter(lambda module: module.training, network.modules())
+            for name, buffer in layer.named_buffers(recurse=False)
+            if buffer.layout is torch.strided
+        ]
 
     def restore(self) -> None:
         """Bring them back, whether they have moved or not: a comparison would wait for the device."""

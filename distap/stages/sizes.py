@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from distap.errors import DistapError
-from distap.stages.exactness import SavedBuffers, buffers_of
+from distap.stages.exactness import SavedBuffers
 from distap.stages.micro_batches import is_out_of_memory
 from distap.stages.replica import Replica
 from distap.world import World
@@ -166,7 +166,7 @@ def _there_and_back(replica: Replica, images: Tensor, during_forward: Any = None
 @contextmanager
 def _untouched(replica: Replica) -> Iterator[None]:
     # Trying must not change the training: no gradient stays, and buffers are as before.
-    buffers = SavedBuffers(buffers_of(replica.network))
+    buffers = SavedBuffers(replica.network)
     try:
         yield
     finally:
