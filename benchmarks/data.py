@@ -28,7 +28,7 @@ from distap.data.images.cropping import Box, Shape, reduction
 from distap.data.images.decoding import EncodedImage
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob
-from distap.data.pixel_and_cache_settings import PixelSettings
+from distap.data.pixel_settings import PixelSettings
 from distap.data.sampling.random import RandomSampling
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import parse_source

@@ -37,7 +37,7 @@ from distap.data.images.augmentation import CropFlipColour
 from distap.data.images.whole_images import Sizing
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob, ShareOfBatch
-from distap.data.pixel_and_cache_settings import PixelSettings
+from distap.data.pixel_settings import PixelSettings
 from distap.data.sampling.random import RandomSampling
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber

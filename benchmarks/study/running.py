@@ -8,10 +8,12 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import date
+from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -23,11 +25,26 @@ from distap.data.shards.parallel import usable_cores
 from distap.errors import FINISHED, DistapError
 from distap.processes.forks import die_with_parent
 from distap.registry import by_path
-from distap.storage.atomic import locked, write_whole
+from distap.storage.atomic import write_whole
 from distap.telemetry.runlog import append_line, read_run_log
 
 RESULTS = "results.jsonl"
 OUTPUT = "output.log"  # what a training prints
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Make the folder if needed, and lock it; raise a DistapError while another process has locked it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        try:
+            flock(file, LOCK_EX | LOCK_NB)
+        except BlockingIOError as error:
+            raise DistapError(f"{folder}: another process is training a study there; wait for it") from error
+        try:
+            yield
+        finally:
+            flock(file, LOCK_UN)  # a process that was forked meanwhile has the file too, and would keep the lock
 
 
 class StudyRun:
@@ -53,7 +70,7 @@ class StudyRun:
         """Train; yield a line about each training that has ended, and each that was done before."""
         waiting = deque(job for point in self.grid.points for job in self.grid.jobs(point, 0))
         with ExitStack() as stack:
-            stack.enter_context(locked(self.grid.folder, "training a study"))
+            stack.enter_context(_locked(self.grid.folder))
             for result in read_results(self.file):
                 self.results.add(result)
             write_whole(self.file, "".join(json.dumps(asdict(result)) + "\n" for result in self.results.done))

@@ -81,7 +81,7 @@ def extract_command(
                 own = describing_of(recipe, network, world).describer
                 learned = None if whitening is None else load_whitening(whitening)
                 describer = replace(own, whitening=learned, precision=precision)
-                images = open_images(parse_source(source, index), data.max_pixels, data.remote, data.cache)
+                images = open_images(parse_source(source, index), data.max_pixels, data.remote)
                 return describer, images
 
             extraction = Extraction(*first_on_rank_0(world, opened), world, workers=data.workers, shown=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from distap.config.validation import Remote, Section, Shards, Unit
-from distap.data.pixel_and_cache_settings import CacheSettings, PixelSettings
+from distap.data.pixel_settings import PixelSettings
 from distap.registry import Chosen
 from distap.storage.locations import Source, parse_source
 from distap.storage.remotes import RemoteSettings
@@ -27,8 +27,6 @@ class ImagesSection(Section):
     """Draw an image of each class of data.validation as the gallery of the others, this many times."""
     remote: Remote = RemoteSettings()
     """Retries, time-outs and options of remote reads, and of checkpoint.store."""
-    cache: CacheSettings | None = None
-    """Keep shards on each host's own disk; null keeps none."""
     image_size: PositiveInt = 224
     """Width and height of the network's input, pixels."""
     workers: NonNegativeInt = 2

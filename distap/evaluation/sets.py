@@ -9,7 +9,6 @@ from typing import Any
 from distap.data.converters.dataset import GROUND_TRUTH_FILE
 from distap.data.images.decoding import MAX_PIXELS
 from distap.data.images.image_sets import ImageSet, open_images
-from distap.data.pixel_and_cache_settings import CacheSettings
 from distap.data.shards.index import Index
 from distap.errors import DistapError
 from distap.evaluation.describing import Describing
@@ -37,7 +36,6 @@ def open_set(
     figures: Sequence[str] = (),
     max_pixels: int = MAX_PIXELS,
     remote: RemoteSettings | None = None,
-    cache: CacheSettings | None = None,
 ) -> EvaluationSet:
     """Open a folder of `distap data convert` with a ground truth, or shards with classes.
 
@@ -48,7 +46,7 @@ def open_set(
         gallery_draws: draw an image of each class as the gallery of the others this many times; 0 does not.
         at: values k of R@k and mP@k, for sets without a ground truth.
         figures: names of the figures to compute instead, see `distap.retrieval.figures`.
-        max_pixels, remote, cache: see `open_images`.
+        max_pixels, remote: see `open_images`.
     """
     figures_named(figures)  # raises for an unknown one
     source = parse_source(where)
@@ -59,7 +57,7 @@ def open_set(
         raise DistapError(f"{source}: give either a gallery, or gallery_draws to draw one of its own images")
 
     def opened(part: Source | str) -> ImageSet:
-        return open_images(part, max_pixels, remote, cache)
+        return open_images(part, max_pixels, remote)
 
     truth_file = Path(source.base) / GROUND_TRUTH_FILE
     if not source.scheme and source.pattern is None and source.kind == "shards" and truth_file.is_file():

@@ -4,7 +4,6 @@ import errno
 import os
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
@@ -16,10 +15,6 @@ UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP)  # errors of file systems that canno
 
 class UnwritableError(DistapError):
     """Raised if a file or folder cannot be written; an old one is unchanged."""
-
-
-class BusyError(DistapError):
-    """Raised if another process has locked the folder."""
 
 
 def write_whole(path: Path, data: bytes | str) -> None:
@@ -46,25 +41,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         aside.unlink(missing_ok=True)
         raise
     sync_path(path.parent)
-
-
-@contextmanager
-def locked(folder: Path, doing: str, wait: bool = False) -> Iterator[None]:
-    """Make the folder if needed, and lock it for a purpose such as "packing".
-
-    While another process has locked it, raise a BusyError, or with `wait` wait for it.
-    """
-    make_folder(folder)
-    with (folder / "lock").open("w") as file:
-        try:
-            flock(file, LOCK_EX if wait else LOCK_EX | LOCK_NB)
-        except BlockingIOError as error:
-            remedy = "wait for it or choose another output"
-            raise BusyError(f"{folder}: another process is {doing} there; {remedy}") from error
-        try:
-            yield
-        finally:
-            flock(file, LOCK_UN)  # a process that was forked meanwhile has the file too, and would keep the lock
 
 
 def refuse_foreign(folder: Path, own: Collection[str]) -> None:

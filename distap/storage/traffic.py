@@ -1,4 +1,4 @@
-"""Count bytes, retries and cache requests of reading, for the metrics."""
+"""Count bytes and retries of reading, for the metrics."""
 
 import os
 from typing import NamedTuple
@@ -7,8 +7,6 @@ from typing import NamedTuple
 class Traffic(NamedTuple):
     read_bytes: int = 0
     retries: int = 0
-    cache_hits: int = 0
-    cache_misses: int = 0
 
     def plus(self, other: "Traffic") -> "Traffic":
         return Traffic(*(mine + others for mine, others in zip(self, other, strict=True)))

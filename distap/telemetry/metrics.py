@@ -32,7 +32,6 @@ OF_RANK: dict[str, tuple[Any, ...]] = {
     "skipped": (Counter, "samples_skipped", "Damaged images left out", "reason"),
     "read_bytes": (Counter, "data_read_bytes", "Bytes of shards read by this rank's workers"),
     "read_retries": (Counter, "data_read_retries", "Reads that were tried again"),
-    "cache_requests": (Counter, "data_cache_requests", "Reads that the shard cache did or did not answer", "result"),
     "spool_size": (Gauge, "spool_size_bytes", "Size of this rank's spool file of pixels"),
     "spool_limit": (Gauge, "spool_limit_bytes", "Largest size that the spool file may take on its disk"),
     "step": (Gauge, "step", "Steps behind the present state"),
@@ -98,7 +97,6 @@ class TrainingMetrics(SimpleNamespace):
             (self.images, ("describe", "replay")),
             (self.skipped, skip_reasons),
             (self.nonfinite, ("descriptor", "loss", "gradient")),
-            (self.cache_requests, ("hit", "miss")),
         ):
             for value in values:
                 metric.labels(value)

@@ -57,7 +57,6 @@ def images_of(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingIma
         pixels=data.pixels,
         max_pixels=data.max_pixels,
         remote=data.remote,
-        cache=data.cache,
     )
     return data.reading.open(job, world, stopwatch)
 
@@ -143,7 +142,7 @@ def describing_of(
 
 def reading_of(recipe: NetworkRecipe) -> dict[str, Any]:
     """Return the settings of `open_set` that a recipe's data sets share."""
-    of_data = {name: getattr(recipe.data, name) for name in ("max_pixels", "remote", "cache")}
+    of_data = {name: getattr(recipe.data, name) for name in ("max_pixels", "remote")}
     return of_data | {"at": recipe.evaluation.recall_at}
 
 

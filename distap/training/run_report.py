@@ -190,11 +190,8 @@ class RunReport:
             if name not in self.damaged:
                 logger.warning("step %d: %s left out", step, name)
             self.damaged.add(name)
-        read_bytes, retries, hits, misses = share.traffic
-        self.metrics.read_bytes.inc(read_bytes)
-        self.metrics.read_retries.inc(retries)
-        self.metrics.cache_requests.labels("hit").inc(hits)
-        self.metrics.cache_requests.labels("miss").inc(misses)
+        self.metrics.read_bytes.inc(share.traffic.read_bytes)
+        self.metrics.read_retries.inc(share.traffic.retries)
         self.metrics.spool_size.set(share.held.spool_size_bytes)
         self.metrics.spool_limit.set(share.held.spool_limit_bytes)
 

@@ -10,9 +10,7 @@ from small_trainings import losses, parameters, train
 
 from distap.data.images.decoding import DamagedImageError
 from distap.data.images.image_sets import open_images
-from distap.data.loading.indexed import Reader
 from distap.data.loading.streams import StreamedShards
-from distap.data.pixel_and_cache_settings import CacheSettings
 from distap.data.shards.checking import check
 from distap.data.shards.indexing import index_shards
 from distap.data.shards.load_index import load_index
@@ -103,13 +101,6 @@ def test_sizes_come_from_the_headers(folders):
     images = open_images(f"imagefolder:{folders / 'test'}")
     samples = range(len(images))
     assert np.array_equal(images.sizes(samples), open_images(folders / "test-shards").sizes(samples))
-
-
-def test_no_cache_keeps_them(folders):
-    cache = CacheSettings(folder=folders / "cache", max_bytes=10**9)
-    reader = Reader(source := f"imagefolder:{folders / 'test'}", load_index(source), cache=cache)
-    assert reader.data(0) == (folders / "test" / "test-0" / "0.png").read_bytes()
-    assert not (folders / "cache").exists()
 
 
 def test_what_needs_shards_or_an_index_is_refused(folders):

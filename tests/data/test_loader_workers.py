@@ -13,7 +13,7 @@ import pytest
 from images import indexed_images, started
 
 from distap.data.loading.workers import LostWorkerError, handed_over
-from distap.data.pixel_and_cache_settings import PixelSettings
+from distap.data.pixel_settings import PixelSettings
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 

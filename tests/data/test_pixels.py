@@ -14,7 +14,7 @@ from steps import learning, step_with
 
 from distap.data.loading.pixels import HeldPixels
 from distap.data.loading.share import NO_SAMPLE
-from distap.data.pixel_and_cache_settings import PixelSettings
+from distap.data.pixel_settings import PixelSettings
 from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack
 from distap.errors import DistapError
@@ -195,7 +195,7 @@ import re, sys
 from pathlib import Path
 import torch
 from distap.data.loading.pixels import HeldPixels
-from distap.data.pixel_and_cache_settings import PixelSettings
+from distap.data.pixel_settings import PixelSettings
 
 def own_memory():  # of this process alone: the kernel takes the pages of files back when memory is short
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024

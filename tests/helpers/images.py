@@ -1,6 +1,5 @@
 """Small images in folders and shards, readers of them, and damage to them."""
 
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +7,8 @@ from PIL import Image
 
 from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.indexed import IndexedSource
-from distap.data.loading.shard_cache import THREAD
 from distap.data.loading.share import LoadingJob
-from distap.data.pixel_and_cache_settings import PixelSettings
+from distap.data.pixel_settings import PixelSettings
 from distap.data.sampling.random import RandomSampling
 from distap.data.shards.load_index import load_index
 from distap.stopwatch import Stopwatch
@@ -48,13 +46,6 @@ def started(folder, workers=2, steps=20, **settings):
     share = next(shares)
     share.images(slice(0, 6))
     return shares, share
-
-
-def wait_for_cache():
-    """Until this process fetches no more shards."""
-    for thread in threading.enumerate():
-        if thread.name == THREAD:
-            thread.join()
 
 
 def damage(folder, samples):

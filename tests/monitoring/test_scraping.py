@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 TRAINING = "nets"
 # Of a cache that this training does not have, of alerts, which a training that is well has none of, and of a server.
 OF_SERVER = {"Seconds of a search", "Requests answered a second", "Requests under way, uploads refused"}
-EMPTY = {"Shard cache", "Alerts"} | OF_SERVER
+EMPTY = {"Alerts"} | OF_SERVER
 
 
 @dataclass(frozen=True)

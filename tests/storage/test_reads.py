@@ -10,12 +10,11 @@ import fsspec
 import numpy as np
 import pytest
 from fsspec.registry import _registry
-from images import indexed_images, wait_for_cache
+from images import indexed_images
 from servers import gcs_server, s3_files, s3_server, web_server
 
 from distap.data.images.decoding import DamagedImageError
 from distap.data.loading.indexed import Reader
-from distap.data.pixel_and_cache_settings import CacheSettings
 from distap.data.shards.indexing import index_shards
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
@@ -88,7 +87,7 @@ def test_a_fault_that_passes_is_retried_and_counted(web, shards, scheme, fault):
     web.faults = [fault, fault]
     assert storage.read("000000.tar", 0, 600) == (shards / "000000.tar").read_bytes()[:600]
     assert asked(web) == 3
-    assert storage.meter.take() == (600, 2, 0, 0)
+    assert storage.meter.take() == (600, 2)
 
 
 @pytest.mark.parametrize("fault", ["503", "cut"])
@@ -115,7 +114,7 @@ def test_s3s_word_for_a_slow_request_is_not_taken_for_silence(web):
 def test_fewer_bytes_at_the_end_of_a_file_are_no_fault(web, shards, scheme):
     storage, whole = over(scheme, web), (shards / "000000.tar").read_bytes()
     assert storage.read("000000.tar", len(whole) - 5, 100) == whole[-5:]
-    assert storage.meter.take() == (5, 0, 0, 0)
+    assert storage.meter.take() == (5, 0)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -126,10 +125,8 @@ def test_a_short_answer_is_no_damage_to_an_image(web, shards, scheme):
     assert reader.data(4) == Reader(shards, load_index(shards)).data(4)
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_an_image_that_was_changed_on_its_way_is_read_a_second_time(web, shards, tmp_path, kept):
-    cache = CacheSettings(tmp_path / "cache", 1) if kept else None
-    reader = Reader(web.url, load_index(web.url, QUICK), remote=QUICK, cache=cache)
+def test_an_image_that_was_changed_on_its_way_is_read_a_second_time(web, shards):
+    reader = Reader(web.url, load_index(web.url, QUICK), remote=QUICK)
     expected = Reader(shards, load_index(shards)).data(4)
     web.faults = ["flip"]
     assert reader.data(4) == expected
@@ -290,19 +287,13 @@ def sources(kind, shards, web, s3):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("kind", ["http", "s3"])
-def test_reading_over_a_network_is_reading_from_disk(kind, kept, workers, shards, web, s3, tmp_path):
+def test_reading_over_a_network_is_reading_from_disk(kind, workers, shards, web, s3):
     source, remote = sources(kind, shards, web, s3)
-    cache = CacheSettings(tmp_path / "cache", 10**9) if kept else None
     expected = Reader(shards, load_index(shards))
-    reader = Reader(source, load_index(source, remote), remote=remote, cache=cache)
+    reader = Reader(source, load_index(source, remote), remote=remote)
     assert reader.index.fingerprint == expected.index.fingerprint
-    if kept:
-        for sample in range(9):
-            reader.data(sample)
-        wait_for_cache()
-    own, images = (indexed_images(shards, 9), indexed_images(source, 9, workers=workers, remote=remote, cache=cache))
+    own, images = (indexed_images(shards, 9), indexed_images(source, 9, workers=workers, remote=remote))
     web.requests.clear()
     shares = [own.shares(range(1)), images.shares(range(1))]
     here, there = map(next, shares)
@@ -310,8 +301,8 @@ def test_reading_over_a_network_is_reading_from_disk(kind, kept, workers, shards
     assert here.samples.tolist() == there.samples.tolist()
     size = sum(int(expected.index.size[sample]) for sample in range(9))
     if workers:
-        assert there.traffic == (size, 0, 9 if kept else 0, 0)
-    assert len(web.requests) == (9 if kind == "http" and not kept else 0)
+        assert there.traffic == (size, 0)
+    assert len(web.requests) == (9 if kind == "http" else 0)
 
 
 def test_an_index_is_made_over_http_and_kept_in_a_file(web, shards, tmp_path):

@@ -16,7 +16,6 @@ def test_training_and_evaluating_over_s3_is_training_from_disk(tmp_path, trainin
             "train_index": str(tmp_path / "train.npz"),
             "validation": "s3://shards/test",
             "remote": {"options": options},
-            "cache": {"folder": str(tmp_path / "cache"), "max_bytes": 10**9},
             "image_size": 32,
             "workers": 2,
         }
@@ -37,7 +36,6 @@ def test_training_and_evaluating_over_s3_is_training_from_disk(tmp_path, trainin
         train(World(), tmp_path / "local", training_shards, data=local, **changes)
         train(World(), tmp_path / "s3", training_shards, data=remote, **changes)
         assert losses(tmp_path / "s3") == losses(tmp_path / "local")
-        assert len(list((tmp_path / "cache").rglob("*.tar"))) > 0
 
 
 @pytest.mark.parametrize(
@@ -48,11 +46,9 @@ def test_training_and_evaluating_over_s3_is_training_from_disk(tmp_path, trainin
         ({"data__remote": {"attempts": 0}}, r"data\.remote: attempts: 0: at least one is needed"),
         ({"data__remote": {"attemps": 1}}, r"data\.remote\.attemps: unknown key; .*attempts"),
         ({"data__remote": {"options": {"ftp": {}}}}, r"data\.remote: .* 'ftp' is no scheme"),
-        ({"data__cache": {"folder": "x"}}, r"data\.cache\.max_bytes: missing"),
-        ({"data__cache": {"folder": "x", "max_bytes": 0}}, r"data\.cache: max_bytes: 0: expected"),
     ],
 )
-def test_a_wrong_source_remote_or_cache_is_named_by_its_key(tmp_path, changes, message):
+def test_a_wrong_source_or_remote_is_named_by_its_key(tmp_path, changes, message):
     with pytest.raises(DistapError, match=message):
         recipe(tmp_path, [tmp_path], **changes)
 

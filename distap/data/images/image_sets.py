@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from distap.data.images.decoding import MAX_PIXELS
 from distap.data.loading.indexed import Reader
-from distap.data.pixel_and_cache_settings import CacheSettings
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.load_index import index_of_folder, load_index
 from distap.storage.locations import Source, parse_source
@@ -45,7 +44,6 @@ def open_images(
     source: Source | Path | str,
     max_pixels: int = MAX_PIXELS,
     remote: RemoteSettings | None = None,
-    cache: CacheSettings | None = None,
 ) -> ImageSet:
     """Open the images of shards (see `Reader`), or of a local folder without index and shards."""
     source = parse_source(source)
@@ -57,7 +55,7 @@ def open_images(
     if len(np.unique(keys)) < len(keys):  # each shard of other makers may count from 0
         shards = index.shard_name[index.shard].tolist()
         keys = np.array([f"{shard}:{key}" for shard, key in zip(shards, index.key.tolist(), strict=True)])
-    reader = Reader(source, index, max_pixels, remote, cache)
+    reader = Reader(source, index, max_pixels, remote)
     return ImageSet(str(source), index.fingerprint, keys, index.class_name[index.label], reader, index.left_out)
 
 

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage, image_size
-from distap.data.loading.shard_cache import ShardCache
 from distap.data.loading.share import NO_SAMPLE, Chunk, Failure, LoadingJob, ShareOfBatch, shares_of
 from distap.data.map_style import DatasetRows, rows_behind
-from distap.data.pixel_and_cache_settings import CacheSettings
 from distap.data.plan import PLAN_VERSION, Plan
 from distap.data.shards.image_folders import warn_of
 from distap.data.shards.index import Index
@@ -38,7 +36,6 @@ class Reader:
         index: the index of the same data set.
         max_pixels: images with more pixels (width times height) are refused without decoding.
         remote: how a remote source is reached, and how often reading is tried.
-        cache: where shards are kept on this host's disk; none, or images that are not packed, reads from the source.
     """
 
     def __init__(
@@ -47,14 +44,10 @@ class Reader:
         index: Index,
         max_pixels: int = MAX_PIXELS,
         remote: RemoteSettings | None = None,
-        cache: CacheSettings | None = None,
     ) -> None:
         self.source, self.index, self.max_pixels = parse_source(source), index, max_pixels
         rows = rows_behind(self.source)
         self.storage: Storage | DatasetRows = storage_of(self.source.base, remote) if rows is None else rows
-        self.cache: ShardCache | None = None
-        if cache is not None and self.source.kind == "shards" and isinstance(self.storage, Storage):
-            self.cache = ShardCache(cache, index, self.storage)
 
     def encoded(self, sample: int) -> EncodedImage:
         """Return the image before decoding; raise DamagedImageError if its bytes have changed or are no image."""
@@ -62,16 +55,8 @@ class Reader:
 
     def data(self, sample: int) -> bytes:
         """Return the image's encoded bytes, checked against the index."""
-        index, meter = self.index, self.storage.meter
+        index = self.index
         shard, offset, size = int(index.shard[sample]), int(index.offset[sample]), int(index.size[sample])
-        if self.cache is not None:
-            kept = self.cache.read(shard, offset, size)
-            if kept is not None and not self._damage(sample, kept):
-                meter.add(Traffic(read_bytes=size, cache_hits=1))
-                return kept
-            if kept is not None:
-                self.cache.drop(shard)
-            meter.add(Traffic(cache_misses=1))
         try:
             data = self.storage.read(str(index.shard_name[shard]), offset, size)
         except DistapError as error:  # a file that is gone or may not be read, unless the disk itself fails
@@ -80,7 +65,7 @@ class Reader:
             raise DamagedImageError("decode_error", str(error)) from error
         if self._damage(sample, data) and self.source.scheme:
             # A network may have changed the bytes on their way: read them once more.
-            meter.add(Traffic(retries=1))
+            self.storage.meter.add(Traffic(retries=1))
             data = self.storage.read(str(index.shard_name[shard]), offset, size)
         if damage := self._damage(sample, data):
             raise damage
@@ -135,7 +120,7 @@ class IndexedImages:
         self.plan = Plan(index.classes, job.sampling, job.seed)
         self.size = job.sampling.size
         self._job, self._world, self._stopwatch = job, world, stopwatch
-        self._reader = Reader(job.source, index, job.max_pixels, job.remote, job.cache)
+        self._reader = Reader(job.source, index, job.max_pixels, job.remote)
 
     def shares(self, steps: range) -> Generator[ShareOfBatch]:
         job, slots = self._job, self._world.slots(self.size)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from distap.data.pixel_and_cache_settings import PixelSettings
+from distap.data.pixel_settings import PixelSettings
 from distap.errors import DistapError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -12,7 +12,7 @@ from distap.data.images.augmentation import Croppable, Transform, seeded
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, NoReaderError, Reason
 from distap.data.loading.pixels import HeldPixels
 from distap.data.loading.workers import LONGEST_WAIT, Requested, handed_over
-from distap.data.pixel_and_cache_settings import CacheSettings, PixelSettings
+from distap.data.pixel_settings import PixelSettings
 from distap.data.plan import Sampling
 from distap.data.shards.index import Index
 from distap.errors import DistapError
@@ -43,7 +43,6 @@ class LoadingJob:
     pixels: PixelSettings = field(default_factory=PixelSettings)  # where pixels wait for the replay
     max_pixels: int = MAX_PIXELS  # images with more (width times height) are refused without decoding
     remote: RemoteSettings | None = None
-    cache: CacheSettings | None = None  # of shards on this host's disk
 
     def chunks(
         self, images: Requested, workers: int, requests: Iterable[Any], where: Callable[[Any], str] = str

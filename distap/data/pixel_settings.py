@@ -27,19 +27,3 @@ class PixelSettings:
 
     def in_memory(self, share_bytes: int) -> bool:
         return self.hold == "memory" or (self.hold == "auto" and share_bytes <= self.memory_bytes)
-
-
-@dataclass(frozen=True)
-class CacheSettings:
-    """Keep shards on each host's own disk."""
-
-    folder: Path
-    """Folder in which shards are kept."""
-    max_bytes: int
-    """Disk space that all data sets may take together, bytes."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic where it is a config section
-
-    def __post_init__(self) -> None:
-        if self.max_bytes < 1:
-            raise ValueError(f"max_bytes: {self.max_bytes}: expected a number of bytes above 0")
