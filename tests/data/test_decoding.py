@@ -15,7 +15,6 @@ from PIL import Image, ImageFile, ImageOps
 
 from benchmarks.photos import jpeg, photo
 from distap.data.images import decoding
-from distap.data.images.augmentation import central_box
 from distap.data.images.cropping import reduction
 from distap.data.images.decoding import DamagedImageError, EncodedImage, NoReaderError, decode, image_size
 from distap.data.images.formats import readable_formats
@@ -88,23 +87,6 @@ def test_pixels_of_a_jpeg_are_those_of_pillow_at_every_scale(mode, options):
                 np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("size", [203, 150, 101, 70, 50, 40, 25])
-def test_scaled_decoding_is_near_to_full_decoding(size):
-    image = EncodedImage(jpeg(PHOTO, 90))
-    box = central_box(301, 203)
-    difference = (
-        (image.crop(box, (size, size)).int() - image.crop(box, (size, size), scaled=False).int()).abs().float()
-    )
-    assert difference.mean() < (2.0 if size <= 101 else 1e-9)
-    assert difference.max() <= 12
-
-
-def test_blocks_that_are_no_whole_ones_are_left_out():
-    image = EncodedImage(jpeg(PHOTO, 90))
-    whole = image.crop((0, 0, 301, 203), (25, 25))
-    assert torch.equal(whole, image.crop((0, 0, 296, 200), (25, 25)))
-
-
 def test_the_crop_is_what_pillow_and_torchvision_make_of_the_same_box():
     data = encoded(PHOTO, "PNG")
     box = (40, 16, 200, 192)  # multiples of the reduction, so that nothing is widened
@@ -148,16 +130,6 @@ def test_a_missing_reader_is_named_with_its_extra(monkeypatch):
         decode(b"\0\0\0\x18ftypheic" + bytes(100))
     with pytest.raises(DistapError, match=r"^shard:key: .*distap\[formats\]"):
         Failure.of("shard:key", NoReaderError("decode_error", "pip install 'distap[formats]'"))
-
-
-def test_decoding_twice_gives_the_same_image():
-    image = EncodedImage(jpeg(PHOTO, 90))
-    first = image.crop((3, 5, 200, 190), (30, 30))
-    image.whole().putpixel((0, 0), (1, 2, 3))
-    assert torch.equal(first, image.crop((3, 5, 200, 190), (30, 30)))
-    png = EncodedImage(encoded(PHOTO, "PNG"))
-    png.whole().paste("red", (0, 0, 301, 203))
-    assert np.array_equal(pixels(png.whole()), pixels(PHOTO))
 
 
 def test_broken_exif_leaves_the_image_as_it_is_stored():
@@ -371,16 +343,6 @@ def test_line_ends_may_stand_before_an_image(file_format):
 def test_a_cut_image_is_called_truncated(file_format):
     data = encoded(PHOTO, file_format)
     assert {reason(data[: len(data) * part // 8]) for part in range(1, 8)} == {"truncated"}
-
-
-def test_an_error_of_any_kind_is_damage(monkeypatch):
-    def fail(*_: object, **__: object) -> None:
-        raise ArithmeticError
-
-    image = EncodedImage(jpeg(PHOTO, 90))
-    monkeypatch.setattr(simplejpeg, "decode_jpeg", fail)
-    with pytest.raises(DamagedImageError, match="ArithmeticError"):
-        image.crop((0, 0, 9, 9), (9, 9))
 
 
 IN_LITTLE_MEMORY = """

@@ -28,7 +28,6 @@ from distap.data.shards.load_index import load_index
 from distap.data.shards.tar import read_samples
 from distap.errors import DistapError
 from distap.evaluation.saved import Evaluation, read_evaluation
-from distap.randomness import permutation
 from distap.storage.locations import parse_source, shard_names
 from distap.storage.texts import MOST_LEVELS, as_line, is_line, parsed_json
 
@@ -110,13 +109,6 @@ def test_the_index_that_is_mutated_here_is_sound():
     assert read(packed()) is not None
 
 
-@given(st.binary(max_size=2000))
-@example(b"PK\x05\x06" + bytes(18))
-@quick
-def test_random_bytes_are_no_index(data):
-    assert read(data) is None
-
-
 @given(st.data())
 @quick
 def test_a_mutated_index_is_refused_or_sound(data):
@@ -152,26 +144,20 @@ def test_columns_of_any_type_shape_and_range_are_refused_or_sound(changes):
     ("changes", "message"),
     [
         ({"offset": np.array([512, 9_900, 512])}, r"sample 1 \('b'\): its image reaches beyond its shard"),
-        ({"offset": np.array([512, 2**63 - 100, 512])}, "reaches beyond its shard"),
         ({"offset": np.array([-1, 2048, 512])}, "reaches beyond its shard"),
         ({"size": np.array([100, 2**63 - 1, 300])}, "reaches beyond its shard"),
         ({"size": np.array([100, 0, 300])}, "size is below 1"),
         ({"label": np.array([0, 2, 1])}, r"label is none of 0 \.\. 1"),
-        ({"label": np.array([0, -1, 1])}, "label is none of"),
         ({"shard": np.array([0, 2, 1], dtype=np.int32)}, "shard is none of"),
-        ({"shard": np.array([0, -1, 1], dtype=np.int32)}, "shard is none of"),
         ({"label": np.array([0, 1])}, "columns of unequal length: .*label 2"),
-        ({"class_group": np.array([""])}, "columns of unequal length: class_name 2, class_group 1"),
         ({"label": np.array([0, 1, 1], dtype=np.int32)}, "column label: of type int32, expected int64"),
         ({"key": np.array([b"a", b"b", b"c"])}, r"column key: of type \|S1, expected str"),
         ({"label": None}, "column label: missing"),
-        ({"class_group": None}, "column class_group: missing"),
         ({"version": np.array(7)}, "version 7 of the index, expected 4"),
         ({"shard_size": np.array([-5, SHARD])}, "negative size"),
         ({"shard_sha256": np.array(["0" * 64, "../../../etc/passwd"])}, "no SHA-256"),
         ({"shard_name": np.array(["0.tar", "0.tar"])}, "two shards of one name"),
         ({"shard_name": np.array(["0.tar", "/etc/passwd"])}, "'/etc/passwd' is no name of a shard"),
-        ({"shard_name": np.array(["0.tar", "../1.tar"])}, "is no name of a shard"),
         ({"shard_name": np.array(["0.tar", "a/../../1.tar"])}, "is no name of a shard"),
         ({"shard_name": np.array(["0.tar", "s3://b/1.tar"])}, "is no name of a shard"),
         ({"shard_name": np.array(["0.tar", "1\n.tar"])}, "shard_name: a name with control characters or line ends"),
@@ -197,10 +183,8 @@ def test_objects_are_refused_without_being_made():
     "data",
     [
         with_entry("label", declared((2**40,), "<i8")),
-        with_entry("label", declared((2**62,), "<i8")),
         with_entry("key", declared((2**20,), "<U1000000000")),
         with_entry("key", declared((2**60,), "<U0")),
-        with_entry("label", declared((-1,), "<i8")),
         with_entry("label", declared((3,), "<i8", bytes(23))),
         with_entry("key", declared((3,), "<U1", b"\xff" * 12)),
         with_entry("key", declared((1,), "<U1", b"\x00\xd8\x00\x00")),
@@ -209,8 +193,6 @@ def test_objects_are_refused_without_being_made():
         with_entry("label", declared((3,), "<i8", bytes(24)), zipfile.ZIP_DEFLATED),
         with_entry("key", declared((1,), "<U5000", bytes(20_000))),
         with_entry("key", declared((1,), "<U3", "a\nb".encode("utf-32-le"))),
-        with_entry("key", declared((1,), "<U3", "a\u2028é".encode("utf-32-le"))),
-        with_entry("key", declared((1,), "<U1", "\x7f".encode("utf-32-le"))),
     ],
 )
 def test_a_header_that_declares_what_is_not_there_is_refused_without_taking_memory(data):
@@ -223,13 +205,6 @@ def test_a_header_that_declares_what_is_not_there_is_refused_without_taking_memo
         assert tracemalloc.get_traced_memory()[1] < 10_000_000
     finally:
         tracemalloc.stop()
-
-
-@given(st.binary(max_size=4 * 512))
-@quick
-def test_random_bytes_are_no_tar(data):
-    with pytest.raises(DistapError, match=r"x\.tar: damaged tar"):
-        list(read_samples(io.BytesIO(data), len(data), "x.tar"))
 
 
 @given(st.data())
@@ -302,15 +277,6 @@ def test_what_is_read_through_an_evil_index_stays_within_the_folder(tmp_path, sh
         Index(**columns).save(shards)
         with pytest.raises(DistapError, match=r"index\.npz: .* is no name of a shard"):
             load_index(shards)
-
-
-def test_a_shuffled_index_is_a_data_set_of_its_own(shards):
-    index = load_index(shards)
-    order = permutation(len(index), 3)
-    columns = {name: getattr(index, name) for name in Index.__dataclass_fields__}
-    for name in ("shard", "offset", "size", "crc32", "label", "width", "height", "key"):
-        columns[name] = columns[name][order]
-    assert Index(**columns).fingerprint != index.fingerprint
 
 
 FLOATS = st.floats(allow_subnormal=False)

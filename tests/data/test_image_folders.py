@@ -1,6 +1,5 @@
 """Images that are not packed: `imagefolder:FOLDER` in the place of shards."""
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -71,15 +70,6 @@ def test_a_check_decodes_each_image_and_sees_what_changed_since(folders):
     cut.write_bytes(cut.read_bytes()[:-40])
     empty.write_bytes(b"")
     assert [damage.where for damage in check(source)[1]] == ["test-0/0.png", "test-1/0.png"]
-
-
-@pytest.mark.parametrize("name", [b"\xff.png", b"two\nlines.png"])
-def test_a_name_that_is_no_line_of_text_is_left_out(folders, name):
-    before = len(load_index(f"imagefolder:{folders / 'test'}"))
-    Path(folders, "test", "test-0", os.fsdecode(name)).write_bytes(b"")
-    index = load_index(f"imagefolder:{folders / 'test'}")
-    assert len(index) == before
-    assert [reason for _, reason in index.left_out] == ["names that are no line of text in UTF-8"]
 
 
 def test_links_are_followed_but_no_image_is_listed_twice(folders):

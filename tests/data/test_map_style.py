@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from extractions import describer, extract
 from images import write_images
 from PIL import Image
 from small_trainings import losses, train
@@ -17,7 +16,6 @@ from distap.data.map_style import source_of
 from distap.data.shards.checking import check
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
-from distap.retrieval.descriptor_files import read_descriptors
 from distap.world import World
 
 hf = pytest.importorskip("datasets")
@@ -225,15 +223,6 @@ def test_training_on_it_is_that_on_the_files(folder, saved, tmp_path):
         sampling = {"name": "random", "batch_size": 10}
         train(World(), tmp_path / name, [source], steps=2, sampling=sampling, data__workers=1, **settings)
     assert losses(tmp_path / "rows") == losses(tmp_path / "files")
-
-
-def test_extraction_gives_the_descriptors_of_the_files_by_row(folder, saved, tmp_path):
-    maker = describer()
-    for name, source in (("files", f"imagefolder:{folder}"), ("rows", f"hf:{saved / 'whole'}")):
-        extract(source, tmp_path / name, maker=maker)
-    files, rows = (read_descriptors(tmp_path / name) for name in ("files", "rows"))
-    assert rows.keys.tolist() == [str(row) for row in range(12)]
-    assert np.array_equal(files.descriptors, rows.descriptors)
 
 
 def test_what_cannot_be_read_from_hugging_face_is_refused(folder, saved, tmp_path):

@@ -1,15 +1,11 @@
 import hashlib
 import os
-import subprocess
-import sys
-from functools import partial
 
 import pytest
 import torch
 from batches import small_network
 from images import damage, indexed_images, write_images
 from ranks import on_ranks
-from small_trainings import DESCENT, losses, train
 from steps import learning, step_with
 
 from distap.data.loading.pixels import HeldPixels
@@ -188,51 +184,3 @@ def test_a_spool_folder_that_cannot_be_used_is_named(tmp_path, folder):
     settings = PixelSettings("spool", spool_folder=tmp_path / folder)
     with pytest.raises(DistapError, match=rf"data\.pixels\.spool_folder: .*{folder}: no spool file can be made"):
         HeldPixels(settings, 1, 8, pinned=False)
-
-
-OWN_MEMORY = """
-import re, sys
-from pathlib import Path
-import torch
-from distap.data.loading.pixels import HeldPixels
-from distap.data.pixel_settings import PixelSettings
-
-def own_memory():  # of this process alone: the kernel takes the pages of files back when memory is short
-    return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-
-for hold in ("memory", "spool"):
-    before, held = own_memory(), HeldPixels(PixelSettings(hold, spool_folder=Path(sys.argv[1])), 512, 256, False)
-    for start in range(0, 512, 8):
-        held.keep(start, torch.full((8, 3, 256, 256), start % 256, dtype=torch.uint8))
-    assert all(held.rows(slice(start, start + 8))[0, 0, 0, 0] == start % 256 for start in range(0, 512, 8))
-    print(own_memory() - before)
-    del held
-"""
-
-
-def test_a_batch_that_is_spooled_takes_no_memory_of_the_process(tmp_path):
-    answer = subprocess.run([sys.executable, "-c", OWN_MEMORY, tmp_path], capture_output=True, check=True, text=True)
-    in_memory, spooled = map(int, answer.stdout.split())
-    share = 512 * 3 * 256 * 256
-    assert in_memory > share * 0.9
-    assert spooled < share / 20
-
-
-def test_torchvisions_steps_replay_the_pixels_that_were_described_and_train_alike_on_two_ranks(
-    training_shards, tmp_path
-):
-    steps = [{"Resize": 36}, "RandomCrop", {"RandAugment": {"num_ops": 1}}, {"RandomErasing": {"value": 124}}]
-    settings = {
-        "steps": 2,
-        "optimizer": DESCENT,
-        "data__workers": 1,
-        "data__augmentation": {"name": "torchvision", "steps": steps},
-    }
-    for world, way in ((1, "memory"), (2, "spool")):
-        run = tmp_path / f"{way}-{world}"
-        started = {**settings, "data__pixels": {"hold": way}}
-        if world == 1:
-            train(World(), run, training_shards, **started)
-        else:
-            on_ranks(world, partial(train, **started), run, training_shards)
-    assert losses(tmp_path / "spool-2") == pytest.approx(losses(tmp_path / "memory-1"), abs=1e-6)

@@ -68,13 +68,6 @@ def test_by_classes_the_larger_share_goes_round():
     assert taken.tolist() == [28, 28, 24, 28, 28]
 
 
-def test_by_classes_the_order_within_a_large_class_is_new_each_turn():
-    plan = by_classes([12, 12, 12], 9)
-    turns = [tuple(s for b in range(t, t + 4) for s in plan.batch(b).tolist()) for t in (0, 4, 8)]
-    assert len({frozenset(turn) for turn in turns}) == 1
-    assert len(set(turns)) == 3
-
-
 def super_labels(groups):
     """Classes over super-categories: for each group, the sizes of its classes."""
     sizes = [size for group in groups for size in group]
@@ -201,13 +194,6 @@ def test_an_epoch_of_random_batches_has_every_image_once_and_a_batch_none_twice(
     assert len({tuple(epoch.tolist()) for epoch in epochs}) == len(epochs) > 1
 
 
-def test_where_there_are_less_than_two_batches_each_is_drawn_anew():
-    plan = Plan(Classes(MANY), RandomSampling(batch_size=len(MANY) - 3), 0)
-    batches = [plan.batch(step).tolist() for step in range(9)]
-    assert len({frozenset(batch) for batch in batches}) > 7
-    assert all(len(set(batch)) == len(batch) == len(MANY) - 3 for batch in batches)
-
-
 @st.composite
 def sets_in_turn(draw):
     longest = draw(st.integers(1, 9))
@@ -245,13 +231,6 @@ def test_a_late_step_is_drawn_as_an_early_one(sampling, step):
     drawn = [plan.batch(step + turn).tolist() for turn in range(3)]
     assert all(len(set(batch)) == sampling.size and max(batch) < len(plan.classes) for batch in drawn)
     assert len({frozenset(batch) for batch in drawn}) > 1
-
-
-def test_super_categories_too_many_to_count_their_turns_use_all_their_classes(monkeypatch):
-    monkeypatch.setattr("distap.data.sampling.p_by_k.COUNTED", 1)
-    plan = Plan(super_labels([[4] * 8, [4] * 8, [4] * 8]), SuperPByKSampling(classes=4, images=4), 0)
-    uses = Counter(label for step in range(300) for label in set(plan.classes.labels[plan.batch(step)].tolist()))
-    assert len(uses) == 24 and min(uses.values()) > 0.5 * max(uses.values())
 
 
 def test_p_by_k_takes_k_images_of_each_class_that_has_them_and_no_singleton():

@@ -1,14 +1,12 @@
 import io
 import pickle
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torchvision.transforms import v2
 
 from benchmarks.photos import jpeg, photo
-from distap.data.images.augmentation import CropFlipColour, TorchvisionSteps, central_box, seeded
+from distap.data.images.augmentation import CropFlipColour, TorchvisionSteps, seeded
 from distap.data.images.decoding import EncodedImage
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
@@ -84,25 +82,6 @@ def test_a_flip_mirrors_the_crop():
     kept, flipped = (CropFlipColour(crop=1, flip=flip).transform(40)(image) for flip in (0, 1))
     assert torch.equal(kept.flip(2), flipped)
     assert CropFlipColour(grey=1).transform(40)(image).float().std(0).max() == 0
-
-
-@pytest.mark.parametrize("size", [24, 40, 100, 300])
-def test_evaluation_is_near_to_a_resize_and_a_central_crop_of_the_whole(size):
-    reference = v2.Compose([v2.ToImage(), v2.Resize(size, antialias=True), v2.CenterCrop(size)])
-    for image in (PHOTO, PHOTO.transpose(Image.Transpose.TRANSPOSE)):
-        expected = reference(image).as_subclass(torch.Tensor).int()
-        exact, scaled = (
-            Sizing("crop", size)(EncodedImage(jpeg(image, 95)), scaled=scaled) for scaled in (False, True)
-        )
-        assert exact.shape == scaled.shape == (3, size, size)
-        for found in (exact, scaled):
-            assert (found.int() - expected).abs().float().mean() < 6
-            assert np.corrcoef(found.flatten(), expected.flatten())[0, 1] > 0.985
-
-
-def test_the_central_box_is_a_square():
-    assert central_box(7, 4) == (1, 0, 5, 4)
-    assert central_box(4, 9) == (0, 2, 4, 6)
 
 
 def test_transforms_can_be_sent_to_workers_of_any_kind():

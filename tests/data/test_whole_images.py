@@ -85,10 +85,6 @@ def test_the_longer_side_is_scaled_down_and_never_up(side, shape):
     assert sizing(EncodedImage(encoded(PHOTO))).shape == (3, *shape)
 
 
-def test_a_side_of_one_pixel_is_kept():
-    assert Sizing("side", 10).shape(1000, 3) == (1, 10)
-
-
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("sizing", ["original", "side 60", "crop 24"])
 def test_an_image_that_exif_turns_is_sized_as_it_is_seen(orientation, sizing):
@@ -182,31 +178,6 @@ def test_a_folder_that_changes_has_another_fingerprint(folder):
     after = open_images(folder).fingerprint
     (folder / "b.png").rename(folder / "c.png")
     assert len({before, after, open_images(folder).fingerprint}) == 3
-
-
-def test_links_are_followed_and_other_files_told(folder, tmp_path):
-    (tmp_path / "other").mkdir()
-    PHOTO.save(tmp_path / "other" / "c.png")
-    (folder / "there").symlink_to(tmp_path / "other")
-    (folder / "broken.png").symlink_to(folder / "nothing.png")
-    images = open_images(folder)
-    assert images.keys.tolist() == ["b.png", "deep/er/a.JPG", "there/c.png"]
-    assert dict(images.left_out) == {
-        "broken.png": "links to nothing",
-        "notes.txt": ".txt, no format of images that is read",
-        ".hidden.png": "hidden files",
-        "._b.png": "._ files of macOS, which hold no image",
-    }
-
-
-def test_a_name_that_is_no_text_is_left_out(folder):
-    (folder / "line\nbreak.png").write_bytes(b"")
-    (folder / b"latin-\xe9.png".decode(errors="surrogateescape")).write_bytes(b"")
-    images = open_images(folder)
-    assert len(images) == 2
-    reason = "names that are no line of text in UTF-8"
-    assert [each for _, each in images.left_out].count(reason) == 2
-    assert all(name.encode() for name, _ in images.left_out)
 
 
 def test_a_header_is_found_beyond_much_metadata(folder):

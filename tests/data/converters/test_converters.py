@@ -1,4 +1,3 @@
-import dataclasses
 from collections import Counter
 from urllib.parse import unquote
 
@@ -7,7 +6,6 @@ import pytest
 from dataset_trees import TREES, dump, photo
 
 from distap.data.converters.converting import DATASETS, convert
-from distap.data.converters.dataset import Count
 from distap.data.loading.indexed import Reader
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
@@ -74,11 +72,8 @@ WRONG_LINES = [
     ("sop", "Ebay_train.txt", "2 1 1 chair", "2 one 1 chair", r"line 3: class 'one' is no whole number"),
     ("sop", "Ebay_train.txt", "2 1 1 chair", "2 1 chair", r"line 3: 3 columns, expected 4: 'image_id class_id"),
     ("sop", "Ebay_train.txt", "2 1 1 chair", "2 1 1 chair\x1b", r"line 3: path .* is no printable text"),
-    ("sop", "Ebay_train.txt", "2 1 1 chair", f"2 {'1' * 9999} 1 chair", r"line 3: class '1+' is no whole number"),
     ("sop", "Ebay_test.txt", "image_id class_id", "id class", r"line 1: expected the heading 'image_id class_id"),
-    ("cub", "images.txt", "2 001", "two 001", r"line 2: image 'two' is no whole number"),
     ("cub", "image_class_labels.txt", "3 100", "3 77", r"images\.txt, line 3: image 3 has no class in"),
-    ("cub", "classes.txt", "1 001.Black", "1 001. Black", r"line 1: 3 columns, expected 2"),
     (
         "inaturalist",
         "Inat_dataset_splits/Inaturalist_test_set1.txt",
@@ -86,18 +81,8 @@ WRONG_LINES = [
         "Aves/",
         r"line 1: .*expected train_val2018/SUPER-CATEGORY/NUMBER/IMAGE\.jpg",
     ),
-    ("vehicleid", "train_test_split/train_list.txt", "0000011 1", "0000011", r"line 2: 1 columns, expected 2"),
-    ("vehicleid", "train_test_split/test_list_2400.txt", "0000031 3", "../31 3", r"line 2: image '\.\./31' is no"),
     ("inshop", "Eval/list_eval_partition.txt", " query", " querry", r"line 7: .*one of train, query, gallery"),
     ("inshop", "Eval/list_eval_partition.txt", "8\n", "9\n", r"line 10: the list ends after 8 images, .* says 9"),
-    ("inshop", "Eval/list_eval_partition.txt", "image_name", "name", r"line 2: expected the heading"),
-    (
-        "landmarks-clean",
-        "annotations_landmarks/annotation_clean_train.txt",
-        " 3 10",
-        " 3",
-        r"line 1: 5 columns, expected the image",
-    ),
     (
         "landmarks-clean",
         "annotations_landmarks/annotation_clean_val.txt",
@@ -105,24 +90,15 @@ WRONG_LINES = [
         "file:",
         r"line 1: .* is no address of an image on the web",
     ),
-    ("gldv2", "metadata/train_clean.csv", "8,a12", "8;a12", r"line 3: 1 columns, expected 2: 'landmark_id,images'"),
     ("gldv2", "metadata/train_clean.csv", "a123456789", "../../x789", r"line 3: image .*expected 16 digits"),
-    ("gldv2", "metadata/index.csv", "222222\n", "22222Z\n", r"line 3: image .*expected 16 digits"),
     ("gldv2", "ground_truth/retrieval_solution_v2.1.csv", "Private", "Hidden", r"line 4: usage 'Hidden', expected"),
-    ("revisitop1m", "revisitop1m.txt", "c/c5/c5f2", "c/c5 c5f2", r"line 2: 2 columns, expected 1"),
 ]
 
 # A path that leaves the folder of the data set, in the same way.
 LEAVING = [
     ("sop", "Ebay_train.txt", "chair_final/1_1", "../1_1", 3),
-    ("sop", "Ebay_train.txt", "chair_final/1_1", "/etc/1_1", 3),
-    ("cub", "images.txt", "001.Black", "../../001.Black", 1),
-    ("inaturalist", "Inat_dataset_splits/Inaturalist_train_set1.txt", "train_val2018/Aves", "../x/Aves", 1),
     ("inshop", "Eval/list_eval_partition.txt", "img/MEN/Denim/id_00000090/01_1", "/img/MEN/Denim/a/01_1", 7),
-    ("landmarks-clean", "annotations_landmarks/annotation_clean_val.txt", "a.example/val", "a.example/../..", 1),
     ("landmarks-clean", "annotations_landmarks/annotation_clean_val.txt", "a.example/val", "a.example/%2e%2e", 1),
-    ("landmarks-clean", "annotations_landmarks/annotation_clean_val.txt", "http://a.example", "../a", 1),
-    ("revisitop1m", "revisitop1m.txt", "c/c5/c5f2", "c/../../c5f2", 2),
 ]
 
 
@@ -177,7 +153,7 @@ def test_the_authors_files_become_a_data_set_a_split(name, tree, tmp_path):
     assert not any(part.left_out for part in converted)
 
 
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", ["sop", "landmarks-clean"])
 def test_a_missing_image_is_counted_and_listed_and_is_an_error_only_when_asked(name, tree, tmp_path):
     source, output = tree(name), tmp_path / "out"
     lost = some_image(source)
@@ -218,7 +194,7 @@ def test_a_line_that_is_no_text_is_named(tree, tmp_path):
         convert(DATASETS["sop"], source, tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", ["sop", "gldv2"])
 def test_a_wrong_folder_is_told_what_belongs_there_and_where_it_comes_from(name, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DistapError, match=rf"{tmp_path}/empty/.*: no such file") as error:
@@ -226,23 +202,6 @@ def test_a_wrong_folder_is_told_what_belongs_there_and_where_it_comes_from(name,
     assert DATASETS[name].site in str(error.value)
     with pytest.raises(DistapError, match=r"nothing: no such folder"):
         convert(DATASETS[name], tmp_path / "nothing", tmp_path / "out")
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_a_list_that_is_not_the_published_one_is_noticed(name, tree, tmp_path):
-    dataset = DATASETS[name]
-    for part in convert(dataset, tree(name), tmp_path / "out"):
-        assert part.differs == bool(part.split.published)
-
-
-def test_any_of_the_published_counts_will_do(tree, tmp_path):
-    sop = DATASETS["sop"]
-    splits = (
-        dataclasses.replace(sop.splits[0], published=(Count(1, 1), Count(4, 2))),
-        dataclasses.replace(sop.splits[1], published=(Count(classes=2),)),
-    )
-    converted = convert(dataclasses.replace(sop, splits=splits), tree("sop"), tmp_path / "out")
-    assert [part.differs for part in converted] == [False, False]
 
 
 def test_splits_on_request_are_converted_when_they_are_named(tree, tmp_path):

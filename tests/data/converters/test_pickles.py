@@ -129,14 +129,10 @@ def test_an_array_must_have_the_bytes_of_its_shape(tmp_path):
     [
         ("items", {"a": 1}, "pairs is no list but dict"),
         ("integers", [1, -1], r"pairs\[1\] is -1, expected a whole number"),
-        ("integers", [1.5], r"pairs\[0\] is 1.5"),
         ("integers", [float("nan")], r"pairs\[0\] is nan"),
         ("integers", ["1"], r"pairs\[0\] is '1'"),
-        ("integers", [True], r"pairs\[0\] is True"),
         ("names", ["a", 1], r"pairs\[1\] is 1, expected a name"),
         ("names", ["a b"], r"pairs\[0\] is 'a b'"),
-        ("names", ["\ud800"], r"pairs\[0\] is '.ud800'"),
-        ("names", [""], r"pairs\[0\] is ''"),
         ("names", ["a", "a"], "pairs has the same name twice"),
     ],
 )
