@@ -5,11 +5,12 @@ differs from `torchrun -m distap.train CONFIG` in five ways:
 - Its exit status is one of `distap.errors`: 2 if a rank of this host met a mistake that a person must mend, otherwise
   75 if one stopped on request, 0 if all finished, 1 if they did not.
 - It looks for mistakes in data, batch and network before it starts a rank. Ranks are forks, which start at once.
-- --max-restarts is for one host, and for failures: ranks that left with 75 or 2 are not started again. Several hosts
-  meet once; when one is lost, or more come, all launchers leave, and whoever started them starts them again.
-- After a signal it gives the ranks the recipe's grace time (stop.grace_seconds) to leave, not 30 seconds.
-- It does not linger: a host that is cut off from the others ends after timeout_seconds + `watchdog.LEAVE_SECONDS` +
-  `agent.LEAVE_SECONDS` + timeout_seconds, or a minute if that is less.
+- Several hosts meet at --master-addr, each with its --node-rank, and have timeout_seconds for it; a rendezvous, which
+  numbers the hosts that come, is torchrun's alone.
+- --max-restarts is for one host, and for failures: ranks that left with 75 or 2 are not started again. When one of
+  several hosts is lost, all launchers leave, and whoever started them starts them again.
+- After a signal it gives the ranks the recipe's grace time (stop.grace_seconds) to leave, not 30 seconds. A host that
+  is cut off ends after timeout_seconds + `watchdog.LEAVE_SECONDS` + `agent.LEAVE_SECONDS`.
 """
 
 import os
@@ -26,13 +27,11 @@ from distap.processes.startup import JOB
 from distap.processes.stopping import end_when_asked
 
 if TYPE_CHECKING:
-    from distap.processes.meeting import Hosts
+    from distap.processes.agent import Place
 
-LONGEST_LINGER_SECONDS = 60.0
-JOIN_SECONDS = "600"  # torchrun's default of join_timeout
+MASTER_PORT = 29500  # torchrun's default
 OF_RANKS = {"nproc_per_node", "max_restarts", "training_script", "training_script_args"}
-OF_HOSTS = {"nnodes", "standalone", "local_addr", "master_addr", "master_port", "node_rank"}
-OF_RENDEZVOUS = {"rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf"}
+OF_HOSTS = {"nnodes", "standalone", "master_addr", "master_port", "node_rank", "rdzv_id"}
 
 
 def launch_training(options: list[str], config: Path, overrides: list[str]) -> int:
@@ -47,13 +46,12 @@ def launch_training(options: list[str], config: Path, overrides: list[str]) -> i
     from distap.training.start_checks import check_start
 
     set_up_run_logging(recipe.logs.format, recipe.run_id, rank=None)
-    arguments, seconds = [str(config), *overrides], (recipe.stop.grace_seconds, recipe.timeout_seconds)
 
     def check(ranks: int) -> None:
         with suppress(UnreachableError):  # of which the ranks tell, and may be started again
             check_start(recipe, ranks)
 
-    return launch(options, "distap.train", arguments, *seconds, check)
+    return launch(options, "distap.train", [str(config), *overrides], recipe.stop.grace_seconds, check)
 
 
 def launch(
@@ -61,43 +59,41 @@ def launch(
     module: str,
     arguments: list[str],
     grace_seconds: float,
-    timeout_seconds: float,
     check: Callable[[int], None] = lambda ranks: None,
 ) -> int:
     """Run `python -m module arguments...` on each rank of this host; return the exit status.
 
     Ranks are forks of this process, so import what the module needs before. `check` is told the number of ranks
-    before they start. Ranks have `grace_seconds` to leave after a signal, and a collective takes `timeout_seconds` at
-    most. Afterwards this process ignores signals: all that is left is to leave.
+    before they start. Ranks have `grace_seconds` to leave after a signal. Afterwards this process ignores signals:
+    all that is left is to leave.
     """
     from distap.processes.agent import Agent
     from distap.processes.forks import in_fork
 
     end_when_asked()
     settings = _parser().parse_args([*options, module])
-    hosts = hosts_of(settings)
-    in_fork(lambda: check(hosts.ranks))
-    if hosts.ranks > 1:
+    place = place_of(settings)
+    in_fork(lambda: check(place.ranks))
+    if place.ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if hosts.rendezvous is not None:
-        os.environ[JOB] = f"{settings.rdzv_id} at {settings.rdzv_endpoint}"  # the id alone is often left as it is
-    agent = Agent(hosts, [module, *arguments], grace_seconds, min(timeout_seconds, LONGEST_LINGER_SECONDS))
-    return agent.run(settings.max_restarts)
+    if place.port:
+        os.environ[JOB] = f"{settings.rdzv_id} at {place.address}:{place.port}"  # the id alone is often left as it is
+    return Agent(place, [module, *arguments], grace_seconds).run(settings.max_restarts)
 
 
-def hosts_of(settings: Namespace) -> "Hosts":
+def place_of(settings: Namespace) -> "Place":
     """Return what torchrun's options say about ranks and hosts; raise a DistapError if they are impossible."""
     from torch.distributed import run as torchrun
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+    from distap.processes.agent import Place
     from distap.processes.forks import in_fork
-    from distap.processes.meeting import MASTER_PORT, PORT, Hosts
 
     parser = _parser()
-    for name in vars(settings).keys() - OF_RANKS - OF_HOSTS - OF_RENDEZVOUS:  # which would be ignored
+    for name in vars(settings).keys() - OF_RANKS - OF_HOSTS:  # which would be ignored
         if getattr(settings, name) != parser.get_default(name):
-            raise DistapError(f"--{name.replace('_', '-')}: distap.launcher has no such option")
+            several = "; several hosts meet at --master-addr, each with its --node-rank"
+            hint = several if name.startswith(("rdzv", "local")) else ""
+            raise DistapError(f"--{name.replace('_', '-')}: distap.launcher has no such option{hint}")
     option = f"--nproc-per-node {settings.nproc_per_node}"
 
     def count() -> int:
@@ -108,33 +104,20 @@ def hosts_of(settings: Namespace) -> "Hosts":
 
     if (ranks := in_fork(count)) < 1:
         raise DistapError(f"{option}: expected one rank at least on this host")
-    option = f"--nnodes {settings.nnodes}"
     try:
-        least, most = torchrun.parse_min_max_nnodes(settings.nnodes)
-        if not 0 < least <= most:
-            raise ValueError("expected a number of hosts, or MIN:MAX")
-        if most == 1 or settings.standalone:
-            return Hosts(ranks, 1)
-        option = "--max-restarts"
-        if settings.max_restarts:
-            raise ValueError("is for one host: several meet again when their launchers are started again")
-        if not settings.rdzv_endpoint:
-            master = settings.master_addr, settings.master_port or MASTER_PORT
-            return Hosts(ranks, most, master=master, node_rank=settings.node_rank)
-        option = f"--rdzv-endpoint {settings.rdzv_endpoint}"
-        parse_rendezvous_endpoint(settings.rdzv_endpoint, PORT)
-        option = f"--rdzv-conf {settings.rdzv_conf}"
-        conf = dict(pair.partition("=")[::2] for pair in settings.rdzv_conf.split(",") if pair)
-        conf.setdefault("join_timeout", JOIN_SECONDS)
-        met = RendezvousParameters(
-            "c10d", settings.rdzv_endpoint, settings.rdzv_id, least, most, settings.local_addr, **conf
-        )
-        met.get_as_bool("is_host")
-        if (met.get_as_int("join_timeout") or 0) < 1:
-            raise ValueError("join_timeout: expected whole seconds, 1 or more")
-        return Hosts(ranks, most, met)
-    except (ValueError, RuntimeError) as error:
-        raise DistapError(f"{option}: {error}") from error
+        least, hosts = torchrun.parse_min_max_nnodes(settings.nnodes)
+    except (ValueError, RuntimeError):
+        least = hosts = 0
+    if not 0 < least == hosts:
+        raise DistapError(f"--nnodes {settings.nnodes}: expected a number of hosts")
+    if hosts == 1 or settings.standalone:
+        return Place(ranks, 0, ranks)
+    if settings.max_restarts:
+        raise DistapError("--max-restarts: is for one host: several meet when their launchers are started again")
+    if not 0 <= settings.node_rank < hosts:
+        raise DistapError(f"--node-rank {settings.node_rank}: expected one of 0 to {hosts - 1}")
+    port = settings.master_port or MASTER_PORT
+    return Place(ranks, settings.node_rank * ranks, hosts * ranks, settings.master_addr, port)
 
 
 def _parser() -> ArgumentParser:

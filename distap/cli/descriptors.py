@@ -69,7 +69,7 @@ def extract_command(
     if not is_rank and (ranks := options.ranks_to_start(ranks)) > 1:
         from distap.launcher import launch
 
-        raise typer.Exit(launch([f"--nproc-per-node={ranks}"], "distap.cli", sys.argv[1:], GRACE_SECONDS, 600))
+        raise typer.Exit(launch([f"--nproc-per-node={ranks}"], "distap.cli", sys.argv[1:], GRACE_SECONDS))
     leave_when_asked()
     try:
         with joined_world() as world:

@@ -2,7 +2,7 @@
 
 The launcher imports what its ranks need, forks them, and computes nothing itself (see `forks.in_fork`):
 
-    launcher -- meeting   where the hosts meet (see `distap.processes.meeting`)
+    launcher -- store     where the ranks of a single host meet; of several hosts, rank 0 serves the store
              -- ranks     each a session of its own, so that Ctrl-C reaches the launcher alone
 """
 
@@ -15,30 +15,43 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch.distributed import TCPStore
+
 from distap.errors import FAILED, FINISHED, MISTAKE, RESTART, CollectiveError
 from distap.processes.forks import die_with_parent, forking_context
-from distap.processes.meeting import Hosts, Meeting, Place
 from distap.processes.startup import STARTED, process_started
 from distap.processes.stopping import MARGIN_SECONDS, SIGNALS, TRACE_SIGNAL, call_on_signal, go_deaf
 
+LOOPBACK = "127.0.0.1"  # a host's own name may be one that nobody can resolve
 LEAVE_SECONDS = 10  # for the ranks beside one that has left with an error
 POLL_SECONDS = 0.05
 logger = logging.getLogger("distap")
 
 
+@dataclass(frozen=True)
+class Place:
+    """The ranks of this host among all, and the address of their store."""
+
+    ranks: int  # on this host
+    first: int  # of them
+    size: int  # of all hosts
+    address: str = LOOPBACK
+    port: int = 0  # 0 if the launcher has to serve the store, which rank 0 serves otherwise
+
+
 class Agent:
-    """Run `python -m PROGRAM...` on this host's ranks.
+    """Run `python -m PROGRAM...` on this host's ranks, which have `grace_seconds` to leave after a signal."""
 
-    Ranks have `grace_seconds` to leave after a signal. When they have left, other hosts have `linger_seconds`.
-    """
-
-    def __init__(self, hosts: Hosts, program: Sequence[str], grace_seconds: float, linger_seconds: float) -> None:
-        self._hosts, self._program = hosts, program
-        self._patience, self._linger_seconds = grace_seconds + MARGIN_SECONDS, linger_seconds
+    def __init__(self, place: Place, program: Sequence[str], grace_seconds: float) -> None:
+        self._place, self._program = place, program
+        self._patience = grace_seconds + MARGIN_SECONDS
         self._heard: list[int] = []  # signals to pass on
         self._is_asked = False  # to stop
         self._ranks: dict[int, Any] = {}  # processes
@@ -50,46 +63,47 @@ class Agent:
         """
         call_on_signal(self._hear)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a supervisor may ignore it, and the end of ranks is not seen
-        meeting, status = Meeting(self._hosts), FAILED
+        status, started, port, store = FAILED, process_started(), self._place.port, None
         try:
-            place = meeting.place(lambda: self._is_asked)
-            if place is None:
-                return RESTART
-            started = process_started()
+            if port == 0:
+                mine, theirs = Pipe()
+                store = forking_context().Process(target=_serve_store, args=(theirs, os.getpid()))
+                store.start()
+                port = mine.recv()
             for failures in itertools.count():
-                self._start(place, failures, started)
-                self._watch(meeting)
+                self._start(port, failures, started)
+                self._watch()
                 status = status_of(self._statuses(), self._is_asked)
                 if status != FAILED or failures == restarts or self._is_asked:
                     break
                 started = time.time()
             go_deaf()
             self._tell(status)
-            # Hosts that were asked to stop may come back, and the others wait for them.
-            if status == FINISHED or not self._is_asked:
-                meeting.end(status == FINISHED, self._linger_seconds)
         except CollectiveError as error:
             logger.error("%s", error)
         finally:
             go_deaf()
             self._kill()
-            meeting.close()
+            if store is not None:
+                store.kill()
+                store.join()
         return status
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._heard.append(number)
         self._is_asked = self._is_asked or number != TRACE_SIGNAL
 
-    def _start(self, place: Place, failures: int, started: float) -> None:
+    def _start(self, port: int, failures: int, started: float) -> None:
+        place = self._place
         self._ranks.clear()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [*SIGNALS, TRACE_SIGNAL])  # until a rank has its handlers
         try:
-            for local_rank in range(self._hosts.ranks):
+            for local_rank in range(place.ranks):
                 rank = place.first + local_rank
                 environment = {
                     **{"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": place.size},
-                    **{"MASTER_ADDR": place.address, "MASTER_PORT": place.port, STARTED: started},
-                    **{"LOCAL_WORLD_SIZE": self._hosts.ranks, "TORCHELASTIC_USE_AGENT_STORE": place.is_served},
+                    **{"MASTER_ADDR": place.address, "MASTER_PORT": port, STARTED: started},
+                    **{"LOCAL_WORLD_SIZE": place.ranks, "TORCHELASTIC_USE_AGENT_STORE": place.port == 0},
                     **{"TORCHELASTIC_RUN_ID": "distap", "TORCHELASTIC_RESTART_COUNT": failures},
                 }
                 given = os.getpid(), self._program, {name: str(value) for name, value in environment.items()}
@@ -101,14 +115,11 @@ class Agent:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def _watch(self, meeting: Meeting) -> None:
+    def _watch(self) -> None:
         """Wait until all ranks have left."""
         deadline = float("inf")
         while len(statuses := self._statuses()) < len(self._ranks):
             patience = None
-            if meeting.others_wait():
-                logger.warning("more hosts have come: stopping, to train with them when all are started again")
-                self._hear(signal.SIGTERM, None)
             while self._heard:
                 if (number := self._heard.pop(0)) != TRACE_SIGNAL:
                     number, patience = signal.SIGTERM, self._patience
@@ -160,6 +171,15 @@ def status_of(statuses: Mapping[int, int], is_asked: bool = False) -> int:
     if RESTART in left or (is_asked and any(-status in SIGNALS for status in left)):
         return RESTART
     return FINISHED if left == {FINISHED} else FAILED
+
+
+def _serve_store(pipe: Connection, launcher: int) -> None:
+    """Serve the ranks' store, and tell its port; a rank that is lost does not take this store with it."""
+    go_deaf()
+    die_with_parent(launcher)
+    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    signal.pause()
 
 
 def _be_rank(launcher: int, program: Sequence[str], environment: Mapping[str, str]) -> None:

@@ -32,7 +32,7 @@ LAUNCH = """
 import sys
 from distap.launcher import launch
 options, module, arguments = (text.split() for text in sys.argv[1:4])
-sys.exit(launch(options, *module, arguments, grace_seconds=20, timeout_seconds=float(sys.argv[4])))
+sys.exit(launch(options, *module, arguments, grace_seconds=20))
 """
 
 
@@ -43,12 +43,11 @@ class Launch:
     options: str
     module: str
     arguments: str
-    timeout_seconds: float
 
     @property
     def command(self) -> list[str]:
         """The same in new interpreters."""
-        return [sys.executable, "-c", LAUNCH, self.options, self.module, self.arguments, str(self.timeout_seconds)]
+        return [sys.executable, "-c", LAUNCH, self.options, self.module, self.arguments]
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Program:
 
 def launcher(options: str, behaviour: str, folder: Path, timeout_seconds: float = 5) -> Launch:
     """Launch ranks of `launched.py`."""
-    return Launch(options, "launched", f"{behaviour} {folder} {timeout_seconds}", timeout_seconds)
+    return Launch(options, "launched", f"{behaviour} {folder} {timeout_seconds}")
 
 
 class Forked:
@@ -208,7 +207,7 @@ def _launch(what: Launch | Program, answer: Path, said: Path, environment: dict[
         _be_python(list(what.arguments), environment)
         return
     given = what.options.split(), what.module, what.arguments.split()
-    sys.exit(launch(*given, grace_seconds=20, timeout_seconds=what.timeout_seconds))
+    sys.exit(launch(*given, grace_seconds=20))
 
 
 def _be_python(args: list[str], environment: dict[str, str]) -> None:

@@ -31,15 +31,15 @@ class Run:
         self.config.write_text(json.dumps(recipe(self.folder, shards, **settings).model_dump(mode="json")))
 
     @contextmanager
-    def started(self, ranks: int, faults: str = "", restarts: int = 0, timeout: float = 60) -> Iterator[Job]:
+    def started(self, ranks: int, faults: str = "", restarts: int = 0) -> Iterator[Job]:
         """On `ranks` ranks of this machine, by distap's launcher."""
         options = f"--nproc-per-node={ranks} --max-restarts={restarts}"
-        with started(self.launch(options, timeout), self.folder.parent, **self.environment, FAULTS=faults) as job:
+        with started(self.launch(options), self.folder.parent, **self.environment, FAULTS=faults) as job:
             yield job
 
-    def launch(self, options: str, timeout: float) -> Launch:
+    def launch(self, options: str) -> Launch:
         """Launch it; `options` are torchrun's."""
-        return Launch(options, "faults", str(self.config), timeout)
+        return Launch(options, "faults", str(self.config))
 
     @property
     def environment(self) -> dict[str, str]:

@@ -153,7 +153,7 @@ def test_hosts_meet_ranks_are_scraped_and_the_recipe_fits_its_pods(overlay):
     (container,), name = pod["containers"], labels["app.kubernetes.io/instance"]
     variables = variables_of(container, labels)
     first = f"{name}-0.{pod.get('subdomain')}"
-    port = str(next((one["containerPort"] for one in container["ports"] if one["name"] == "rendezvous"), ""))
+    port = str(next((one["containerPort"] for one in container["ports"] if one["name"] == "meeting"), ""))
     if "Job" not in objects:
         first = f"{name}-node-0-0.{name}"
         spec = (objects.get("JobSet") or objects["TrainingRuntime"]["spec"]["template"])["spec"]
@@ -176,7 +176,7 @@ def test_hosts_meet_ranks_are_scraped_and_the_recipe_fits_its_pods(overlay):
         hosts, ranks = int(variables["PET_NNODES"]), int(variables["PET_NPROC_PER_NODE"])
         assert job["completions"] == job["parallelism"] == hosts
     launch = get_args_parser().parse_args([expanded(argument, variables) for argument in container["args"]])
-    assert (launch.rdzv_endpoint or variables["PET_RDZV_ENDPOINT"]) == f"{first}:{port}"
+    assert (variables["PET_MASTER_ADDR"], variables["PET_MASTER_PORT"]) == (first, port)
     assert variables["PET_RDZV_ID"] == name
     assert (hosts, ranks) == ((1, 2) if overlay == "cpu" else (2, 8))
     assert int(container["resources"]["limits"].get("nvidia.com/gpu", 0)) == (0 if overlay == "cpu" else ranks)
@@ -201,9 +201,8 @@ def test_hosts_meet_ranks_are_scraped_and_the_recipe_fits_its_pods(overlay):
     assert set(metrics) <= {endpoint["port"] for endpoint in MONITOR["podMetricsEndpoints"]}
     (opened,) = objects["NetworkPolicy"]["spec"]["ingress"][1]["ports"]
     assert all(opened["port"] <= one <= opened["endPort"] for one in metrics.values())
-    join_timeout = int(launch.rdzv_conf.removeprefix("join_timeout="))
     for probe in (container["startupProbe"], container["livenessProbe"]):
-        assert probe["periodSeconds"] * probe["failureThreshold"] > join_timeout
+        assert probe["periodSeconds"] * probe["failureThreshold"] > 3 * recipe.timeout_seconds
     grace = recipe.stop.grace_seconds
     assert grace + MARGIN_SECONDS + 10 <= pod["terminationGracePeriodSeconds"] <= grace + 60
 

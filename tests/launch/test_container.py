@@ -59,6 +59,7 @@ class Pods:
     def _start(self, number: int, volumes: dict[str, str]) -> None:
         """As the kubelet would, with the names that DNS and /etc/hosts would give."""
         [container] = self.spec["containers"]
+        next(entry for entry in container["env"] if entry["name"] == "PET_NODE_RANK")["value"] = str(number)
         names = self.folder / f"hosts-{number}"
         whole = [f"{NAME}-{n}.{self.spec['subdomain']}.default.svc.cluster.local" for n in range(2)]
         lines = [f"127.0.0.1 localhost\n{self.hosts.addresses[number]} {whole[number]} {NAME}-{number}\n"]

@@ -14,19 +14,15 @@ from distap.processes.agent import LEAVE_SECONDS
 from distap.processes.watchdog import LEAVE_SECONDS as RANK_LEAVES_SECONDS
 
 TIMEOUT_SECONDS = 5
-JOIN_SECONDS = 8
 # As the launcher's docstring says, with as much again for slow machines.
-BOUND_SECONDS = 2 * (TIMEOUT_SECONDS + RANK_LEAVES_SECONDS + LEAVE_SECONDS + TIMEOUT_SECONDS)
+BOUND_SECONDS = 2 * (TIMEOUT_SECONDS + RANK_LEAVES_SECONDS + LEAVE_SECONDS)
 
 
 @contextmanager
 def job(hosts: Hosts, number: int, run: Run) -> Iterator[Job]:
     """The launcher on host a (0) or b (1), with one rank of a training."""
-    options = (
-        "--nnodes=2 --nproc-per-node=1 --rdzv-endpoint=10.77.0.1:29400 --rdzv-id=test "
-        f"--rdzv-conf=is_host={1 - number},join_timeout={JOIN_SECONDS} --local-addr={hosts.addresses[number]}"
-    )
-    command = hosts.on(number, run.launch(options, TIMEOUT_SECONDS).command)
+    options = f"--nnodes=2 --nproc-per-node=1 --node-rank={number} --master-addr={hosts.addresses[0]}"
+    command = hosts.on(number, run.launch(options).command)
     environment = {**run.environment, "GLOO_SOCKET_IFNAME": hosts.cards[number]}
     with started(command, run.folder.parent, **environment) as launched:
         yield launched

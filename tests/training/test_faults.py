@@ -139,9 +139,9 @@ def test_a_launcher_that_is_asked_to_stop_stops_its_ranks_in_the_same_way(tmp_pa
 
 def test_one_of_two_launchers_that_is_asked_to_stop_stops_both(tmp_path, training_shards):
     run = Run(tmp_path, training_shards, steps=10_000, checkpoint={"every": 10_000})
-    options = "--nnodes=2 --nproc-per-node=1 --rdzv-endpoint=127.0.0.1:29471 --rdzv-id=two"
-    launch = run.launch(options, 60)
-    with started(launch, tmp_path, **run.environment) as one, started(launch, tmp_path, **run.environment) as other:
+    options = "--nnodes=2 --nproc-per-node=1 --master-port=29471 --node-rank="
+    first, second = (run.launch(f"{options}{number}") for number in range(2))
+    with started(first, tmp_path, **run.environment) as one, started(second, tmp_path, **run.environment) as other:
         one.wait_until(lambda: run.has_done(1))
         one.process.terminate()
         assert one.status(120) == other.status(120) == RESTART, one.said + other.said

@@ -14,7 +14,7 @@ from distap.errors import FAILED, FINISHED
 
 LAUNCH = ROOT / "launch"
 STEPS = 30
-TIMEOUT_SECONDS = 5.0
+TIMEOUT_SECONDS = 30.0  # so long a host waits for the other too
 
 
 def environment(run: Run) -> dict[str, str]:
@@ -31,7 +31,7 @@ def small_run(folder, shards) -> Run:
 def part(hosts: Hosts, number: int, run: Run) -> Iterator[Job]:
     """The script on host a (0) or b (1), told nothing that it can find out itself."""
     script = [str(LAUNCH / "train-multi-node"), "--nodes", "2", "--host", hosts.addresses[0], "--ranks", "1"]
-    command = hosts.on(number, [*script, str(run.config)])
+    command = hosts.on(number, [*script, "--node", str(number), str(run.config)])
     with started(command, run.folder.parent, **environment(run)) as job:
         yield job
 
