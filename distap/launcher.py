@@ -72,7 +72,7 @@ def launch(
 
     end_when_asked()
     settings = _parser().parse_args([*options, module])
-    place = place_of(settings)
+    place = ranks_here(settings)
     in_fork(lambda: check(place.ranks))
     if place.ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -81,7 +81,7 @@ def launch(
     return Agent(place, [module, *arguments], grace_seconds).run(settings.max_restarts)
 
 
-def place_of(settings: Namespace) -> "Place":
+def ranks_here(settings: Namespace) -> "Place":
     """Return what torchrun's options say about ranks and hosts; raise a DistapError if they are impossible."""
     from torch.distributed import run as torchrun
 

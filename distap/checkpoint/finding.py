@@ -3,7 +3,6 @@
 import logging
 import shutil
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,14 +13,10 @@ from distap.checkpoint.beside import FilesBeside
 from distap.checkpoint.checkpoints import NAME, Checkpoint, Checkpoints
 from distap.checkpoint.manifest import DamagedCheckpointError, damaged_files
 from distap.errors import DistapError
-from distap.storage.files import Storage, storage_of
+from distap.storage.files import storage_of
 from distap.storage.locations import parse_store, scheme_of
-from distap.storage.remotes import MissingFileError
 from distap.world import World
 
-KEY = "checkpoint.store"  # of the recipe, for messages
-PROBES = ".probes"
-LISTING_SECONDS = 60.0  # during which a network file system may still show an old listing of a folder
 logger = logging.getLogger("distap")
 
 
@@ -71,9 +66,10 @@ def newest_checkpoint(checkpoints: Checkpoints, spool: Path, world: World) -> It
     the files into the folder `spool`; they are removed when all ranks leave.
 
     Raises:
-        DistapError: all checkpoints are damaged, or the ranks see different ones.
+        DistapError: all checkpoints are damaged.
     """
-    names = names_seen_by_all(checkpoints, world)
+    # A network file system may show other hosts an old listing for a while.
+    names = on_all(world, checkpoints.names, mine=world.rank == 0)[0]
     if not names:
         yield None
         return
@@ -88,27 +84,6 @@ def newest_checkpoint(checkpoints: Checkpoints, spool: Path, world: World) -> It
             shutil.rmtree(download, ignore_errors=True)
 
 
-def probe(store: Storage, world: World) -> None:
-    """Check that every rank can write to the store, see the files of the others, and remove its own."""
-    attempt = on_all(world, lambda: uuid.uuid4().hex[:8], mine=world.rank == 0)[0]
-    names = [f"{PROBES}/{attempt}-{rank}" for rank in range(world.size)]
-
-    def see() -> None:
-        present = store.sizes(PROBES)
-        missing = [str(rank) for rank, name in enumerate(names) if name not in present]
-        if missing:
-            raise DistapError(f"a file that rank {', '.join(missing)} wrote there is not seen: hosts need one store")
-
-    own = names[world.rank]
-    try:
-        for work in (lambda: store.write(own, b"distap"), see, lambda: store.remove(own)):
-            on_all(world, work)
-    except DistapError as error:
-        is_missing = isinstance(error.__cause__, MissingFileError)
-        problem = "its bucket does not exist" if is_missing else "checkpoints cannot be kept there"
-        raise type(error)(f"{KEY}: {store.base}: {problem}: {error}") from error
-
-
 def _newest(checkpoints: Checkpoints, names: list[str], download: Path, world: World) -> Checkpoint:
     problems: list[str] = []
     for name in reversed(names):
@@ -120,24 +95,6 @@ def _newest(checkpoints: Checkpoints, names: list[str], download: Path, world: W
             logger.warning("%s; trying the one before", problems[-1])
     reason = f"none of the {len(problems)} checkpoints can be used; the newest: {problems[0]}"
     raise DistapError(f"{checkpoints.storage.base}: {reason}. To train anew, remove them")
-
-
-def names_seen_by_all(checkpoints: Checkpoints, world: World) -> list[str]:
-    """Return names of checkpoints, damaged ones included, oldest first; a DistapError if ranks see different ones."""
-    # Hosts that share nothing would each begin a run of their own, so all ranks list the checkpoints.
-    deadline = time.monotonic() + LISTING_SECONDS
-    while True:
-        seen: list[list[str]] = on_all(world, checkpoints.names)
-        other = next((rank for rank, names in enumerate(seen) if names != seen[0]), None)
-        if other is None:
-            return seen[0]
-        if world.maximum(time.monotonic() - deadline) >= 0:
-            newest = ", ".join(f"rank {rank} has {max(seen[rank], default='none')}" for rank in (0, other))
-            base = checkpoints.storage.base
-            raise DistapError(
-                f"{base}: the ranks see different checkpoints ({newest}). All hosts have to share this folder"
-            )
-        time.sleep(1)
 
 
 def _verified(checkpoints: Checkpoints, name: str, download: Path, world: World) -> Checkpoint:

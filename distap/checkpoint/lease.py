@@ -46,36 +46,38 @@ class Lease:
         self._ended = Event()
         self._renewing = Thread(target=self._renew, name="distap-lease", daemon=True)
 
-    def require_free(self) -> None:
-        """Raise a DistapError if a training on this host holds the lease, before this one uses GPU and memory."""
-        for key, place in self._places.items():
-            other = _read(place) or {}
-            if self._is_of_this_host(other) and not self._gone(other, 0.0):
-                raise _refusal(key, place, other)
-
-    def take(self) -> None:
-        """Take the lease; if another training holds it, wait first to see whether it renews the lease.
+    def take(self) -> str:
+        """Take the lease and return its name; if another training holds it, see first whether it renews the lease.
 
         Raises:
             DistapError: another training holds the lease, or it cannot be written.
         """
-        try:
-            for key, place in self._places.items():
+        for key, place in self._places.items():
+            try:
                 while not place.create(FILE, self._text()):
                     if self._is_own(_read(place)):
                         break  # the store is the run folder by another name
                     self._displace(key, place)
-        except BaseException:
-            self._give_back()
-            raise
+            except MissingFileError as error:
+                raise DistapError(f"{key}: {place.base}: its bucket does not exist") from error
         self._renewing.start()
+        return str(self._own["training"])
+
+    def require_seen(self, training: str) -> None:
+        """Raise a DistapError unless checkpoints of this rank go where rank 0 has taken the lease of this name."""
+        key, place = list(self._places.items())[-1]
+        if (_read(place) or {}).get("training") != training:
+            raise DistapError(f"{key}: {place.base}: not the place of rank 0: all hosts need the same one")
 
     def release(self) -> None:
-        """Stop renewing the lease, and remove it if it was taken."""
+        """Stop renewing the lease, and remove it where it was taken."""
         self._ended.set()
-        if self._renewing.ident is not None:
+        if self._renewing.is_alive():
             self._renewing.join(RENEW_SECONDS)
-            self._give_back()
+        for place in self._places.values():
+            with suppress(DistapError):
+                if self._is_own(_read(place)):
+                    place.remove(FILE)
 
     def _displace(self, key: str, place: Storage) -> None:
         """Remove the lease of a training that has ended; raise a DistapError as soon as it proves to run."""
@@ -122,12 +124,6 @@ class Lease:
                     place.write(FILE, self._text())
                 except DistapError as error:
                     logger.warning("%s: the lease cannot be renewed: %s", place.base, error)
-
-    def _give_back(self) -> None:
-        for place in self._places.values():
-            with suppress(DistapError):
-                if self._is_own(_read(place)):
-                    place.remove(FILE)
 
 
 def _read(place: Storage) -> dict[str, Any] | None:

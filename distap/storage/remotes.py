@@ -22,6 +22,9 @@ OPTION_ERRORS = (TypeError, AttributeError, NotImplementedError)  # file systems
 LACKS_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound")
 REFUSED = (401, 403, 404, 410, 416)  # HTTP statuses that no further attempt mends
 LONGEST_PAUSE = 60.0  # seconds between two attempts
+# gcsfs asks over gRPC for zonal buckets, which hangs in processes that were forked after its first use. It reads this
+# when it is imported, by fsspec at any time.
+os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 M = TypeVar("M", bound=Callable[..., Any])
 Settings = TypeVar("Settings", bound="RemoteSettings | None")
 
@@ -92,8 +95,6 @@ def file_system(scheme: str, settings: RemoteSettings, key: str | None) -> Any:
             options["config_kwargs"] = {**own, **options.get("config_kwargs", {})}
         if scheme == "gs":
             options.setdefault("requests_timeout", seconds)
-            # gcsfs asks over gRPC for zonal buckets, which hangs in processes that were forked after its first use.
-            os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         files = fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False, **options)
     except ImportError as error:
         remedy = f": pip install 'distap[{EXTRAS[scheme]}]'" if scheme in EXTRAS else ""

@@ -12,7 +12,7 @@ from typing import Any
 from distap.checkpoint.agreement import on_all
 from distap.checkpoint.beside import FilesBeside
 from distap.checkpoint.checkpoints import FOLDER, Checkpoint, Checkpoints
-from distap.checkpoint.finding import names_seen_by_all, newest_checkpoint, probe
+from distap.checkpoint.finding import newest_checkpoint
 from distap.checkpoint.lease import Lease
 from distap.checkpoint.manifest import DamagedCheckpointError
 from distap.checkpoint.writer import CheckpointWriter, Written
@@ -41,15 +41,8 @@ logger = logging.getLogger("distap")
 
 
 def is_begun(recipe: Recipe, world: World) -> bool:
-    """Tell whether the run has a checkpoint to resume from.
-
-    Raises a DistapError if a rank cannot use the recipe's store, or another training on rank 0's host uses the run.
-    """
-    storage = _storage_of(recipe)
-    if recipe.checkpoint.store is not None:
-        probe(storage, world)
-    on_all(world, _lease_of(recipe, storage).require_free, mine=world.rank == 0)
-    return bool(names_seen_by_all(Checkpoints(storage), world))
+    """Tell whether the run has a checkpoint to resume from."""
+    return bool(on_all(world, Checkpoints(_storage_of(recipe)).names, mine=world.rank == 0)[0])
 
 
 def _storage_of(recipe: Recipe) -> Storage:
@@ -101,10 +94,14 @@ class RunState:
 
     @contextmanager
     def leased(self) -> Iterator[None]:
-        """Keep other trainings out of the run's folder and store; raise a DistapError if one is there."""
+        """Keep other trainings out of the run's folder and store.
+
+        Raises a DistapError if one is there, or the ranks do not share the place of the checkpoints.
+        """
         is_first = self.world.rank == 0
         try:
-            on_all(self.world, self.lease.take, mine=is_first)
+            training = on_all(self.world, self.lease.take, mine=is_first)[0]
+            on_all(self.world, lambda: self.lease.require_seen(training))
             yield
         finally:
             if is_first:

@@ -8,12 +8,12 @@ from ranks import RankFailedError, on_ranks
 from servers import s3_server
 from stores import storage_at
 
-from distap.checkpoint.finding import probe
+from distap.checkpoint.agreement import on_all
+from distap.checkpoint.lease import Lease
 from distap.errors import MISTAKE, DistapError
 from distap.storage.files import storage_of
 from distap.storage.locations import parse_store
 from distap.storage.remotes import RemoteSettings, UnreachableError
-from distap.world import World
 
 
 @pytest.fixture(scope="module")
@@ -29,17 +29,21 @@ def store(tmp_path):
 
 
 def _another_store_on_each(world, folder):
-    probe(storage_at(f"file://{folder}/store-{world.rank}"), world)
+    lease = Lease({"checkpoint.store": storage_at(f"file://{folder}/store-{world.rank}")})
+    name = on_all(world, lease.take, mine=world.rank == 0)[0]
+    lease.require_seen(name)
 
 
 def test_a_store_that_is_not_the_same_to_all_hosts_is_refused_at_the_start(tmp_path):
-    with pytest.raises(RankFailedError, match=r"checkpoint\.store: .*a file that rank 1 wrote there is not seen"):
+    with pytest.raises(RankFailedError, match=r"checkpoint\.store: .*store-1: not the place of rank 0") as error:
         on_ranks(2, _another_store_on_each, tmp_path)
+    assert "store-0" not in str(error.value)
 
 
 def test_a_bucket_that_is_not_there_is_refused_at_the_start(s3):
+    lease = Lease({"checkpoint.store": storage_at("s3://nowhere/run", s3)})
     with pytest.raises(DistapError, match=r"checkpoint\.store: s3://nowhere/run: its bucket does not exist") as error:
-        probe(storage_at("s3://nowhere/run", s3), World())
+        lease.take()
     assert error.value.status == MISTAKE
 
 

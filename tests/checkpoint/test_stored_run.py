@@ -8,7 +8,7 @@ from ranks import on_ranks
 from servers import gcs_server, s3_files, s3_server
 from stores import SHARD, beside, checkpoints_of, writer_to
 
-from distap.checkpoint.finding import newest_checkpoint, probe
+from distap.checkpoint.finding import newest_checkpoint
 from distap.errors import DistapError
 from distap.storage.files import LocalStorage, Storage
 from distap.storage.remotes import UnreachableError
@@ -66,8 +66,6 @@ def test_what_one_host_saves_another_loads(tmp_path, kind):
     with servers[kind]() as options:
         url = f"file://{tmp_path}/store" if kind == "file" else f"{kind}://shards/round"
         store = checkpoints_of(url, options)
-        probe(store.storage, World())
-        assert store.storage.sizes(".probes") == {}
         assert newest(store, tmp_path / "first") is None
         assert save(store, tmp_path / "first", 2, 3, tensors=TENSORS | large).error is None
         assert store.names() == ["step-00000002", "step-00000003"]
@@ -162,7 +160,6 @@ def test_a_store_that_fails_costs_one_checkpoint_and_the_next_one_goes_there(tmp
 def _two_hosts(world, folder, options):
     world, spool = dataclasses.replace(world, local_rank=0), folder / f"host-{world.rank}"
     store = checkpoints_of("s3://shards/hosts", options)
-    probe(store.storage, world)
     tensors = {f"network.{name}": torch.full((100, 100), float(name)) for name in range(8)}
     assert save(store, spool, 1, 2, tensors=tensors, world=world).error is None
     step, loaded, _ = newest(store, spool, world)
@@ -188,20 +185,6 @@ def test_two_hosts_share_nothing_but_the_store(tmp_path, s3):
         assert f"{SHARD.format(2)} was written" in failed.error
         assert "and is not there; do all hosts write to the same place?" in failed.error
         assert failed.may_pass
-
-
-def _other_checkpoints_on_each(world, folder):
-    run = checkpoints_of(folder / f"host-{world.rank}")
-    if world.rank == 1:
-        save(run, folder, 4)
-    world.barrier()
-    with pytest.raises(DistapError, match=r"rank 0 has none, rank 1 has step-00000004.*have to share this folder"):
-        newest(run, folder, world)
-
-
-def test_hosts_that_share_no_folder_are_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("distap.checkpoint.finding.LISTING_SECONDS", 0.0)
-    on_ranks(2, _other_checkpoints_on_each, tmp_path)
 
 
 def _program_fails_on_rank_1(world, folder, options):
