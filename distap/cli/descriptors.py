@@ -56,7 +56,7 @@ def extract_command(
     from distap.checkpoint.agreement import first_on_rank_0
     from distap.data.images.image_sets import ImageSet, open_images
     from distap.evaluation.extraction.extracted_folder import extract_to_folder
-    from distap.evaluation.extraction.extracting import Extraction
+    from distap.evaluation.extraction.extracting import Describing, Extraction
     from distap.evaluation.extraction.image_describer import ImageDescriber
     from distap.processes.stopping import leave_when_asked
     from distap.retrieval.whitening import load_whitening
@@ -84,7 +84,8 @@ def extract_command(
                 images = open_images(parse_source(source, index), data.max_pixels, data.remote)
                 return describer, images
 
-            extraction = Extraction(*first_on_rank_0(world, opened), world, workers=data.workers, shown=True)
+            describer, images = first_on_rank_0(world, opened)
+            extraction = Extraction(Describing(describer, world, data.workers, shown=True), images)
             written = extract_to_folder(extraction, output, dtype=dtype, part_images=part_images)
             is_first = world.rank == 0
     except SystemExit:
@@ -151,7 +152,6 @@ def index_command(
         Path | None, typer.Option(help=RECALL, show_default="1,000 of the indexed, each without itself")
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help=COMPARE)] = False,
-    gpu: Annotated[bool, typer.Option("--gpu", help="Build the index on all GPUs; needs the extra `gpu`.")] = False,
     as_json: JSON = False,
 ) -> None:
     """Build a Faiss index over extracted descriptors, and measure its recall against exact search.
@@ -179,8 +179,7 @@ def index_command(
     found: list[dict[str, Any]] = []
     for name in [chosen, *(other for other in KINDS if compare and other != chosen)]:
         is_chosen = name == chosen
-        on_gpu = gpu and (is_chosen or name != "hnsw")
-        built = build_index(gallery, name, search if is_chosen else "", track, on_gpu)
+        built = build_index(gallery, name, search if is_chosen else "", track)
         figures = measure_recall(built.index, gallery.descriptors, asked)
         made = {key: built.about["index"][key] for key in ("factory", "search")}
         found.append({"name": name, **asdict(figures), "build_seconds": built.about["build_seconds"], **made})

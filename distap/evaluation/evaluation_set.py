@@ -4,6 +4,7 @@ What is right is told by classes, or by a ground truth. The queries retrieve eac
 In-Shop, or a gallery that is drawn from their own images as in VehicleID.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,8 +15,12 @@ import torch
 from numpy.typing import NDArray
 
 from distap.checkpoint.agreement import on_all
+from distap.data.images.cropping import Box
 from distap.data.images.image_sets import ImageSet
-from distap.evaluation.describing import Describing
+from distap.data.shards.image_folders import warn_of
+from distap.errors import DistapError
+from distap.evaluation.extraction.extracted_folder import extract_to_folder
+from distap.evaluation.extraction.extracting import NOT_FINITE, Describing, Extraction, extract_descriptors
 from distap.evaluation.ground_truth import GroundTruth, listed_truth
 from distap.evaluation.saved import DRAWN, LABELLED, QUERIED, Evaluation, Retrieved
 from distap.randomness import permutation
@@ -26,6 +31,7 @@ from distap.retrieval.truth import ClassTruth, Truth
 
 GALLERY = 31  # first word of the key that galleries are drawn with: the same ones in every run
 NEIGHBOURS = 10  # images that are reported of each query
+logger = logging.getLogger("distap")
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class EvaluationSet:
     def describe(self, describing: Describing) -> "DescribedSet":
         """Describe queries, each within its box, and gallery on all ranks; every rank gets all descriptors."""
         boxes = self.truth.boxes(self.queries) if self.truth else {}
-        samples, queries = describing.descriptors(self.queries, f"{self.name}/queries", boxes)
+        samples, queries = _descriptors(describing, self.queries, f"{self.name}/queries", boxes)
         records: tuple[Mapping[str, Any], ...] = ()
         if self.truth:
             row = {name: place for place, name in enumerate(self.queries.classes[samples].tolist())}
@@ -59,7 +65,7 @@ class EvaluationSet:
             asking = [row[record["name"]] for record in records]
             samples, queries = samples[asking], queries[asking]
         parts = [
-            (images, *describing.descriptors(images, f"{self.name}/gallery-{number}"))
+            (images, *_descriptors(describing, images, f"{self.name}/gallery-{number}", {}))
             for number, images in enumerate(self.gallery)
         ]
         gallery = _joined([own for *_, own in parts], describing, self.name) if parts else queries
@@ -70,12 +76,41 @@ class EvaluationSet:
         return DescribedSet(self, queries, gallery, numbers, keys, classes, records, describing)
 
 
+def _descriptors(
+    describing: Describing, images: ImageSet, name: str, boxes: Mapping[int, Box]
+) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """Return image numbers (n,), ascending, without failed images, and descriptors (n, D), on every rank.
+
+    Args:
+        name: of the folder to keep descriptors in.
+        boxes: by image number, the part of an image to describe, in pixels.
+    """
+    extraction = Extraction(describing, images, boxes)
+    if describing.kept_in is None:
+        samples, descriptors, reasons = extract_descriptors(extraction)
+        left_out: Mapping[str, str] = {str(images.keys[number]): reason for number, reason in reasons.items()}
+    else:
+        stored = extract_to_folder(extraction, describing.kept_in / name)
+        samples, descriptors = np.flatnonzero(np.isin(images.keys, stored.keys)), stored.descriptors
+        left_out = stored.left_out
+    if broken := [key for key, reason in left_out.items() if reason == NOT_FINITE]:
+        raise DistapError(
+            f"{images.name}: {len(broken)} of {len(images)} descriptors are not finite, such as that of {broken[0]}: "
+            "the network is broken"
+        )
+    if describing.world.rank == 0:
+        warn_of(images.name, images.left_out)
+        for key in left_out.keys() - dict(images.left_out).keys():
+            logger.warning("left out of the evaluation: %s of %s: %s", key, images.name, left_out[key])
+    return samples, descriptors
+
+
 def _joined(parts: list[NDArray[Any]], describing: Describing, name: str) -> NDArray[Any]:
     """Join the rows of all parts, in memory or in a file of the folder that keeps descriptors."""
-    folder, world = describing.folder(f"{name}/gallery"), describing.world
-    if len(parts) == 1 or folder is None:
+    if len(parts) == 1 or describing.kept_in is None:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
-    path, ends = folder / DESCRIPTORS_FILE, np.cumsum([len(part) for part in parts])
+    path = describing.kept_in / name / "gallery" / DESCRIPTORS_FILE
+    world, ends = describing.world, np.cumsum([len(part) for part in parts])
 
     def write() -> None:
         joined = new_descriptors(path, (int(ends[-1]), parts[0].shape[1]), parts[0].dtype)

@@ -11,8 +11,8 @@ from distap.data.images.decoding import MAX_PIXELS
 from distap.data.images.image_sets import ImageSet, open_images
 from distap.data.shards.index import Index
 from distap.errors import DistapError
-from distap.evaluation.describing import Describing
 from distap.evaluation.evaluation_set import EvaluationSet
+from distap.evaluation.extraction.extracting import Describing
 from distap.evaluation.ground_truth import read_ground_truth
 from distap.evaluation.saved import nan_as_null
 from distap.retrieval.figures import AT, figures_named, labelled_figures

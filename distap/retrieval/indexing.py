@@ -59,7 +59,6 @@ def build_index(
     kind: str,
     search: str = "",
     track: Callable[[Iterable[Any], str, int], Iterable[Any]] | None = None,
-    gpu: bool = False,
 ) -> SearchIndex:
     """Train an index on a sample, then add all descriptors, read in blocks.
 
@@ -67,7 +66,6 @@ def build_index(
         kind: one of KINDS, or a factory string of Faiss.
         search: parameters of Faiss's ParameterSpace, such as `nprobe=64,k_factor_rf=8`; they override the kind's.
         track: shows progress: called with the blocks, a description and their number, yields the blocks.
-        gpu: train and add on all GPUs of this machine.
     """
     values = descriptors.descriptors
     images, dimensions = values.shape
@@ -88,13 +86,6 @@ def build_index(
         if kind == "ivf-pq":  # its settings suit a small gallery, so Faiss need not warn of it
             codes: Any = faiss.downcast_index(ivf)
             codes.cp.min_points_per_centroid = codes.pq.cp.min_points_per_centroid = 1
-        if gpu:
-            if not hasattr(faiss, "StandardGpuResources") or faiss.get_num_gpus() == 0:
-                raise DistapError(
-                    "--gpu: this machine or its Faiss has no GPU; the extra `gpu` brings one that can use it"
-                )
-
-            index = faiss.index_cpu_to_all_gpus(index)
         if not index.is_trained:
             rows = np.sort(permutation(images, 0)[: min(sample, max(SAMPLE_NUMBERS // dimensions, 1))])
             index.train(finite(values[rows], 0, "sampled descriptor"))
@@ -102,15 +93,13 @@ def build_index(
         total = -(-images // max(ADDED_NUMBERS // dimensions, 1))
         for _, block in track(blocks, f"indexing ({kind})", total) if track else blocks:
             index.add(block)
-        if gpu:
-            index = faiss.index_gpu_to_cpu(index)
         index.search(finite(values[:1]), 1)  # Faiss checks some parameters only here
     except RuntimeError as error:
         reason = re.sub(r"^Error in .*\.cpp:\d+: (Error: '.*' failed: )?", "", str(error))
         parameters = f" with search parameters {search!r}" if search else ""
         raise DistapError(
             f"Faiss cannot build an index {factory!r}{parameters} over {images} descriptors of {dimensions} "
-            f"dimensions{' with --gpu' if gpu else ''}: {reason}"
+            f"dimensions: {reason}"
         ) from error
     made = {"kind": kind, "factory": factory, "search": search}
     about = {"index": made, "build_seconds": time.perf_counter() - started}

@@ -15,8 +15,8 @@ from distap.config.recipe import NetworkRecipe, Recipe
 from distap.data.images.whole_images import Sizing
 from distap.data.loading.share import LoadingJob, TrainingImages
 from distap.errors import DistapError
-from distap.evaluation.describing import Describing
 from distap.evaluation.evaluation_set import EvaluationSet
+from distap.evaluation.extraction.extracting import Describing
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.sets import open_set
 from distap.model.backbone import RandomWeights, TimmBackbone

@@ -17,7 +17,7 @@ from distap.data.loading.indexed import Reader
 from distap.data.shards.packing import pack
 from distap.errors import DistapError
 from distap.evaluation.extraction import extracted_folder, extracting
-from distap.evaluation.extraction.extracting import BrokenOffError, Extraction, extract_descriptors
+from distap.evaluation.extraction.extracting import BrokenOffError, Describing, Extraction, extract_descriptors
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.world import World
@@ -55,6 +55,10 @@ def batches(monkeypatch) -> list:
     return shapes
 
 
+def in_process(maker, images, world=World(), boxes=None):  # noqa: B008 - it is frozen
+    return Extraction(Describing(maker, world, workers=0), images, boxes or {})
+
+
 @pytest.mark.parametrize("sizing", ["crop 32", "side 36", "original"])
 def test_a_folder_is_described_as_its_images_one_by_one(tmp_path, photos, sizing):
     maker = describer(sizing, scales=(1.0, 0.7071), batch_pixels=5 * 40 * 40)
@@ -83,7 +87,7 @@ def test_batches_of_the_same_images_give_the_same_bits(tmp_path, photos):
         extract(photos, tmp_path / name, maker=maker)
     first, second = (read_descriptors(tmp_path / name).descriptors for name in ("a", "b"))
     assert np.array_equal(first, second)
-    samples, in_memory, _ = extract_descriptors(Extraction(maker, open_images(photos), World(), workers=0))
+    samples, in_memory, _ = extract_descriptors(in_process(maker, open_images(photos)))
     assert np.array_equal(in_memory, first)
     assert samples.tolist() == list(range(31))
 
@@ -113,8 +117,8 @@ def test_a_shard_s_image_that_exif_turns_is_described_as_it_is_seen(tmp_path, ph
 def test_boxes_are_cut_out_first(photos):
     maker, images = describer("original"), open_images(photos)
     boxes = {images.keys.tolist().index("0/00.png"): (4, 4, 30, 28), 17: (0, 0, 20, 20)}
-    _, found, _ = extract_descriptors(Extraction(maker, images, World(), boxes, workers=0))
-    _, plain, _ = extract_descriptors(Extraction(maker, images, World(), workers=0))
+    _, found, _ = extract_descriptors(in_process(maker, images, boxes=boxes))
+    _, plain, _ = extract_descriptors(in_process(maker, images))
     for row, key in enumerate(images.keys.tolist()):
         if row not in boxes:
             np.testing.assert_allclose(found[row], plain[row], atol=1e-6)
@@ -170,7 +174,7 @@ def test_float16_is_the_rounded_float32(tmp_path, photos):
 
 def test_bf16_is_near_to_float32(photos):
     single, half = (
-        extract_descriptors(Extraction(describer(precision=precision), open_images(photos), World(), workers=0))[1]
+        extract_descriptors(in_process(describer(precision=precision), open_images(photos)))[1]
         for precision in ("float32", "bf16")
     )
     assert half.dtype == np.float32
@@ -282,7 +286,7 @@ def extract_on_a_rank(world, source, single, folder):
         extract(images, folder / name, world, maker, part_images=4)
         read.append(len(seen))
         seen.clear()
-    _, descriptors, left_out = extract_descriptors(Extraction(maker, open_images(source), world, workers=0))
+    _, descriptors, left_out = extract_descriptors(in_process(maker, open_images(source), world))
     return read, descriptors, left_out
 
 
@@ -300,7 +304,7 @@ def test_two_ranks_describe_what_one_does_and_go_on_for_it(tmp_path, photos, mon
         stopped_after(patch, 3)
         with pytest.raises(StoppedError):
             extract(source, tmp_path / "stopped", maker=maker, part_images=4)
-    _, alone, alone_left_out = extract_descriptors(Extraction(maker, open_images(source), World(), workers=0))
+    _, alone, alone_left_out = extract_descriptors(in_process(maker, open_images(source)))
     first, second = on_ranks(2, extract_on_a_rank, source, single, tmp_path)
     assert [sum(ranks) for ranks in zip(first[0], second[0], strict=True)] == [31, 31 - 3 * 4, 1]
     expected = read_descriptors(tmp_path / "alone")
@@ -319,7 +323,8 @@ def break_off_on_a_rank(world, source, waiting):
     """Rank 1 is asked to stop; the rank `waiting` meets the other at its end only. Both can go on together."""
     extracting.PROGRESS_SECONDS = 600 if world.rank == waiting else 0
     maker = describer("original", batch_pixels=4 * 40 * 40)
-    extraction = Extraction(maker, open_images(source), world, workers=0, is_asked_to_stop=lambda: world.rank == 1)
+    how = Describing(maker, world, workers=0, is_asked_to_stop=lambda: world.rank == 1)
+    extraction = Extraction(how, open_images(source))
     with pytest.raises(BrokenOffError):
         extract_descriptors(extraction)
     return world.gather_values(7)

@@ -12,7 +12,7 @@ from benchmarks.photos import photo
 from distap.data.images.image_sets import open_images
 from distap.data.images.whole_images import Sizing
 from distap.evaluation.extraction.extracted_folder import extract_to_folder
-from distap.evaluation.extraction.extracting import Extraction
+from distap.evaluation.extraction.extracting import Describing, Extraction
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.world import World
 
@@ -47,7 +47,8 @@ def write_photos(folder: Path) -> Path:
 
 
 def extract(source, output, world=World(), maker=None, workers=0, boxes=None, **settings):  # noqa: B008 - it is frozen
-    extraction = Extraction(maker or describer("original"), open_images(source), world, boxes or {}, workers)
+    how = Describing(maker or describer("original"), world, workers)
+    extraction = Extraction(how, open_images(source), boxes or {})
     return extract_to_folder(extraction, output, **settings)
 
 

@@ -13,7 +13,7 @@ from distap.data.images.image_sets import open_images
 from distap.data.images.whole_images import Sizing
 from distap.data.shards.packing import pack
 from distap.evaluation.extraction.extracted_folder import extract_to_folder
-from distap.evaluation.extraction.extracting import Extraction
+from distap.evaluation.extraction.extracting import Describing, Extraction
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.retrieval.index_files import write_index
@@ -45,7 +45,7 @@ def make_gallery(folder: Path, training_shards) -> Gallery:
     (images / first / "0.png").rename(images / first / "кот 0.png")
     pack(images, folder / "shards", images_per_shard=16)
     describer = ImageDescriber(trained_network(run, World())[1], Sizing("crop", 32))
-    extraction = Extraction(describer, open_images(folder / "shards"), World(), workers=0)
+    extraction = Extraction(Describing(describer, World(), workers=0), open_images(folder / "shards"))
     extract_to_folder(extraction, folder / "descriptors")
     gallery = Gallery(run, images, folder / "shards", folder / "descriptors", folder / "index")
     index_to(gallery, gallery.index)

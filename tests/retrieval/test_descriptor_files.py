@@ -49,19 +49,6 @@ def test_no_image_and_odd_names_are_kept(tmp_path):
     assert_same(read_descriptors(tmp_path), odd)
 
 
-@pytest.mark.parametrize("rows", [slice(3, 9), slice(None, None, -1), slice(0, 50, 2)])
-def test_a_part_of_the_mapped_file_may_replace_it(tmp_path, images, rows):
-    write_descriptors(tmp_path, images)
-    mapped = read_descriptors(tmp_path)
-    assert isinstance(mapped.descriptors, np.memmap)
-    part = replace(mapped, descriptors=mapped.descriptors[rows], keys=mapped.keys[rows], classes=mapped.classes[rows])
-    write_descriptors(tmp_path, part)
-    expected = replace(
-        images, descriptors=images.descriptors[rows], keys=images.keys[rows], classes=images.classes[rows]
-    )
-    assert_same(read_descriptors(tmp_path), expected)
-
-
 def test_a_file_that_is_cut_or_longer_is_refused(tmp_path, images):
     write_descriptors(tmp_path, images)
     for path in tmp_path.iterdir():

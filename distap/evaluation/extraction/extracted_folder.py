@@ -56,7 +56,7 @@ def extract_to_folder(
     Returns:
         The descriptors, on every rank.
     """
-    describer, images, world = extraction.describer, extraction.images, extraction.world
+    describer, world, images = extraction.how.describer, extraction.how.world, extraction.images
     boxes = json.dumps(sorted(extraction.boxes.items())).encode()
     plan = {
         "version": PLAN_VERSION,
@@ -144,14 +144,14 @@ def _require_shared(output: Path, extraction: Extraction) -> None:
         seen = [status.st_ino, status.st_size, status.st_mtime_ns]
     except OSError:
         seen = []
-    of_ranks = extraction.world.gather_values(seen)
+    of_ranks = extraction.how.world.gather_values(seen)
     if others := [rank for rank, own in enumerate(of_ranks) if own != of_ranks[0]]:
         raise DistapError(f"{output}: rank {others[0]} does not see rank 0's folder; name one that all hosts share")
 
 
 def _join_parts(extraction: Extraction, output: Path, parts: int, dtype: DType) -> None:
     """Join one array of all parts in the order of the data set, in a file rather than in memory."""
-    describer, images = extraction.describer, extraction.images
+    describer, images = extraction.how.describer, extraction.images
     left_out: dict[int, str] = {}
     present = np.zeros(len(images), dtype=bool)
     for number in range(parts):

@@ -6,6 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -41,21 +42,30 @@ class BrokenOffError(Exception):
     """Raised on all ranks, at the same exchange of progress, if any rank was asked to stop."""
 
 
-@dataclass(frozen=True, eq=False)
-class Extraction:
-    """A data set to describe on all ranks, with the settings; raise a DistapError if ranks see other images."""
+@dataclass(frozen=True)
+class Describing:
+    """How all ranks describe the images of data sets."""
 
     describer: ImageDescriber
-    images: ImageSet
     world: World
-    boxes: Mapping[int, Box] = field(default_factory=dict)  # by image number, the part to describe, in pixels
     workers: int = 2  # loader processes of each rank; 0 loads in the rank itself
+    kept_in: Path | None = None  # keeps descriptors for the next evaluation of the same network; None: in memory only
     shown: bool = False  # whether rank 0 shows a progress bar
     is_asked_to_stop: Callable[[], bool] = lambda: False  # then all ranks raise a BrokenOffError
 
+
+@dataclass(frozen=True, eq=False)
+class Extraction:
+    """A data set to describe on all ranks; raise a DistapError if ranks see other images."""
+
+    how: Describing
+    images: ImageSet
+    boxes: Mapping[int, Box] = field(default_factory=dict)  # by image number, the part to describe, in pixels
+
     def __post_init__(self) -> None:
-        if len(set(self.world.gather_values(self.images.fingerprint))) > 1:
-            mine = f"rank {self.world.rank} has fingerprint {self.images.fingerprint[:12]}"
+        world = self.how.world
+        if len(set(world.gather_values(self.images.fingerprint))) > 1:
+            mine = f"rank {world.rank} has fingerprint {self.images.fingerprint[:12]}"
             raise DistapError(f"{self.images.name}: the ranks see different images; {mine}")
 
     @property
@@ -66,17 +76,17 @@ class Extraction:
     @cached_property
     def shapes(self) -> NDArray[np.int64]:
         """Return (N, 2) expected height and width of each image, (0, 0) if unknown; ranks share the reading."""
-        sizing = self.describer.sizing
+        sizing, world = self.how.describer.sizing, self.how.world
         if sizing.kind == "crop":
             return np.full((len(self.images), 2), sizing.shape(1, 1), dtype=np.int64)
-        mine = self.world.slots(len(self.images))
+        mine = world.slots(len(self.images))
         shapes = np.zeros((len(mine), 2), dtype=np.int64)
         for row, (sample, (width, height)) in enumerate(zip(mine, self.images.sizes(mine).tolist(), strict=True)):
             if sample in self.boxes:
                 left, top, right, bottom = self.boxes[sample]
                 width, height = right - left, bottom - top
             shapes[row] = sizing.shape(width, height) if width and height else (0, 0)
-        gathered = self.world.gather_rows(torch.from_numpy(shapes).to(self.world.device), len(self.images))
+        gathered = world.gather_rows(torch.from_numpy(shapes).to(world.device), len(self.images))
         return np.asarray(gathered.cpu())
 
     def parts(self, size: int) -> list[NDArray[np.int64]]:
@@ -94,16 +104,17 @@ class Extraction:
         self, parts: Sequence[NDArray[np.int64]], missing: Sequence[int]
     ) -> Iterator[tuple[int, DescribedPart]]:
         """Yield this rank's share of the parts numbered `missing`; workers read ahead from part to part."""
-        describer, images, world = self.describer, self.images, self.world
+        how, images = self.how, self.images
+        describer, world = how.describer, how.world
         limit = max(int(describer.batch_pixels / max(1.0, *describer.network.scales) ** 2), 1)
         mine, areas = missing[world.rank :: world.size], self.shapes.prod(axis=1)
         requests = [worker_requests(parts[number].tolist(), areas, limit) for number in mine]
         sized = SizedImages(images.reader, describer.sizing, self.boxes, describer.scaled)
-        chunks = sized_chunks(sized, (request for part in requests for request in part), self.workers)
+        chunks = sized_chunks(sized, (request for part in requests for request in part), how.workers)
         done = len(images) - sum(len(parts[number]) for number in missing)
-        shown = self.shown and world.rank == 0
+        shown = how.shown and world.rank == 0
         with closing(chunks), progress(f"describing {images.name}", len(images), done, shown) as show:
-            shared = SharedProgress(world, lambda described: show(done + described), self.is_asked_to_stop)
+            shared = SharedProgress(world, lambda described: show(done + described), how.is_asked_to_stop)
             for number, part in zip(mine, requests, strict=True):
                 with describer.evaluating():
                     described = _described(describer, islice(chunks, len(part)), limit, shared.add)
@@ -118,9 +129,9 @@ def extract_descriptors(extraction: Extraction) -> tuple[NDArray[np.int64], NDAr
         Numbers (n,) of the images that could be described, ascending; their descriptors (n, D) of length 1; and the
         reason by number for each of the others.
     """
-    images, world = extraction.images, extraction.world
+    images, world = extraction.images, extraction.how.world
     parts = extraction.parts(extraction.part_size)
-    descriptors = np.zeros((len(images), extraction.describer.dimensions), np.float32)
+    descriptors = np.zeros((len(images), extraction.how.describer.dimensions), np.float32)
     is_described = np.zeros((len(images), 1), np.float32)
     own_left_out: dict[int, str] = {}
     for _, part in extraction.described(parts, range(len(parts))):
