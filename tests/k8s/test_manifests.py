@@ -223,7 +223,8 @@ def test_the_commands_of_a_task_are_those_of_distap(task):
         assert objects["NetworkPolicy"]["spec"]["ingress"][1]["ports"] == [
             {"protocol": "TCP", "port": options["port"]}
         ]
-        wait = options["drain_seconds"] + 2 * options["timeout_seconds"]
+        (_, drained) = container["lifecycle"]["preStop"]["exec"]["command"]
+        wait = int(drained) + 2 * options["timeout_seconds"]
         assert pod["terminationGracePeriodSeconds"] > wait and "search.research.svc" in options["allowed_host"]
 
 

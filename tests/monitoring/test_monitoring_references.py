@@ -2,12 +2,15 @@
 
 import re
 
+from galleries import make_gallery
 from monitors import MONITORING, dashboard, is_of_server, names_in, rules
 from prometheus_client.parser import text_string_to_metric_families
 
+from distap.apps.search import open_searcher, open_thumbnails
 from distap.apps.serve.app import build_app
 from distap.apps.serve.limits import ServeSettings
 from distap.apps.serve.service import Service
+from distap.world import World
 
 RUNBOOK = (MONITORING / "RUNBOOK.md").read_text()
 
@@ -24,8 +27,10 @@ def test_the_runbook_names_panels_of_the_dashboard():
     assert {" ".join(title.split()) for title in named} <= {panel["title"] for panel in dashboard()["panels"]}
 
 
-def test_alerts_of_servers_ask_for_routes_counters_and_labels_that_servers_have():
-    service = Service(ServeSettings())
+def test_alerts_of_servers_ask_for_routes_counters_and_labels_that_servers_have(tmp_path, training_shards):
+    gallery = make_gallery(tmp_path, training_shards)
+    searcher = open_searcher(gallery.index, gallery.run, world=World())
+    service = Service(ServeSettings(), searcher, open_thumbnails(searcher.index))
     service.metrics.requests.labels("/api/search", "200").inc()
     service.metrics.seconds.labels("/api/search").observe(1)
     families = list(text_string_to_metric_families(service.metrics.text().decode()))

@@ -1,4 +1,4 @@
-"""Decode uploads in processes of their own, which are ended if an image takes too much time or memory."""
+"""Decode uploads in processes of their own, which end if an image takes too much time or memory."""
 
 import multiprocessing
 import os
@@ -7,14 +7,16 @@ import resource
 import signal
 import sys
 import threading
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import forkserver, resource_tracker
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from distap.apps.serve.uploads import RefusedError, refused_image
@@ -23,20 +25,8 @@ from distap.data.images.formats import readable_formats
 from distap.data.images.whole_images import Sizing
 
 OUT_OF_MEMORY = re.compile("memory|could not create decoder", re.IGNORECASE)  # as libraries say it
-STOPS = (signal.SIGINT, signal.SIGTERM)
 CONTEXT = multiprocessing.get_context("forkserver")
-
-
-def prepare_decoders() -> None:
-    """Start the process that decoders are forked from; it imports what decoders need and holds no network."""
-    CONTEXT.set_forkserver_preload([__name__])
-    resource_tracker.ensure_running()  # which would unblock the signals
-    # The server decides when decoders end, also if a signal goes to all its processes; they inherit this.
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+CONTEXT.set_forkserver_preload([__name__])  # what decoders need, and no network
 
 
 @dataclass(frozen=True)
@@ -58,11 +48,9 @@ class Decoders:
 
     def __init__(self, job: DecodingJob, count: int) -> None:
         self._job = job
-        self._idle: SimpleQueue[_Decoder] = SimpleQueue()
-        self._all = {_Decoder(job) for _ in range(count)}  # they import at the same time
-        for decoder in self._all:
-            decoder.answer(None)
-            self._idle.put(decoder)
+        self._idle: SimpleQueue[ProcessPoolExecutor] = SimpleQueue()
+        for _ in range(count):
+            self._idle.put(self._started())
 
     def __call__(self, data: bytes) -> Tensor:
         """Return the pixels (3, height, width) uint8 of an image file.
@@ -70,60 +58,36 @@ class Decoders:
         Raises:
             RefusedError: the image is damaged or too large, or takes too much time or memory.
         """
-        decoder = self._idle.get()
+        pool = self._idle.get()
         try:
-            try:
-                answer = decoder.decoded(data)
-            except (EOFError, ConnectionError):  # it died of this image, or was killed before
-                decoder = self._replaced(decoder)
-                answer = decoder.decoded(data)
-        except (TimeoutError, EOFError, ConnectionError) as error:
-            decoder = self._replaced(decoder)
-            is_late = isinstance(error, TimeoutError)
-            what = f"{self._job.seconds:g} s" if is_late else f"{self._job.memory_bytes:,} bytes of memory"
-            large = DamagedImageError("too_large", f"decoding it takes more than {what}")
-            raise refused_image(large) from error
+            for _ in range(2):  # a process may have been killed before, by others
+                try:
+                    answer = pool.submit(_decoded, self._job, data).result()
+                except BrokenProcessPool:
+                    pool.shutdown()
+                    pool = self._started()
+                    continue
+                if isinstance(answer, tuple):
+                    raise RefusedError(*answer)
+                return torch.from_numpy(answer)
         finally:
-            self._idle.put(decoder)
-        if isinstance(answer, tuple):
-            raise RefusedError(*answer)
-        return torch.from_numpy(answer)
+            self._idle.put(pool)
+        most = f"{self._job.seconds:g} s or {self._job.memory_bytes:,} bytes of memory"
+        raise refused_image(DamagedImageError("too_large", f"decoding it takes more than {most}"))
 
     def close(self) -> None:
-        for decoder in self._all:
-            decoder.process.kill()
+        while not self._idle.empty():
+            self._idle.get().shutdown()
 
-    def _replaced(self, decoder: "_Decoder") -> "_Decoder":
-        decoder.process.kill()
-        new = _Decoder(self._job)
-        self._all = {new, *self._all} - {decoder}
-        new.answer(None)  # it imports before its time begins
-        return new
+    def _started(self) -> ProcessPoolExecutor:
+        pool = ProcessPoolExecutor(1, CONTEXT, _prepare, (self._job,))
+        pool.submit(int).result()  # it imports before an image's time begins
+        return pool
 
 
-class _Decoder:
-    """A decoding process; EOFError or a ConnectionError says that it has ended."""
-
-    def __init__(self, job: DecodingJob) -> None:
-        self._seconds = job.seconds
-        self._connection, other = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(target=_decode_all, args=(job, other), daemon=True)
-        self.process.start()
-        other.close()  # so that its end is noticed here
-
-    def decoded(self, data: bytes) -> Any:
-        self._connection.send_bytes(data)
-        return self.answer(self._seconds)
-
-    def answer(self, seconds: float | None) -> Any:
-        if not self._connection.poll(seconds):
-            raise TimeoutError
-        return self._connection.recv()
-
-
-def _decode_all(job: DecodingJob, connection: Connection) -> None:
-    """Answer each image file with an array or the arguments of a RefusedError, within the job's memory."""
-    for number in STOPS:  # also where the process that forks decoders was there before
+def _prepare(job: DecodingJob) -> None:
+    """Make this process a decoder, within the job's memory, that ends with the server and by no signal to all."""
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     server: Any = multiprocessing.parent_process()
     threading.Thread(target=lambda: (wait([server.sentinel]), os._exit(0)), daemon=True).start()
@@ -136,14 +100,19 @@ def _decode_all(job: DecodingJob, connection: Connection) -> None:
         assert held is not None
         limit = 1024 * int(held[1]) + job.memory_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    connection.send("ready")
-    while True:
-        try:
-            connection.send(job(connection.recv_bytes()).numpy())
-        except (MemoryError, OutOfMemoryError, EOFError):
-            os._exit(1)  # some libraries keep the memory that they have then
-        except DamagedImageError as error:
-            if OUT_OF_MEMORY.search(str(error)):
-                os._exit(1)
-            refused = refused_image(error)
-            connection.send((refused.status, refused.reason, str(refused)))
+
+
+def _decoded(job: DecodingJob, data: bytes) -> NDArray[Any] | tuple[int, str, str]:
+    """Return pixels, or the arguments of a RefusedError; end this process if a limit is reached."""
+    signal.setitimer(signal.ITIMER_REAL, job.seconds)  # the system ends the process, also within a library
+    try:
+        return job(data).numpy()
+    except (MemoryError, OutOfMemoryError):
+        os._exit(1)  # some libraries keep the memory that they have then
+    except DamagedImageError as error:
+        if OUT_OF_MEMORY.search(str(error)):
+            os._exit(1)
+        refused = refused_image(error)
+        return refused.status, refused.reason, str(refused)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)

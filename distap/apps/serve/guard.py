@@ -33,7 +33,6 @@ HEADERS = {  # of every answer: what a browser may do with it
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-FOREIGN = RefusedError(403, "foreign", "a page of another site sent this: use the page of this server")
 SERVER_FAILED = RefusedError(500, "failed", "the server failed at this request, and has written why into its log")
 logger = logging.getLogger("distap")
 
@@ -70,13 +69,13 @@ class Guard:
 
     Starlette's TrustedHost refuses any name but the server's own, which a page could make point here to read the
     gallery through a visitor's browser. Probes, and the address that a connection was made to, which Prometheus asks
-    for, need no name. Uploads that a page of another site sends are refused.
+    for, need no name. A page of another site may send an upload, but its browser lets it read no answer.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServingMetrics, settings: ServeSettings) -> None:
-        self._app, self._metrics, self._proxied = app, metrics, settings.allowed_host or []
+        self._app, self._metrics = app, metrics
         own = "localhost", "127.0.0.1", "[::1]", socket.gethostname(), settings.host_in_url
-        self._trusting = TrustedHostMiddleware(app, [*own, *self._proxied], www_redirect=False)
+        self._trusting = TrustedHostMiddleware(app, [*own, *(settings.allowed_host or ())], www_redirect=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -107,17 +106,12 @@ class Guard:
                 self._metrics.seconds.labels(route).observe(time.monotonic() - started)
 
     def _chosen(self, scope: Scope) -> ASGIApp:
-        """Return what answers a request, by its headers Host, Origin and Sec-Fetch-Site."""
-        headers = Headers(scope=scope)
-        host, origin, site = headers.get("host", ""), headers.get("origin"), headers.get("sec-fetch-site")
+        """Return what answers a request, by its header Host."""
         try:
-            page, asked = urlsplit(origin or ""), urlsplit(f"//{host}").hostname
-            is_ours = origin is None or page.netloc == host or page.hostname in self._proxied
+            host = urlsplit(f"//{Headers(scope=scope).get('host', '')}").hostname
         except ValueError:
-            return FOREIGN.answer()
-        if scope["method"] == "POST" and (site in ("cross-site", "same-site") or not is_ours):
-            return FOREIGN.answer()
-        has_address = asked == (scope.get("server") or ("",))[0]
+            return self._trusting
+        has_address = host == (scope.get("server") or ("",))[0]
         return self._app if scope["path"] in HEALTH_PATHS or has_address else self._trusting
 
 

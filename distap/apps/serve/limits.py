@@ -34,11 +34,8 @@ class ServeSettings:
     ] = 1_000_000_000
     max_k: Annotated[int, Option(help="Maximum number of images that a search may ask for.", min=1)] = 100
     threads: Annotated[int, Option(help="Number of searches to run at once; they share the cores.", min=1)] = 2
-    queue: Annotated[int, Option(help="Number of searches that may wait; more get status 503.", min=0)] = 1000
+    queue: Annotated[int, Option(help="Number of searches that may wait; more get status 503.", min=0)] = 64
     timeout_seconds: Annotated[float, Option(help="Seconds that an upload or a search may take.", min=0.1)] = 30.0
-    drain_seconds: Annotated[
-        float, Option(help="Seconds from SIGTERM, when /readyz fails, until new connections are refused.", min=0)
-    ] = 0.0
 
     def __post_init__(self) -> None:
         for name in self.allowed_host or ():

@@ -1,4 +1,4 @@
-"""Hold the state of a server: the searcher once it is loaded, and a bounded queue of work."""
+"""Hold the state of a server: the searcher, and a bounded queue of work."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -22,86 +22,60 @@ from distap.evaluation.extraction.image_describer import TooLittleMemoryError
 from distap.retrieval.index_files import Hit
 
 T = TypeVar("T")
-BODIES = 64  # uploads that arrive or wait in memory; others wait unread, which costs next to nothing
 
 
 class Service:
     """Answer searches within a server's limits; raise a RefusedError for a search that cannot run now."""
 
-    def __init__(self, settings: ServeSettings) -> None:
+    def __init__(self, settings: ServeSettings, searcher: Searcher, thumbnails: Thumbnails) -> None:
+        assert searcher.describer is not None
         self.settings = settings
         self.metrics = ServingMetrics()
-        self.under_way = 0  # searches that wait, whose uploads arrive, or that run
-        self._bodies = asyncio.Semaphore(settings.threads + BODIES)
-        self._threads = ThreadPoolExecutor(settings.threads, "search")
-        self.draining = False  # asked to stop
-        self._decoders: Decoders | None = None
-        self._loaded: tuple[Searcher, Thumbnails] | None = None
-
-    def load(self, searcher: Searcher, thumbnails: Thumbnails) -> None:
-        """Start to answer searches with this searcher."""
-        # Each search uses this many threads, so that all searches together have the cores.
-        torch.set_num_threads(max(torch.get_num_threads() // self.settings.threads, 1))
-        if (describer := searcher.describer) is not None:
-            limits = describer.max_pixels, self.settings.decode_seconds, self.settings.decode_bytes
-            job = DecodingJob(describer.sizing, describer.scaled, *limits)
-            self._decoders = Decoders(job, self.settings.threads)
-        self._loaded = replace(searcher, pixels_of=self._decoders), thumbnails
         self.metrics.images.set(len(searcher.index))
-
-    def require_ready(self) -> None:
-        """Raise a RefusedError unless the server answers searches and is not about to stop."""
-        if self.draining:
-            raise RefusedError(503, "not_ready", "the server is stopping")
-        self._require_loaded()
+        self.under_way = 0  # searches that wait, whose uploads arrive, or that run
+        self._threads = ThreadPoolExecutor(settings.threads, "search")
+        # Each search uses this many threads, so that all searches together have the cores.
+        torch.set_num_threads(max(torch.get_num_threads() // settings.threads, 1))
+        describer, limits = searcher.describer, (settings.decode_seconds, settings.decode_bytes)
+        job = DecodingJob(describer.sizing, describer.scaled, describer.max_pixels, *limits)
+        self._decoders = Decoders(job, settings.threads)
+        self._searcher, self._thumbnails = replace(searcher, pixels_of=self._decoders), thumbnails
 
     async def by_image(self, read: Callable[[], Awaitable[tuple[bytes, int]]]) -> list[Hit]:
         """Return the images most similar to the one that `read` gives, with the number of hits that are wanted."""
-        searcher, _ = self._require_loaded()
-        return await self._found(searcher.by_image, read)
+        return await self._found(self._searcher.by_image, read)
 
     async def by_key(self, key: str, k: int) -> list[Hit]:
         """Return the k images most similar to one of the gallery, without itself."""
-        searcher, _ = self._require_loaded()
-        if key not in searcher.index.rows:
+        if key not in self._searcher.index.rows:
             raise RefusedError(404, "not_found", f"the index has no image with the key {key!r}")
 
         async def read() -> tuple[str, int]:
             return key, k
 
-        return await self._found(searcher.by_key, read)
+        return await self._found(self._searcher.by_key, read)
 
     async def picture(self, row: int) -> bytes:
-        _, thumbnails = self._require_loaded()
-        jpeg = await run_in_threadpool(thumbnails.jpeg, row)
+        jpeg = await run_in_threadpool(self._thumbnails.jpeg, row)
         if jpeg is None:
             raise RefusedError(404, "not_found", f"there is no picture of row {row}")
         return jpeg
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)  # waits for the calls that have begun
-        if self._decoders is not None:
-            self._decoders.close()
-
-    def _require_loaded(self) -> tuple[Searcher, Thumbnails]:
-        if self._loaded is None:
-            message = "the index is being loaded; try again in a while"
-            raise RefusedError(503, "not_ready", message, {"Retry-After": "5"})
-        return self._loaded
+        self._decoders.close()
 
     async def _found(
         self, search: Callable[[T, int], list[Hit]], read: Callable[[], Awaitable[tuple[T, int]]]
     ) -> list[Hit]:
-        """Search in a thread for what `read` gives, which begins only when there is memory for it."""
+        """Search in a thread for what `read` gives, which begins only when there is a place for it."""
         loop, seconds = asyncio.get_running_loop(), self.settings.timeout_seconds
         try:
             with ExitStack() as places:
                 places.enter_context(self._place())
-                await asyncio.wait_for(self._bodies.acquire(), seconds)
-                places.callback(self._bodies.release)
                 future = self._threads.submit(search, *await read())
                 held = places.pop_all()
-            # A thread cannot be interrupted, so a search that takes too long keeps its places until it ends.
+            # A thread cannot be interrupted, so a search that takes too long keeps its place until it ends.
             future.add_done_callback(lambda _: loop.call_soon_threadsafe(held.close))
             return await asyncio.wait_for(asyncio.wrap_future(future), seconds)
         except TimeoutError as error:

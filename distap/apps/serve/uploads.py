@@ -23,7 +23,7 @@ UPLOAD_HELP = "send multipart/form-data with the image's file in the field `imag
 
 UPLOAD_PROBLEMS = (  # the reasons of refused uploads
     *("bad_request", "busy", "damaged", "disk_full", "empty", "failed", "missing_field", "not_multipart"),
-    *("not_ready", "slow", "too_large", "too_many_pixels", "unknown_format"),
+    *("slow", "too_large", "too_many_pixels", "unknown_format"),
 )
 
 

@@ -11,7 +11,7 @@ from galleries import upload
 from ranks import skip_if_fast
 from serving import resident
 
-from distap.apps.serve.decoders import Decoders, DecodingJob, prepare_decoders
+from distap.apps.serve.decoders import Decoders, DecodingJob
 from distap.apps.serve.uploads import RefusedError
 from distap.data.images.whole_images import Sizing
 
@@ -21,7 +21,6 @@ JOB = DecodingJob(Sizing("crop", 32), True, max_pixels=50_000_000, seconds=60, m
 @pytest.fixture(autouse=True, scope="module")
 def _prepared() -> None:
     skip_if_fast("decoders")
-    prepare_decoders()
 
 
 @pytest.fixture
@@ -61,7 +60,7 @@ def test_an_image_that_takes_too_long_ends_its_decoder_and_the_next_one_is_decod
     decoders = Decoders(replace(JOB, seconds=0.2, max_pixels=1_000_000_000), 1)
     (process,) = active_children()
     status, reason, message = refusal(decoders, arithmetic_jpeg(7000, 7000, scans=100))
-    assert (status, reason) == (413, "too_many_pixels") and "takes more than 0.2 s" in message
+    assert (status, reason) == (413, "too_many_pixels") and "takes more than 0.2 s or" in message
     process.join(60)
     assert not process.is_alive()
     assert decoders(upload(3)).shape == (3, 32, 32)
@@ -74,7 +73,7 @@ def test_an_image_that_takes_too_much_memory_is_refused_and_the_next_one_is_deco
         pytest.skip("no reader of this format")
     decoders = Decoders(replace(JOB, memory_bytes=40_000_000), 1)
     status, reason, message = refusal(decoders, costly_image(kind, 3000))
-    assert (status, reason) == (413, "too_many_pixels") and "more than 40,000,000 bytes of memory" in message
+    assert (status, reason) == (413, "too_many_pixels") and "or 40,000,000 bytes of memory" in message
     assert decoders(upload(3)).shape == (3, 32, 32)
     decoders.close()
 

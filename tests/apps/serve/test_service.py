@@ -13,15 +13,14 @@ from serving import MULTIPART, body
 from distap.apps.search import open_thumbnails
 from distap.apps.serve.app import build_app
 from distap.apps.serve.limits import ServeSettings
-from distap.apps.serve.service import BODIES, Service
+from distap.apps.serve.service import Service
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import DescribedBy
 
 
 @contextmanager
 def service(searcher, **settings):
-    made = Service(ServeSettings(threads=1, **settings))
-    made.load(searcher, open_thumbnails(searcher.index))
+    made = Service(ServeSettings(threads=1, **settings), searcher, open_thumbnails(searcher.index))
     yield made
     made.close()
 
@@ -110,29 +109,6 @@ def test_a_body_that_does_not_arrive_in_time_is_refused(searcher):
         asyncio.run(story(made))
 
 
-def test_no_more_bodies_are_read_at_a_time_than_memory_is_meant_for(searcher):
-    async def story(made):
-        go_on, begun, total = asyncio.Event(), [], BODIES + 3  # one of them for the thread
-
-        async def held():
-            content = body(upload(0))
-            begun.append(content)
-            yield content[:50]
-            await go_on.wait()
-            yield content[50:]
-
-        async with client_of(made) as client:
-            sent = [client.post("/api/search", content=held(), headers=MULTIPART) for _ in range(total)]
-            tasks = [asyncio.create_task(each) for each in sent]
-            await until(lambda: made.under_way == total and len(begun) == BODIES + 1)
-            go_on.set()
-            assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [200] * total
-        assert made.under_way == 0 and len(begun) == total
-
-    with service(searcher) as made:
-        asyncio.run(story(made))
-
-
 def test_an_upload_for_which_the_disk_has_no_room_is_told_so_in_one_line(searcher, caplog):
     async def story(made):
         async with client_of(made) as client:
@@ -165,20 +141,6 @@ def test_no_charset_is_a_fault_of_the_server(searcher, caplog):
     assert not [record for record in caplog.records if record.name == "distap"]
 
 
-def test_before_it_is_loaded_a_server_is_alive_and_not_ready():
-    async def story(made):
-        async with client_of(made) as client:
-            assert (await client.get("/healthz")).status_code == 200
-            for path in ("/readyz", "/api/search?key=x", "/images/0"):
-                answer = await client.get(path)
-                assert (answer.status_code, answer.json()["error"]["reason"]) == (503, "not_ready")
-            assert (await post(client)).status_code == 503
-
-    made = Service(ServeSettings())
-    asyncio.run(story(made))
-    made.close()
-
-
 @pytest.mark.parametrize(
     ("method", "path", "headers", "status"),
     [
@@ -189,15 +151,12 @@ def test_before_it_is_loaded_a_server_is_alive_and_not_ready():
         ("GET", "/readyz", {"Host": "10.1.2.3:8000"}, 200),  # a probe asks by a pod's address
         ("GET", "/metrics", {"Host": "10.1.2.3:8000"}, 400),
         ("GET", "/metrics", {"Host": "10.9.8.7:8000"}, 200),  # the address of this connection, as Prometheus asks
-        ("POST", "/api/search", {"Host": "localhost:8000", "Origin": "http://localhost:8000"}, 200),
-        ("POST", "/api/search", {"Host": "127.0.0.1", "Origin": "https://search.example"}, 200),  # behind a proxy
-        ("POST", "/api/search", {"Host": "localhost:8000", "Origin": "https://evil.example"}, 403),
-        ("POST", "/api/search", {"Host": "localhost:8000", "Origin": "null"}, 403),
-        ("POST", "/api/search", {"Host": "localhost:8000", "Origin": "http://["}, 403),
-        ("POST", "/api/search", {"Host": "localhost:8000", "Sec-Fetch-Site": "cross-site"}, 403),
+        ("POST", "/api/search", {"Host": "127.0.0.1"}, 200),
+        ("POST", "/api/search", {"Host": "rebound.example"}, 400),
+        ("GET", "/", {"Host": "["}, 400),
     ],
 )
-def test_other_names_and_pages_of_other_sites_are_refused(searcher, method, path, headers, status):
+def test_other_names_are_refused(searcher, method, path, headers, status):
     async def ask() -> httpx.Response:
         async with client_of(made, "http://10.9.8.7") as client:
             content = {"content": body(upload(0)), "headers": MULTIPART | headers} if method == "POST" else {}
