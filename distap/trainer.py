@@ -172,7 +172,6 @@ class Trainer:
             if self.done < steps:
                 self.tracer.begin(self.done + 1)
             lap = time.perf_counter()  # an evaluation and a checkpoint do not count for the next step
-        self.tracer.finish()
         self._finish_checkpoint()
         if stopping and (self.done < steps or self._owes_evaluation()):
             logger.warning("stopped after step %d of %d, with a checkpoint", self.done, steps)

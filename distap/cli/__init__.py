@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from distap.cli.commands import App, with_loudness
+from distap.cli.commands import App
 from distap.cli.data import data
 from distap.cli.descriptors import extract_command, index_command, whiten_command
 from distap.cli.evaluation import eval_command
@@ -42,7 +42,6 @@ VERSION = typer.Option("--version", callback=_print_version, is_eager=True, help
 
 
 @app.callback()
-@with_loudness
 def every_command(version: Annotated[bool, VERSION] = False) -> None:
     """Train image-retrieval descriptors by optimising Average Precision over huge batches."""
 

@@ -1,11 +1,9 @@
-"""Parts that all commands share: -h, -q and -v, refusal of URLs in place of local paths, results as JSON."""
+"""Parts that all commands share: -h, refusal of URLs in place of local paths, results as JSON."""
 
 import inspect
 import json
-import logging
 import re
 from collections.abc import Callable, Iterable
-from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,10 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from distap.errors import DistapError
-from distap.telemetry.logs import origin
 
-QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Show warnings and results only.")]
-VERBOSE = Annotated[bool, typer.Option("--verbose", "-v", help="Show debug messages too.")]
 JSON = Annotated[bool, typer.Option("--json", help="Print results as JSON, and nothing else to the standard output.")]
 
 
@@ -38,31 +33,14 @@ class CommonCommand(TyperCommand):
 
 
 class App(typer.Typer):
-    """The command line's application, whose commands take -h, -q and -v."""
+    """The command line's application, whose commands take -h."""
 
     def __init__(self, **settings: Any) -> None:
         context = {"help_option_names": ["-h", "--help"]}
         super().__init__(**settings, no_args_is_help=True, context_settings=context, pretty_exceptions_enable=False)
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[..., Any]:
-        register = super().command(name, cls=CommonCommand, **settings)
-        return lambda function: register(with_loudness(function))
-
-
-def with_loudness(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options -q and -v."""
-
-    @wraps(command)
-    def loud(quiet: bool, verbose: bool, **given: Any) -> None:
-        _set_loudness(quiet, verbose)
-        command(**given)
-
-    return with_parameters(loud, inspect.signature(_set_loudness).parameters.values())
-
-
-def _set_loudness(quiet: QUIET = False, verbose: VERBOSE = False) -> None:
-    if quiet or verbose:
-        origin.level = logging.DEBUG if verbose else logging.WARNING
+        return super().command(name, cls=CommonCommand, **settings)
 
 
 def with_parameters(command: Callable[..., None], further: Iterable[inspect.Parameter]) -> Callable[..., None]:

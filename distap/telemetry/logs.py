@@ -41,7 +41,6 @@ class LogOrigin:
     rank: int | None = None
     step: int | None = None
     form: LogFormat | None = None  # None: this process logs no lines
-    level: int = logging.INFO  # of what rank 0 and a launcher say: -q raises it, -v lowers it
 
 
 origin = LogOrigin()
@@ -52,7 +51,7 @@ def log_lines(form: LogFormat, run: str, rank: int | None) -> None:
     origin.run, origin.rank, origin.form = run, rank, form
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
-    handler.setLevel(logging.WARNING if rank else origin.level)
+    handler.setLevel(logging.WARNING if rank else logging.INFO)
     logger.setLevel(handler.level)
     if form == "text":
         logger.handlers, logger.propagate = [handler], False

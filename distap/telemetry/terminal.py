@@ -23,7 +23,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from distap.storage.texts import printable
-from distap.telemetry.logs import LogFormat, is_logging_lines, log_lines, origin
+from distap.telemetry.logs import LogFormat, is_logging_lines, log_lines
 
 T = TypeVar("T")
 TELL_SECONDS = 30.0  # from one line about progress to the next, without a terminal
@@ -75,8 +75,7 @@ def progress(
     started = told = time.monotonic()
     first, draws = done, console.is_terminal and not is_logging_lines()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    is_quiet = not shown or not draws or origin.level > logging.INFO
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=is_quiet) as bar:
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not shown or not draws) as bar:
         task = bar.add_task(escape(printable(description)), total=total, completed=done)
 
         def show(now: int, text: str = "", **figures: float) -> None:
@@ -95,10 +94,10 @@ def progress(
 
 
 def tell(text: str, **figures: float) -> None:
-    """Print a message about progress, unless -q is given."""
+    """Print a message about progress."""
     if is_logging_lines():
         logger.info("%s", text, extra={"figures": figures})
-    elif origin.level <= logging.INFO:
+    else:
         console.print(text, markup=False)
 
 
@@ -132,8 +131,7 @@ def set_up_logging(rank: int, as_results: bool = False) -> None:
     logger.handlers = [handler := _ConsoleHandler()]
     handler.said = results if as_results else console
     handler.setFormatter(logging.Formatter(f"[rank {rank}] %(message)s" if rank else "%(message)s"))
-    level = min(origin.level, logging.INFO) if as_results else origin.level
-    logger.setLevel(level if rank == 0 else logging.WARNING)
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False
 
 

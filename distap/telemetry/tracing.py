@@ -7,8 +7,9 @@ appear in it under their names. Errors of the profiler never end the training.
 import json
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -24,9 +25,6 @@ class Tracer:
         self._folder, self._rank = folder, rank
         self._asked = self._agreed = False  # a signal came to this rank; all ranks trace the next step
         self._profiler: profile | None = None
-        self._writing: Thread | None = None
-        gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        self._activities = [ProfilerActivity.CPU, *gpu]
 
     def ask(self) -> None:
         """Request a trace of the next step, from any thread; the ranks then agree on it."""
@@ -48,46 +46,31 @@ class Tracer:
         # The profiler's library would print its begin and end, and an error if there is no GPU.
         os.environ.setdefault("KINETO_LOG_LEVEL", KINETO_QUIET)
         self._agreed = False
-        try:
-            profiler = profile(activities=self._activities, acc_events=True)
+        gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        with self._surviving(step):
+            profiler = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
             profiler.start()
-        except Exception as error:
-            logger.warning("rank %d does not trace step %d: %s", self._rank, step, error)
-            return
-        self._profiler = profiler
-        if self._rank == 0:
-            logger.info("tracing step %d", step)
+            self._profiler = profiler
 
     def step_done(self, step: int) -> None:
-        """Write the trace of a step, if there is one, while training continues."""
+        """Write the trace of a step, if there is one."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
-        try:
-            profiler.add_metadata_json("distap", json.dumps({"rank": self._rank, "step": step}))
-            profiler.stop()
-        except Exception as error:
-            logger.warning("rank %d has no trace of step %d: %s", self._rank, step, error)
-            return
-        self.finish()
-        self._writing = Thread(target=self._write, args=(profiler, step), name="distap-trace")
-        self._writing.start()
-
-    def finish(self) -> None:
-        """Wait until the trace is written, for example at the end of training."""
-        if self._writing is not None:
-            self._writing.join()
-
-    def _write(self, profiler: profile, step: int) -> None:
         path = self._folder / f"step-{step}.rank-{self._rank}.json.gz"
         draft = path.with_name(f".{os.getpid()}.{path.name}")
-        try:
+        with self._surviving(step):
+            profiler.add_metadata_json("distap", json.dumps({"rank": self._rank, "step": step}))
+            profiler.stop()
             self._folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(draft))
             draft.replace(path)
+            if self._rank == 0:
+                logger.info("traced step %d: %s, and a file next to it for each other rank", step, path)
+
+    @contextmanager
+    def _surviving(self, step: int) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:  # the profiler's errors, or a full disk
-            draft.unlink(missing_ok=True)
-            logger.warning("%s: the trace cannot be written: %s", path, error)
-            return
-        if self._rank == 0:
-            logger.info("traced step %d: %s, and a file next to it for each other rank", step, path)
+            logger.warning("rank %d has no trace of step %d: %s", self._rank, step, error)

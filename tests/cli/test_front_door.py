@@ -1,7 +1,6 @@
 """What every command has in common: where results go, how loud it is, and the recipe in full."""
 
 import json
-import logging
 import re
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from commands import distap
 from distap import __version__
 from distap.config.reading import RECIPES, load_recipe, recipe_from
 from distap.telemetry import terminal
-from distap.telemetry.logs import origin
 from docs.recipe_keys import recipe_keys
 
 
@@ -86,17 +84,6 @@ def test_other_results_are_json_too(tmp_path, monkeypatch, capfd, recipe, traini
     assert distap(monkeypatch, "index", found, tmp_path / "index", "--json") == 0
     indexed = json.loads(capfd.readouterr().out)
     assert indexed["images"] == 54 and indexed["indexes"][0]["recall"] == 1
-
-
-def test_quiet_leaves_results_and_verbose_lowers_the_level(tmp_path, monkeypatch, capfd, training_shards):
-    monkeypatch.setattr(origin, "level", logging.INFO)
-    assert distap(monkeypatch, "data", "check", training_shards[0], "-q") == 0
-    printed = capfd.readouterr()
-    assert "all sound" in printed.out and not printed.err
-    assert distap(monkeypatch, "config", "emoji", "--", "-v") == 2  # what follows -- is no option
-    assert origin.level == logging.WARNING
-    assert distap(monkeypatch, "-v", "recipes") == 0
-    assert origin.level == logging.DEBUG
 
 
 @pytest.mark.parametrize("ranks", ["0", "many", "-1"])

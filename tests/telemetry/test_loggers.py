@@ -42,11 +42,14 @@ def trained(tmp_path_factory, training_shards) -> tuple[Path, str]:
         "checkpoint": {"every": 2},
         "data__validation": str(training_shards[1]),
         "evaluation": {"every": 2, "also": {"seen": {"data": str(training_shards[0])}}},
-        "loggers": {"tensorboard": {}, "wandb": {"mode": "offline"}, "mlflow": {"tracking_uri": store}},
+        "loggers": {"tensorboard": {}, "wandb": {}, "mlflow": {}},
     }
-    train(World(), run, training_shards, **settings)
-    shutil.rmtree(run / "checkpoints" / "step-00000004")
-    train(World(), run, training_shards, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("MLFLOW_TRACKING_URI", store)
+        train(World(), run, training_shards, **settings)
+        shutil.rmtree(run / "checkpoints" / "step-00000004")
+        train(World(), run, training_shards, **settings)
     return run, store
 
 
@@ -157,9 +160,10 @@ def log_steps(chosen, run, steps) -> list[str]:
     return lost
 
 
-def test_no_logger_is_told_a_secret_of_an_address(tmp_path):
-    store = f"file://{tmp_path / 'mlruns'}"
-    chosen = {"tensorboard": TensorBoard(), "wandb": WeightsAndBiases(mode="offline"), "mlflow": MLflow(store)}
+def test_no_logger_is_told_a_secret_of_an_address(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path / 'mlruns'}")
+    chosen = {"tensorboard": TensorBoard(), "wandb": WeightsAndBiases(), "mlflow": MLflow()}
     prepare_loggers(chosen)
     assert log_steps(chosen, logged_run(tmp_path, data={"train": WITH_SECRETS}), [1]) == []
     records = [record for path in tmp_path.rglob("*.wandb") for record in wandb_records(path)]
@@ -172,19 +176,20 @@ def test_no_logger_is_told_a_secret_of_an_address(tmp_path):
         assert any(place in name for name in shown), shown
 
 
-def test_mlflow_is_told_how_the_run_ended(tmp_path):
+def test_mlflow_is_told_how_the_run_ended(tmp_path, monkeypatch):
     store = f"file://{tmp_path / 'mlruns'}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
     client = mlflow_client(store)
 
     def status() -> str:
         return client.get_run((tmp_path / "run" / "loggers" / "mlflow").read_text()).info.status
 
-    log_steps({"mlflow": MLflow(store)}, logged_run(tmp_path), [1])
+    log_steps({"mlflow": MLflow()}, logged_run(tmp_path), [1])
     assert status() == "KILLED"  # it was asked to stop
     with pytest.raises(ArithmeticError):
-        log_steps({"mlflow": MLflow(store)}, logged_run(tmp_path, 1), (1 // step for step in (2, 0)))
+        log_steps({"mlflow": MLflow()}, logged_run(tmp_path, 1), (1 // step for step in (2, 0)))
     assert status() == "FAILED"
-    log_steps({"mlflow": MLflow(store)}, logged_run(tmp_path, 1), [2, 3])
+    log_steps({"mlflow": MLflow()}, logged_run(tmp_path, 1), [2, 3])
     assert status() == "FINISHED"
 
 
@@ -198,8 +203,8 @@ class Recorder:
     def prepare(self) -> None:
         pass
 
-    def open(self, run: LoggedRun) -> "Recorder":
-        return self
+    def open(self, run: LoggedRun) -> None:
+        pass
 
     def log(self, step: int, time: float, figures: dict[str, float]) -> None:
         if step in self.refused:
@@ -232,7 +237,8 @@ def test_a_server_that_does_not_answer_costs_its_lines_and_not_the_training(
 ):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    lost = log_steps({"mlflow": MLflow(silent_server)}, logged_run(tmp_path), [1, 2, 3])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", silent_server)
+    lost = log_steps({"mlflow": MLflow()}, logged_run(tmp_path), [1, 2, 3])
     assert lost == ["mlflow"] * 4  # nothing could be opened either
     assert "loggers.mlflow: figures are lost: MlflowException" in caplog.text
 
@@ -241,7 +247,8 @@ def test_what_a_server_refuses_later_is_counted_when_mlflow_is_closed(tmp_path, 
     run = tmp_path / "run" / "loggers" / "mlflow"
     lost: list[str] = []
     store = tmp_path / "mlruns"
-    with opened_loggers({"mlflow": MLflow(f"file://{store}")}, logged_run(tmp_path), lost.append) as log:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{store}")
+    with opened_loggers({"mlflow": MLflow()}, logged_run(tmp_path), lost.append) as log:
         (metrics,) = store.glob(f"*/{run.read_text()}/metrics")
         metrics.rmdir()
         metrics.touch()  # a file where a folder is to be
@@ -295,29 +302,11 @@ def test_a_missing_package_is_named_with_what_installs_it(tmp_path, training_sha
     assert not (tmp_path / "run").exists()
 
 
-class WithoutName:
-    def prepare(self):
-        raise ImportError("version 1.15 or above is needed")
-
-
-def test_an_import_error_without_a_name_is_told():
-    with pytest.raises(DistapError, match=r"loggers\.mine: its package cannot be imported; .* \(version 1\.15"):
-        prepare_loggers({"mine": WithoutName()})
-
-
 def test_weights_and_biases_without_a_key_is_refused_before_training(tmp_path, monkeypatch):
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with pytest.raises(DistapError, match="set WANDB_API_KEY in the environment"):
         prepare_loggers({"wandb": WeightsAndBiases()})
-    prepare_loggers({"wandb": WeightsAndBiases(mode="offline")})
     monkeypatch.setenv("WANDB_MODE", "offline")
     prepare_loggers({"wandb": WeightsAndBiases()})
-    with pytest.raises(DistapError, match="set WANDB_API_KEY in the environment"):
-        prepare_loggers({"wandb": WeightsAndBiases(mode="online")})
-
-
-def test_the_recipe_can_choose_every_logger(tmp_path, training_shards):
-    read = recipe(tmp_path, training_shards, loggers={name: {} for name in REGISTRY["logger"]})
-    assert read.loggers == {name: build_part("logger", name) for name in REGISTRY["logger"]}

@@ -56,7 +56,7 @@ def test_a_running_training_is_asked_for_its_health_and_for_traces(tmp_path, tra
     for trace in traces.iterdir():
         names = {event.get("name") for event in events_of(trace)}
         assert {"data_wait", "describe", "gather", "rank", "replay", "optimizer", "aten::conv2d"} <= names
-    assert len(re.findall(r"tracing step \d+", job.said)) == 1
+    assert len(re.findall(r"traced step \d+", job.said)) == 1
     told = re.search(r"the first step was done (\S+) s after the start: launcher \S+, imports \S+, joining", job.said)
     assert told and float(told[1]) > 0, job.said
 

@@ -42,7 +42,16 @@ class LoggedRun:
 
 
 class Logger(Protocol):
-    """Interface of a logger of figures. Training waits for its calls, so that those have to queue what they send."""
+    """Interface of a logger of figures, which is also what a recipe chooses; its fields are its keys.
+
+    Training waits for its calls, so that those have to queue what they send.
+    """
+
+    def prepare(self) -> None:
+        """Import packages and check settings before training, offline; raise ImportError if a package is missing."""
+
+    def open(self, run: LoggedRun) -> None:
+        """Begin to log a run, or continue it."""
 
     def log(self, step: int, time: float, figures: Mapping[str, float]) -> None:
         """Log finite figures by name, at a Unix time in seconds; a step may have several lines."""
@@ -51,22 +60,11 @@ class Logger(Protocol):
         """Flush everything; no further call follows."""
 
 
-class LoggerSettings(Protocol):
-    """Interface of a logger's keys in the recipe."""
-
-    def prepare(self) -> None:
-        """Import packages and check settings before training, offline; raise ImportError if a package is missing."""
-
-    def open(self, run: LoggedRun) -> Logger:
-        """Open the logger of a run, or continue it."""
-        ...
-
-
-def prepare_loggers(chosen: Mapping[str, LoggerSettings]) -> None:
+def prepare_loggers(chosen: Mapping[str, Logger]) -> None:
     """Import the packages of loggers, by name; raise a DistapError if one is missing or cannot work."""
-    for name, settings in chosen.items():
+    for name, one in chosen.items():
         try:
-            settings.prepare()
+            one.prepare()
         except ImportError as error:
             package = f"'distap[{name}]'" if name in REGISTRY["logger"] else "it"
             problem = f"the package {error.name} is missing" if error.name else "its package cannot be imported"
@@ -76,7 +74,7 @@ def prepare_loggers(chosen: Mapping[str, LoggerSettings]) -> None:
 
 @contextmanager
 def opened_loggers(
-    chosen: Mapping[str, LoggerSettings], run: LoggedRun, count_lost: Callable[[str], None]
+    chosen: Mapping[str, Logger], run: LoggedRun, count_lost: Callable[[str], None]
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Open a run's loggers; yield a function that passes lines of the run's log, with `step` and `time`, to each.
 
@@ -110,9 +108,10 @@ def opened_loggers(
             with surviving(name):
                 opened[name].log(last, entry["time"], figures)
 
-    for name, settings in chosen.items():
+    for name, one in chosen.items():
         with surviving(name):
-            opened[name] = settings.open(run)
+            one.open(run)
+            opened[name] = one
     outcome: Outcome = "failed"
     try:
         yield log

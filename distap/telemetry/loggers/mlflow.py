@@ -5,35 +5,23 @@ import json
 import logging
 import os
 import re
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from distap.registry import by_path
-from distap.storage.redact import without_secrets
-from distap.telemetry.loggers.loggers import LoggedRun, Logger, Outcome
+from distap.telemetry.loggers.loggers import LoggedRun, Outcome
 
-MOST_SENT = 1000  # lines under way to the server
 STATUS: dict[Outcome, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
-@dataclass(frozen=True)
+@dataclass
 class MLflow:
-    """Keys of `loggers.mlflow`; credentials come from MLFLOW_TRACKING_TOKEN, or _USERNAME and _PASSWORD.
+    """`loggers.mlflow`, which has no keys; MLFLOW_TRACKING_URI is the server's address.
 
-    The experiment is MLFLOW_EXPERIMENT_NAME, or `distap`. The id of the run stays in RUN/loggers/mlflow.
+    Credentials come from MLFLOW_TRACKING_TOKEN, or _USERNAME and _PASSWORD. The experiment is MLFLOW_EXPERIMENT_NAME,
+    or `distap`. The id of the run stays in RUN/loggers/mlflow.
     """
-
-    tracking_uri: str | None = None
-    """Address of the MLflow server; null takes MLFLOW_TRACKING_URI."""
-
-    def __post_init__(self) -> None:
-        if self.tracking_uri is not None and without_secrets(self.tracking_uri) != self.tracking_uri:
-            raise ValueError(
-                "tracking_uri holds a secret, and a recipe is written into the run's folder: give the secret as "
-                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or all of the address as MLFLOW_TRACKING_URI"
-            )
 
     def prepare(self) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would report to its maker
@@ -44,23 +32,14 @@ class MLflow:
         importlib.import_module("mlflow")
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it logs every retry of a request
 
-    def open(self, run: LoggedRun) -> Logger:
-        return _Run(self, run)
-
-
-class _Run:
-    def __init__(self, settings: MLflow, run: LoggedRun) -> None:
+    def open(self, run: LoggedRun) -> None:
         self._entities: Any = importlib.import_module("mlflow.entities")
-        self._client = client = importlib.import_module("mlflow.tracking").MlflowClient(settings.tracking_uri)
+        self._client = client = importlib.import_module("mlflow.tracking").MlflowClient()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "distap")
         found = client.get_experiment_by_name(name)
         experiment = client.create_experiment(name) if found is None else found.experiment_id
-
-        def created() -> str:
-            return str(client.create_run(experiment, run_name=run.id).info.run_id)
-
-        self._sent: deque[Any] = deque()  # lines whose outcome is not known yet
-        self._id = run.kept_id("mlflow", created)
+        self._sent: list[Any] = []  # lines whose outcome is not known yet
+        self._id = run.kept_id("mlflow", lambda: client.create_run(experiment, run_name=run.id).info.run_id)
         client.update_run(self._id, status="RUNNING")
         known = client.get_run(self._id).data.params  # which MLflow cannot change
         params = [
@@ -74,13 +53,11 @@ class _Run:
         at = round(time * 1000)
         metrics = [self._entities.Metric(_allowed(name), value, at, step) for name, value in figures.items()]
         self._sent.append(self._client.log_batch(self._id, metrics=metrics, synchronous=False))
-        if len(self._sent) > MOST_SENT:
-            self._sent.popleft().wait()  # raises if the server did not take the line
 
     def close(self, outcome: Outcome) -> None:
         self._client.set_terminated(self._id, STATUS[outcome])  # once the queue is empty
-        while self._sent:
-            self._sent.popleft().wait()
+        for line in self._sent:
+            line.wait()  # raises if the server did not take it
 
 
 def _allowed(name: str) -> str:

@@ -5,34 +5,26 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from distap.telemetry.loggers.loggers import LoggedRun, Logger, Outcome
+from distap.telemetry.loggers.loggers import LoggedRun, Outcome
 
 FLUSH_SECONDS = 10
 
 
-@dataclass(frozen=True)
+@dataclass
 class TensorBoard:
-    """Keys of `loggers.tensorboard`."""
-
-    folder: str | None = None
-    """Folder or URL that TensorBoard can write to; null takes RUN/tensorboard."""
+    """`loggers.tensorboard`, which has no keys: event files in RUN/tensorboard."""
 
     def prepare(self) -> None:
         for module in ("tensorboard", "torch.utils.tensorboard"):
             importlib.import_module(module)
 
-    def open(self, run: LoggedRun) -> Logger:
+    def open(self, run: LoggedRun) -> None:
         """Open a new event file, which hides later steps of earlier files."""
-        return _EventFiles(self.folder or str(run.folder / "tensorboard"), run)
-
-
-class _EventFiles:
-    def __init__(self, folder: str, run: LoggedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # Figures of the step that the run goes on from, such as its evaluation, stay.
         purged = run.step + 1 if run.step else 0
-        self._writer = SummaryWriter(folder, purge_step=purged, flush_secs=FLUSH_SECONDS)
+        self._writer = SummaryWriter(run.folder / "tensorboard", purge_step=purged, flush_secs=FLUSH_SECONDS)
         self._writer.add_text("recipe", f"```json\n{json.dumps(run.recipe, indent=2)}\n```", run.step)
 
     def log(self, step: int, time: float, figures: Mapping[str, float]) -> None:

@@ -5,24 +5,20 @@ import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from distap.errors import DistapError
-from distap.telemetry.loggers.loggers import LoggedRun, Logger, Outcome
+from distap.telemetry.loggers.loggers import LoggedRun, Outcome
 
 
-@dataclass(frozen=True)
+@dataclass
 class WeightsAndBiases:
-    """Keys of `loggers.wandb`; the API key comes from WANDB_API_KEY, another server from WANDB_BASE_URL.
+    """`loggers.wandb`, which has no keys; the API key comes from WANDB_API_KEY, another server from WANDB_BASE_URL.
 
-    W&B reads the user or team from WANDB_ENTITY and the group of runs from WANDB_RUN_GROUP. The id of the run stays
-    in RUN/loggers/wandb.
+    The project is WANDB_PROJECT, or `distap`. WANDB_MODE=offline writes files to RUN/wandb for `wandb sync`. W&B reads
+    the user or team from WANDB_ENTITY and the group of runs from WANDB_RUN_GROUP. The id of the run stays in
+    RUN/loggers/wandb.
     """
-
-    project: str = "distap"
-    """Project of Weights & Biases to log the run to."""
-    mode: Literal["online", "offline"] | None = None
-    """Write files to RUN/wandb for `wandb sync` (offline), or send them; null takes WANDB_MODE, or `online`."""
 
     def prepare(self) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would report to its maker
@@ -31,31 +27,20 @@ class WeightsAndBiases:
             os.environ.setdefault(patience, "30")
         wandb: Any = importlib.import_module("wandb")
         # Without a key, init would ask the terminal for one.
-        if not self.is_offline and not wandb.login(prompt=False, verify=False):
-            no_key = "no key: set WANDB_API_KEY in the environment, or loggers.wandb.mode to offline"
-            raise DistapError(f"loggers.wandb: {no_key}")
+        if os.environ.get("WANDB_MODE") != "offline" and not wandb.login(prompt=False, verify=False):
+            raise DistapError("loggers.wandb: no key: set WANDB_API_KEY in the environment, or WANDB_MODE=offline")
 
-    @property
-    def is_offline(self) -> bool:
-        return (self.mode or os.environ.get("WANDB_MODE")) == "offline"
-
-    def open(self, run: LoggedRun) -> Logger:
-        return _Run(self, run)
-
-
-class _Run:
-    def __init__(self, settings: WeightsAndBiases, run: LoggedRun) -> None:
+    def open(self, run: LoggedRun) -> None:
         wandb: Any = importlib.import_module("wandb")
         # Send neither terminal output nor the command line, which may hold an address with a secret.
         ours = wandb.Settings(
             silent=True, console="off", reinit="create_new", allow_val_change=True, x_disable_meta=True
         )
         self._run = wandb.init(
-            project=settings.project,
+            project=os.environ.get("WANDB_PROJECT", "distap"),
             name=run.id,
             id=run.kept_id("wandb", lambda: secrets.token_hex(4)),
             resume="allow",
-            mode="offline" if settings.is_offline else "online",
             dir=str(run.folder),
             config=dict(run.recipe),
             settings=ours,
