@@ -41,7 +41,7 @@ def launch_training(options: list[str], config: Path, overrides: list[str]) -> i
     from distap.telemetry.terminal import set_up_early_logging, set_up_run_logging
 
     set_up_early_logging(overrides, rank=None)
-    recipe = load_recipe(config, overrides, data_at_hand=True)
+    recipe = load_recipe(config, overrides)
     import_module("distap.trainer")  # for the ranks, which are forks
     from distap.training.start_checks import check_start
 

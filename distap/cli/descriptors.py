@@ -4,7 +4,7 @@ import os
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -21,9 +21,7 @@ METHOD = "Scale the principal components (pca), or shrink directions in which ma
 PAIRS = "JSON file from `distap data convert` with names of matching images, as {query, positive}, for --kind lw."
 KIND = "Kind of index: flat is exact, ivf-pq is smallest, hnsw is fastest at high recall."
 FACTORY = "Index as a string for faiss.index_factory, such as OPQ64,IVF4096,PQ64, instead of --kind."
-RECALL = "Folder of descriptors to use as queries when recall is measured."
 WRITTEN = "File to write the whitening to, such as RUN/whitening.safetensors."
-COMPARE = "Also build and measure the other kinds of index, without writing them."
 SEARCH = "Search parameters of Faiss to store in the index, such as nprobe=64 or efSearch=128."
 
 
@@ -148,52 +146,35 @@ def index_command(
     kind: Annotated[Literal["flat", "ivf-pq", "hnsw"] | None, typer.Option(help=KIND, show_default="flat")] = None,
     factory: Annotated[str | None, typer.Option(help=FACTORY)] = None,
     search: Annotated[str, typer.Option(help=SEARCH)] = "",
-    queries: Annotated[
-        Path | None, typer.Option(help=RECALL, show_default="1,000 of the indexed, each without itself")
-    ] = None,
-    compare: Annotated[bool, typer.Option("--compare", help=COMPARE)] = False,
     as_json: JSON = False,
 ) -> None:
     """Build a Faiss index over extracted descriptors, and measure its recall against exact search.
 
     Recall@10 counts an image as found if it is as near as the tenth exact result. The index belongs to the network
-    that described its images: descriptors of another network are refused. With --json: `output`, `images`,
-    `dimensions`, and the `indexes` that were built, that of --output first: `name`, `recall` `at` so many, `bytes`,
+    that described its images. With --json: `output`, `images`, `dimensions`, `name`, `recall` `at` so many, `bytes`,
     `milliseconds` per query, `queries`, `build_seconds`, `factory` and `search`.
     """
     from distap.retrieval.descriptor_files import read_descriptors
     from distap.retrieval.index_files import require_free_for_index, write_index
-    from distap.retrieval.indexing import KINDS, build_index, measure_recall
-    from distap.telemetry.terminal import print_result, text_table, track
+    from distap.retrieval.indexing import build_index, measure_recall
+    from distap.telemetry.terminal import print_result, track
 
     if kind is not None and factory is not None:
         raise DistapError("give one of --kind and --factory")
-    chosen = factory or kind or "flat"
+    name = factory or kind or "flat"
     require_free_for_index(output)
     gallery = read_descriptors(descriptors)
-    asked = None
-    if queries is not None:
-        held_out = read_descriptors(queries)
-        gallery.described_by.require_same(held_out.described_by, str(queries), gallery.data)
-        asked = held_out.descriptors
-    found: list[dict[str, Any]] = []
-    for name in [chosen, *(other for other in KINDS if compare and other != chosen)]:
-        is_chosen = name == chosen
-        built = build_index(gallery, name, search if is_chosen else "", track)
-        figures = measure_recall(built.index, gallery.descriptors, asked)
-        made = {key: built.about["index"][key] for key in ("factory", "search")}
-        found.append({"name": name, **asdict(figures), "build_seconds": built.about["build_seconds"], **made})
-        if is_chosen:
-            write_index(output, built, gallery, {"measured": {**asdict(figures), "held_out": asked is not None}})
+    built = build_index(gallery, name, search, track)
+    figures = measure_recall(built.index, gallery.descriptors)
+    write_index(output, built, gallery, {"measured": asdict(figures)})
     count, dimensions = gallery.descriptors.shape
+    made = {key: built.about["index"][key] for key in ("factory", "search")}
     if as_json:
-        print_json({"output": str(output), "images": count, "dimensions": dimensions, "indexes": found})
+        of_gallery = {"output": str(output), "images": count, "dimensions": dimensions, "name": name}
+        print_json({**of_gallery, **asdict(figures), "build_seconds": built.about["build_seconds"], **made})
         return
-    shown = "{name}|{recall:.4f}|{bytes:,}|{milliseconds:.3f}|{build_seconds:.1f}|{factory}|{search}"
-    title = f"{count:,} descriptors of {dimensions} dimensions"
-    queried = "held out" if asked is not None else "sampled, each without itself"
-    caption = f"{figures.queries:,} queries, {queried}; their time is that of one after the other"
-    measured = f"recall@{figures.at}", "bytes", "ms a query", "build s"
-    headings = "index", *measured, "factory string", "search parameters"
-    rows = [shown.format(**each).split("|") for each in found]
-    print_result(text_table(title, caption, headings, rows), f"{output}: {count:,} images, {chosen}")
+    print_result(
+        f"{output}: {count:,} images of {dimensions} dimensions, {name}: {made['factory']} {made['search']}".rstrip(),
+        f"recall@{figures.at} {figures.recall:.4f} of {figures.queries:,} of its images, {figures.bytes:,} bytes, "
+        f"{figures.milliseconds:.3f} ms a query, built in {built.about['build_seconds']:.1f} s",
+    )

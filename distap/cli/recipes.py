@@ -80,11 +80,10 @@ def recipes_command(
 
 
 def config_command(config: CONFIG, overrides: OVERRIDES = None) -> None:
-    """Print a recipe with all defaults, as a recipe; comments say where each value comes from.
+    """Print a recipe with all its keys and defaults, as YAML that is again a recipe."""
+    import yaml
 
-    Origins are the recipe, the command line, or the default.
-    """
-    from distap.config.resolved import resolved_lines
+    from distap.config.reading import load_recipe
 
-    for line in resolved_lines(config, overrides or []):
-        typer.echo(line)
+    settings = load_recipe(config, overrides or []).model_dump(mode="json")
+    typer.echo(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), nl=False)

@@ -38,7 +38,7 @@ def train_rank(config: CONFIG, overrides: OVERRIDES = None, take_over: TAKES_OVE
     from distap.telemetry.terminal import set_up_early_logging
 
     set_up_early_logging(overrides or [], int(os.environ.get("RANK", "0")))
-    recipe = load_recipe(config, overrides or [], data_at_hand=True)
+    recipe = load_recipe(config, overrides or [])
     from distap.trainer import trained
 
     with trained(recipe, startup) as status:
@@ -64,7 +64,7 @@ def train_command(
         from distap.telemetry.terminal import set_up_early_logging
 
         set_up_early_logging(overrides, rank=None)
-        ranks = ranks_to_start(AUTO, load_recipe(config, overrides, data_at_hand=True).device)
+        ranks = ranks_to_start(AUTO, load_recipe(config, overrides).device)
     if dry_run:
         check_training(config, overrides, ranks)
         return
@@ -93,7 +93,7 @@ def check_training(config: Path, overrides: list[str], ranks: int) -> None:
     from distap.world import joined_world
 
     set_up_logging(0, as_results=True)
-    recipe = load_recipe(config, overrides, data_at_hand=True)
+    recipe = load_recipe(config, overrides)
     check_start(recipe, ranks)
     with joined_world(recipe.timeout_seconds, recipe.device) as world:
         trainer = Trainer(recipe, world, only_check=True)

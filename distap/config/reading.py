@@ -12,7 +12,7 @@ from distap.config.parsing import line_of, parsed_yaml
 from distap.config.recipe import NetworkRecipe, Recipe
 from distap.errors import DistapError, merged, problem_of
 from distap.registry import GIVEN, REGISTRY, Part, by_path, fields_of, suggestion
-from distap.storage.locations import from_folder, parse_source
+from distap.storage.locations import from_folder
 from distap.storage.redact import without_secrets
 from distap.storage.texts import MOST_TEXT, read_text
 
@@ -37,22 +37,21 @@ Place = Callable[[str], str]  # where a dotted key stands, such as recipe.yaml:3
 def load_recipe(
     source: Path | Mapping[str, Any],
     overrides: Sequence[str | Mapping[str, Any]] | Mapping[str, Any] = (),
-    data_at_hand: bool = False,
 ) -> Recipe:
     """Read a recipe from a YAML file, by name, or from a dict, and apply overrides in order.
 
     An override is a text such as `optimizer.learning_rate=1e-4`; or a dict, with such keys or nested, in which a dict
     that has a `name` replaces the part that was chosen before. A DistapError names each wrong key or value with its
-    line in the file, and with `data_at_hand` each data set that should be on this machine and is not.
+    line in the file.
     """
     settings = changed_settings(source, overrides)
     if isinstance(source, Mapping):
-        return _checked(Recipe, settings, lambda key: "recipe", data_at_hand)
+        return _checked(Recipe, settings, lambda key: "recipe")
     each = [overrides] if isinstance(overrides, Mapping) else overrides
     changed = [
         key for one in each for key in (dict(by_path(one, ".")) if isinstance(one, Mapping) else [one.split("=")[0]])
     ]
-    return _checked(Recipe, settings, partial(_place, source, changed), data_at_hand)
+    return _checked(Recipe, settings, partial(_place, source, changed))
 
 
 def changed_settings(
@@ -129,13 +128,11 @@ def _place(source: Path, changed: Sequence[str], key: str) -> str:
     return f"{source}:{line}" if line else str(source)
 
 
-def _checked(kind: type[R], settings: dict[str, Any], where: Place, data_at_hand: bool = False) -> R:
+def _checked(kind: type[R], settings: dict[str, Any], where: Place) -> R:
     try:
         recipe = kind.model_validate(settings)
     except ValidationError as error:
         raise _refused(list(map(dict, error.errors())), settings, where, kind) from error
-    if data_at_hand and isinstance(recipe, Recipe):
-        _require_data(recipe, where)
     if wrong := list(_build_parts(vars(recipe), keeps_given=kind is NetworkRecipe)):
         raise _refused(wrong, settings, where, kind)
     return recipe
@@ -161,18 +158,6 @@ def _refused(
 ) -> DistapError:
     problems = merged(_problem(item, settings, kind) for item in wrong)
     return DistapError("\n".join(f"{where(told.partition(':')[0])}: {told}" for told in problems))
-
-
-def _require_data(recipe: Recipe, where: Place) -> None:
-    also = {f"evaluation.also.{name}.data": each.data for name, each in recipe.evaluation.also.items()}
-    own = {"data.train": recipe.data.train_source, "data.validation": recipe.data.validation_source}
-    missing = []
-    for key, data in (own | also).items():
-        place = parse_source(data) if data else None
-        if place and place.kind != "hf" and not place.scheme and not Path(place.base).exists():
-            missing.append(f"{where(key)}: {key}: {data}: no such data set: there is no {place.base}")
-    if missing:
-        raise DistapError("\n".join(missing))
 
 
 def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:

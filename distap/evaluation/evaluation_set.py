@@ -164,7 +164,6 @@ class DescribedSet:
         elif not of.draws:
             by_class = result.class_figures(torch.from_numpy(labels[: len(self.queries)]).to(result.first_positive))
             found_by["classes"] = {str(class_name[label]): own for label, own in by_class.items()}
-            found_by["precision_at_recall"] = result.precision_at_recall.tolist()
             found_by["hits"] = self._retrieved(result)
         drawn = f"an image a class, drawn {len(found)} times" if of.draws else None
         return Evaluation(

@@ -47,9 +47,9 @@ class Chart:
     """Axes that span the given points (at least one), and the lines to draw between them."""
 
     def __init__(
-        self, points: Sequence[Point], x_label: str, y_label: str, y_format: Format = plain, from_zero: bool = False
+        self, points: Sequence[Point], y_label: str, y_format: Format = plain, from_zero: bool = False
     ) -> None:
-        self.x_label, self.y_label, self.y_format = x_label, y_label, y_format
+        self.y_label, self.y_format = y_label, y_format
         self.lines: list[tuple[Series, list[Point]]] = []
         xs, ys = [x for x, _ in points], [y for _, y in points]
         low, high = (0.0 if from_zero else min(ys)), max(ys)
@@ -85,7 +85,7 @@ class Chart:
 
 
 def line_chart(
-    series: Sequence[Series], y_label: str, y_format: Format = plain, from_zero: bool = False, x_label: str = "step"
+    series: Sequence[Series], y_label: str, y_format: Format = plain, from_zero: bool = False
 ) -> Chart | None:
     """Return a chart of lines with a colour and a dash pattern each; None if no point can be drawn."""
     # A series without points keeps its colour and its place in the legend, so that a run looks alike in all charts.
@@ -93,7 +93,7 @@ def line_chart(
     points = [point for _, line in lines for point in line]
     if not points:
         return None
-    chart = Chart(points, x_label, y_label, y_format, from_zero)
+    chart = Chart(points, y_label, y_format, from_zero)
     chart.lines = lines
     return chart
 

@@ -1,6 +1,5 @@
-"""Choose the queries and classes that a report shows as pictures, with their retrieved images."""
+"""Choose the queries that a report shows as pictures, with their retrieved images."""
 
-from collections import Counter
 from collections.abc import Callable
 from functools import reduce
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from distap.evaluation.saved import Retrieved
 from distap.randomness import permutation
 
-RANDOM, HARDEST, CONFUSED, HITS = 10, 8, 12, 10
+RANDOM, HARDEST, HITS = 10, 8, 10
 FRAMES = "Best first: images of the query's class have a green frame (✓), others a dashed red one (✗)."
 
 
@@ -41,15 +40,6 @@ class Sheet(NamedTuple):
     examples: list[Example]
 
 
-class Confusion(NamedTuple):
-    """Queries of one class whose nearest image is of another class."""
-
-    query: Picture  # one of them
-    found: Picture
-    mistakes: int
-    queries: int  # of the class
-
-
 class ContactSheets:
     """Choose pictures from the hits of several networks on one data set; the last network decides what is hard."""
 
@@ -70,24 +60,6 @@ class ContactSheets:
             self._sheet("Hardest queries", lowest, hardest),
         ]
         return [sheet for sheet in sheets if sheet.examples]
-
-    def confusions(self) -> list[Confusion]:
-        """Return the pairs of classes that the last network confuses most often."""
-        retrieved = self._retrieved[self._last]
-        mistakes = _mistakes(retrieved)
-        example = {pair: row for row, pair in reversed(mistakes)}
-        pairs = Counter(pair for _, pair in mistakes)
-        sizes = np.bincount(retrieved.label[retrieved.first_positive > 0], minlength=len(retrieved.class_name))
-        frequent = sorted(pairs, key=lambda pair: (-pairs[pair], -pairs[pair] / sizes[pair[0]], pair))[:CONFUSED]
-        return [
-            Confusion(
-                self._picture(retrieved, example[pair]),
-                self._picture(retrieved, int(retrieved.neighbours[example[pair], 0])),
-                pairs[pair],
-                int(sizes[pair[0]]),
-            )
-            for pair in frequent
-        ]
 
     def _sheet(self, title: str, about: str, chosen: NDArray[np.int64]) -> Sheet:
         return Sheet(title, about, [self._example(sample) for sample in self._queries[chosen].tolist()])
@@ -116,12 +88,3 @@ def _positives(retrieved: Retrieved, row: int) -> int:
     # Another gallery follows all queries; else a query is among the images that others can find, but not for itself.
     start = last + 1 if found.size and found.min() > last else 0
     return int((retrieved.label[start:] == retrieved.label[row]).sum()) - int(row >= start)
-
-
-def _mistakes(retrieved: Retrieved) -> list[tuple[int, tuple[int, int]]]:
-    """Return the rows of queries whose nearest image is of another class, with both classes."""
-    if not retrieved.neighbours.shape[1]:
-        return []
-    nearest = retrieved.label[retrieved.neighbours[:, 0]]
-    wrong = np.flatnonzero((retrieved.first_positive > 0) & (nearest != retrieved.label))
-    return [(row, (int(retrieved.label[row]), int(nearest[row]))) for row in wrong.tolist()]

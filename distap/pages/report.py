@@ -16,7 +16,7 @@ from distap.data.images.whole_images import EncodedImages, Thumbnails
 from distap.errors import DistapError
 from distap.evaluation.saved import Evaluation, Retrieved
 from distap.pages.charts import MOST_POINTS, Chart, Series, line_chart, percent
-from distap.pages.contact_sheets import Confusion, ContactSheets, Sheet
+from distap.pages.contact_sheets import ContactSheets, Sheet
 from distap.pages.page import THUMBNAIL, write_page
 from distap.pages.runs import Run, differing_settings, read_run, run_names
 from distap.retrieval.descriptor_files import reading
@@ -69,7 +69,7 @@ def _written(folders: Sequence[Path], output: Path | None, reload: int | None) -
     read = {name: each.retrieved() for name, each in evaluations.items()}
     retrieved = {name: each for name, each in read.items() if each is not None}
     seconds = stage_seconds(runs)
-    sheets, confusions, problem = contact_sheets(evaluations, retrieved, runs[-1].recipe)
+    sheets, problem = contact_sheets(evaluations, retrieved, runs[-1].recipe)
     write_page(
         output / PAGE_FILE,
         "report.html",
@@ -85,9 +85,7 @@ def _written(folders: Sequence[Path], output: Path | None, reload: int | None) -
         training=training_charts(runs) if seconds else {},
         thinned=max(len(run.steps) for run in runs) if any(len(run.steps) > MOST_POINTS for run in runs) else 0,
         seconds=seconds,
-        precision=_precision_charts(evaluations),
         sheets=sheets,
-        confusions=confusions,
     )
     summaries = {run.name: run.summary() for run in runs}
     summary: dict[str, Any] = {"runs": summaries} if several else summaries[runs[0].name]
@@ -97,17 +95,16 @@ def _written(folders: Sequence[Path], output: Path | None, reload: int | None) -
 
 def contact_sheets(
     evaluations: dict[str, Evaluation], retrieved: dict[str, Retrieved], recipe: dict[str, Any]
-) -> tuple[list[Sheet], list[Confusion], str]:
-    """Return sheets of pictures of hits, the confused pairs of classes, and the reason if there are no sheets."""
+) -> tuple[list[Sheet], str]:
+    """Return sheets of pictures of hits, and the reason if there are none."""
     try:
         if len(retrieved) < len(evaluations):
-            return [], [], "neighbours are kept neither of galleries that are drawn nor of sets with a ground truth"
+            return [], "neighbours are kept neither of galleries that are drawn nor of sets with a ground truth"
         if not evaluations:
-            return [], [], ""
-        chosen = ContactSheets(retrieved, _thumbnails(list(evaluations.values()), recipe).jpeg)
-        return chosen.sheets(), chosen.confusions(), ""
+            return [], ""
+        return ContactSheets(retrieved, _thumbnails(list(evaluations.values()), recipe).jpeg).sheets(), ""
     except DistapError as error:
-        return [], [], str(error)
+        return [], str(error)
 
 
 def _recipe_text(recipe: dict[str, Any]) -> str:
@@ -173,10 +170,3 @@ def stage_seconds(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
     }
     used = [stage for stage in CHARTED if any(of_run[stage] for of_run in means.values())]
     return {name: {stage: of_run[stage] for stage in used} for name, of_run in means.items()}
-
-
-def _precision_charts(evaluations: dict[str, Evaluation]) -> dict[str, Chart | None]:
-    """Return precision over recall, with a line for each network."""
-    precision = [Series(name, list(enumerate(each.precision_at_recall))) for name, each in evaluations.items()]
-    charts = {"Precision over recall": line_chart(precision, "precision", percent, True, "recall, %")}
-    return {title: chart for title, chart in charts.items() if chart}

@@ -31,8 +31,6 @@ class Evaluated:
     in_part: dict[str, Bool[Tensor, " Q"]]  # queries of each part, by the name that comes before the figures'
     first_positive: Int64[Tensor, " Q"]  # rank, from 1, of the best positive; 0 for a query without any
     neighbours: Int64[Tensor, "Q k"]  # the most similar images of the gallery, best first
-    # Mean over the queries of the greatest precision at any recall of at least r, for r = 0, 0.01 ... 1.
-    precision_at_recall: Float64[Tensor, "101"]
 
     @property
     def is_query(self) -> Bool[Tensor, " Q"]:
@@ -124,7 +122,6 @@ def evaluate_descriptors(
     names = [f"{group} {name}".strip() for group in truth.groups for name in computed]
     values = {name: counts.new_zeros(total, dtype=torch.float64) for name in names}
     first, nearest = torch.zeros_like(counts), counts.new_zeros(total, neighbours)
-    curve = counts.new_zeros(101, dtype=torch.float64)
     place = order.argsort()
     for passed in _passes(counts[order], len(gallery), gallery.shape[1], is_symmetric):
         blocks = []
@@ -145,7 +142,6 @@ def evaluate_descriptors(
             first[rows] = every.ranks[:, 0]
             if neighbours:
                 nearest[rows] = order[block.nearest[1]] if is_symmetric else block.nearest[1]
-            curve += Ranked(every.ranks[every.ranks[:, 0] > 0], others).interpolated_precision().sum(0)
             for group, right in truth.groups.items():
                 ranked = every
                 if right is not None and grades is not None:
@@ -160,7 +156,7 @@ def evaluate_descriptors(
     in_part = {"": counts >= 0}
     for part in dict.fromkeys(truth.parts):
         in_part[part] = torch.tensor([own == part for own in truth.parts], dtype=torch.bool, device=counts.device)
-    return Evaluated(values, leading, in_part, first, nearest, curve / (first > 0).sum())
+    return Evaluated(values, leading, in_part, first, nearest)
 
 
 def _passes(counts: Int64[Tensor, " Q"], images: int, dimensions: int, is_one: bool) -> Iterator[list[slice]]:

@@ -62,13 +62,6 @@ class Ranked:
         last = torch.as_tensor(k, device=self.ranks.device).view(-1, 1)
         return ((self.ranks > 0) & (self.ranks <= last)).sum(1).double().masked_fill(self.count == 0, torch.nan)
 
-    def interpolated_precision(self) -> Float64[Tensor, "q 101"]:
-        """Return the greatest precision at recall r or more, for r = 0, 0.01 ... 1. Each query needs a positive."""
-        greatest_behind = self.precision.flip(1).cummax(dim=1).values.flip(1)
-        # Recall r needs r x count positives, rounded up; in integers, since 0.07 x 100 is more than 7.
-        needed = (torch.arange(101, device=self.ranks.device) * self.count[:, None] + 99) // 100
-        return greatest_behind.gather(1, needed.clamp(min=1) - 1)
-
 
 def average_precision(ranked: Ranked, k: int | Int64[Tensor, " q"]) -> Float64[Tensor, " q"]:
     last = torch.as_tensor(k, device=ranked.ranks.device)

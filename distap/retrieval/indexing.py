@@ -147,10 +147,8 @@ class IndexFigures:
     bytes: int  # of the index's file
 
 
-def measure_recall(
-    index: Any, values: Float[np.ndarray, "N C"], queries: Float[np.ndarray, "Q _"] | None = None, at: int = 10
-) -> IndexFigures:
-    """Compare an index with exact search, for at most MEASURED queries.
+def measure_recall(index: Any, values: Float[np.ndarray, "N C"], at: int = 10) -> IndexFigures:
+    """Compare an index with exact search, for at most MEASURED of its rows, each without itself.
 
     An image counts as found if its similarity reaches that of the last exact result. So any of several exact
     duplicates will do.
@@ -158,21 +156,17 @@ def measure_recall(
     Args:
         index: a Faiss index over `values`.
         values: a memory map is read in blocks.
-        queries: held-out queries; None samples rows of `values` and leaves each out of its own results.
         at: number of results per query, at most the size of the gallery.
     """
-    excluded, among = queries is None, values if queries is None else queries
-    own = np.sort(permutation(len(among), 1)[:MEASURED]).astype(np.int64)
-    asked = finite(among[own], 0, "sampled query")
-    at = min(at, len(values) - excluded)
+    own = np.sort(permutation(len(values), 1)[:MEASURED]).astype(np.int64)
+    asked = finite(values[own], 0, "sampled query")
+    at = min(at, len(values) - 1)
     if at < 1 or not len(asked):
         raise DistapError(f"recall: {len(asked)} queries against {len(values)} descriptors leave nothing to find")
-    exact, rows = nearest(asked, values, at + excluded)
+    exact, _ = without_rows(*nearest(asked, values, at + 1), own)
     bounded_threads()
-    found, found_rows = index.search(asked, at + excluded)
-    if excluded:
-        exact, _ = without_rows(exact, rows, own)
-        found, found_rows = without_rows(found, found_rows, own)
+    similar, rows = index.search(asked, at + 1)
+    _, found_rows = without_rows(similar, rows, own)
     # The index may store codes, so compare by the similarities of the descriptors themselves.
     near = np.asarray(values[np.maximum(found_rows, 0)], np.float32)
     similarities = np.einsum("qc,qkc->qk", asked, near)

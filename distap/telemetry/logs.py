@@ -15,20 +15,16 @@ warnings and uncaught exceptions become such lines too. C++ code prints what TOR
 import json
 import logging
 import math
-import select
 import sys
 import threading
 import time
-from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from distap.storage.texts import printable
 
 LogFormat = Literal["text", "json"]
-# Ranks share a pipe, which takes no more than this in one piece.
-LONGEST_LINE = select.PIPE_BUF
+MOST_TEXT = 1500  # characters of a message or of a traceback; ranks share a pipe, which takes 4 KiB in one piece
 CUT = "[...]"
 logger = logging.getLogger("distap")
 
@@ -99,9 +95,10 @@ class TextLines(_Formatter):
 
 
 class JsonLines(_Formatter):
-    """Format a record as one JSON object, short enough for a pipe to take it in one piece."""
+    """Format a record as one JSON object, as a rule short enough for a pipe to take it in one piece."""
 
     def format(self, record: logging.LogRecord) -> str:
+        message = record.getMessage()
         line: dict[str, Any] = {
             "time": self.formatTime(record),
             "level": record.levelname.lower(),
@@ -109,24 +106,14 @@ class JsonLines(_Formatter):
             "rank": origin.rank,
             "step": origin.step,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": message if len(message) <= MOST_TEXT else message[:MOST_TEXT] + CUT,
         }
         for name, figure in getattr(record, "figures", {}).items():
             line[name] = figure if math.isfinite(figure) else None
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-            _shorten(line, "exception", lambda text, room: CUT + text[len(text) - room :])
-        _shorten(line, "message", lambda text, room: text[:room] + CUT)
+            trace = self.formatException(record.exc_info)
+            line["exception"] = trace if len(trace) <= MOST_TEXT else CUT + trace[-MOST_TEXT:]
         return json.dumps(line)
-
-
-def _shorten(line: dict[str, Any], name: str, cut: Callable[[str, int], str]) -> None:
-    """Shorten `text` so that the log line fits into a pipe in one piece."""
-    if len(json.dumps(line)) < LONGEST_LINE:
-        return
-    text = line[name]
-    too_many = bisect_left(range(len(text)), LONGEST_LINE, key=lambda n: len(json.dumps(line | {name: cut(text, n)})))
-    line[name] = cut(text, max(0, too_many - 1))
 
 
 def _word(value: object) -> str:

@@ -33,21 +33,6 @@ def test_a_recipe_in_full_is_the_same_recipe(monkeypatch, capfd, path):
     assert distap(monkeypatch, "config", path.stem) == 0
     printed = capfd.readouterr().out
     assert recipe_from(yaml.safe_load(printed), "printed") == load_recipe(path)
-    assert all(line.rsplit("# ")[-1] in ("recipe", "default") for line in printed.splitlines()[1:] if "#" in line)
-
-
-def test_each_value_says_where_it_comes_from(monkeypatch, capfd, recipe):
-    assert (
-        distap(monkeypatch, "config", recipe, "steps=3", "loss={name: sup_ap, preset: released}", "ema.decay=0.9")
-        == 0
-    )
-    lines = [line.strip() for line in capfd.readouterr().out.splitlines()]
-    for line in (
-        *("steps: 3  # command line", "seed: 0  # default", "image_size: 32  # recipe", "name: random  # recipe"),
-        *("name: sup_ap  # command line", "offset: -3.56  # command line", "rho: 100.0  # default"),
-        *("decay: 0.9  # command line", "batch_size: 8  # recipe"),
-    ):
-        assert line in lines
 
 
 def test_every_key_has_a_meaning_and_takes_no_name_of_a_class():
@@ -83,7 +68,7 @@ def test_other_results_are_json_too(tmp_path, monkeypatch, capfd, recipe, traini
     capfd.readouterr()
     assert distap(monkeypatch, "index", found, tmp_path / "index", "--json") == 0
     indexed = json.loads(capfd.readouterr().out)
-    assert indexed["images"] == 54 and indexed["indexes"][0]["recall"] == 1
+    assert indexed["images"] == 54 and indexed["recall"] == 1
 
 
 @pytest.mark.parametrize("ranks", ["0", "many", "-1"])

@@ -53,13 +53,6 @@ def labelled_figures(orders: dict[int, list[bool]], at: Sequence[int]) -> dict[s
     }
 
 
-def interpolated_precision(right: list[bool]) -> list[float]:
-    """Greatest precision at any recall of at least r, for r = 0, 0.01 ... 1."""
-    count = sum(right)
-    points = [(sum(right[:place]), sum(right[:place]) / place) for place in range(1, len(right) + 1)]
-    return [max(precision for found, precision in points if 100 * found >= r * count) for r in range(101)]
-
-
 def trapezoid_average_precision(right: list[bool]) -> float:
     """Area under the curve of precision over recall, straight between the places before and at each positive."""
     area, recall, precision = 0.0, 0.0, 1.0

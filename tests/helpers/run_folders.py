@@ -86,8 +86,7 @@ def write_retrieved(run: Path, step: int, each: Retrieved, figures: dict[str, fl
     """Keep an evaluation in a run; its folder."""
     gain, folder = 0.1 * bool(step), folder_of_step(run, step)
     classes = {name: {"queries": 4, "mAP": number / 20 + gain} for number, name in enumerate("abcdefghijklmn")}
-    curve = [1 - recall / 101 for recall in range(101)]
-    about = {"data": "d", "fingerprint": "f", "images": 40, "precision_at_recall": curve, "classes": classes, **about}
+    about = {"data": "d", "fingerprint": "f", "images": 40, "classes": classes, **about}
     figures = {name: value + gain * (figures is FIGURES) for name, value in figures.items()}
     queries = int((each.first_positive > 0).sum())
     Evaluation(figures=figures, queries=queries, hits=each, **about).save(folder, step=step)

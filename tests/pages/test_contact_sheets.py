@@ -1,5 +1,3 @@
-from collections import Counter
-
 import numpy as np
 from run_folders import retrieved
 
@@ -24,20 +22,3 @@ def test_the_hardest_queries_are_those_with_the_lowest_precision():
         hits = example.answers[1].hits
         assert [hit.key for hit in hits] == [f"key-{hit}" for hit in last.neighbours[row]]
         assert [hit.right for hit in hits] == [last.label[hit] == last.label[row] for hit in last.neighbours[row]]
-
-
-def test_confused_classes_are_counted_by_query_and_nearest_image():
-    both = {"before": retrieved(), "after": retrieved(1)}
-    counts, after = Counter(), both["after"]
-    for row in range(40):
-        pair = after.label[row], after.label[after.neighbours[row, 0]]
-        if after.first_positive[row] and pair[0] != pair[1]:
-            counts[f"class-{pair[0]}", f"class-{pair[1]}"] += 1
-    pairs = ContactSheets(both, lambda _: None).confusions()
-    assert [pair.mistakes for pair in pairs] == [count for _, count in counts.most_common(12)]
-    for pair in pairs:
-        names = pair.query.label, pair.found.label
-        assert pair.mistakes == counts[names]
-        of_class = after.label == int(names[0].removeprefix("class-"))
-        assert pair.queries == sum(of_class & (after.first_positive > 0))
-    assert len({(pair.query.label, pair.found.label) for pair in pairs}) == len(pairs)

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_trainings import recipe, train
+from small_trainings import train
 
 from distap.errors import DistapError
-from distap.registry import REGISTRY, build_part
+from distap.registry import REGISTRY
 from distap.telemetry.loggers.loggers import LoggedRun, finite_figures, opened_loggers, prepare_loggers
 from distap.telemetry.loggers.mlflow import MLflow
 from distap.telemetry.loggers.tensorboard import TensorBoard

@@ -15,9 +15,8 @@ from distap.telemetry.loggers.loggers import LoggedRun, Outcome
 class WeightsAndBiases:
     """`loggers.wandb`, which has no keys; the API key comes from WANDB_API_KEY, another server from WANDB_BASE_URL.
 
-    The project is WANDB_PROJECT, or `distap`. WANDB_MODE=offline writes files to RUN/wandb for `wandb sync`. W&B reads
-    the user or team from WANDB_ENTITY and the group of runs from WANDB_RUN_GROUP. The id of the run stays in
-    RUN/loggers/wandb.
+    The project is WANDB_PROJECT, or `distap`. WANDB_MODE=offline writes files to RUN/wandb for `wandb sync`. The user
+    or team is WANDB_ENTITY, the group of runs WANDB_RUN_GROUP. The id of the run stays in RUN/loggers/wandb.
     """
 
     def prepare(self) -> None:
