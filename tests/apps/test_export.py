@@ -110,13 +110,6 @@ def test_both_programs_describe_as_the_checkpoint_does(exported, count):
         torch.testing.assert_close(found.norm(dim=1), torch.ones(count))
 
 
-def test_onnx_says_what_it_takes(exported):
-    model = onnx.load(exported.output / "model.onnx")
-    lengths = [each.dim_param or each.dim_value for each in model.graph.input[0].type.tensor_type.shape.dim]
-    assert lengths == ["batch", 3, SIZE, SIZE]
-    assert model.graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.UINT8
-
-
 def test_an_export_can_be_loaded_again(exported):
     network = distap_library.load(exported.output, device="cpu")
     assert network.describer.described_by == exported.describer.described_by
@@ -276,13 +269,6 @@ def test_another_network_is_not_taken_for_the_one_that_was_exported():
         agreement("model.pt2", MultiScaleNetwork(network(), whitening=whitening_tensors()), cases)
 
 
-def test_numbers_that_are_not_finite_are_not_exported():
-    broken = network()
-    broken.head.weight.data[0, 0] = float("nan")
-    with pytest.raises(DistapError, match="not finite"):
-        cases_of(broken, SIZE)
-
-
 # What cannot be exported
 
 
@@ -318,14 +304,6 @@ def test_an_operator_that_onnx_lacks_is_named(tmp_path):
         save_onnx(program, tmp_path / "model.onnx", {})
 
 
-def test_exporting_leaves_the_network_as_it_was():
-    inner = network()
-    before = {name: (value.clone(), value.stride()) for name, value in inner.state_dict().items()}
-    exportable(MultiScaleNetwork(inner))
-    assert inner.memory_format == torch.channels_last and all(p.requires_grad for p in inner.parameters())
-    assert all(torch.equal(v, before[n][0]) and v.stride() == before[n][1] for n, v in inner.state_dict().items())
-
-
 # Other networks, other ways
 
 
@@ -341,19 +319,12 @@ def held_to_the_network(folder, several, image_size, dynamic_size=False):
     assert all(each.largest_difference < 1e-5 and each.smallest_cosine > 1 - 1e-6 for each in found)
 
 
-@pytest.mark.parametrize("projection", [None, 16])
-def test_without_whitening_the_network_s_own_end_is_exported(tmp_path, projection):
-    held_to_the_network(tmp_path, MultiScaleNetwork(network(projection=projection)), SIZE)
-
-
 @pytest.mark.parametrize(
     ("backbone", "pooling", "options"),
     [
         ("test_vit", "cls", {"layer_norm": True}),
         ("test_vit", "cls_mean", {"projection": 16}),
         ("resnet10t", "rmac", {}),
-        ("resnet10t", "max", {"layer_norm": True, "projection": 16}),
-        ("deit_tiny_distilled_patch16_224", "mean", {}),
     ],
 )
 def test_every_pooling_and_head_is_exported(tmp_path, backbone, pooling, options):

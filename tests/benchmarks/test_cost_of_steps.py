@@ -1,28 +1,23 @@
 """The cost model: its counts against PyTorch's own, its formulas by hand, its bytes against real steps."""
 
-import io
 import json
 import re
 
 import pytest
 import torch
 from networks import random_network
-from ranks import on_ranks
-from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.measuring import collectives_of, graph_bytes
+from benchmarks.measuring import graph_bytes
 from benchmarks.plan.cards import machine_of
 from benchmarks.plan.command import parse_gpus, parse_rate, plan_command
-from benchmarks.plan.measuring import Trial
 from benchmarks.plan.network_cost import Line, NetworkCost, changed, network_cost
-from benchmarks.plan.planning import cost_plan, plan_tables
+from benchmarks.plan.planning import cost_plan
 from benchmarks.plan.step_cost import Machine, NetworkLink, StepCost
 from distap.config.reading import recipe_from
 from distap.config.recipe import Recipe
 from distap.errors import DistapError
 from distap.precision import autocast
-from distap.world import World
 
 SIZE = 64
 NOTHING = Line(0, 0)
@@ -93,41 +88,6 @@ def test_more_gpus_are_faster_and_never_beyond_linear():
     )
 
 
-SMALL = {"data": {"train": "nowhere", "image_size": 32}, "sampling": {"name": "random", "batch_size": 32}}
-
-
-ENGINES = ({"name": "ddp"}, {"name": "fsdp"}, {"name": "fsdp", "reshard": True})
-
-
-def bytes_of_steps(world: World) -> list[list[dict[str, float]]]:
-    """Of each engine, bytes that are gathered and that are reduced in a step: as seen, and as predicted."""
-    found = []
-    for engine in ENGINES:
-        keep = 0 if engine.get("reshard") else 2
-        small = recipe(**SMALL, engine=engine, replay={"size": 4, "keep": keep})
-        network = network_cost(small)
-        step, images = Trial(small, 32, network, world).step(24, keep)
-        step(images, 0.0)
-        seen = [(one.name, one.bytes) for one in collectives_of(lambda step=step, images=images: step(images, 0.0))]
-        stages = StepCost(small, 24, network, MACHINE, world.size).transfers
-        expected = [(one.kind, one.payload * one.calls) for stage in stages.values() for one in stage]
-        found.append([gathered_and_reduced(each) for each in (seen, expected)])
-    return found
-
-
-def gathered_and_reduced(collectives: list[tuple[str, float]]) -> dict[str, float]:
-    """Gloo reduces where a network of GPUs would reduce and scatter; what is handed over is the same."""
-    gathered = sum(size for name, size in collectives if "all_gather" in name)
-    return {"gathered": gathered, "reduced": sum(size for _, size in collectives) - gathered}
-
-
-@pytest.mark.slow
-def test_engines_send_what_is_predicted():
-    for seen, predicted in on_ranks(2, bytes_of_steps)[0]:
-        # Beside it there are flags and sums of a few bytes, and small parameters that are never shared out.
-        assert seen == pytest.approx(predicted, rel=0.01)
-
-
 def test_a_plan_of_a_data_sheet_is_printed_and_says_what_it_rests_on(tmp_path, capfd):
     asked = recipe(steps=None, epochs=7, data={"train": str(tmp_path / "later"), "image_size": SIZE})
     config = tmp_path / "recipe.yaml"
@@ -136,18 +96,6 @@ def test_a_plan_of_a_data_sheet_is_printed_and_says_what_it_rests_on(tmp_path, c
     said = capfd.readouterr().out
     assert "l4 by its data sheet, of which nothing was measured" in said and "resnet10t at 64 px" in said
     assert "on 8 GPUs set replay.size=4" in said and "hours are unknown" in said
-
-
-def test_this_machine_is_measured_and_its_plan_fits_a_terminal():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # more would wait for each other where other tests take the cores
-    try:
-        plan = cost_plan(recipe(**SMALL), 16, [1, 2], 1e9, 8, card=None)
-    finally:
-        torch.set_num_threads(threads)
-    console = Console(width=110, record=True, file=io.StringIO())
-    console.print(*plan_tables(plan["steps"]))
-    assert "…" not in console.export_text()
 
 
 def test_mistakes_are_named():

@@ -9,19 +9,6 @@ from benchmarks.fetch import emoji
 from distap.errors import DistapError
 
 
-@pytest.mark.slow
-def test_the_set_from_the_registry_is_the_one_the_figures_are_of(tmp_path):
-    vendors = emoji.download(emoji.VENDORS, tmp_path)
-    classes = emoji.shared_icons([set(vendor.drawings) for vendor in vendors])
-    assert len(classes) == 1591
-    assert sum(name in vendor.drawings for name in classes for vendor in vendors) == 11290
-    assert len(classes) - emoji.TRAIN_CLASSES == 796
-    assert not any("skin-tone" in name for name in classes)
-    one = {"fxemoji": (emoji.VENDORS["fxemoji"][0], emoji.VENDORS["noto"][1])}
-    with pytest.raises(DistapError, match=r"fxemoji-1\.2\.2\.tgz is not the archive that this distap knows"):
-        emoji.download(one, tmp_path)
-
-
 def test_an_icon_of_a_package_is_drawn_whole_on_white(tmp_path):
     icons = {"dot": {"body": '<circle cx="5" cy="5" r="5"/>'}, "wide": {"body": "<g/>", "width": 20, "left": 3}}
     files = {

@@ -2,13 +2,12 @@ import io
 import json
 import tarfile
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFont
 
-from benchmarks.fetch import glyphs, rendered_sets
-from benchmarks.fetch.glyphs import Font, Task
+from benchmarks.fetch import glyphs
+from benchmarks.fetch.glyphs import Font
 
 AILERON = ImageFont.load_default(10).path.getvalue()  # a TrueType font of Latin that Pillow holds
 RANGES = "U+30-39,U+41-5A,U+61-7a,U+2c,U+4e00"  # with a mark and an ideograph that are not to be drawn
@@ -73,21 +72,3 @@ def test_a_character_that_most_fonts_draw_as_another_is_no_class():
     classes = parts["train"] | parts["test"]
     assert sorted(classes) == ["A", "Б", "б"]
     assert not {*FONTS[:2]} & set(classes["б"])
-
-
-@pytest.mark.slow
-def test_a_font_of_the_registry_is_drawn_in_its_weight(tmp_path):
-    fonts = [font for font in glyphs.listed_fonts() if font.name in ("noto-sans-hebrew", "noto-sans-kr")]
-    assert [font.variable for font in fonts] == [True, False]
-    archives = rendered_sets.fetch_packages(
-        [f"{f.package}@{f.version}" for f in fonts], tmp_path, lambda items, *_: items
-    )
-    korean, hebrew = (
-        glyphs.survey(Task(font, archive, 64, tmp_path / f"{font.name}.json", {}))
-        for font, archive in zip(fonts, archives, strict=True)
-    )
-    assert sum("א" <= character <= "ת" for character in hebrew.digests) == 27
-    assert sum("가" <= character <= "힣" for character in korean.digests) == 11_172
-    black = fonts[0]._replace(weight=900)
-    bolder = glyphs.survey(Task(black, archives[0], 64, tmp_path / "black.json", {}))
-    assert bolder.digests["가"] != korean.digests["가"]

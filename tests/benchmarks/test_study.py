@@ -188,15 +188,6 @@ def test_results_of_other_settings_or_without_a_figure_are_not_shown(study, tmp_
         Results(grid, 3, old.done).rows()
 
 
-def test_new_results_are_compared_with_the_interval_where_they_are_expected(study, tmp_path):
-    grid = Grid(study(), tmp_path)
-    published = made_results(grid, lambda point, rate, seed: 0.30 + 0.01 * seed)
-    found = made_results(grid, lambda point, rate, seed: 0.32 if point == "own" else 0.40)
-    (near,) = (line for line in comparison(found, published) if line.startswith("own:"))
-    assert ", within 31.0" in near
-    assert [line.split(":")[0] for line in comparison(found, published) if "NOT within" in line] == ["ap_q"]
-
-
 def test_a_line_that_was_cut_short_is_left_out_and_a_damaged_one_is_named(tmp_path):
     path, whole = tmp_path / "results.jsonl", json.dumps({"names": {}})
     path.write_text('{"names": {"loss"')

@@ -1,15 +1,11 @@
 """The dashboard: Grafana's own schema, what its panels say of themselves, and the metrics that distap exports."""
 
-import copy
 import json
 import re
 from typing import Any
 
 import pytest
-from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.cog.plugins import register_default_plugins
-from grafana_foundation_sdk.models.dashboard import Dashboard
-from monitors import dashboard, leaves, names_in, panel_expressions, rules
+from monitors import dashboard, names_in, panel_expressions, rules
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -17,10 +13,8 @@ from distap.apps.serve.guard import ServingMetrics
 from distap.data.images.decoding import REASONS
 from distap.telemetry.metrics import TrainingMetrics
 
+
 # Of Prometheus's annotations, which the schema of dashboards leaves to the data source.
-OF_ANNOTATIONS = {"step", "titleFormat", "textFormat"}
-
-
 @pytest.fixture(scope="module")
 def panels() -> list[dict[str, Any]]:
     return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
@@ -39,34 +33,6 @@ def exported(families) -> dict[str, set[str]]:
     """The series of each metric, by its name; of a summary its sum and count."""
     suffixes = {"counter": ["_total"], "summary": ["_sum", "_count"], "histogram": ["_bucket"], "info": ["_info"]}
     return {one.name: {one.name + suffix for suffix in suffixes.get(one.type, [""])} for one in families}
-
-
-def unknown_to_grafana(board: dict[str, Any]) -> set[str]:
-    """Paths of what Grafana's models do not hold."""
-    register_default_plugins()
-    held = json.loads(JSONEncoder().encode(Dashboard.from_json(copy.deepcopy(board))))
-    missing = {path for path, value in leaves(board) - leaves(held) if value != "{}"}
-    return {path for path in missing if path.rpartition(".")[2] not in OF_ANNOTATIONS}
-
-
-def test_grafana_knows_every_key_of_the_dashboard():
-    board = dashboard()
-    assert unknown_to_grafana(board) == set()
-    board["panels"][1]["fieldConfig"]["defaults"]["units"] = "s"
-    assert unknown_to_grafana(board) == {".panels.1.fieldConfig.defaults.units"}
-
-
-def test_no_panel_lies_over_another_and_each_says_what_it_shows_and_in_which_unit(panels):
-    taken = set()
-    for panel in dashboard()["panels"]:
-        at = panel["gridPos"]
-        assert at["x"] + at["w"] <= 24
-        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
-        assert not cells & taken, panel["title"]
-        taken |= cells
-    for panel in panels:
-        assert panel["description"].endswith(".") and panel["fieldConfig"]["defaults"]["unit"], panel["title"]
-    assert len({panel["title"] for panel in panels}) == len(panels)
 
 
 def test_every_query_is_of_the_chosen_data_source_namespace_and_training(panels):

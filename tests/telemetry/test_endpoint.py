@@ -78,11 +78,6 @@ def test_metrics_that_come_later_are_answered(endpoint):
     assert status == 200 and "late 2.0" in text
 
 
-def test_other_paths_are_not_found(endpoint):
-    status, text = ask(f"{endpoint[1]}/")
-    assert status == 404 and "/readyz" in text
-
-
 @pytest.mark.parametrize("sent", [b"", b"GET /metrics HTTP/1.1\r\nHost: local"])
 def test_connections_without_a_whole_request_keep_no_probe_out_and_are_closed(endpoint, monkeypatch, sent):
     monkeypatch.setattr(distap.telemetry.endpoint.RequestHandler, "timeout", 2.0)
@@ -116,35 +111,12 @@ def test_a_port_that_is_taken_is_passed_over_with_a_message(taken_port, caplog):
             assert answer.status == 200
 
 
-def test_when_all_ports_are_taken_the_first_is_named(taken_port, monkeypatch):
-    monkeypatch.setattr(distap.telemetry.endpoint, "MOST_PORTS", 1)
-    with (
-        pytest.raises(DistapError, match=rf"cannot listen on 127\.0\.0\.1:{taken_port}: Address already in use"),
-        Endpoint().served(taken_port, "127.0.0.1"),
-    ):
-        pass
-
-
 def test_an_address_of_another_host_is_refused():
     with (
         pytest.raises(DistapError, match=r"cannot listen on 192\.0\.2\.1:"),
         Endpoint().served(free_ports(1), "192.0.2.1"),
     ):
         pass
-
-
-def test_without_a_port_nothing_is_answered():
-    with Endpoint().served(None, "127.0.0.1") as endpoint:
-        assert isinstance(endpoint, Endpoint)
-
-
-def test_it_answers_on_ipv6():
-    port = free_ports(1)
-    try:
-        with Endpoint().served(port, "::1"):
-            assert ask(f"http://[::1]:{port}/healthz")[0] == 200
-    except DistapError as error:
-        pytest.skip(f"no IPv6 here: {error}")
 
 
 def test_a_folder_for_the_metrics_of_other_programs_is_left_alone():

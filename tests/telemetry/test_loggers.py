@@ -2,9 +2,7 @@ import json
 import shutil
 import socket
 import struct
-import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -266,30 +264,6 @@ def test_why_a_logger_fails_is_said_without_the_password_of_its_address(tmp_path
         log_steps(chosen, logged_run(tmp_path), [1])
     assert "loggers.mlflow: figures are lost: MlflowException" in caplog.text
     assert "http://127.0.0.1" in caplog.text and "password" not in caplog.text
-
-
-HANGING = """
-    import sys
-    from pathlib import Path
-    from distap.telemetry.loggers.loggers import LoggedRun, opened_loggers, prepare_loggers
-    from distap.telemetry.loggers.weights_and_biases import WeightsAndBiases
-
-    chosen = {"wandb": WeightsAndBiases()}
-    prepare_loggers(chosen)
-    with opened_loggers(chosen, LoggedRun(Path(sys.argv[1]), "mine", {}, 0, 1), print) as log:
-        log({"step": 1, "time": 0.0, "loss": 0.5})
-    sys.exit(75)
-"""
-
-
-def test_a_process_ends_with_its_status_where_a_package_would_wait_for_the_network(tmp_path, silent_server):
-    environment = {"WANDB_BASE_URL": silent_server, "WANDB_API_KEY": "0" * 40, "HOME": str(tmp_path)}
-    environment |= {"WANDB_INIT_TIMEOUT": "2", "WANDB_FINISH_TIMEOUT": "2"}
-    command = [sys.executable, "-c", textwrap.dedent(HANGING), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 75, done.stderr
-    assert done.stdout == "wandb\n" * 2
-    assert "loggers.wandb: figures are lost: CommError" in done.stderr
 
 
 @pytest.mark.parametrize("name", REGISTRY["logger"])

@@ -1,7 +1,5 @@
 import json
 import logging
-import os
-import pty
 import re
 import signal
 import subprocess
@@ -116,35 +114,6 @@ def test_a_name_cannot_command_the_terminal_that_shows_a_log():
         "distap", logging.WARNING, "", 0, "%s: damaged", ("\x1b]0;mine\x07\x9b2J\r\tab\n",), None
     )
     assert TextLines().format(record).endswith(r"\x1b]0;mine\x07\x9b2J\x0d" + "\tab\n: damaged")
-
-
-def said_to_a_terminal(form: str) -> str:
-    """What the process shows where its standard error is a terminal."""
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", textwrap.dedent(SPEAKING), form, "0"]
-    process = subprocess.Popen(command, stderr=theirs, env={**os.environ, "TERM": "xterm"})
-    os.close(theirs)
-    shown = b""
-    try:
-        while part := os.read(ours, 65536):
-            shown += part
-    except OSError:  # how Linux says that nobody holds the other end
-        pass
-    os.close(ours)
-    process.wait(60)
-    return shown.decode()
-
-
-def test_a_terminal_shows_a_bar_and_plain_messages():
-    shown = said_to_a_terminal("text")
-    assert shown.startswith("before the first step\r\n")
-    assert "━" in shown and "3/5" in shown
-
-
-def test_a_terminal_that_is_asked_for_json_gets_it_without_a_bar():
-    shown = said_to_a_terminal("json")
-    assert "━" not in shown
-    assert len([json.loads(line) for line in shown.splitlines()]) == 8
 
 
 def test_a_long_line_is_cut_and_keeps_what_happened():

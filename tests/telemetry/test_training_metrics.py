@@ -3,7 +3,6 @@ import threading
 import urllib.request
 
 import torch
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from servers import free_ports
 
@@ -35,27 +34,6 @@ def test_the_utilization_is_that_of_the_rank_and_not_of_the_thread_that_answers(
     monkeypatch.setattr(torch.cuda, "current_device", present)
     monkeypatch.setattr(torch.cuda, "utilization", utilization)
     assert scraped_utilization() == 0.4
-
-
-def test_a_gpu_that_does_not_tell_its_utilization_costs_no_other_metric(monkeypatch):
-    class NVMLError(Exception):
-        """As of a slice of a GPU, whose utilization nobody knows."""
-
-    def refuse(device: int | None = None) -> int:
-        raise NVMLError("Not Supported")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "utilization", refuse)
-    assert math.isnan(scraped_utilization())
-
-
-def test_the_first_rank_exports_few_series_and_none_that_nothing_reads():
-    registry = CollectorRegistry()
-    TrainingMetrics(True, ("decode_error", "truncated", "crc_mismatch", "missing_field", "too_large"), registry)
-    series = [line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")]
-    assert len(series) < 80
-    assert not any("_bucket{" in line or "_created" in line for line in series)
 
 
 def test_memory_in_use_is_that_of_the_container_without_caches(tmp_path):

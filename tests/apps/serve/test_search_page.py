@@ -118,23 +118,6 @@ def test_the_address_of_a_search_by_key_opens_it_anywhere(url, searcher, browser
     Page(browser, link).wait(f"Most similar to {found[0]}", 4)
 
 
-def test_after_loading_the_page_anew_history_still_leads_to_the_right_searches(url, browser, image):
-    page, driver = Page(browser, f"{url}/"), browser.driver
-    page.choose(image)
-    first = page.wait("Most similar to query.png")[0]
-    page.similar(0)
-    of_key = page.wait(f"Most similar to {first}")
-    driver.refresh()
-    assert page.wait(f"Most similar to {first}") == of_key
-    page.similar(0)
-    page.wait(f"Most similar to {of_key[0]}")
-    driver.back()
-    assert page.wait(f"Most similar to {first}") == of_key
-    driver.back()
-    WebDriverWait(driver, 20).until(lambda _: page.texts("#error")[0].startswith("Choose query.png again"))
-    assert not driver.find_element("id", "results").is_displayed()
-
-
 def test_the_page_says_what_is_wrong_with_a_file(url, browser, tmp_path):
     image = tmp_path / "query.png"
     image.write_bytes(b"no image")
@@ -148,7 +131,7 @@ def test_the_page_says_what_is_wrong_with_a_file(url, browser, tmp_path):
 
 
 @pytest.mark.parametrize("root_path", ["", "/pictures/of"])
-def test_the_page_works_below_a_path(gallery, url, searcher, browser, tmp_path, image, root_path):
+def test_the_page_works_below_a_path(gallery, url, browser, tmp_path, image, root_path):
     def below(server):
         with proxy(server, "/pictures/of/") as address:
             page = Page(browser, address)

@@ -9,12 +9,9 @@ import httpx
 import numpy as np
 import pytest
 from commands import distap
-from costly_images import KINDS, costly_image
 from galleries import upload
 from serving import BAD, MULTIPART, body, resident, serving
 
-from distap.apps.serve.limits import ServeSettings
-from distap.apps.serve.server import listening
 from distap.retrieval.index_files import Hit
 
 ALIKE = 1e-5  # similarities, whatever the number of threads
@@ -39,16 +36,11 @@ def require_refused(answer: httpx.Response, status: int, reason: str) -> None:
     assert error["message"] and "Traceback" not in answer.text
 
 
-@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"])
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "TIFF"])
 def test_an_upload_is_answered_as_the_network_and_the_index_would(url, searcher, form):
     image = upload(7, form)
     answer = httpx.post(f"{url}/api/search", files={"image": ("x", image)}, data={"k": 5})
     require_right(answer, searcher.by_image(image, 40), 5)
-
-
-def test_without_k_there_are_ten_hits(url, searcher):
-    answer = httpx.post(f"{url}/api/search", files={"image": upload(8)})
-    require_right(answer, searcher.by_image(upload(8), 40), 10)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -83,8 +75,6 @@ def test_a_key_finds_what_is_most_similar_to_it(url, searcher):
         ({"key": "no/such"}, 404, "not_found"),
         ({}, 422, "bad_request"),
         ({"key": "x", "k": 0}, 422, "bad_request"),
-        ({"key": "x", "k": 51}, 422, "bad_request"),
-        ({"key": "x", "k": "many"}, 422, "bad_request"),
         ({"key": "x" * 5000}, 422, "bad_request"),
     ],
 )
@@ -117,15 +107,6 @@ def test_every_answer_has_security_headers_and_errors_have_one_form(url):
         assert "server" not in answer.headers
     require_refused(httpx.get(f"{url}/nothing"), 404, "not_found")
     require_refused(httpx.delete(f"{url}/api/search"), 405, "bad_request")
-
-
-def test_openapi_describes_uploads_and_hits(url):
-    about = httpx.get(f"{url}/openapi.json").json()
-    post = about["paths"]["/api/search"]["post"]
-    assert "image" in post["requestBody"]["content"]["multipart/form-data"]["schema"]["properties"]
-    assert set(about["components"]["schemas"]["HitAnswer"]["properties"]) == {
-        *("rank", "key", "class", "similarity", "picture")
-    }
 
 
 def counted(url: str, name: str) -> float:
@@ -205,19 +186,6 @@ def test_asked_to_stop_it_finishes_what_is_under_way(gallery, searcher, tmp_path
         job.wait_until_none_is_left()
 
 
-def test_costly_images_cost_the_server_no_memory(gallery, tmp_path):
-    limits = {"threads": 1, "max_pixels": 4_000_000, "max_upload_bytes": 1_000_000, "decode_bytes": 30_000_000}
-    with serving(gallery, tmp_path, **limits) as (url, job):
-        assert httpx.post(f"{url}/api/search", files={"image": upload(9)}, timeout=60).status_code == 200
-        before = resident(job.process.pid)
-        for kind in KINDS:
-            answer = httpx.post(f"{url}/api/search", files={"image": costly_image(kind, 1900)}, timeout=60)
-            assert answer.status_code in (200, 400, 413), kind
-        assert resident(job.process.pid, "VmHWM") - before < 20_000_000
-        assert httpx.post(f"{url}/api/search", files={"image": upload(9)}, timeout=60).status_code == 200
-        assert "error" not in job.said.lower()
-
-
 def is_closed(host: str, port: int) -> bool:
     try:
         socket.create_connection((host, port)).close()
@@ -243,10 +211,3 @@ def test_without_its_extra_serving_says_what_to_install(gallery, monkeypatch, ca
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert distap(monkeypatch, "serve", gallery.index, "--checkpoint", gallery.run) == 2
     assert "pip install 'distap[serve]'" in capsys.readouterr().err
-
-
-def test_answers_do_not_wait_for_more_to_send():
-    with listening(ServeSettings(port=0)) as listener, socket.create_connection(listener.getsockname()):
-        connection, _ = listener.accept()
-        with connection:
-            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
