@@ -38,9 +38,8 @@ def launch_training(options: list[str], config: Path, overrides: list[str]) -> i
     """Start this host's ranks with torchrun's `options`, such as --nnodes=2; wait for the exit status."""
     from distap.config.reading import load_recipe
     from distap.storage.remotes import UnreachableError
-    from distap.telemetry.terminal import set_up_early_logging, set_up_run_logging
+    from distap.telemetry.terminal import set_up_run_logging
 
-    set_up_early_logging(overrides, rank=None)
     recipe = load_recipe(config, overrides)
     import_module("distap.trainer")  # for the ranks, which are forks
     from distap.training.start_checks import check_start

@@ -2,14 +2,13 @@
 
 import csv
 import io
-import json
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from distap.cli.commands import App
+from distap.cli.commands import JSON, App, print_json
 from distap.data.shards.parallel import usable_cores
 from distap.errors import DistapError
 from distap.storage.locations import parse_source
@@ -170,20 +169,20 @@ def check_command(
 def stats_command(
     source: SOURCE,
     path: INDEX = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="File to write all figures to, as JSON.")] = None,
+    as_json: JSON = False,
 ) -> None:
     """Count images, classes, images a class, bytes, and the files that are left out."""
     from distap.data.shards.load_index import load_index
     from distap.data.shards.statistics import statistics
-    from distap.storage.atomic import write_whole
 
     index = load_index(parse_source(source, path))
     _print_left_out(index.left_out)
     figures = statistics(index)
+    if as_json:
+        print_json(figures)
+        return
     rows = [(name.replace("_", " "), f"{figure:,}") for name, figure in figures.items()]
     print_result(text_table("", "", ("", ""), rows))
-    if json_file is not None:
-        write_whole(json_file, json.dumps(figures, indent=1) + "\n")
 
 
 def _print_indexed(source: Path | str, index: "Index", expected: "Collection[str]" = ()) -> None:

@@ -1,4 +1,4 @@
-"""`distap train` and `distap report`: train a recipe, and write a page about runs."""
+"""`distap train` and `distap report`: train a recipe, and write a page about a run."""
 
 import os
 import sys
@@ -14,7 +14,6 @@ from distap.processes.startup import Startup
 from distap.processes.stopping import end_when_asked, go_deaf
 
 OUTPUT = "Folder to write report.html and summary.json to."
-RESTARTS = "Restart all ranks after a failure, from the newest checkpoint, at most this many times."
 FOLLOW = "Rewrite the page at this interval while a run trains, and let the browser reload it."
 DRY_RUN = "Check the recipe, load the weights and say what would be done, without training."
 
@@ -35,9 +34,7 @@ def train_rank(config: CONFIG, overrides: OVERRIDES = None, take_over: TAKES_OVE
     startup = Startup()
     # Imported here, so that --help does not wait for torch.
     from distap.config.reading import load_recipe
-    from distap.telemetry.terminal import set_up_early_logging
 
-    set_up_early_logging(overrides or [], int(os.environ.get("RANK", "0")))
     recipe = load_recipe(config, overrides or [])
     from distap.trainer import trained
 
@@ -50,7 +47,6 @@ def train_command(
     config: CONFIG,
     overrides: OVERRIDES = None,
     ranks: RANKS = 1,
-    max_restarts: Annotated[int, typer.Option(help=RESTARTS, min=0)] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN)] = False,
     take_over: TAKES_OVER = False,
 ) -> None:
@@ -61,22 +57,19 @@ def train_command(
     overrides = overrides or []
     if ranks == AUTO:
         from distap.config.reading import load_recipe
-        from distap.telemetry.terminal import set_up_early_logging
 
-        set_up_early_logging(overrides, rank=None)
         ranks = ranks_to_start(AUTO, load_recipe(config, overrides).device)
     if dry_run:
         check_training(config, overrides, ranks)
         return
-    if ranks == 1 and max_restarts == 0:
+    if ranks == 1:
         train_rank(config, overrides, take_over)
         return
     from distap.launcher import launch_training
 
     end_when_asked()
     _set_take_over(take_over)
-    options = [f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
-    raise typer.Exit(launch_training(options, config, overrides))
+    raise typer.Exit(launch_training([f"--nproc-per-node={ranks}"], config, overrides))
 
 
 def _set_take_over(take_over: bool) -> None:
@@ -110,39 +103,28 @@ def check_training(config: Path, overrides: list[str], ranks: int) -> None:
 
 
 def report_command(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folder of a training run. Several runs are compared.")
-    ],
-    output: Annotated[Path | None, typer.Option(help=OUTPUT, show_default="the run, or the parent of all")] = None,
+    run: Annotated[Path, typer.Argument(help="Folder of a training run.", show_default=False)],
+    output: Annotated[Path | None, typer.Option(help=OUTPUT, show_default="the run")] = None,
     follow: Annotated[int | None, typer.Option(metavar="SECONDS", help=FOLLOW, min=1)] = None,
     as_json: JSON = False,
 ) -> None:
-    """Write a page about one run, or several side by side: curves, times, figures, neighbours, hardest queries.
+    """Write a page about a run: curves, times, figures, neighbours, hardest queries.
 
     With --json: `report`, the page; and `summary`, as in summary.json: figures `before` and `after` (1 is all),
-    `train_seconds` and `outside_network_share`; of several runs these by name, in `runs`.
+    `train_seconds` and `outside_network_share`.
     """
-    from distap.pages.following import follow_runs
+    from distap.pages.following import follow_run
     from distap.pages.report import report
     from distap.telemetry.terminal import figures_table, print_result
 
     if follow is not None:
-        follow_runs(runs, follow, lambda: report(runs, output, reload=follow)[0])
-    page, summary = report(runs, output)
+        follow_run(run, follow, lambda: report(run, output, reload=follow))
+    page, summary = report(run, output)
     if as_json:
         print_json({"report": str(page), "summary": summary})
         return
-    of_runs = summary.get("runs", {"": summary})
-    columns = {
-        f"{name} {when}".strip(): of_run[when]
-        for name, of_run in of_runs.items()
-        for when in ("before", "after")
-        if of_run[when]
-    }
-    if columns:
+    if columns := {when: summary[when] for when in ("before", "after") if summary[when]}:
         print_result(figures_table(columns))
-    for name, of_run in of_runs.items():
-        share = of_run["outside_network_share"]
-        outside = "" if share is None else f", {100 * share:.1f}% of a step outside the network"
-        print_result(f"{name}: trained in {of_run['train_seconds']:.0f} s{outside}".removeprefix(": "))
-    print_result(f"report: {page}")
+    share = summary["outside_network_share"]
+    outside = "" if share is None else f", {100 * share:.1f}% of a step outside the network"
+    print_result(f"trained in {summary['train_seconds']:.0f} s{outside}", f"report: {page}")

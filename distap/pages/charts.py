@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 HEIGHT = 300  # of the SVG, which is 520 wide, in its own units; the browser scales it
@@ -11,15 +10,6 @@ MOST_POINTS = 400
 
 Point = tuple[float, float]
 Format = Callable[..., str]  # of a number and, if it has to tell more apart, how many digits
-
-
-@dataclass(frozen=True)
-class Series:
-    """A named line; points whose y is None or not finite are left out."""
-
-    name: str
-    points: Sequence[tuple[float, float | None]]
-    marked: bool = False  # draw a dot at each point
 
 
 def plain(value: float, digits: int = 4) -> str:
@@ -44,13 +34,13 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 class Chart:
-    """Axes that span the given points (at least one), and the lines to draw between them."""
+    """A line through the given points (at least one), and axes that span them."""
 
     def __init__(
-        self, points: Sequence[Point], y_label: str, y_format: Format = plain, from_zero: bool = False
+        self, points: Sequence[Point], y_label: str, y_format: Format, from_zero: bool, marked: bool
     ) -> None:
-        self.y_label, self.y_format = y_label, y_format
-        self.lines: list[tuple[Series, list[Point]]] = []
+        self.points, self.y_label, self.y_format = points, y_label, y_format
+        self.marked = marked  # draw a dot at each point
         xs, ys = [x for x, _ in points], [y for _, y in points]
         low, high = (0.0 if from_zero else min(ys)), max(ys)
         self.is_zero = min(ys) == high == 0  # an axis would mean nothing
@@ -80,22 +70,20 @@ class Chart:
         texts = next(texts for texts in of_digits if len(set(texts)) == len(texts))
         return [(self.y(value), text) for value, text in zip(values, texts, strict=True)]
 
-    def path(self, points: Sequence[Point]) -> str:
-        return " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
+    def path(self) -> str:
+        return " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in self.points)
 
 
 def line_chart(
-    series: Sequence[Series], y_label: str, y_format: Format = plain, from_zero: bool = False
+    points: Sequence[tuple[float, float | None]],
+    y_label: str,
+    y_format: Format = plain,
+    from_zero: bool = False,
+    marked: bool = False,
 ) -> Chart | None:
-    """Return a chart of lines with a colour and a dash pattern each; None if no point can be drawn."""
-    # A series without points keeps its colour and its place in the legend, so that a run looks alike in all charts.
-    lines = [(each, thinned(each.points)) for each in series]
-    points = [point for _, line in lines for point in line]
-    if not points:
-        return None
-    chart = Chart(points, y_label, y_format, from_zero)
-    chart.lines = lines
-    return chart
+    """Return a chart of a line over the steps; None if no point, whose y may be None, can be drawn."""
+    drawn = thinned(points)
+    return Chart(drawn, y_label, y_format, from_zero, marked) if drawn else None
 
 
 def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST_POINTS) -> list[Point]:

@@ -1,25 +1,22 @@
 """Rewrite a run's page at an interval while the run trains."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from distap.checkpoint.lease import FILE, RENEW_SECONDS, STALE_RENEWALS
 from distap.errors import DistapError
-from distap.telemetry.terminal import print_warning, tell
+from distap.telemetry.terminal import print_warning
 
 
-def follow_runs(folders: Sequence[Path], seconds: float, write: Callable[[], Path]) -> None:
-    """Call `write` at an interval until no run in `folders` trains, or until Ctrl-C."""
-    told = False
+def follow_run(folder: Path, seconds: float, write: Callable[[], Any]) -> None:
+    """Call `write` at an interval until the run in `folder` no longer trains, or until Ctrl-C."""
     with suppress(KeyboardInterrupt):
-        while any(is_training(folder) for folder in folders):
+        while is_training(folder):
             try:
-                page = write()
-                if not told:  # once is enough
-                    tell(f"{page}: written every {seconds:g} s until the training ends; Ctrl-C ends this earlier")
-                told = True
+                write()
             except DistapError as error:  # its training may not have written its first line, or goes on just now
                 print_warning(f"{error}; trying again in {seconds:g} s")
             time.sleep(seconds)

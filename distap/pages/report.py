@@ -1,7 +1,6 @@
-"""Write report.html and summary.json about one run or several runs."""
+"""Write report.html and summary.json about a run."""
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +13,11 @@ from distap.data.images.decoding import MAX_PIXELS, EncodedImage
 from distap.data.images.image_sets import open_images
 from distap.data.images.whole_images import EncodedImages, Thumbnails
 from distap.errors import DistapError
-from distap.evaluation.saved import Evaluation, Retrieved
-from distap.pages.charts import MOST_POINTS, Chart, Series, line_chart, percent
+from distap.evaluation.saved import Evaluation
+from distap.pages.charts import MOST_POINTS, Chart, line_chart, percent
 from distap.pages.contact_sheets import ContactSheets, Sheet
 from distap.pages.page import THUMBNAIL, write_page
-from distap.pages.runs import Run, differing_settings, read_run, run_names
+from distap.pages.runs import Run, read_run
 from distap.retrieval.descriptor_files import reading
 from distap.storage.atomic import write_whole
 from distap.storage.locations import parse_source
@@ -37,72 +36,52 @@ CURVES = {
 }
 
 
-def report(
-    folders: Sequence[Path],
-    output: Path | None = None,
-    reload: int | None = None,
-) -> tuple[Path, dict[str, Any]]:
-    """Write a page about one run or several, and a summary as JSON; return the page's path and the summary.
+def report(folder: Path, output: Path | None = None, reload: int | None = None) -> tuple[Path, dict[str, Any]]:
+    """Write a page about a run, and a summary as JSON; return the page's path and the summary.
 
     Args:
-        output: folder to write to; by default the run's, or the one that holds all of the runs.
+        output: folder to write to; by default the run's.
         reload: seconds after which a browser loads the page again.
     Raises:
-        DistapError: a run's folder is not what a training writes.
+        DistapError: the run's folder is not what a training writes.
     """
-    with reading(folders[0], "distap train"):
-        return _written(folders, output, reload)
-
-
-def _written(folders: Sequence[Path], output: Path | None, reload: int | None) -> tuple[Path, dict[str, Any]]:
-    several = len(folders) > 1
-    if len({folder.resolve() for folder in folders}) < len(folders):
-        raise DistapError("a run is named twice: there is nothing to compare")
-    if several:
-        runs = [read_run(folder, name=name) for folder, name in zip(folders, run_names(folders), strict=True)]
-        evaluations = {run.name: run.after for run in runs if run.after}
-        output = output or Path(os.path.commonpath([folder.resolve() for folder in folders]))
-    else:
-        runs = [read_run(folders[0])]
-        evaluations = runs[0].evaluations()
-        output = output or folders[0]
-    read = {name: each.retrieved() for name, each in evaluations.items()}
-    retrieved = {name: each for name, each in read.items() if each is not None}
-    seconds = stage_seconds(runs)
-    sheets, problem = contact_sheets(evaluations, retrieved, runs[-1].recipe)
-    write_page(
-        output / PAGE_FILE,
-        "report.html",
-        title=f"distap: {' and '.join(run.name for run in runs)}",
-        made=time.time(),
-        version=version_with_commit(),
-        reload=reload,
-        runs=runs,
-        recipes={run.name: _recipe_text(run.recipe) for run in runs},
-        problem=problem,
-        settings=differing_settings(runs),
-        evaluations=evaluations,
-        training=training_charts(runs) if seconds else {},
-        thinned=max(len(run.steps) for run in runs) if any(len(run.steps) > MOST_POINTS for run in runs) else 0,
-        seconds=seconds,
-        sheets=sheets,
-    )
-    summaries = {run.name: run.summary() for run in runs}
-    summary: dict[str, Any] = {"runs": summaries} if several else summaries[runs[0].name]
-    write_whole(output / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+    output = output or folder
+    with reading(folder, "distap train"):
+        run = read_run(folder)
+        evaluations = run.evaluations()
+        seconds = stage_seconds(run)
+        sheets, problem = contact_sheets(evaluations, run.recipe)
+        write_page(
+            output / PAGE_FILE,
+            "report.html",
+            title=f"distap: {folder}",
+            made=time.time(),
+            version=version_with_commit(),
+            reload=reload,
+            run=run,
+            recipe_yaml=_recipe_text(run.recipe),
+            problem=problem,
+            evaluations=evaluations,
+            training=training_charts(run) if seconds else {},
+            thinned=len(run.steps) if len(run.steps) > MOST_POINTS else 0,
+            seconds=seconds,
+            sheets=sheets,
+        )
+        summary = run.summary()
+        write_whole(output / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
     return output / PAGE_FILE, summary
 
 
-def contact_sheets(
-    evaluations: dict[str, Evaluation], retrieved: dict[str, Retrieved], recipe: dict[str, Any]
-) -> tuple[list[Sheet], str]:
+def contact_sheets(evaluations: dict[str, Evaluation], recipe: dict[str, Any]) -> tuple[list[Sheet], str]:
     """Return sheets of pictures of hits, and the reason if there are none."""
+    if not evaluations:
+        return [], ""
     try:
+        read = {name: each.retrieved() for name, each in evaluations.items()}
+        retrieved = {name: each for name, each in read.items() if each is not None}
         if len(retrieved) < len(evaluations):
             return [], "neighbours are kept neither of galleries that are drawn nor of sets with a ground truth"
-        if not evaluations:
-            return [], ""
-        return ContactSheets(retrieved, _thumbnails(list(evaluations.values()), recipe).jpeg).sheets(), ""
+        return ContactSheets(retrieved, _thumbnails(next(iter(evaluations.values())), recipe).jpeg).sheets(), ""
     except DistapError as error:
         return [], str(error)
 
@@ -113,10 +92,8 @@ def _recipe_text(recipe: dict[str, Any]) -> str:
     return without_secrets(yaml.safe_dump({**recipe, "data": data}, sort_keys=False, allow_unicode=True))
 
 
-def _thumbnails(evaluations: Sequence[Evaluation], recipe: dict[str, Any]) -> Thumbnails:
-    evaluation, data = evaluations[0], recipe["data"]
-    if len({each.fingerprint for each in evaluations}) > 1:
-        raise DistapError("the runs were evaluated on different data")
+def _thumbnails(evaluation: Evaluation, recipe: dict[str, Any]) -> Thumbnails:
+    data = recipe["data"]
     kept = data.get("validation_index") if evaluation.data == data.get("validation") else None
     sources = [parse_source(evaluation.data, kept and Path(kept))]
     if evaluation.gallery is not None:
@@ -141,32 +118,26 @@ class _Joined(NamedTuple):
         return self.readers[0 if is_own else 1].encoded(sample if is_own else sample - self.own)
 
 
-def training_charts(runs: Sequence[Run]) -> dict[str, Chart | None]:
-    """Return curves over the training steps by title, with a line for each run."""
+def training_charts(run: Run) -> dict[str, Chart | None]:
+    """Return curves over the training steps by title."""
 
-    def over_steps(name: str) -> list[Series]:
-        return [Series(run.name, [(entry["step"], entry.get(name)) for entry in run.steps]) for run in runs]
+    def over_steps(name: str) -> list[tuple[float, float | None]]:
+        return [(entry["step"], entry.get(name)) for entry in run.steps]
 
-    batches = over_steps("batch_mAP")
-    validations = [
-        Series(run.name, [(entry["step"], entry["validation"]["mAP"]) for entry in run.validations], marked=True)
-        for run in runs
-    ]
-    precision = {"mAP of the batches (1 - loss)": batches, "mAP of the validation set": validations}
-    charts = {title: line_chart(series, "mAP", percent) for title, series in precision.items()}
+    validations = [(entry["step"], entry["validation"]["mAP"]) for entry in run.validations]
+    precision = {
+        "mAP of the batches (1 - loss)": line_chart(over_steps("batch_mAP"), "mAP", percent),
+        "mAP of the validation set": line_chart(validations, "mAP", percent, marked=True),
+    }
     return {
         "Loss of the global batch": line_chart(over_steps("loss"), "loss"),
-        **{title: chart for title, chart in charts.items() if chart},  # not every loss is one of AP
+        **{title: chart for title, chart in precision.items() if chart},  # not every loss is one of AP
         **{title: line_chart(over_steps(name), label, from_zero=True) for name, (title, label) in CURVES.items()},
     }
 
 
-def stage_seconds(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
-    """Return the mean seconds of each stage on rank 0 for each run; omit stages that no run has."""
-    means = {
-        run.name: {name: sum(e["seconds"].get(name, 0.0) for e in run.steps) / len(run.steps) for name in CHARTED}
-        for run in runs
-        if run.steps
-    }
-    used = [stage for stage in CHARTED if any(of_run[stage] for of_run in means.values())]
-    return {name: {stage: of_run[stage] for stage in used} for name, of_run in means.items()}
+def stage_seconds(run: Run) -> dict[str, float]:
+    """Return the mean seconds of each stage on rank 0, without stages that the run has not."""
+    count = max(len(run.steps), 1)
+    means = {name: sum(entry["seconds"].get(name, 0.0) for entry in run.steps) / count for name in CHARTED}
+    return {name: mean for name, mean in means.items() if mean}

@@ -1,8 +1,5 @@
 """Read what a training left in its folder: recipe, log and evaluations."""
 
-import json
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +7,6 @@ from typing import Any
 from distap.config.parsing import parsed_yaml
 from distap.errors import DistapError
 from distap.evaluation.saved import Evaluation, folder_of_step, read_evaluation, saved_steps
-from distap.registry import by_path
 from distap.storage.texts import read_text
 from distap.telemetry.runlog import read_run_log, read_starts
 
@@ -21,7 +17,6 @@ SECTIONS = ("data", "loss", "model", "sampling", "steps")  # of a recipe, which 
 @dataclass(frozen=True)
 class Run:
     folder: Path
-    name: str  # what tells it from the other runs of a report
     recipe: dict[str, Any]
     entries: list[dict[str, Any]]  # lines of its log
     before: Evaluation | None  # of the network that the training began with
@@ -76,8 +71,8 @@ class Run:
         return {names.get(each.step, f"step {each.step}") or when: each for when, each in both.items() if each}
 
 
-def read_run(folder: Path, name: str = "") -> Run:
-    """Read a run's folder under the name `name`, with its first and its newest evaluation."""
+def read_run(folder: Path) -> Run:
+    """Read a run's folder, with its first and its newest evaluation."""
     entries = read_run_log(folder)
     path = folder / "recipe.yaml"
     try:
@@ -93,22 +88,4 @@ def read_run(folder: Path, name: str = "") -> Run:
     first = folder_of_step(folder, own[0]) if own and (own[0] == 0 or len(own) > 1) else None
     newest = folder_of_step(folder, own[-1]) if own and own[-1] > 0 else None
     begun, ended = (each if each is None else read_evaluation(each) for each in (first, newest))
-    return Run(folder, name or str(folder), recipe, entries, begun, ended, read_starts(folder))
-
-
-def run_names(folders: Sequence[Path]) -> list[str]:
-    """Name runs by the parts of their paths that differ."""
-    paths = [folder.resolve() for folder in folders]
-    shared = Path(os.path.commonpath(paths))
-    names = [path.relative_to(shared.parent if shared in paths else shared) for path in paths]
-    while len({name.name for name in names}) == 1 and all(len(name.parts) > 1 for name in names):
-        names = [name.parent for name in names]  # such as a/train and b/train
-    return [str(name) for name in names]
-
-
-def differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Return dotted recipe keys whose values differ, with each run's value, without the run's folder."""
-    settings = [dict(by_path(run.recipe, ".")) for run in runs]
-    texts = [{key: v if isinstance(v, str) else json.dumps(v) for key, v in each.items()} for each in settings]
-    values = {key: [each.get(key, "–") for each in texts] for each in texts for key in each if key != "run"}
-    return {key: of_runs for key, of_runs in values.items() if len(set(of_runs)) > 1}
+    return Run(folder, recipe, entries, begun, ended, read_starts(folder))

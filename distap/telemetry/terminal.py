@@ -143,12 +143,6 @@ def set_up_run_logging(form: LogFormat, run: str, rank: int | None) -> None:
         log_lines(form, run, rank)
 
 
-def set_up_early_logging(overrides: Sequence[str], rank: int | None) -> None:
-    """Log as JSON if the overrides ask for it, so that an error in the recipe is JSON too."""
-    if "logs.format=json" in overrides:
-        log_lines("json", "", rank)
-
-
 def print_error(error: Exception) -> None:
     """Print an error for a person, without a traceback; once per host if all ranks met it."""
     if getattr(error, "is_on_all_ranks", False) and os.environ.get("LOCAL_RANK", "0") != "0":

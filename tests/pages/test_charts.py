@@ -1,11 +1,7 @@
 import pytest
 
-from distap.pages.charts import Series, line_chart, percent, plain, thinned
+from distap.pages.charts import line_chart, percent, plain, thinned
 from distap.pages.page import TEMPLATES
-
-
-def drawing(title, chart):
-    return TEMPLATES.get_template("macros.html").module.chart(title, chart)
 
 
 def test_thinning_keeps_the_mean():
@@ -25,21 +21,14 @@ def test_thinning_keeps_the_mean():
     ],
 )
 def test_marks_have_as_many_digits_as_tell_them_apart(values, form, texts):
-    chart = line_chart([Series("a", list(enumerate(values)))], "a", form)
+    chart = line_chart(list(enumerate(values)), "a", form)
     assert [text for _, text in chart.y_ticks()] == texts
 
 
-@pytest.mark.parametrize(
-    "chart",
-    [
-        line_chart([Series("a", [(1, 0.0), (2, 0.0)]), Series("b", [(1, 0.0)])], "a"),
-        line_chart([Series("a", [(1, 0.0)])], "a", from_zero=True),
-    ],
-)
-def test_zeros_are_told_without_an_axis(chart):
-    drawn = drawing("title", chart)
+def test_zeros_are_told_without_an_axis():
+    drawn = TEMPLATES.get_template("macros.html").module.chart("title", line_chart([(1, 0.0), (2, 0.0)], "a"))
     assert "0 throughout" in drawn and "<svg" not in drawn
 
 
 def test_without_a_finite_point_there_is_no_chart():
-    assert line_chart([Series("a", [(1, None), (2, float("nan"))])], "a") is None
+    assert line_chart([(1, None), (2, float("nan"))], "a") is None

@@ -36,7 +36,7 @@ def page(photos, tmp_path_factory):
     for step in (0, 24):
         about = {"data": str(photos), "fingerprint": index.fingerprint}
         write_retrieved(run, step, retrieved(step, index), **about)
-    return report([run])[0]
+    return report(run)[0]
 
 
 def pictures(page):
@@ -50,7 +50,7 @@ def test_pictures_are_as_large_as_a_page_of_less_than_a_megabyte_allows(page, ph
     monkeypatch.setattr("distap.pages.page.MOST_BYTES", 100_000)
     run, index = write_run(tmp_path / "run"), load_index(photos)
     write_retrieved(run, 24, retrieved(1, index), data=str(photos), fingerprint=index.fingerprint)
-    small = report([run])[0]
+    small = report(run)[0]
     assert len(pictures(small)) > 30
     assert small.stat().st_size < page.stat().st_size < 1_000_000
     assert max(pictures(small)[0]) < 192
@@ -108,7 +108,7 @@ def fact(page, name):
 def test_a_run_that_was_started_again_names_all_its_hosts(tmp_path):
     run = write_run(tmp_path / "run")
     starts(run, "node-1", "node-2", "node-1")
-    page, _ = report([run])
+    page, _ = report(run)
     assert fact(page, "trained") == "2023-11-14 22:13 to 2023-11-15 00:13 UTC, in 3 parts"
     assert fact(page, "host") == "node-1, cpu; node-2, cpu"
     assert fact(page, "versions") == "distap 0.1.0, torch 2.4, Python 3.11"
@@ -116,9 +116,7 @@ def test_a_run_that_was_started_again_names_all_its_hosts(tmp_path):
 
 def test_the_recipe_on_the_page_has_no_secrets(tmp_path):
     data = {"train": "https://user:hunter2@host/train", "validation": "d", "image_size": 32}
-    page, _ = report(
-        [write_run(tmp_path / "run", data={**data, "remote": {"options": {"s3": {"secret": "hunter2"}}}})]
-    )
+    page, _ = report(write_run(tmp_path / "run", data={**data, "remote": {"options": {"s3": {"secret": "hunter2"}}}}))
     recipe = page.read_text().split("<h2>Recipe")[1]
     assert "image_size: 32" in recipe
     assert "hunter2" not in page.read_text()

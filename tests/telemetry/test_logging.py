@@ -11,7 +11,7 @@ import pytest
 from launching import Program, started
 from small_trainings import recipe
 
-from distap.errors import MISTAKE, RESTART
+from distap.errors import RESTART
 from distap.telemetry.logs import JsonLines, TextLines
 
 SPEAKING = """
@@ -127,14 +127,6 @@ def test_a_long_line_is_cut_and_keeps_what_happened():
 
 
 LAUNCHER = "-m", "distap.launcher", "--standalone"
-
-
-def test_a_recipe_that_cannot_be_read_is_told_in_the_format_that_the_command_asks_for(tmp_path):
-    with started(Program((*LAUNCHER, str(tmp_path / "nowhere.yaml"), "logs.format=json")), tmp_path) as job:
-        assert job.status() == MISTAKE
-        told = json.loads(job.said)
-    assert (told["level"], told["rank"]) == ("error", None)
-    assert "nowhere.yaml: the recipe cannot be read" in told["message"]
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from distap.model.multiscale import required_size
 from distap.retrieval.whitening import load_whitening
 from distap.storage.atomic import refuse_foreign, replacing_folder
 from distap.storage.hashing import file_identity
-from distap.storage.texts import read_json
 from distap.telemetry.runlog import version_with_commit
 from distap.training.build import describing_of, trained_network
 from distap.training.run_state import BESIDE
@@ -28,6 +26,10 @@ from distap.world import World
 
 EXPORT_FILE, PROGRAM_FILE, ONNX_FILE = "export.json", "model.pt2", "model.onnx"
 EXPORT_FORMATS = ("pt2", "onnx", "safetensors")
+WRITTEN = {  # by an earlier export, which is replaced
+    *(EXPORT_FILE, PROGRAM_FILE, ONNX_FILE, f"{ONNX_FILE}.data", "README.md"),
+    *("config.json", "head.safetensors", "model.safetensors"),
+}
 EXPORT_VERSION = 1
 
 
@@ -65,10 +67,7 @@ def export_to_folder(
         needed = f"--format onnx needs {', '.join(missing)}"
         raise DistapError(f"{needed}, not installed here: pip install 'distap[onnx]', or leave the format out")
     output = output.resolve()
-    earlier: set[str] = set()
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        earlier = {EXPORT_FILE, *read_json(output / EXPORT_FILE)["files"]}
-    refuse_foreign(output, earlier)
+    refuse_foreign(output, WRITTEN)
     with opened_checkpoint(checkpoint, best, BESIDE) as found:
         # Take this checkpoint's own path, since a training may write a newer one meanwhile.
         recipe, network = trained_network(found.path, World(), overrides=overrides)
