@@ -5,8 +5,8 @@ import re
 from typing import Any
 
 import pytest
-from monitors import dashboard, names_in, panel_expressions, rules
-from prometheus_client import CollectorRegistry, Metric
+from monitors import dashboard, names_in, panel_expressions, promtool, rules
+from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from distap.apps.serve.guard import ServingMetrics
@@ -14,7 +14,6 @@ from distap.data.images.decoding import REASONS
 from distap.telemetry.metrics import TrainingMetrics
 
 
-# Of Prometheus's annotations, which the schema of dashboards leaves to the data source.
 @pytest.fixture(scope="module")
 def panels() -> list[dict[str, Any]]:
     return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
@@ -58,6 +57,14 @@ def test_every_metric_that_is_asked_for_is_exported_or_recorded_and_rates_are_of
     types |= {f"{one.name}_count": one.type for one in families if one.type == "histogram"}
     rated = {name for one in asked for name in re.findall(r"(?:rate|increase)\((\w+)", one)}
     assert {types[name] for name in rated} == {"counter", "summary", "histogram"}
+
+
+def test_promtool_passes_what_a_rank_and_a_server_answer():
+    registry = CollectorRegistry()
+    TrainingMetrics(True, REASONS, registry)
+    for exposition in (generate_latest(registry), ServingMetrics().text()):
+        done = promtool("check", "metrics", given=exposition.decode())
+        assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
 def test_every_figure_that_distap_exports_is_shown(exported, panels):

@@ -41,9 +41,8 @@ UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": U
 
 def build_app(service: Service) -> FastAPI:
     # The documentation pages of FastAPI load scripts from elsewhere.
-    settings = service.settings
-    app = FastAPI(title="distap search", version=__version__, root_path=settings.root, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, metrics=service.metrics, settings=settings)
+    app = FastAPI(title="distap search", version=__version__, docs_url=None, redoc_url=None)
+    app.add_middleware(Guard, metrics=service.metrics, settings=service.settings)
     _add_problems(app)
     _add_searches(app, service)
     _add_operations(app, service)
@@ -52,11 +51,11 @@ def build_app(service: Service) -> FastAPI:
 
 
 def _add_searches(app: FastAPI, service: Service) -> None:
-    most, pictures = service.settings.max_k, f"{service.settings.root}/images"
+    most = service.settings.max_k
 
     def answer(hits: list[Hit]) -> SearchAnswer:
         ranked = enumerate(hits, 1)
-        return SearchAnswer(hits=[HitAnswer(**h._asdict(), rank=n, picture=f"{pictures}/{h.row}") for n, h in ranked])
+        return SearchAnswer(hits=[HitAnswer(**h._asdict(), rank=n, picture=f"/images/{h.row}") for n, h in ranked])
 
     @app.post("/api/search", openapi_extra=UPLOAD)
     async def search_by_image(request: Request) -> SearchAnswer:
@@ -109,7 +108,7 @@ def _add_page(app: FastAPI, settings: ServeSettings) -> None:
 
         app.add_api_route(path, asset, include_in_schema=False)
 
-    values = {"title": "Search by image", "formats": formats, "max_k": settings.max_k, "root": settings.root}
+    values = {"title": "Search by image", "formats": formats, "max_k": settings.max_k}
     add("/", page_text("serve.html", **values), "text/html")
     add("/style.css", page_text("style.css"), "text/css")
     add("/search.js", page_asset("serve.js"), "text/javascript")

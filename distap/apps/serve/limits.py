@@ -21,9 +21,6 @@ class ServeSettings:
     host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 for every network.")] = "127.0.0.1"
     allowed_host: Annotated[list[str] | None, Option(help=ALLOWED_HOST)] = None
     port: Annotated[int, Option(help="Port to listen on; 0 for any free one.", min=0, max=65535)] = 8000
-    root_path: Annotated[
-        str, Option(help="Path under which a proxy shows this server, such as /search.", show_default=False)
-    ] = ""
     max_upload_bytes: Annotated[int, Option(help="Maximum size of a request, bytes.", min=1)] = 20_000_000
     max_pixels: Annotated[
         int | None, Option(help="Maximum width times height of an upload.", min=1, show_default=PIXELS)
@@ -41,11 +38,6 @@ class ServeSettings:
         for name in self.allowed_host or ():
             if "*" in name.removeprefix("*.") and name != "*":
                 raise DistapError(f"--allowed-host {name}: expected a name, *.DOMAIN, or * for any")
-
-    @property
-    def root(self) -> str:
-        """Return the path under which a proxy shows the server: "", or a path that starts with a slash."""
-        return f"/{self.root_path.strip('/')}".rstrip("/")
 
     @property
     def host_in_url(self) -> str:

@@ -209,7 +209,6 @@ def test_a_client_that_leaves_gives_its_place_back(searcher):
         asyncio.run(story(made))
 
 
-# Starlette leaves the buffer of a part without an end to Python, which closes it at once and says so.
 @pytest.mark.parametrize(
     ("sizing", "scales", "given", "expected"),
     [
