@@ -24,7 +24,7 @@ from typing import Any, Literal
 from distap.storage.texts import printable
 
 LogFormat = Literal["text", "json"]
-MOST_TEXT = 1500  # characters of a message or of a traceback; ranks share a pipe, which takes 4 KiB in one piece
+LONGEST_TEXT = 1500  # characters of a message or of a traceback; ranks share a pipe, which takes 4 KiB in one piece
 CUT = "[...]"
 logger = logging.getLogger("distap")
 
@@ -106,13 +106,13 @@ class JsonLines(_Formatter):
             "rank": origin.rank,
             "step": origin.step,
             "logger": record.name,
-            "message": message if len(message) <= MOST_TEXT else message[:MOST_TEXT] + CUT,
+            "message": message if len(message) <= LONGEST_TEXT else message[:LONGEST_TEXT] + CUT,
         }
         for name, figure in getattr(record, "figures", {}).items():
             line[name] = figure if math.isfinite(figure) else None
         if record.exc_info:
             trace = self.formatException(record.exc_info)
-            line["exception"] = trace if len(trace) <= MOST_TEXT else CUT + trace[-MOST_TEXT:]
+            line["exception"] = trace if len(trace) <= LONGEST_TEXT else CUT + trace[-LONGEST_TEXT:]
         return json.dumps(line)
 
 

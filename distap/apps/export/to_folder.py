@@ -26,7 +26,7 @@ from distap.world import World
 
 EXPORT_FILE, PROGRAM_FILE, ONNX_FILE = "export.json", "model.pt2", "model.onnx"
 EXPORT_FORMATS = ("pt2", "onnx", "safetensors")
-WRITTEN = {  # by an earlier export, which is replaced
+EARLIER_EXPORT = {  # by an earlier export, which is replaced
     *(EXPORT_FILE, PROGRAM_FILE, ONNX_FILE, f"{ONNX_FILE}.data", "README.md"),
     *("config.json", "head.safetensors", "model.safetensors"),
 }
@@ -67,7 +67,7 @@ def export_to_folder(
         needed = f"--format onnx needs {', '.join(missing)}"
         raise DistapError(f"{needed}, not installed here: pip install 'distap[onnx]', or leave the format out")
     output = output.resolve()
-    refuse_foreign(output, WRITTEN)
+    refuse_foreign(output, EARLIER_EXPORT)
     with opened_checkpoint(checkpoint, best, BESIDE) as found:
         # Take this checkpoint's own path, since a training may write a newer one meanwhile.
         recipe, network = trained_network(found.path, World(), overrides=overrides)
