@@ -8,8 +8,8 @@ from images import write_images
 from PIL import Image
 from servers import web_server
 
+from distap.data.loading.checking import check
 from distap.data.loading.indexed import Reader
-from distap.data.shards.checking import check
 from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack
 from distap.storage.remotes import RemoteSettings

@@ -11,9 +11,9 @@ from torchvision.datasets import ImageFolder
 
 from distap.data.images.decoding import DamagedImageError
 from distap.data.images.image_sets import open_images
+from distap.data.loading.checking import check
 from distap.data.loading.indexed import Reader
 from distap.data.map_style import source_of
-from distap.data.shards.checking import check
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 from distap.world import World
