@@ -6,16 +6,13 @@ import pytest
 import torch
 from batches import TensorBatch, small_images, small_network
 from problems import problem
-from ranks import RankFailedError, on_ranks
+from ranks import on_ranks
 from steps import learning, step_with
 from torch.nn.functional import normalize
 from twin_device import twin_device, values, watching
 
-from distap import device_copies
 from distap.evaluation.ground_truth import DIFFICULTIES
-from distap.ranking import gather as gathering
 from distap.ranking.gather import gather
-from distap.ranking.histogram import tiles
 from distap.ranking.loss import build_loss
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.ranking.rank import rank_descriptors
@@ -24,7 +21,6 @@ from distap.retrieval.evaluate import evaluate_descriptors
 from distap.retrieval.figures import LANDMARKS, REVISITED, labelled_figures
 from distap.retrieval.truth import ClassTruth, ListedTruth
 from distap.stages.micro_batches import MicroBatchSizes
-from distap.stages.replica import Replica
 from distap.stopwatch import Stopwatch
 from distap.world import World
 
@@ -80,42 +76,6 @@ def test_a_step_on_a_device_has_the_same_bits_and_waits_for_nothing(keep):
         assert torch.equal(found, expected)
     assert waits["describe"] <= BOUNDED | OF_STAGE
     assert waits["_send_back"] <= BOUNDED
-
-
-@pytest.mark.parametrize("planted", ["a copy", "a late copy that is not awaited", "a look at a number"])
-def test_what_waits_in_the_overlapped_part_is_found(planted):
-    [(_, waits, is_right)] = on_ranks(1, with_planted, planted)
-    assert (waits["describe"] - BOUNDED - OF_STAGE == set()) == (planted == "a late copy that is not awaited")
-    assert is_right == (planted != "a late copy that is not awaited")
-
-
-def with_planted(_, planted):
-    """A step with a mistake in it: its parameters, its waits, and whether its loss is right."""
-    with twin_device() as device:
-        right, _, _ = trained(device)
-        if planted == "a copy":
-            gathering.queued = tiles.queued = lambda tensor, device: tensor.to(device)
-        elif planted == "a look at a number":
-            forward = Replica.forward
-            Replica.forward = lambda self, images: forward(self, images) + float(images.sum()) * 0
-        else:
-            device_copies.ToHost.tensor = lambda self: self._copy
-            device_copies.ToHost.is_here = lambda self: True
-        try:
-            result, parameters, waits = trained(device)
-        except Exception as error:  # numbers that have not arrived are no indices
-            return error, {"describe": set()}, False
-        return parameters, waits, result.loss == right.loss
-
-
-def test_tensors_of_two_devices_are_not_mixed():
-    with pytest.raises(RankFailedError, match=r"WrongDeviceError: aten\.add\.Tensor"):
-        on_ranks(1, mixed)
-
-
-def mixed(_):
-    with twin_device() as device:
-        return torch.zeros(2, device=device) + torch.zeros(2)
 
 
 def both(_, action):

@@ -128,13 +128,10 @@ def saved_steps(run: Path) -> list[int]:
 
 
 def keep_few(run: Path, newest: int) -> None:
-    """Remove a training's evaluations except the first, the one with the highest mAP, and the one of `newest`.
+    """Remove a training's evaluations except the first and that of the step `newest`, which a report compares.
 
     Evaluations of later steps are removed too: the training was interrupted and went back to an earlier step.
     """
-    steps = saved_steps(run)
-    past = [step for step in steps if step <= newest]
-    scores = {step: read_evaluation(folder_of_step(run, step)).figures.get("mAP", 0.0) for step in past}
-    kept = {past[0], max(past, key=lambda step: scores[step]), past[-1]} if past else set()
-    for step in set(steps) - kept:
+    _, *others = saved_steps(run)
+    for step in {*others} - {newest}:
         shutil.rmtree(folder_of_step(run, step), ignore_errors=True)

@@ -124,20 +124,11 @@ class Refinement:
     head: int = 100  # images of each query that are re-ranked
 
     @property
-    def parts(self) -> dict[str, str]:
-        """Return field and printed name of each part that is not None."""
-        names = {
-            "whitening": "whitening",
-            "augment": "augmentation",
-            "expand": "query expansion",
-            "rerank": "k-reciprocal",
-        }
-        return {field: name for field, name in names.items() if getattr(self, field) is not None}
-
-    @property
     def name(self) -> str:
         """Names of the parts joined by plus signs, or `plain` without parts."""
-        return " + ".join(self.parts.values()) or "plain"
+        parts: dict[str, Any] = {"whitening": self.whitening, "augmentation": self.augment}
+        parts |= {"query expansion": self.expand, "k-reciprocal": self.rerank}
+        return " + ".join(name for name, part in parts.items() if part is not None) or "plain"
 
     def apply(
         self, queries: NDArray[Any], gallery: NDArray[Any], same: bool = False

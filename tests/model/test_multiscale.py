@@ -77,14 +77,6 @@ def test_whitening_is_a_linear_layer_behind_it(scales):
     torch.testing.assert_close(whitened(images()).double(), normalize(expected), atol=1e-6, rtol=0)
 
 
-@torch.inference_mode()
-def test_all_behind_the_backbone_is_float32_under_autocast():
-    whitening = torch.zeros(16), torch.eye(16)
-    several = MultiScaleNetwork(network(projection=16), (1.0, 0.5), whitening=whitening)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert several(images()).dtype == torch.float32
-
-
 @torch.no_grad()
 def test_an_export_scales_each_image_by_its_own_size():
     backbone = nn.Conv2d(3, 16, 7, stride=2, padding=3, bias=False)

@@ -119,11 +119,6 @@ def test_the_settings_of_a_kind_fit_any_gallery(capfd, images, kind):
     assert not capfd.readouterr().err  # Faiss warns of too few descriptors
 
 
-def test_the_settings_of_a_kind_grow_with_the_gallery():
-    assert KINDS["ivf-pq"](1_000_000, 2048) == ("IVF2048,PQ256x8np", "nprobe=128")
-    assert KINDS["ivf-pq"](5_606, 512) == ("IVF128,PQ256x8np", "nprobe=8")
-
-
 def test_search_parameters_override_those_of_a_kind(gallery):
     built = build_index(gallery, "hnsw", "efSearch=17")
     assert (built.index.hnsw.efSearch, built.index.hnsw.efConstruction) == (17, 100)

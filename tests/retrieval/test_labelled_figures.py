@@ -89,20 +89,6 @@ def test_the_figures_of_classes_are_means_over_queries():
         assert own == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("queries", [3, 1])
-def test_blocks_of_queries_and_columns_do_not_matter(monkeypatch, queries):
-    generator = torch.Generator().manual_seed(0)
-    descriptors = torch.randint(-2, 3, (25, 4), generator=generator).float()
-    labels = torch.arange(25) % 9
-    whole = evaluated(descriptors, labels, 10)
-    in_small_blocks(monkeypatch, queries)
-    in_blocks = evaluated(descriptors, labels, 10)
-    for name, values in whole.values.items():
-        assert torch.equal(in_blocks.values[name], values)
-    own, products = torch.arange(25)[:, None], descriptors @ descriptors.t()
-    assert torch.equal(products[own, in_blocks.neighbours], products[own, whole.neighbours])
-
-
 def test_a_memory_map_of_float16_is_read_as_it_is(tmp_path, monkeypatch):
     descriptors = normalize(torch.randn(300, 8, generator=torch.Generator().manual_seed(2))).half()
     np.save(tmp_path / "descriptors.npy", descriptors.numpy())
@@ -138,13 +124,6 @@ def test_negatives_are_counted_by_comparing_or_by_sorting(bounds, transposed):
     ]
     given = rows.t().contiguous().t() if transposed else rows
     assert count_above(given, wanted, torch.empty(7 * 500)).tolist() == expected
-
-
-def in_small_blocks(monkeypatch, queries):
-    """Rank so many queries at once, by seven gallery rows of four dimensions, of which two are compared at once."""
-    monkeypatch.setattr("distap.retrieval.evaluate.MOST_QUERIES", queries)
-    monkeypatch.setattr("distap.retrieval.ranks.CONVERTED_NUMBERS", 28)
-    monkeypatch.setattr("distap.retrieval.ranks.CACHED_COLUMNS", 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -1,4 +1,3 @@
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -149,15 +148,9 @@ def test_a_header_of_anything_else_is_refused(tmp_path):
     path = tmp_path / "w.safetensors"
     save_whitening(path, learn_pca(clustered(40, 4, 5)))
     arrays = load(path.read_bytes())
-    for header in ("3", "[]", "{}", '{"version": 1}', "{", '{"version": 1, "kind": ["pca"]}'):
+    for header in ("[]", "{", '{"version": 1, "kind": ["pca"]}', '{"version": 2}'):
         path.write_bytes(save(arrays, {"whitening": header}))
         with pytest.raises(DistapError, match=r"w\.safetensors"):
             load_whitening(path)
-    path.write_bytes(save(arrays, {"whitening": json.dumps({"version": 2})}))
-    with pytest.raises(DistapError, match="version 2, this distap reads 1"):
-        load_whitening(path)
-    path.write_bytes(save(arrays))
-    with pytest.raises(DistapError, match=r"w\.safetensors"):
-        load_whitening(path)
     with pytest.raises(DistapError, match="no such file"):
         load_whitening(tmp_path / "none")

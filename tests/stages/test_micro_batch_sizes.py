@@ -1,7 +1,3 @@
-import json
-import subprocess
-import sys
-
 import pytest
 import torch
 from batches import small_network
@@ -11,40 +7,6 @@ from torch import nn
 from distap.errors import DistapError
 from distap.stages.sizes import Fitting, SavedBytes, free_memory
 from distap.world import World
-
-# A step whose micro-batches of 256 images need some 800 MB, in a process that may take 120 MB.
-IN_LITTLE_MEMORY = """
-import json, resource, torch
-from torch import nn
-from benchmarks.contenders import SeededBatch
-from distap.world import World
-from distap.ranking.losses.quantized import QuantizedAP
-from distap.stages.micro_batches import MicroBatchSizes
-from distap.stages.replica import Replica
-from distap.step import ThreeStages
-from distap.training.learner import Learner
-from distap.training.learner import TrainingStep
-
-class Wide(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Conv2d(3 if n == 0 else 24, 24, 1) for n in range(4)))
-    def forward(self, images):
-        return nn.functional.normalize(self.layers(images / 255).mean((2, 3)))
-
-torch.manual_seed(0)
-network = Wide()
-replica = Replica(network, World())
-stages = ThreeStages(replica, QuantizedAP(), World(), 0, MicroBatchSizes(256))
-step = TrainingStep(stages, Learner(replica, torch.optim.SGD(network.parameters(), lr=0.0)))
-step(SeededBatch(64, 8, 8, World()), 0.1)  # what is set up once
-batch = SeededBatch(256, 64, 8, World())
-taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (taken + 120 * 2**20,) * 2)
-result = step(batch, 0.1)
-sizes = stages.sizes
-print(json.dumps([result.loss, result.gradient_norm, result.replayed, sizes.describe, sizes.replay]))
-"""
 
 
 class Limited(nn.Module):
@@ -125,14 +87,3 @@ def test_all_graphs_are_kept_where_there_is_room_for_them(caplog):
     none = Fitting(learner_with(with_graph=2, without=99).replica, World(), image_size=16, share=64)
     assert none.kept_graphs(4) == 0
     assert free_memory(torch.device("cpu")) > 2**20
-
-
-@pytest.mark.slow
-def test_a_step_goes_on_with_smaller_micro_batches_where_the_machine_has_no_more_memory():
-    command = [sys.executable, "-c", IN_LITTLE_MEMORY]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    loss, norm, replayed, describe_size, replay_size = json.loads(done.stdout)
-    assert replay_size <= describe_size <= 128
-    assert replayed == 256
-    assert 0 < loss < 1
-    assert 0 < norm < float("inf")
