@@ -45,7 +45,7 @@ class Multistage(nn.Module):
     - DistributedDataParallel, inside (`Multistage(DDP(network))`) or around (`DDP(Multistage(network))`, Lightning,
       Accelerate), reduces them as after any backward pass, and `no_sync` works as ever;
     - FSDP2 (`fully_shard`) gathers parameters once for describe and once for replay, and reduces in the last
-      micro-batch; with `reshard=True` replay gathers and reduces in every micro-batch, which takes less memory;
+      micro-batch;
     - a network that nothing wraps has the gradient of this rank's images, times the number of ranks, so that their
       mean over ranks is the whole; with `reduce=True` it is summed here.
 
@@ -69,7 +69,6 @@ class Multistage(nn.Module):
             on a GPU with TF32, or 0.1 under autocast.
         skip_below: do not replay images whose gradient is no longer than this times the longest.
         reduce: sum gradients over the ranks here, for a network that nothing wraps.
-        reshard: under FSDP2, keep a block's parameters only while it computes in replay.
         options: options of the loss, or `preset`.
     Raises:
         DistapError: the loss, an option or the mode is unknown.
@@ -91,7 +90,6 @@ class Multistage(nn.Module):
         max_drift: NonNegativeFloat | None = None,
         skip_below: NonNegativeFloat = 0.0,
         reduce: bool = False,
-        reshard: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -100,7 +98,7 @@ class Multistage(nn.Module):
         self.learned = self.loss.learned
         self.sizes = micro_batch if isinstance(micro_batch, MicroBatchSizes) else MicroBatchSizes(micro_batch)
         self.normalise, self.freeze_batchnorm = normalise, freeze_batchnorm
-        self.reduce, self.reshard = reduce, reshard
+        self.reduce = reduce
         self.group, self.mode, self.memory_bytes = group, check_mode(mode), memory_bytes
         self.memory = CrossBatchMemory(memory)
         self.max_drift, self.skip_below = max_drift, skip_below
@@ -150,7 +148,7 @@ class Multistage(nn.Module):
         parts = network, world, forward, 1.0 if sums else float(world.size)
         replica: FSDPReplica | CallersReplica
         if isinstance(network, FSDPModule):
-            replica = FSDPReplica(*parts, reshard=self.reshard, frees=True, syncs=self._syncs)
+            replica = FSDPReplica(*parts, frees=True, syncs=self._syncs)
         else:
             replica = CallersReplica(*parts, trained=trained, sums=sums)
         with self._frozen(network):

@@ -43,16 +43,13 @@ class Sharding(NamedTuple):
     weights: bool = False  # each rank holds 1/W of the weights between steps
     optimizer: bool = False  # each rank holds 1/W of the summed gradients and of the optimiser's state
     gathers: int = 0  # times that weights are gathered for a replayed micro-batch; 0 gathers them once a step
-    reduces_often: bool = False  # gradients are reduced with each replayed micro-batch and are never whole on a rank
-    hides_reduction: bool = False  # gradients are reduced while the last backward pass goes on
     states: int = 2  # float32 values per parameter that the optimiser keeps, such as Adam's moments
 
     @classmethod
     def of(cls, engine: Any) -> "Sharding":
         name = name_of("engine", engine)
         if name == "fsdp":
-            # With reshard, weights are gathered for the forward pass and again for the backward pass.
-            return cls(True, True, 2 * engine.reshard, engine.reshard, engine.reshard)
+            return cls(True, True)
         if name == "deepspeed":
             # Gradients are reduced once, in every stage. Weights of stage 3 stay from the forward to the backward
             # pass, up to DeepSpeed's limit of a thousand millions. It updates its own copy of the parameters.
@@ -128,7 +125,7 @@ class StepCost:
     @property
     def greatest_replay_size(self) -> int:  # most images of a micro-batch with a graph that fit; 0 if not one does
         graph, working = self.network.graph, self.network.working
-        beside = sum(self._lasting.values()) + self._gathered(in_replay=True) + graph.once + working.once
+        beside = sum(self._lasting.values()) + self._gathered + graph.once + working.once
         return max(0, min(self.share, int((self.machine.memory - beside) // (graph.each + working.each))))
 
     @property
@@ -140,8 +137,8 @@ class StepCost:
     @cached_property
     def _lasting(self) -> dict[str, float]:  # bytes that are there in all stages
         sharding, network, own = self.sharding, self.network, 1 / self.ranks
-        # Gradients are summed whole over the micro-batches, unless each is reduced at once.
-        gradients = own + (not sharding.reduces_often) if sharding.optimizer else 1
+        # Gradients are summed whole over the micro-batches.
+        gradients = own + 1 if sharding.optimizer else 1
         images = 2 * self.share + self.batch + self.recipe.memory.size
         return {
             "weights": FLOAT32 * network.parameters * (own if sharding.weights else 1),
@@ -151,17 +148,17 @@ class StepCost:
             "descriptors": FLOAT32 * network.dimensions * images,
         }
 
-    def _gathered(self, in_replay: bool = False) -> float:
-        """Bytes of weights beyond the rank's own shard; FSDP with reshard replays a block at a time, 1/4 at most."""
-        part = 1 / 4 if in_replay and self.sharding.reduces_often else 1
-        return part * FLOAT32 * self.network.parameters if self.sharding.weights and self.ranks > 1 else 0.0
+    @property
+    def _gathered(self) -> float:
+        """Bytes of weights beyond the rank's own shard."""
+        return FLOAT32 * self.network.parameters if self.sharding.weights and self.ranks > 1 else 0.0
 
     def _stages(self, kept: int) -> list[dict[str, float]]:
         """Bytes that describe, rank and replay need for themselves."""
         working, graph = self.network.working, self.network.graph(self.replay_size)
-        whole = {"gathered weights": self._gathered(), "graphs": kept * graph}
+        whole = {"gathered weights": self._gathered, "graphs": kept * graph}
         # Kept graphs are gone through first, so that a replayed one takes the room of one of them.
-        replay = {"gathered weights": self._gathered(in_replay=True), "graphs": max(kept, 1) * graph}
+        replay = {"gathered weights": self._gathered, "graphs": max(kept, 1) * graph}
         return [
             {**whole, "working memory": working(self.describe_size)},
             {**whole, "ranking": self._ranking_bytes},
@@ -201,8 +198,6 @@ class StepCost:
         # Only the last chunk is sent when nothing is left to describe.
         chunks = ceil(self.share / max(LEAST_SENT, ceil(self.share / MOST_CHUNKS)))
         wait["gather"] = max(wait["gather"] / chunks, wait["gather"] - describe)
-        if self.sharding.hides_reduction:
-            wait["reduce"] = max(0.0, wait["reduce"] - machine.backward((replayed or kept)[-1]))
         own_parameters = self.network.trained / (self.ranks if self.sharding.optimizer else 1)
         return {
             "describe": describe,
@@ -228,9 +223,9 @@ class StepCost:
         if sharding.optimizer:
             # Weights are gathered for stage one, or after an update, and again for replay if they do not stay.
             replayed = max(ceil(share / self.replay_size) - self.kept, 0)
-            gathers, reduces = 1 + sharding.gathers * replayed, max(1, replayed) if sharding.reduces_often else 1
+            gathers = 1 + sharding.gathers * replayed
             weights = Transfer("weights", "all_gather", network.parameters * FLOAT32 / self.ranks, gathers)
-            reduce = [weights, Transfer("gradients", "reduce_scatter", trained, reduces)]
+            reduce = [weights, Transfer("gradients", "reduce_scatter", trained)]
         # Each image has a label, a number, and a flag that says whether it takes part.
         gather = [Transfer("descriptors", "all_gather", own), Transfer("labels", "all_gather", share * 3 * 8)]
         return {"gather": gather, "rank": [rank], "reduce": reduce}

@@ -1,12 +1,10 @@
 """FSDP2 (`fully_shard`): shard parameters, gradients and the optimiser's state over ranks.
 
 A step gathers the parameters once, before its first description, and reduces their gradients once, in its last
-backward pass, whatever the number of micro-batches. With `reshard`, which needs less memory, every micro-batch of
-stage three gathers and reduces:
+backward pass, whatever the number of micro-batches:
 
-                 describe                replay                          update
-    default      gather |  d  d  d  d  | d b  d b  d b  d b -> reduce  | free
-    reshard      gather |  d  d  d  d  | free, then gather d gather b -> reduce, for every micro-batch
+    describe                replay                          update
+    gather |  d  d  d  d  | d b  d b  d b  d b -> reduce  | free
 """
 
 from collections.abc import Iterator
@@ -24,23 +22,20 @@ from distap.errors import DistapError
 from distap.stages.replica import Replica
 from distap.world import World
 
-SMALLEST_UNIT = 0.01  # share of the parameters; a smaller block is not worth messages of its own
-
 
 class FSDPReplica(Replica):
     """A network after `fully_shard`, by `shard` or by the caller.
 
     Args:
-        reshard: in stage three, keep a unit's parameters only while it computes.
         frees: free the parameters between describe and replay, in which the caller may do as they like.
         syncs: reduce gradients in the last backward pass; otherwise FSDP keeps them for a later one.
     """
 
     reduces_in_backward = True
 
-    def __init__(self, *parts: Any, reshard: bool = False, frees: bool = False, syncs: bool = True) -> None:
+    def __init__(self, *parts: Any, frees: bool = False, syncs: bool = True) -> None:
         super().__init__(*parts)
-        self.lockstep, self.keeps_graphs, self._syncs = reshard, not (reshard or frees), syncs
+        self.keeps_graphs, self._syncs = not frees, syncs
         # FSDP gives every shard its gradient itself; an input without a meaning lets autograd call us at all.
         self.inputs: list[Tensor] = [torch.zeros((), device=self.world.device, requires_grad=True)]
         self.gradients: list[Tensor | None] = [None]
@@ -61,9 +56,8 @@ class FSDPReplica(Replica):
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        if not self.lockstep:
-            self._stay_whole(True)
-            self._gather()
+        self._stay_whole(True)
+        self._gather()
         try:
             yield
         except BaseException:
@@ -73,18 +67,12 @@ class FSDPReplica(Replica):
             self.release()
             self._units[-1].set_requires_gradient_sync(True)  # as the caller's own passes expect it
 
-    def forward(self, images: Any) -> Tensor:
-        communicates = self.lockstep and torch.is_grad_enabled()
-        with self.world.collective("forward pass") if communicates else nullcontext():
-            return super().forward(images)
-
     def backward(self, descriptors: Tensor, gradient: Tensor, is_last: bool) -> None:
-        # Without synchronisation FSDP adds whole gradients up; the last pass reduces the sum. With `reshard` there is
-        # no room for whole gradients, so that every pass reduces its own.
-        reduces = (is_last or self.lockstep) and self._syncs
+        # Without synchronisation FSDP adds whole gradients up; the last pass reduces the sum.
+        reduces = is_last and self._syncs
         root = self._units[-1]
         root.set_requires_gradient_sync(reduces)
-        root.set_is_last_backward(is_last or self.lockstep)
+        root.set_is_last_backward(is_last)
         with self.world.collective("reduction of the gradients") if reduces else nullcontext():
             try:
                 super().backward(descriptors, gradient, is_last)
@@ -135,11 +123,10 @@ class FSDPReplica(Replica):
             state._root_post_backward_final_callback()
 
 
-def shard(network: nn.Module, world: World, by_block: bool) -> set[str]:
+def shard(network: nn.Module, world: World) -> set[str]:
     """Shard rank 0's parameters of a network over ranks; return the names of those without dimensions.
 
-    With `by_block`, the larger blocks are units of their own, which can come and go while others compute; otherwise
-    the whole network is one unit, which takes the fewest messages. Gradients are summed over the ranks.
+    The whole network is one unit, which takes the fewest messages. Gradients are summed over the ranks.
     """
     trained = {parameter.dtype for parameter in network.parameters() if parameter.requires_grad}
     if len(trained) > 1:
@@ -152,20 +139,12 @@ def shard(network: nn.Module, world: World, by_block: bool) -> set[str]:
     group = world.group or dist.group.WORLD
     assert group is not None
     mesh = DeviceMesh.from_group(group, world.device.type)
-    # Each unit holds the parameters which no earlier one holds.
-    for module in [*(blocks(network) if by_block else ()), network]:
-        unit = fully_shard(module, mesh=mesh)
-        # Stage two has divided by the global number of queries: gradients are summed, where FSDP would average.
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
-        module.register_forward_pre_hook(_keep_layout)
+    unit = fully_shard(network, mesh=mesh)
+    # Stage two has divided by the global number of queries: gradients are summed, where FSDP would average.
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
+    network.register_forward_pre_hook(_keep_layout)
     return scalars
-
-
-def blocks(network: nn.Module) -> list[nn.Module]:
-    """Return the large parts that a network calls in turn, such as residual blocks, from its module lists."""
-    enough = SMALLEST_UNIT * _count(network)
-    return [block for block in _members(network) if _count(block) > enough]
 
 
 def make_contiguous(network: nn.Module) -> set[str]:
@@ -174,19 +153,6 @@ def make_contiguous(network: nn.Module) -> set[str]:
     for name, parameter in network.named_parameters():
         parameter.data = parameter.data.reshape(-1).view(1 if name in scalars else parameter.shape)
     return scalars
-
-
-def _members(module: nn.Module) -> Iterator[nn.Module]:
-    lists = (nn.Sequential, nn.ModuleList)
-    for child in module.children():
-        if isinstance(module, lists) and not isinstance(child, lists):
-            yield child
-        else:
-            yield from _members(child)
-
-
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _keep_layout(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

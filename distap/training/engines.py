@@ -44,14 +44,11 @@ class DDPSettings:
 class FSDPSettings(DDPSettings):
     """FSDP2: each rank holds a shard of every parameter. A single rank keeps the network as it is."""
 
-    reshard: bool = False
-    """Gather a block's parameters only while it computes in stage three, to save memory."""
-
     def _replica(self, network: nn.Module, world: World, precision: PrecisionName) -> tuple[Replica, Collection[str]]:
         if world.size == 1:
             return super()._replica(network, world, precision)
-        scalars = shard(network, world, by_block=self.reshard)
-        return FSDPReplica(network, world, computing_in(precision, network), reshard=self.reshard), scalars
+        scalars = shard(network, world)
+        return FSDPReplica(network, world, computing_in(precision, network)), scalars
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from distap.trainer import Trainer
 ENGINES = [
     {"engine": "ddp"},
     {"engine": "fsdp", "replay": {"size": 4, "keep": 2}, "step": {"fold_batchnorm": True}},
-    {"engine": {"name": "fsdp", "reshard": True}},
     *({"engine": {"name": "deepspeed", "stage": stage}} for stage in (1, 2, 3)),
 ]
 SETTINGS = {
