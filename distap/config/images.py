@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from distap.config.validation import Remote, Section, Shards, Unit
+from distap.config.validation import Section, Shards, Unit
 from distap.data.pixel_settings import PixelSettings
 from distap.registry import Chosen
 from distap.storage.locations import Source, parse_source
@@ -25,8 +25,8 @@ class ImagesSection(Section):
     """Shards that the images of data.validation retrieve; null lets these images retrieve each other."""
     gallery_draws: NonNegativeInt = 0
     """Draw an image of each class of data.validation as the gallery of the others, this many times."""
-    remote: Remote = RemoteSettings()
-    """Retries, time-outs and options of remote reads, and of checkpoint.store."""
+    remote: RemoteSettings = RemoteSettings()
+    """Retries and time-outs of remote reads, and of checkpoint.store."""
     image_size: PositiveInt = 224
     """Width and height of the network's input, pixels."""
     workers: NonNegativeInt = 2

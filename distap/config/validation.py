@@ -8,7 +8,6 @@ from pydantic_core import PydanticCustomError
 
 from distap.errors import DistapError
 from distap.storage.locations import Source, parse_source, parse_store
-from distap.storage.remotes import RemoteSettings, without_secret_options
 
 Unit = Literal["steps", "epochs"]  # an epoch is as many images as there are to train on
 
@@ -35,6 +34,5 @@ def _parsed(parse: Callable[[str], object]) -> Callable[[object], str | Source]:
     return check
 
 
-Remote = Annotated[RemoteSettings, AfterValidator(without_secret_options)]
 Shards = Annotated[str | Source, PlainValidator(_parsed(parse_source)), PlainSerializer(str)]
 StoreURL = Annotated[str, AfterValidator(_parsed(parse_store))]

@@ -88,8 +88,7 @@ def contact_sheets(evaluations: dict[str, Evaluation], recipe: dict[str, Any]) -
 
 def _recipe_text(recipe: dict[str, Any]) -> str:
     """Return the recipe as YAML without access to its data, since a report is shown to others."""
-    data = {**recipe["data"], "remote": {**recipe["data"].get("remote", {}), "options": {}}}
-    return without_secrets(yaml.safe_dump({**recipe, "data": data}, sort_keys=False, allow_unicode=True))
+    return without_secrets(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True))
 
 
 def _thumbnails(evaluation: Evaluation, recipe: dict[str, Any]) -> Thumbnails:

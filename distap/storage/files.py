@@ -175,7 +175,7 @@ class Storage:
     def _files(self) -> Any:
         """Return the file system of this process: a fork must not use its parent's connections."""
         if self._made is None or self._made[0] != os.getpid():
-            self._made = os.getpid(), file_system(self.scheme, self.settings, self.key)
+            self._made = os.getpid(), file_system(self.scheme, self.settings)
         return self._made[1]
 
 

@@ -128,8 +128,8 @@ def parse_source(source: "str | Path | Source", index: Path | None = None) -> So
         raise DistapError(f"{text}: a {'host' if is_web else 'bucket'} has to stand after ://")
     if is_web and any(sign in rest for sign in "?#*["):
         raise DistapError(
-            f"{text}: a web server cannot list its files, and a query belongs into data.remote.options; expected a "
-            "folder with its index, or a brace pattern such as {000..009}.tar"
+            f"{text}: a web server cannot list its files, and what a query says belongs into FSSPEC_HTTPS; expected "
+            "a folder with its index, or a brace pattern such as {000..009}.tar"
         )
     base, pattern = _split_pattern(rest)
     # The URL has the escapes of a browser; the names in the index have none.

@@ -5,14 +5,13 @@ import logging
 import os
 import time
 from asyncio import IncompleteReadError
-from collections.abc import Callable, Mapping
-from copy import copy
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 from distap.errors import FAILED, DistapError
-from distap.storage.redact import find_secret
 from distap.storage.traffic import Traffic
 
 EXTRAS = {"http": "http", "https": "http", "s3": "s3", "gs": "gcs"}  # extra of distap that a scheme needs
@@ -26,12 +25,11 @@ LONGEST_PAUSE = 60.0  # seconds between two attempts
 # when it is imported, by fsspec at any time.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 M = TypeVar("M", bound=Callable[..., Any])
-Settings = TypeVar("Settings", bound="RemoteSettings | None")
 
 
 @dataclass(frozen=True)
 class RemoteSettings:
-    """Number of retries of reads and writes, and options of remote file systems."""
+    """Number of retries of reads and writes of remote file systems."""
 
     __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012 - read by pydantic in a section
 
@@ -41,30 +39,12 @@ class RemoteSettings:
     """Time limit of a request, seconds; requests read at most 8 MiB, or a whole image."""
     backoff_seconds: float = 0.5
     """Seconds before the second attempt, doubled before each further one."""
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Options of fsspec's file systems by scheme, such as {s3: {endpoint_url: ...}}; a recipe's may hold no
-    secret."""
 
     def __post_init__(self) -> None:
         if self.attempts < 1:
             raise ValueError(f"attempts: {self.attempts}: at least one is needed")
         if self.timeout_seconds <= 0 or self.backoff_seconds < 0:
             raise ValueError("timeout_seconds has to be above 0, and backoff_seconds not below it")
-        unknown = sorted(set(self.options) - set(EXTRAS))
-        if unknown:
-            raise ValueError(f"options: {unknown[0]!r} is no scheme; expected http, https, s3 or gs")
-
-
-def without_secret_options(settings: Settings) -> Settings:
-    """Return a recipe's settings unchanged; raise a ValueError if an option is a secret."""
-    secret = None if settings is None else find_secret(settings.options, "options")
-    if secret is not None:
-        raise ValueError(
-            f"{secret} is a secret, and a recipe is written into the run's folder. Give it where the package looks "
-            "for it by itself: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; "
-            "GOOGLE_APPLICATION_CREDENTIALS; ~/.netrc for http, with {client_kwargs: {trust_env: true}}"
-        )
-    return settings
 
 
 class MissingFileError(DistapError):
@@ -77,11 +57,11 @@ class UnreachableError(DistapError):
     status = FAILED
 
 
-def file_system(scheme: str, settings: RemoteSettings, key: str | None) -> Any:
-    """Make an fsspec file system with its own connections; messages name its settings as `key`."""
-    import fsspec  # slow
+def file_system(scheme: str, settings: RemoteSettings) -> Any:
+    """Make an fsspec file system with its own connections, and with the options of fsspec's own configuration."""
+    import fsspec.config  # slow
 
-    options = {name: copy(value) for name, value in settings.options.get(scheme, {}).items()}
+    options = deepcopy(fsspec.config.conf.get(scheme, {}))
     seconds = settings.timeout_seconds
     try:
         if scheme in ("http", "https"):
@@ -100,8 +80,8 @@ def file_system(scheme: str, settings: RemoteSettings, key: str | None) -> Any:
         remedy = f": pip install 'distap[{EXTRAS[scheme]}]'" if scheme in EXTRAS else ""
         raise DistapError(f"{scheme}:// needs a package that is not installed ({error}){remedy}") from error
     except Exception as error:
-        where = f"{key}.options.{scheme}" if key else f"{scheme}://"
-        raise DistapError(f"{where}: {error}; see fsspec's file system for what it takes") from error
+        told = f"{scheme}://: {error}; FSSPEC_{scheme.upper()} has options of fsspec's file system"
+        raise DistapError(told) from error
     if scheme == "s3":
         files.retries = 1
     return files

@@ -18,8 +18,8 @@ from distap.storage.remotes import RemoteSettings, UnreachableError
 
 @pytest.fixture(scope="module")
 def s3():
-    with s3_server() as options:
-        yield options
+    with s3_server():
+        yield
 
 
 @pytest.fixture
@@ -41,17 +41,17 @@ def test_a_store_that_is_not_the_same_to_all_hosts_is_refused_at_the_start(tmp_p
 
 
 def test_a_bucket_that_is_not_there_is_refused_at_the_start(s3):
-    lease = Lease({"checkpoint.store": storage_at("s3://nowhere/run", s3)})
+    lease = Lease({"checkpoint.store": storage_at("s3://nowhere/run")})
     with pytest.raises(DistapError, match=r"checkpoint\.store: s3://nowhere/run: its bucket does not exist") as error:
         lease.take()
     assert error.value.status == MISTAKE
 
 
-def test_a_store_that_never_answers_fails_in_bounded_time(tmp_path, s3):
+def test_a_store_that_never_answers_fails_in_bounded_time(tmp_path, s3, monkeypatch):
     (tmp_path / "file").write_bytes(bytes(1000))
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        options = {"s3": {"endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}"}}
-        settings = RemoteSettings(attempts=2, timeout_seconds=0.3, backoff_seconds=0, options=options)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        settings = RemoteSettings(attempts=2, timeout_seconds=0.3, backoff_seconds=0)
         store = storage_of("s3://shards/run", settings)
         for call in (
             lambda: store.upload("file", tmp_path / "file"),

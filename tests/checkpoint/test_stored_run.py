@@ -20,14 +20,14 @@ STATE = {"step": 3, "names": ["x"]}
 
 @pytest.fixture(scope="module")
 def s3():
-    with s3_server() as options:
-        yield options
+    with s3_server():
+        yield
 
 
 @pytest.fixture
 def store(s3, request):
     """The checkpoints of a run in a bucket."""
-    return checkpoints_of(f"s3://shards/{request.node.name.replace('[', '-').replace(']', '')}", s3)
+    return checkpoints_of(f"s3://shards/{request.node.name.replace('[', '-').replace(']', '')}")
 
 
 def save(checkpoints, spool, *steps, scores=(), tensors=TENSORS, world=None, keep=9, **settings):
@@ -62,14 +62,14 @@ def flip(checkpoints, name, file):
 @pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")  # of aiohttp, about gcsfs
 def test_what_one_host_saves_another_loads(tmp_path, kind):
     large = {"network.large": torch.rand(9_000_000)}  # sent in parts
-    servers = {"s3": s3_server, "gs": gcs_server, "file": lambda: nullcontext({})}
-    with servers[kind]() as options:
+    servers = {"s3": s3_server, "gs": gcs_server, "file": nullcontext}
+    with servers[kind]():
         url = f"file://{tmp_path}/store" if kind == "file" else f"{kind}://shards/round"
-        store = checkpoints_of(url, options)
+        store = checkpoints_of(url)
         assert newest(store, tmp_path / "first") is None
         assert save(store, tmp_path / "first", 2, 3, tensors=TENSORS | large).error is None
         assert store.names() == ["step-00000002", "step-00000003"]
-        step, tensors, state = newest(checkpoints_of(url, options), tmp_path / "second")
+        step, tensors, state = newest(checkpoints_of(url), tmp_path / "second")
         assert (step, state) == (3, STATE)
         assert same(tensors, TENSORS | large)
         for file in (SHARD.format(1), "state.json", "manifest.json"):
@@ -157,9 +157,9 @@ def test_a_store_that_fails_costs_one_checkpoint_and_the_next_one_goes_there(tmp
     assert store.names() == ["step-00000001", "step-00000003"]
 
 
-def _two_hosts(world, folder, options):
+def _two_hosts(world, folder):
     world, spool = dataclasses.replace(world, local_rank=0), folder / f"host-{world.rank}"
-    store = checkpoints_of("s3://shards/hosts", options)
+    store = checkpoints_of("s3://shards/hosts")
     tensors = {f"network.{name}": torch.full((100, 100), float(name)) for name in range(8)}
     assert save(store, spool, 1, 2, tensors=tensors, world=world).error is None
     step, loaded, _ = newest(store, spool, world)
@@ -167,7 +167,7 @@ def _two_hosts(world, folder, options):
     assert same(loaded, tensors)
     if world.rank == 0:
         path = f"shards/hosts/checkpoints/step-00000002/{SHARD.format(2)}"
-        files = s3_files(options)
+        files = s3_files()
         data = bytearray(files.cat_file(path))
         data[300] ^= 8
         files.pipe_file(path, bytes(data))
@@ -180,21 +180,21 @@ def _two_hosts(world, folder, options):
 
 
 def test_two_hosts_share_nothing_but_the_store(tmp_path, s3):
-    for step, failed, names, left in on_ranks(2, _two_hosts, tmp_path, s3):
+    for step, failed, names, left in on_ranks(2, _two_hosts, tmp_path):
         assert (step, names, left) == (1, [], [])
         assert f"{SHARD.format(2)} was written" in failed.error
         assert "and is not there; do all hosts write to the same place?" in failed.error
         assert failed.may_pass
 
 
-def _program_fails_on_rank_1(world, folder, options):
+def _program_fails_on_rank_1(world, folder):
     if world.rank == 1:
         Storage.upload = LocalStorage.upload = None
-    return save(checkpoints_of("s3://shards/fails", options), folder, 1, world=world).error
+    return save(checkpoints_of("s3://shards/fails"), folder, 1, world=world).error
 
 
 def test_an_error_of_the_program_on_one_rank_is_heard_by_all(tmp_path, s3):
-    first, second = on_ranks(2, _program_fails_on_rank_1, tmp_path, s3)
+    first, second = on_ranks(2, _program_fails_on_rank_1, tmp_path)
     assert first == f"rank 1: {second}"
     assert "'NoneType' object is not callable" in second
     assert list(tmp_path.iterdir()) == []

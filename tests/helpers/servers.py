@@ -11,6 +11,7 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import fsspec.config
 import pytest
 
 MEDIA, METADATA = "/download/storage/v1/b/bucket/o/", "/storage/v1/b/bucket/o/"  # of Google's API
@@ -37,7 +38,7 @@ class WebServer(ThreadingHTTPServer):
         return self.url if scheme == "http" else f"{scheme}://bucket"
 
     def options(self, scheme: str) -> dict[str, dict[str, object]]:
-        """What data.remote.options needs to reach it."""
+        """What fsspec's configuration needs to reach it."""
         own = {"http": {}, "s3": {"anon": True}, "gs": {"token": "anon"}}[scheme]
         return {} if scheme == "http" else {scheme: {"endpoint_url": self.url, **own}}
 
@@ -151,8 +152,8 @@ def web_server(folder: Path) -> Iterator[WebServer]:
 
 
 @contextmanager
-def s3_server() -> Iterator[dict[str, dict[str, str]]]:
-    """A server that speaks S3, with a bucket called `shards`; what data.remote.options needs to reach it."""
+def s3_server() -> Iterator[None]:
+    """A server that speaks S3, with a bucket called `shards`; the environment says how to reach it."""
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -163,29 +164,30 @@ def s3_server() -> Iterator[dict[str, dict[str, str]]]:
         server.start()
         try:
             host, port = server.get_host_and_port()
-            options = {"s3": {"endpoint_url": f"http://{host}:{port}"}}
-            s3_files(options).makedirs("shards", exist_ok=True)  # moto keeps buckets as long as the process
-            yield options
+            patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+            s3_files().makedirs("shards", exist_ok=True)  # moto keeps buckets as long as the process
+            yield
         finally:
             server.stop()
 
 
 @contextmanager
-def gcs_server() -> Iterator[dict[str, dict[str, str]]]:
-    """A server that speaks Google's storage API, with a bucket called `shards`; what options need to reach it."""
+def gcs_server() -> Iterator[None]:
+    """A server that speaks Google's API, with a bucket called `shards`; fsspec's options say how to reach it."""
     from gcp_storage_emulator.server import create_server
 
     port = free_ports(1)
     server = create_server("127.0.0.1", port, in_memory=True, default_bucket="shards")
     server.start()
+    options = {"endpoint_url": f"http://127.0.0.1:{port}", "token": "anon", "project": "test"}
     try:
-        yield {"gs": {"endpoint_url": f"http://127.0.0.1:{port}", "token": "anon", "project": "test"}}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(fsspec.config.conf, "gs", options)
+            yield
     finally:
         server.stop()
 
 
-def s3_files(options: dict[str, dict[str, str]]):
+def s3_files():
     """An S3 file system to arrange a test with."""
-    import fsspec
-
-    return fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False, **options["s3"])
+    return fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False)

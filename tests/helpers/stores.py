@@ -17,14 +17,14 @@ SHARD = "shard-{:05d}-model-00001-of-00001.safetensors"
 BESIDE = ("metrics.jsonl", "not_finite.jsonl", "evaluations/*/*")
 
 
-def storage_at(url, options=None, **settings):
-    settings = RemoteSettings(attempts=2, timeout_seconds=20, backoff_seconds=0, options=options or {}, **settings)
+def storage_at(url, **settings):
+    settings = RemoteSettings(attempts=2, timeout_seconds=20, backoff_seconds=0, **settings)
     return storage_of(str(url), settings)
 
 
-def checkpoints_of(run, options=None):
+def checkpoints_of(run):
     """The checkpoints of a run, by its folder or URL."""
-    return Checkpoints(storage_at(run, options))
+    return Checkpoints(storage_at(run))
 
 
 def beside(storage, run):

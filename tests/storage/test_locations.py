@@ -49,7 +49,7 @@ def test_a_source_is_taken_apart(text, scheme, base, pattern):
         ("s3://{a,b}/x.tar", "a bucket has to stand after"),
         ("https://user:secret@host/a", r"https://\.\.\.@host: credentials in a URL"),
         ("https://host/*.tar", "a web server cannot list"),
-        ("https://host/a.tar?token=1", "a query belongs into data.remote.options"),
+        ("https://host/a.tar?token=1", "what a query says belongs into FSSPEC_HTTPS"),
     ],
 )
 def test_what_is_no_source_is_refused_with_what_is(text, message):

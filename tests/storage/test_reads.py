@@ -6,7 +6,7 @@ import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import fsspec
+import fsspec.config
 import numpy as np
 import pytest
 from fsspec.registry import _registry
@@ -27,8 +27,14 @@ QUICK = RemoteSettings(attempts=3, timeout_seconds=20, backoff_seconds=0)
 
 @pytest.fixture(scope="module")
 def s3():
-    with s3_server() as options:
-        yield options
+    with s3_server():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _own_options(monkeypatch):
+    """Options of fsspec that a test sets are for this test alone."""
+    monkeypatch.setattr(fsspec.config, "conf", {})
 
 
 @pytest.fixture
@@ -37,9 +43,9 @@ def web(shards):
         yield server
 
 
-def upload(shards, options, prefix):
+def upload(shards, prefix):
     """The URL of a copy of the shards in the bucket."""
-    s3_files(options).put(f"{shards}/", f"s3://shards/{prefix}/", recursive=True)
+    s3_files().put(f"{shards}/", f"s3://shards/{prefix}/", recursive=True)
     return f"s3://shards/{prefix}"
 
 
@@ -70,7 +76,8 @@ SCHEMES = ["http", "s3", "gs"]
 def over(scheme, web, **settings):
     """A storage of the web server's folder by one of its schemes."""
     quick = {"attempts": 3, "timeout_seconds": 20, "backoff_seconds": 0}
-    return storage_of(web.base(scheme), RemoteSettings(**quick | settings, options=web.options(scheme)))
+    fsspec.config.conf |= web.options(scheme)
+    return storage_of(web.base(scheme), RemoteSettings(**quick | settings))
 
 
 def asked(web):
@@ -119,7 +126,8 @@ def test_fewer_bytes_at_the_end_of_a_file_are_no_fault(web, shards, scheme):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_short_answer_is_no_damage_to_an_image(web, shards, scheme):
-    remote = RemoteSettings(attempts=2, backoff_seconds=0, options=web.options(scheme))
+    fsspec.config.conf |= web.options(scheme)
+    remote = RemoteSettings(attempts=2, backoff_seconds=0)
     reader = Reader(web.base(scheme), load_index(web.base(scheme), remote), remote=remote)
     web.faults = ["short"]
     assert reader.data(4) == Reader(shards, load_index(shards)).data(4)
@@ -243,11 +251,11 @@ def test_credentials_that_are_missing_are_an_error_at_once(s3, monkeypatch):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     with pytest.raises(DistapError, match=r"s3://shards/a\.tar: cannot be read: .*credentials"):
-        storage_of("s3://shards", RemoteSettings(attempts=3, options=s3)).about("a.tar")
+        storage_of("s3://shards", RemoteSettings(attempts=3)).about("a.tar")
 
 
-def test_an_object_store_is_read_listed_and_written(s3, shards):
-    storage = storage_of(upload(shards, s3, "stored"), RemoteSettings(attempts=2, options=s3))
+def test_an_object_store_is_read_listed_and_written(s3, shards, monkeypatch):
+    storage = storage_of(upload(shards, "stored"), RemoteSettings(attempts=2))
     whole = (shards / "000000.tar").read_bytes()
     assert storage.about("000000.tar").size == len(whole)
     assert storage.read("000000.tar", 700, 1000) == whole[700:1700]
@@ -258,16 +266,16 @@ def test_an_object_store_is_read_listed_and_written(s3, shards):
     with pytest.raises(MissingFileError, match="s3://shards/stored/none: there is no such file"):
         storage.read("none", 0, 1)
     with pytest.raises(MissingFileError):
-        storage_of("s3://nowhere", RemoteSettings(options=s3)).about("a")
-    locked = RemoteSettings(attempts=1, options={"s3": {**s3["s3"], "endpoint_url": "http://127.0.0.1:9"}})
+        storage_of("s3://nowhere").about("a")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(UnreachableError, match="s3://shards/note: cannot be written: 1 attempts failed"):
-        storage_of("s3://shards", locked).write("note", b"")
+        storage_of("s3://shards", RemoteSettings(attempts=1)).write("note", b"")
 
 
 def test_options_of_a_wrong_kind_are_told_at_once(s3):
-    remote = RemoteSettings(attempts=100, options={"s3": {**s3["s3"], "client_kwargs": 1}})
+    fsspec.config.conf["s3"] = {"client_kwargs": 1}
     with pytest.raises(DistapError, match=r"s3://shards/a: cannot be read: 'int' object"):
-        storage_of("s3://shards", remote).about("a")
+        storage_of("s3://shards", RemoteSettings(attempts=100)).about("a")
 
 
 @pytest.mark.parametrize(("scheme", "package", "extra"), [("s3", "s3fs", "s3"), ("gs", "gcsfs", "gcs")])
@@ -279,17 +287,17 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, scheme, 
         storage_of(f"{scheme}://bucket").about("a")
 
 
-def sources(kind, shards, web, s3):
+def sources(kind, shards, web):
     """A source of the kind with the same shards, and how it is reached."""
     if kind == "http":
         return web.url, QUICK
-    return upload(shards, s3, "same"), RemoteSettings(options=s3)
+    return upload(shards, "same"), RemoteSettings()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["http", "s3"])
 def test_reading_over_a_network_is_reading_from_disk(kind, workers, shards, web, s3):
-    source, remote = sources(kind, shards, web, s3)
+    source, remote = sources(kind, shards, web)
     expected = Reader(shards, load_index(shards))
     reader = Reader(source, load_index(source, remote), remote=remote)
     assert reader.index.fingerprint == expected.index.fingerprint
@@ -318,8 +326,8 @@ def test_an_index_is_made_over_http_and_kept_in_a_file(web, shards, tmp_path):
 def test_an_index_is_made_over_s3_beside_the_shards(s3, shards):
     expected = load_index(shards).fingerprint
     (shards / "index.npz").unlink()
-    url = upload(shards, s3, "unindexed")
-    remote = RemoteSettings(options=s3)
+    url = upload(shards, "unindexed")
+    remote = RemoteSettings()
     with pytest.raises(DistapError, match=r"no index\.npz in it; `distap data index s3://shards/unindexed`"):
         load_index(url, remote)
     for source in (url, f"{url}/*.tar", f"{url}/{{000000..000002}}.tar"):
@@ -344,8 +352,8 @@ def test_a_storage_can_be_sent_to_another_process(web):
 
 
 def test_google_storage_is_read_listed_and_written(shards):
-    with gcs_server() as options:
-        remote = RemoteSettings(attempts=1, options=options)
+    with gcs_server():
+        remote = RemoteSettings(attempts=1)
         storage = storage_of("gs://shards/train", remote)
         for path in shards.iterdir():
             storage.write(path.name, path.read_bytes())

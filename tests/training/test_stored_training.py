@@ -27,9 +27,8 @@ STEPS = {"steps": 4, "checkpoint__every": 2}
 
 @pytest.fixture(scope="module")
 def s3():
-    with s3_server() as options, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", options["s3"]["endpoint_url"])
-        yield options
+    with s3_server():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -128,10 +127,10 @@ def _train_on_a_host_of_its_own(world, folder, shards, changes):
 @pytest.mark.slow
 def test_two_hosts_that_share_nothing_else_go_on_bit_for_bit(tmp_path, training_shards, s3):
     url = "s3://shards/two-hosts"
-    changes = {**STEPS, "checkpoint__store": url, "data__remote": {"options": s3}}
+    changes = {**STEPS, "checkpoint__store": url}
     on_ranks(2, _train_on_a_host_of_its_own, tmp_path / "first", training_shards, changes)
     undisturbed = at(url)
-    files = s3_files(s3)
+    files = s3_files()
     newest = max(path for path in files.ls("shards/two-hosts/checkpoints"))
     assert {path.rpartition("/")[2] for path in files.ls(newest)} == {
         SHARD.format(1),

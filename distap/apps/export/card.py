@@ -67,8 +67,6 @@ class Exported:
 def model_card(origin: Origin, exported: Exported) -> str:
     """Return the card as Markdown, with the fields that the Hugging Face hub reads at its top."""
     settings, loss = copy.deepcopy(origin.settings), origin.settings["loss"]
-    # A card is passed on, and these options may hold keys to someone's storage.
-    settings["data"]["remote"] = {**settings["data"].get("remote", {}), "options": {}}
     terms = loss.get("terms") or [(1, loss)]
     network = exported.describer.network.network
     mean, std = ((values.flatten() / 255).tolist() for values in (network.mean, network.std))
