@@ -25,7 +25,6 @@ class Answer(NamedTuple):
     name: str  # of a network, such as "before"
     average_precision: float
     first_positive: int  # rank, from 1, of the first hit of the query's class
-    positives: int  # images of the query's class that it can find
     hits: list[Picture]  # best first
 
 
@@ -74,17 +73,9 @@ class ContactSheets:
                 for hit in retrieved.neighbours[row, :HITS].tolist()
             ]
             figures = float(retrieved.average_precision[row]), int(retrieved.first_positive[row])
-            answers.append(Answer(name, *figures, _positives(retrieved, row), hits))
+            answers.append(Answer(name, *figures, hits))
         return Example(query, answers)
 
     def _picture(self, retrieved: Retrieved, row: int) -> Picture:
         jpeg = self._thumbnail(int(retrieved.sample[row]))
         return Picture(str(retrieved.key[row]), retrieved.class_of(row), jpeg)
-
-
-def _positives(retrieved: Retrieved, row: int) -> int:
-    last = np.flatnonzero(retrieved.first_positive > 0)[-1]
-    found = retrieved.neighbours
-    # Another gallery follows all queries; else a query is among the images that others can find, but not for itself.
-    start = last + 1 if found.size and found.min() > last else 0
-    return int((retrieved.label[start:] == retrieved.label[row]).sum()) - int(row >= start)

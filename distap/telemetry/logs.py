@@ -53,7 +53,7 @@ def log_lines(form: LogFormat, run: str, rank: int | None) -> None:
         logger.handlers, logger.propagate = [handler], False
         return
     logging.getLogger().handlers = [handler]
-    take_over_loggers()
+    logger.handlers, logger.propagate = [], True
     logging.captureWarnings(True)
     sys.excepthook = _log_uncaught
     threading.excepthook = lambda arguments: _log_uncaught(*arguments)
@@ -67,18 +67,6 @@ def is_logging_lines() -> bool:
 def at_step(step: int) -> None:
     """Add this step, counted from 1, to all further lines."""
     origin.step = step
-
-
-def take_over_loggers() -> None:
-    """With JSON, redirect loggers that packages have set up so far into the same lines."""
-    if origin.form != "json":
-        return
-    logger.handlers, logger.propagate = [], True
-    for one in map(logging.getLogger, list(logging.root.manager.loggerDict)):
-        for handler in list(one.handlers):
-            if getattr(handler, "stream", None) in (sys.stdout, sys.stderr):
-                one.removeHandler(handler)
-                one.propagate = True
 
 
 class _Formatter(logging.Formatter):

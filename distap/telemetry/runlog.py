@@ -25,16 +25,9 @@ logger = logging.getLogger("distap")
 
 def append_line(path: Path, entry: dict[str, Any]) -> None:
     """Append an entry to a file of JSON lines; warn if the line is lost, for example on a full disk."""
-    line = memoryview((json.dumps(_finite(entry), allow_nan=False) + "\n").encode())
     try:
-        with path.open("ab", buffering=0) as file:
-            whole = file.tell()
-            try:
-                while line:
-                    line = line[file.write(line) :]
-            except OSError:
-                file.truncate(whole)
-                raise
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(_finite(entry), allow_nan=False) + "\n")
     except OSError as error:
         logger.warning("%s: a line is lost: %s", path, error)
 
@@ -42,13 +35,8 @@ def append_line(path: Path, entry: dict[str, Any]) -> None:
 def cut_run_log(folder: Path, step: int) -> None:
     """Remove lines of steps after `step` from the log of a run that continues from there, and unreadable lines."""
     path = folder / RUN_LOG
-    lines = list(_lines(path)) if path.exists() else []
-    kept = [line for _, line, entry in lines if entry is not None and entry["step"] <= step]
-    damaged = [str(number) for number, line, entry in lines if entry is None and line.endswith(b"\n")]
-    if damaged:
-        logger.warning("%s: removed %d damaged lines (%s)", path, len(damaged), ", ".join(damaged[:10]))
-    if len(kept) < len(lines) or not all(line.endswith(b"\n") for line in kept):
-        write_whole(path, b"".join(line.rstrip(b"\n") + b"\n" for line in kept))
+    if path.exists():
+        write_whole(path, "".join(json.dumps(entry) + "\n" for entry in _entries(path) if entry["step"] <= step))
 
 
 def log_not_finite(folder: Path, step: int, what: str, keys: list[str]) -> None:
@@ -69,32 +57,29 @@ def log_start(folder: Path, step: int, **about: Any) -> None:
 def read_starts(folder: Path) -> list[dict[str, Any]]:
     """Read what `log_start` wrote; return nothing for a run from before that file existed."""
     path = folder / STARTS_LOG
-    return [entry for _, _, entry in _lines(path) if entry is not None] if path.is_file() else []
+    return list(_entries(path)) if path.is_file() else []
 
 
 def read_run_log(folder: Path) -> list[dict[str, Any]]:
-    """Read the lines of a run's log; skip a last line that an interruption cut short."""
+    """Read the lines of a run's log."""
     path = folder / RUN_LOG
     if not path.is_file():
         raise DistapError(f"{path}: no such run log; a training writes it into its run folder")
-    entries = []
-    for number, line, entry in _lines(path):
-        if entry is not None:
-            entries.append(entry)
-        elif line.endswith(b"\n"):
-            raise DistapError(f"{path}, line {number}: damaged: {line[:60]!r}; remove the line")
-    return entries
+    return list(_entries(path))
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
-    """Yield numbered lines of a log, with their entries if readable."""
+def _entries(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the entries of a log; warn of damaged lines, but not of a last one that an interruption cut short."""
     with path.open("rb") as file:
         for number, line in enumerate(iter(partial(file.readline, MOST_TEXT), b""), 1):
             try:
                 entry = parsed_json(line)
             except ValueError:  # of JSON or of UTF-8
-                entry = None
-            yield number, line, entry if entry is not None and isinstance(entry.get("step"), int) else None
+                entry = {}
+            if isinstance(entry.get("step"), int):
+                yield entry
+            elif line.endswith(b"\n"):
+                logger.warning("%s, line %d: damaged, and left out: %r", path, number, line[:60])
 
 
 @cache

@@ -27,7 +27,7 @@ from distap.registry import name_of
 from distap.stopwatch import Stopwatch
 from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.loggers.loggers import LoggedRun, opened_loggers, prepare_loggers
-from distap.telemetry.logs import at_step, take_over_loggers
+from distap.telemetry.logs import at_step
 from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
 from distap.telemetry.runlog import RUN_LOG, append_line, cut_run_log, log_not_finite, log_start
 from distap.telemetry.terminal import progress
@@ -101,7 +101,6 @@ class RunReport:
         self.metrics.step.set(step)
         self.metrics.checkpoint_step.set(step)
         at_step(step)
-        take_over_loggers()
         with ExitStack() as stack:
             if is_first:
                 try:

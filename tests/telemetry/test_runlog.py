@@ -1,9 +1,9 @@
 import json
+import re
 import socket
 
 import pytest
 
-from distap.errors import DistapError
 from distap.telemetry.runlog import (
     STARTS_LOG,
     append_line,
@@ -43,12 +43,6 @@ def test_numbers_that_are_not_finite_are_null_at_any_depth(tmp_path):
     assert json.loads(text, parse_constant=pytest.fail) == {"step": 1, "loss": None, "validation": {"mAP": None}}
 
 
-def test_a_damaged_line_is_named(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(DistapError, match=r"metrics\.jsonl, line 2: damaged"):
-        read_run_log(tmp_path)
-
-
 def test_going_on_removes_lines_that_cannot_be_read(tmp_path, caplog):
     lines = [
         b'{"step": 1}',
@@ -63,15 +57,15 @@ def test_going_on_removes_lines_that_cannot_be_read(tmp_path, caplog):
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
     cut_run_log(tmp_path, 2)
     assert [entry["step"] for entry in read_run_log(tmp_path)] == [1, 2]
-    assert "metrics.jsonl: removed 5 damaged lines (2, 3, 4, 5, 6)" in caplog.text
+    assert [int(line) for line in re.findall(r"metrics\.jsonl, line (\d): damaged", caplog.text)] == [2, 3, 4, 5, 6]
 
 
-def test_a_full_disk_costs_lines_and_neither_half_of_one_nor_the_training(small_disk, caplog):
+def test_a_full_disk_costs_lines_and_not_the_training(small_disk, caplog):
     folder = small_disk("1m")
     ballast = folder / "ballast"
     write(folder, 0, [{"step": 1}])
     ballast.write_bytes(bytes(1024**2 - 4096))  # but for the page that the log has
-    write(folder, 1, [{"step": 2, "text": "x" * 10_000}])
+    append_line(folder / "metrics.jsonl", {"step": 2, "text": "x" * 10_000})
     ballast.unlink()
     write(folder, 2, [{"step": 3}])
     assert [entry["step"] for entry in read_run_log(folder)] == [1, 3]

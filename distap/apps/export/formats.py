@@ -10,9 +10,7 @@ from pathlib import Path
 from textwrap import shorten
 
 import torch
-from torch import nn
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
-from torch.utils.module_tracker import ModuleTracker
 
 from distap.errors import DistapError
 from distap.model.multiscale import MultiScaleNetwork
@@ -39,21 +37,21 @@ def exportable(network: MultiScaleNetwork) -> MultiScaleNetwork:
 def program_of(network: MultiScaleNetwork, image_size: int, dynamic_size: bool) -> ExportedProgram:
     """Trace a result of `exportable` for any number of images, with `dynamic_size` of any size.
 
-    A DistapError names the module at fault.
+    A DistapError tells torch's reason.
     """
     # The lengths differ, so that torch takes none for another, and none is 1, which torch takes for a constant.
     shape = (2, 3, image_size, image_size + (image_size // 4 if dynamic_size else 0))
     example = torch.zeros(shape, dtype=torch.uint8)
     shapes = ShapesCollection()
     shapes[example] = dict.fromkeys(AXIS_NAMES if dynamic_size else (0,), Dim.DYNAMIC)
-    with torch.no_grad(), _without_warnings(), ModuleTracker() as inside:
+    with torch.no_grad(), _without_warnings():
         try:
             return export(network, (example,), dynamic_shapes=shapes)
         except Exception as error:  # torch has many, some of them internal
-            where = _innermost(network, inside)
             size = "of any size; leave --dynamic-size out" if dynamic_size else f"of {image_size} x {image_size}"
             raise DistapError(
-                f"{where} cannot be exported for images {size}: torch.export: {type(error).__name__}: {_first(error)}"
+                f"the network cannot be exported for images {size}: torch.export: {type(error).__name__}: "
+                f"{_first(error)}"
             ) from error
 
 
@@ -103,12 +101,6 @@ def save_onnx(program: ExportedProgram, path: Path, about: Mapping[str, str]) ->
         while why.__cause__ is not None:  # the first cause names the operator
             why = why.__cause__
         raise DistapError(f"the network cannot be exported to ONNX with opset {OPSET}: {_first(why)}") from error
-
-
-def _innermost(network: nn.Module, inside: ModuleTracker) -> str:
-    """Name the module whose forward pass runs, or in which it failed."""
-    name = max(inside.parents, key=lambda name: name.count(".")).partition(".network.")[2]
-    return f"{name} ({type(network.get_submodule(f'network.{name}')).__name__})" if name else "the network"
 
 
 def _first(error: BaseException) -> str:
