@@ -87,9 +87,6 @@ def pack_command(
     output: Annotated[Path, typer.Argument(help="Folder to write; it must be new or empty.")],
     images_per_shard: IMAGES_PER_SHARD = 1000,
     shuffle: SHUFFLE = None,
-    decode: Annotated[
-        bool, typer.Option("--decode", help="Decode every image to find damage, not only images that are cut short.")
-    ] = False,
     nested: Annotated[
         Literal["top", "leaf", "merge", "path"] | None, typer.Option(help=NESTED, show_default="refuse them")
     ] = None,
@@ -110,7 +107,7 @@ def pack_command(
     from distap.data.shards.image_files import list_images
     from distap.data.shards.packing import pack_parts
 
-    layout: dict[str, Any] = {"shuffle": shuffle, "decode": decode, "workers": workers}
+    layout: dict[str, Any] = {"shuffle": shuffle, "workers": workers}
     named = [each.partition("=")[::2] for each in columns.split(",")] if columns else []
     listing = list_images(source, nested, {column.strip(): name.strip() for column, name in named})
     parts = {"": listing}

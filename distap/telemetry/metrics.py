@@ -32,8 +32,6 @@ OF_RANK: dict[str, tuple[Any, ...]] = {
     "skipped": (Counter, "samples_skipped", "Damaged images left out", "reason"),
     "read_bytes": (Counter, "data_read_bytes", "Bytes of shards read by this rank's workers"),
     "read_retries": (Counter, "data_read_retries", "Reads that were tried again"),
-    "spool_size": (Gauge, "spool_size_bytes", "Size of this rank's spool file of pixels"),
-    "spool_limit": (Gauge, "spool_limit_bytes", "Largest size that the spool file may take on its disk"),
     "step": (Gauge, "step", "Steps behind the present state"),
     "last_step": (Gauge, "last_step_timestamp_seconds", "When the last step ended"),
     "restarts": (Gauge, "restarts", "Times that the launcher has started the ranks again"),

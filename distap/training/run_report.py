@@ -182,7 +182,7 @@ class RunReport:
             )
 
     def reading(self, step: int, share: ShareOfBatch) -> None:
-        """Report on reading this rank's share of a step: damaged images, traffic, and bytes of pixels."""
+        """Report on reading this rank's share of a step: damaged images, and traffic."""
         for failure in share.failures:
             name = f"{failure.where}: {failure.reason}"
             self.metrics.skipped.labels(failure.reason).inc()
@@ -191,8 +191,6 @@ class RunReport:
             self.damaged.add(name)
         self.metrics.read_bytes.inc(share.traffic.read_bytes)
         self.metrics.read_retries.inc(share.traffic.retries)
-        self.metrics.spool_size.set(share.held.spool_size_bytes)
-        self.metrics.spool_limit.set(share.held.spool_limit_bytes)
 
     def not_finite(self, step: int, what: str, keys: list[str]) -> None:
         """Report a step that was not applied because loss or gradient is not finite; `keys` name its images."""

@@ -116,7 +116,7 @@ def escaped(name: str) -> str:
 
 def test_each_file_of_the_drawer_is_packed_or_told(drawer, tmp_path):
     folder, fates = drawer
-    index, left_out = pack(folder, tmp_path / "shards", decode=True)
+    index, left_out = pack(folder, tmp_path / "shards")
     told = {str(Path(name).relative_to(folder)): reason for name, reason in left_out}
     assert told.pop("empty") == "class folders without an image"
     assert len(left_out) == len(told) + 1
@@ -132,7 +132,7 @@ def test_every_reason_is_printed_with_a_number_and_an_example(drawer, tmp_path, 
     folder, fates = drawer
     output, table = tmp_path / "shards", tmp_path / "left out.csv"
     monkeypatch.setenv("COLUMNS", "400")
-    assert distap(monkeypatch, "data", "pack", folder, output, "--decode", "--left-out", table) == 0
+    assert distap(monkeypatch, "data", "pack", folder, output, "--left-out", table) == 0
     printed = "".join(capsys.readouterr())
     told = re.findall(r"left out: ([\d,]+) (.+) \((.+)\)$", printed, re.MULTILINE)
     # The count of files that are packed or told is that of all files; an empty class is told as well.

@@ -27,20 +27,13 @@ class HeldPixels:
 
     def __init__(self, settings: PixelSettings, count: int, size: int, pinned: bool) -> None:
         shape, share_bytes = (count, 3, size, size), count * 3 * size * size
-        self._folder: Path | None = None
         self.spool_size_bytes = 0
         if settings.in_memory(share_bytes):
             self._pixels, self._pins = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned), False
             return
-        self._folder = settings.spool_folder or Path(tempfile.gettempdir())
         self.spool_size_bytes = share_bytes
-        mapped = _mapped_file(self._folder, share_bytes)
+        mapped = _mapped_file(settings.spool_folder or Path(tempfile.gettempdir()), share_bytes)
         self._pixels, self._pins = torch.frombuffer(mapped, dtype=torch.uint8).view(shape), pinned
-
-    @property
-    def spool_limit_bytes(self) -> int:
-        """Bytes of the spool file plus the free space of its file system; 0 in memory."""
-        return 0 if self._folder is None else self.spool_size_bytes + shutil.disk_usage(self._folder).free
 
     def keep(self, start: int, pixels: Tensor) -> None:
         """Store the pixels of the rows from `start` on."""

@@ -42,13 +42,6 @@ class _Job(NamedTuple):
     first: int  # position of the first image in the data set, which begins its key
     entries: list[Entry]
     numbers: dict[str, int]  # class number by class name
-    decode: bool  # find damage by decoding all images
-
-
-class _Layout(NamedTuple):
-    images_per_shard: int
-    shuffle: int | None
-    decode: bool
 
 
 def pack(
@@ -78,7 +71,6 @@ def pack_parts(
     track: Track = untracked,
     *,
     shuffle: int | None = None,
-    decode: bool = False,
     workers: int = 1,
     files: Mapping[str, str] = MappingProxyType({}),
 ) -> list[tuple[Index, list[Skipped]]]:
@@ -89,18 +81,17 @@ def pack_parts(
         output: folder of the shards; it must not exist, or be empty, and appears when everything is in it.
         images_per_shard: the most images in a shard; the last shard, and those with damaged images, have fewer.
         shuffle: seed of a random order, which streamed reading needs. The given order is faster to read by an index.
-        decode: find damage by decoding every image, not only those whose end is missing.
         files: texts to write into the output folder, by name.
     Raises:
         DistapError: no image is usable, a class is in two groups, the output holds something already, an image cannot
             be read or has changed meanwhile, or the output cannot be written.
     """
     require_free(output)
-    groups = {name: group_of_each_class(part.images) for name, part in parts.items()}
-    layout = _Layout(images_per_shard, shuffle, decode)
+    for part in parts.values():
+        group_of_each_class(part.images)  # raises before anything is written
     with replacing_folder(output) as whole:
         packed = [
-            _pack(whole / name, part, groups[name], layout, workers, f"{name}: " if name else "", track)
+            _pack(whole / name, part, images_per_shard, shuffle, workers, f"{name}: " if name else "", track)
             for name, part in parts.items()
         ]
         for name, text in files.items():
@@ -120,19 +111,20 @@ def require_free(output: Path) -> None:
 
 
 def _pack(
-    folder: Path, listing: Listing, groups: dict[str, str], layout: _Layout, workers: int, about: str, track: Track
+    folder: Path, listing: Listing, images_per_shard: int, shuffle: int | None, workers: int, about: str, track: Track
 ) -> tuple[Index, list[Skipped]]:
     """Write shards and their index into a folder; return the index and the images left out."""
     entries, broken = look_at_all(listing.images, f"{about}listing images", track)
-    if layout.shuffle is not None:
-        entries = [entries[place] for place in permutation(len(entries), layout.shuffle)]
+    if shuffle is not None:
+        entries = [entries[place] for place in permutation(len(entries), shuffle)]
+    groups = group_of_each_class(listing.images)
     # The labels of a CSV are numbers already; other classes are numbered in the order of their names. Those without a
     # sound image keep their number in the shards, and the index leaves it out.
     names = sort_classes(entry.image.class_name for entry in entries)
     lines = [f"{name}\t{groups[name]}\n" if groups[name] else f"{name}\n" for name in names]
     write_whole(folder / NAMES_FILE, "".join(lines))
     numbers = {name: number for number, name in enumerate(names)}
-    jobs = list(_jobs(folder, entries, numbers, layout))
+    jobs = list(_jobs(folder, entries, numbers, images_per_shard))
     written = map_in_processes(_write_shard, jobs, workers, f"{about}packing shards", track)
     parts = [part for part, _ in written]
     left_out = [*broken, *chain.from_iterable(skipped for _, skipped in written)]
@@ -148,11 +140,11 @@ def _pack(
     return index, [*listing.left_out, *left_out]
 
 
-def _jobs(folder: Path, entries: list[Entry], numbers: dict[str, int], layout: _Layout) -> Iterator[_Job]:
-    for number, start in enumerate(range(0, len(entries), layout.images_per_shard)):
-        own = entries[start : start + layout.images_per_shard]
+def _jobs(folder: Path, entries: list[Entry], numbers: dict[str, int], count: int) -> Iterator[_Job]:
+    for number, start in enumerate(range(0, len(entries), count)):
+        own = entries[start : start + count]
         labels = {entry.image.class_name: numbers[entry.image.class_name] for entry in own}
-        yield _Job(folder / f"{number:06d}.tar", start, own, labels, layout.decode)
+        yield _Job(folder / f"{number:06d}.tar", start, own, labels)
 
 
 def _write_shard(job: _Job) -> tuple[Index, list[Skipped]]:
@@ -165,7 +157,7 @@ def _write_shard(job: _Job) -> tuple[Index, list[Skipped]]:
                 skipped.append(Skipped(str(path), "empty files"))
                 continue
             try:
-                decode(data, name=str(path)) if job.decode or seems_cut(data) else image_size(data)
+                decode(data, name=str(path)) if seems_cut(data) else image_size(data)
             except DamagedImageError as error:
                 skipped.append(Skipped(str(path), str(error)))
                 continue
