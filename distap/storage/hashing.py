@@ -1,4 +1,4 @@
-"""SHA-256 of whole files, and of files while they are read or written."""
+"""SHA-256 of whole files, and of files while they are read."""
 
 import hashlib
 from dataclasses import dataclass
@@ -22,24 +22,16 @@ def file_identity(path: Path) -> FileIdentity:
 
 
 class Hashed:
-    """Wrap a file that is read or written once from start to end, and hash its bytes."""
+    """Wrap a file that is read once from start to end, and hash its bytes."""
 
     def __init__(self, file: Any) -> None:
         self._file, self._digest = file, hashlib.sha256()
-        self.position = 0  # bytes so far
 
     @property
     def sha256(self) -> str:
         return self._digest.hexdigest()
 
     def read(self, size: int) -> bytes:
-        return self._add(self._file.read(size))
-
-    def write(self, data: bytes) -> int:
-        self._file.write(self._add(data))
-        return len(data)
-
-    def _add(self, data: bytes) -> bytes:
+        data: bytes = self._file.read(size)
         self._digest.update(data)
-        self.position += len(data)
         return data

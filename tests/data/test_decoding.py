@@ -87,17 +87,6 @@ def test_pixels_of_a_jpeg_are_those_of_pillow_at_every_scale(mode, options):
                 np.testing.assert_array_equal(found, expected)
 
 
-def test_the_crop_is_what_pillow_and_torchvision_make_of_the_same_box():
-    data = encoded(PHOTO, "PNG")
-    box = (40, 16, 200, 192)  # multiples of the reduction, so that nothing is widened
-    crop = EncodedImage(data).crop(box, (40, 40))
-    assert crop.shape == (3, 40, 40)
-    assert crop.dtype == torch.uint8
-    assert crop.is_contiguous()
-    reference = PHOTO.resize((40, 40), Image.Resampling.BILINEAR, box=box)
-    assert np.abs(crop.permute(1, 2, 0).int().numpy() - pixels(reference)).max() <= 3
-
-
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_boxes_are_upright_whatever_the_orientation(orientation, scaled):

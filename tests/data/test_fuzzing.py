@@ -23,8 +23,7 @@ from distap.apps.serve.uploads import RefusedError, read_upload
 from distap.data.labels import NO_CLASS, class_name, class_numbers
 from distap.data.shards.image_files import group_of_each_class, list_images
 from distap.data.shards.image_folders import Skipped
-from distap.data.shards.index import Index, parse_index
-from distap.data.shards.load_index import load_index
+from distap.data.shards.index import parse_index
 from distap.data.shards.tar import read_samples
 from distap.errors import DistapError
 from distap.evaluation.saved import Evaluation, read_evaluation
@@ -264,19 +263,6 @@ def test_any_text_is_a_source_or_is_refused(tmp_path, monkeypatch, text):
     for name in names:
         assert ".." not in name.split("/")
         assert not name.startswith("/")
-
-
-def test_what_is_read_through_an_evil_index_stays_within_the_folder(tmp_path, shards):
-    """An index may come with the data: whatever it says, the file outside is not read."""
-    secret = tmp_path / "secret.tar"
-    secret.write_bytes(bytes(SHARD))
-    index = load_index(shards)
-    for name in ("../secret.tar", str(secret), f"file://{secret}", "./../secret.tar", "a/../../secret.tar"):
-        columns = {column: getattr(index, column) for column in Index.__dataclass_fields__}
-        columns["shard_name"] = np.array([name, *index.shard_name[1:].tolist()])
-        Index(**columns).save(shards)
-        with pytest.raises(DistapError, match=r"index\.npz: .* is no name of a shard"):
-            load_index(shards)
 
 
 FLOATS = st.floats(allow_subnormal=False)

@@ -390,11 +390,6 @@ def test_a_missing_or_damaged_index_is_named(tmp_path, shards):
         load_index(shards)
 
 
-def test_a_folder_that_cannot_be_looked_at_is_no_traceback():
-    with pytest.raises(DistapError, match=r"cannot be read: \[Errno 36\] File name too long"):
-        load_index(300 * "a")
-
-
 def mapped_by(column):
     """What holds the memory of a column."""
     while isinstance(column, np.ndarray):

@@ -1,8 +1,5 @@
-import signal
-import subprocess
 import sys
 import tarfile
-import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -87,14 +84,6 @@ def test_a_name_that_is_no_line_of_text_is_refused(tmp_path, image_folder, name)
     with pytest.raises(DistapError, match="name"):
         pack([ImageFile(image_folder / "apple" / "0.png", name)], tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_csv_is_packed_by_its_integer_labels(tmp_path, image_folder):
-    table = image_folder / "list.csv"
-    table.write_text("path,label\napple/0.png,10\napple/1.png,9\ncar/0.png,9.0\n")
-    index, _ = pack(table, tmp_path / "out")
-    assert [index.class_name[label] for label in index.label] == ["10", "9", "9"]
-    assert index.class_name.tolist() == ["9", "10"]
 
 
 @pytest.mark.parametrize(
@@ -339,35 +328,6 @@ def test_an_image_that_vanishes_is_left_out(tmp_path, image_folder):
     index, left_out = pack(images, tmp_path / "out")
     assert len(index) == len(images) - 1
     assert left_out == [(str(images[3].path), "files that cannot be read: No such file or directory")]
-
-
-PACKER = """
-    import os, signal, sys
-    from pathlib import Path
-    from distap.data.shards.packing import pack
-
-    def track(items, description, total):
-        for number, item in enumerate(items):
-            if description.startswith("packing") and number == 2:
-                os.killpg(os.getpid(), signal.SIGINT)  # as Ctrl-C does: to every process of the terminal
-            yield item
-
-    if __name__ == "__main__":
-        pack(Path(sys.argv[1]), Path(sys.argv[2]), images_per_shard=1, workers=2, track=track)
-"""
-
-
-@pytest.mark.slow
-def test_ctrl_c_leaves_no_process_and_nothing_that_looks_whole(tmp_path, image_folder):
-    script = tmp_path / "packer.py"
-    script.write_text(textwrap.dedent(PACKER))
-    command = [sys.executable, str(script), str(image_folder), str(tmp_path / "out")]
-    # Every process inherits the pipe: reading it to its end waits until the last one is gone.
-    stopped = subprocess.run(command, start_new_session=True, capture_output=True, text=True, timeout=120)
-    assert stopped.returncode == -signal.SIGINT
-    assert stopped.stderr.count("Traceback") == 1
-    assert not (tmp_path / "out").exists()
-    assert not list(tmp_path.glob(".out.*"))
 
 
 def test_a_full_disk_is_named_and_nothing_is_left_there(tmp_path, small_disk):

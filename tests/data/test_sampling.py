@@ -62,12 +62,6 @@ def test_by_classes_every_image_of_a_class_is_used_before_any_is_used_again(plan
             assert max(uses) - min(uses) <= 1
 
 
-def test_by_classes_the_larger_share_goes_round():
-    plan = by_classes([12, 12, 3, 12, 12], 17)  # shares of 3 and 4, where there are 4
-    taken = sum(np.bincount(plan.classes.labels[plan.batch(step)]) for step in range(8))
-    assert taken.tolist() == [28, 28, 24, 28, 28]
-
-
 def super_labels(groups):
     """Classes over super-categories: for each group, the sizes of its classes."""
     sizes = [size for group in groups for size in group]

@@ -13,7 +13,6 @@ from distap.data.images.decoding import DamagedImageError, EncodedImage, image_s
 from distap.data.images.image_sets import open_images
 from distap.data.images.whole_images import SizedImages, Sizing, batches_of_one_shape, sized_chunks
 from distap.data.shards.indexing import index_shards
-from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack
 from distap.errors import DistapError
 
@@ -127,11 +126,6 @@ def test_every_image_is_in_one_batch_of_its_shape_within_the_limit(shapes, most)
         assert len(numbers) == 1 or batch[:, 0].numel() <= most
 
 
-def test_few_batches_hold_images_of_two_shapes_however_they_are_mixed():
-    images = [(n, torch.zeros(3, *((4, 6) if n % 2 else (6, 4)), dtype=torch.uint8)) for n in range(40)]
-    assert [len(numbers) for numbers, _ in batches_of_one_shape(images, 10 * 24)] == [10, 10, 10, 10]
-
-
 def test_what_waits_for_its_shape_is_bounded():
     drawn = []
 
@@ -208,14 +202,6 @@ def test_a_folder_without_images_is_refused(tmp_path):
 
 
 # Sets of images
-
-
-def test_shards_give_their_keys_and_classes(shards):
-    images, index = open_images(shards), load_index(shards)
-    assert images.keys.tolist() == index.path.tolist()
-    assert images.classes.tolist() == ["apple"] * 4 + ["bear"] * 3 + ["car"] * 2
-    assert images.fingerprint == index.fingerprint
-    assert images.sizes([0, 8]).tolist() == [[24, 24], [24, 24]]
 
 
 def test_a_folder_with_shards_but_no_index_is_not_taken_for_images(shards):
