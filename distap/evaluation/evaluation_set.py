@@ -153,7 +153,6 @@ class DescribedSet:
         found = [self._ranked(asking, among, refinement) for asking, among in self._rows()]
         result, summaries = found[0], [one.summary() for one in found]
         figures = {name: float(np.mean([own[name] for own in summaries])) for name in summaries[0]}
-        labels, class_name = self.labels
         found_by: dict[str, Any] = {}
         if of.truth:
             columns = {group: result.values[name].tolist() for group, name in result.leading.items()}
@@ -162,8 +161,6 @@ class DescribedSet:
                 for place, record in enumerate(self.records)
             }
         elif not of.draws:
-            by_class = result.class_figures(torch.from_numpy(labels[: len(self.queries)]).to(result.first_positive))
-            found_by["classes"] = {str(class_name[label]): own for label, own in by_class.items()}
             found_by["hits"] = self._retrieved(result)
         drawn = f"an image a class, drawn {len(found)} times" if of.draws else None
         return Evaluation(

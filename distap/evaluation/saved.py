@@ -66,7 +66,6 @@ class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
     left_out_of: dict[str, int] = {}  # by group, if there are several
     figures: Figures  # means over the queries, from 0 to 1
     average_precision: dict[str, Figures] = {}  # of each query of a ground truth, by group
-    classes: dict[str, Figures] = {}  # queries, mAP and so on of each class
 
     def save(self, folder: Path, **about: Any) -> None:
         """Write the evaluation to a folder, with `about` in result.json; raise an UnwritableError if that fails.

@@ -54,19 +54,6 @@ class Evaluated:
             found[f"mean {name}"] = float(torch.tensor(of_parts, dtype=torch.float64).nanmean())
         return found
 
-    def class_figures(self, labels: Int64[Tensor, " Q"]) -> dict[int, dict[str, int | float]]:
-        """Return for each class with queries their number, and the means of all figures but mP@k."""
-        queries = self.is_query
-        classes, number, counts = labels[queries].unique(return_inverse=True, return_counts=True)
-        columns: dict[str, list[int | float]] = {"queries": counts.tolist()}
-        for name, values in self.values.items():
-            if not name.startswith("mP@"):
-                columns[name] = (number.bincount(values[queries]) / counts).tolist()
-        rows = zip(*columns.values(), strict=True)
-        return {
-            label: dict(zip(columns, row, strict=True)) for label, row in zip(classes.tolist(), rows, strict=True)
-        }
-
 
 @torch.no_grad()
 def evaluate_descriptors(

@@ -91,19 +91,11 @@ class FSDPReplica(Replica):
             unit.reshard()
 
     def _gather(self) -> None:
-        # One unit travels while the one before it is copied into place:
-        #
-        #     travels    1   2   3   4
-        #     copied         1   2   3   4
         if not any(isinstance(parameter, DTensor) for parameter in self.network.parameters()):
             return
         with self.world.collective("all_gather of the parameters"):
-            arriving: list[Any] = []
             for unit in self._units:
-                arriving.append(unit.unshard(async_op=True))
-                if len(arriving) > 1:
-                    arriving.pop(0).wait()
-            arriving.pop().wait()
+                unit.unshard()
 
     def _stay_whole(self, stays: bool) -> None:
         # The network itself, the last unit, is whole between its forward and its backward pass in any case: gathering

@@ -39,7 +39,7 @@ def test_overrides_change_values_deep_down(recipe):
         (["loss=smooth_ap", "loss.tau=0.1"], ["loss={name: smooth_ap, tau: 0.1}"]),
         (["sampling={batch_size: 8}"], ["sampling={name: random, batch_size: 8}"]),
         (["model.pooling.power=4"], ["model.pooling={name: gem, power: 4}"]),
-        (["engine.reshard=false", "engine.name=fsdp"], ["engine={name: fsdp, reshard: false}"]),
+        (["engine.stage=1", "engine.name=deepspeed"], ["engine={name: deepspeed, stage: 1}"]),
     ],
 )
 def test_a_name_alone_and_keys_without_a_name_mean_what_they_say(recipe, overrides, same):

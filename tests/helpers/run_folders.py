@@ -85,8 +85,7 @@ def retrieved(seed: int = 0, index: Index | None = None) -> Retrieved:
 def write_retrieved(run: Path, step: int, each: Retrieved, figures: dict[str, float] = FIGURES, **about) -> Path:
     """Keep an evaluation in a run; its folder."""
     gain, folder = 0.1 * bool(step), folder_of_step(run, step)
-    classes = {name: {"queries": 4, "mAP": number / 20 + gain} for number, name in enumerate("abcdefghijklmn")}
-    about = {"data": "d", "fingerprint": "f", "images": 40, "classes": classes, **about}
+    about = {"data": "d", "fingerprint": "f", "images": 40, **about}
     figures = {name: value + gain * (figures is FIGURES) for name, value in figures.items()}
     queries = int((each.first_positive > 0).sum())
     Evaluation(figures=figures, queries=queries, hits=each, **about).save(folder, step=step)

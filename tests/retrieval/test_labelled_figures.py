@@ -70,25 +70,6 @@ def test_a_head_comes_first_whatever_its_similarity(seed, kept):
     assert all(len(set(row)) == 5 for row in result.neighbours.tolist())
 
 
-def test_the_figures_of_classes_are_means_over_queries():
-    generator = torch.Generator().manual_seed(3)
-    labels = torch.tensor([4] * 130 + [1] * 9 + [7] + [2] * 2)[torch.randperm(142, generator=generator)]
-    descriptors = normalize(torch.randn(142, 4, generator=generator, dtype=torch.float64))
-    result, orders = evaluated(descriptors, labels, at=(2, 200)), orders_of(descriptors, labels)
-    assert result.summary() == pytest.approx(labelled_figures(orders, (2, 200)), abs=1e-12)
-    found = result.class_figures(labels)
-    assert {label: own["queries"] for label, own in found.items()} == {1: 9, 2: 2, 4: 130}
-    for label, own in found.items():
-        rights = [right for query, right in orders.items() if labels[query] == label]
-        expected = {
-            "queries": len(rights),
-            "mAP": mean([*map(average_precision, rights)]),
-            "mAP@R": mean([*map(average_precision_at_r, rights)]),
-            **{f"R@{k}": mean([any(right[:k]) for right in rights]) for k in (2, 200)},
-        }
-        assert own == pytest.approx(expected, abs=1e-12)
-
-
 def test_a_memory_map_of_float16_is_read_as_it_is(tmp_path, monkeypatch):
     descriptors = normalize(torch.randn(300, 8, generator=torch.Generator().manual_seed(2))).half()
     np.save(tmp_path / "descriptors.npy", descriptors.numpy())
