@@ -17,8 +17,6 @@ OUTPUT = "New folder to write, or the folder of a stopped extraction to continue
 PART = "Number of images in a part file; a rank that is stopped loses at most one part."
 GRACE_SECONDS = 10.0  # for ranks to leave after a signal: finished parts are on the disk already
 DESCRIPTORS = Annotated[Path, typer.Argument(help="Folder that `distap extract` wrote.", show_default=False)]
-METHOD = "Scale the principal components (pca), or shrink directions in which matching images differ (lw, Radenović)."
-PAIRS = "JSON file from `distap data convert` with names of matching images, as {query, positive}, for --kind lw."
 KIND = "Kind of index: flat is exact, ivf-pq is smallest, hnsw is fastest at high recall."
 FACTORY = "Index as a string for faiss.index_factory, such as OPQ64,IVF4096,PQ64, instead of --kind."
 WRITTEN = "File to write the whitening to, such as RUN/whitening.safetensors."
@@ -98,12 +96,8 @@ def extract_command(
 
 def whiten_command(
     descriptors: DESCRIPTORS,
-    kind: Annotated[Literal["pca", "lw"], typer.Option(help=METHOD)] = "pca",
     dimensions: Annotated[
         int | None, typer.Option(help="Number of dimensions to keep.", min=1, show_default="all that vary")
-    ] = None,
-    pairs: Annotated[
-        Path | None, typer.Option(help=PAIRS, show_default="each image with all others of its class")
     ] = None,
     output: Annotated[Path | None, typer.Option(help=WRITTEN, show_default="next to the descriptors")] = None,
 ) -> None:
@@ -112,30 +106,18 @@ def whiten_command(
     `distap extract --whitening FILE` applies it. It fits only the network, image size and scales it was learned from.
     """
     from distap.retrieval.descriptor_files import read_descriptors
-    from distap.retrieval.whitening import (
-        WHITENING_FILE,
-        learn_discriminative,
-        learn_pca,
-        read_pairs,
-        save_whitening,
-    )
+    from distap.retrieval.whitening import WHITENING_FILE, learn_pca, save_whitening
     from distap.telemetry.terminal import print_result
 
-    if kind == "pca" and pairs is not None:
-        raise DistapError("--pairs is for --kind lw: pca ignores which images match")
     learned_from = read_descriptors(descriptors)
-    if kind == "pca":
-        whitening = learn_pca(learned_from, dimensions)
-    else:
-        matching = None if pairs is None else read_pairs(pairs, learned_from)
-        whitening = learn_discriminative(learned_from, dimensions, matching)
+    whitening = learn_pca(learned_from, dimensions)
     path = output or descriptors
     if path.is_dir():
         path /= WHITENING_FILE
     save_whitening(path, whitening)
     to, of = whitening.projection.shape
     print_result(
-        f"{path}: {kind}, {of} to {to} dimensions, from {len(learned_from):,} descriptors; "
+        f"{path}: {of} to {to} dimensions, from {len(learned_from):,} descriptors; "
         f"apply it with distap extract --whitening {path}"
     )
 

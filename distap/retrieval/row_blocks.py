@@ -19,20 +19,18 @@ LENGTH_TOLERANCE = 0.02  # bfloat16 rounds a descriptor's length by up to 0.4%
 def row_blocks(
     values: Float[np.ndarray, "N C"],
     dtype: Any = np.float32,
-    rows: NDArray[np.int64] | None = None,
     numbers: int | None = None,
 ) -> Iterator[tuple[slice, NDArray[Any]]]:
     """Yield blocks of at most `numbers` numbers: the places of the rows, and copies of the rows in `dtype`.
 
     Args:
-        rows: the rows to read, in this order; None reads all.
     Raises:
         DistapError: a number is not finite.
     """
     height = max((numbers or BLOCK_NUMBERS) // max(values.shape[1], 1), 1)
-    for start in range(0, len(values) if rows is None else len(rows), height):
+    for start in range(0, len(values), height):
         some = slice(start, start + height)
-        yield some, finite(values[some] if rows is None else values[rows[some]], start, "descriptor", dtype)
+        yield some, finite(values[some], start, "descriptor", dtype)
 
 
 def finite(

@@ -1,7 +1,7 @@
 """Learn, apply, save and load a whitening: subtract a mean, project, scale to length 1.
 
-PCA scales the principal components by a power of their variance. Discriminative whitening (Lw) shrinks the
-directions in which matching images differ. Covariances are accumulated in float64 over blocks of a memory map.
+Principal components are scaled by a power of their variance. The covariance is accumulated in float64 over blocks of
+a memory map.
 """
 
 import hashlib
@@ -10,12 +10,12 @@ import logging
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import safetensors
 import torch
-from jaxtyping import Float64, Int64
+from jaxtyping import Float64
 from numpy.typing import NDArray
 from safetensors.numpy import save
 from torch import Tensor
@@ -24,7 +24,7 @@ from distap.errors import DistapError
 from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet, reading
 from distap.retrieval.row_blocks import row_blocks
 from distap.storage.atomic import write_whole
-from distap.storage.texts import parsed_json, read_json
+from distap.storage.texts import parsed_json
 
 WHITENING_FILE = "whitening.safetensors"  # in a run folder, or next to the descriptors it was learned from
 VERSION = 1
@@ -33,7 +33,6 @@ HALF_POWER = 0.25  # Revaud et al. 2019: 'square-rooted' PCA; 0.5 is full whiten
 
 logger = logging.getLogger("distap")
 
-WhiteningKind = Literal["pca", "lw"]
 Covariance = Float64[np.ndarray, "C C"]
 
 
@@ -43,8 +42,6 @@ class Whitening:
 
     mean: NDArray[np.float64]  # (C,)
     projection: NDArray[np.float64]  # (D, C), directions of most variance first
-    kind: WhiteningKind
-    power: float  # of the variance: 0.25 for pca, 0.5 for lw
     learned_from: str  # path or URL of the images
     described_by: DescribedBy  # how they were described; the whitening fits no other descriptors
 
@@ -81,8 +78,6 @@ def save_whitening(path: Path, whitening: Whitening) -> None:
     """Write the whitening as one safetensors file, atomically."""
     about = {
         "version": VERSION,
-        "kind": whitening.kind,
-        "power": whitening.power,
         "learned_from": whitening.learned_from,
         "described_by": asdict(whitening.described_by),
         "fingerprint": whitening.fingerprint,
@@ -101,12 +96,10 @@ def load_whitening(path: Path) -> Whitening:
             mean, projection = file.get_tensor("mean"), file.get_tensor("projection")
         if about["version"] != VERSION:
             raise DistapError(f"{path}: version {about['version']!r}, this distap reads {VERSION}; learn it again")
-        if about["kind"] not in get_args(WhiteningKind) or mean.dtype != np.float64 or projection.dtype != np.float64:
-            raise ValueError(f"kind {about['kind']!r} in {mean.dtype} and {projection.dtype}")
+        if mean.dtype != np.float64 or projection.dtype != np.float64:
+            raise ValueError(f"arrays of {mean.dtype} and {projection.dtype}")
         described_by = DescribedBy.from_json(about["described_by"])
-        result = Whitening(
-            mean, projection, about["kind"], float(about["power"]), str(about["learned_from"]), described_by
-        )
+        result = Whitening(mean, projection, str(about["learned_from"]), described_by)
         if result.fingerprint != about["fingerprint"]:
             raise ValueError("its numbers differ from those that were written")
     return result
@@ -121,51 +114,7 @@ def learn_pca(descriptors: DescriptorSet, dimensions: int | None = None) -> Whit
     mean, covariance = _mean_and_covariance(descriptors)
     variances, directions = _principal_directions(covariance, descriptors.data)
     projection = _first(directions / variances[:, None] ** HALF_POWER, dimensions, descriptors)
-    return Whitening(mean, projection, "pca", HALF_POWER, descriptors.data, descriptors.described_by)
-
-
-def learn_discriminative(
-    descriptors: DescriptorSet,
-    dimensions: int | None = None,
-    pairs: Int64[np.ndarray, "P 2"] | None = None,
-) -> Whitening:
-    """Learn discriminative whitening Lw (Radenović et al. 2018): matching images differ equally in all directions.
-
-    The projection is the inverse square root of the covariance of the differences of matching images, followed by
-    the principal components of the descriptors so whitened. Directions in which no matching images differ are
-    dropped, since their scale is unknown.
-
-    Args:
-        dimensions: D, the directions of most variance to keep; None keeps all.
-        pairs: rows of matching images; None pairs each image with all others of its class. Each image then has the
-            same weight, so that large classes do not drown the others.
-    """
-    mean, covariance = _mean_and_covariance(descriptors)
-    differences = _covariance_within(descriptors, mean) if pairs is None else _covariance_of_pairs(descriptors, pairs)
-    variances, directions = _principal_directions(differences, f"matching images of {descriptors.data}")
-    shrinking = directions / np.sqrt(variances)[:, None]
-    _, rotation = _principal_directions(shrinking @ covariance @ shrinking.T, descriptors.data)
-    projection = _first(rotation @ shrinking, dimensions, descriptors)
-    return Whitening(mean, projection, "lw", 0.5, descriptors.data, descriptors.described_by)
-
-
-def read_pairs(path: Path, descriptors: DescriptorSet) -> Int64[np.ndarray, "P 2"]:
-    """Return rows of the pairs in a JSON list of {"query", "positive"}, which name images by key or by class.
-
-    Converted sets without classes store each image's name as its class, so a class with one image names that image.
-    """
-    with reading(path, "distap data convert"):
-        named = [(str(pair["query"]), str(pair["positive"])) for pair in read_json(path, list)]
-    classes, first, count = np.unique(descriptors.classes, return_index=True, return_counts=True)
-    rows = {name: int(row) for name, row, images in zip(classes.tolist(), first, count, strict=True) if images == 1}
-    rows |= {key: row for row, key in enumerate(descriptors.keys.tolist())}
-    unknown = sorted({name for pair in named for name in pair} - rows.keys())
-    if unknown:
-        raise DistapError(
-            f"{path}: {len(unknown)} of its images are not among the {len(descriptors)} of {descriptors.data}, such "
-            f"as {unknown[0]!r}; describe the split that it lies beside"
-        )
-    return np.array([(rows[query], rows[positive]) for query, positive in named], np.int64).reshape(-1, 2)
+    return Whitening(mean, projection, descriptors.data, descriptors.described_by)
 
 
 def _first(projection: NDArray[Any], dimensions: int | None, descriptors: DescriptorSet) -> NDArray[Any]:
@@ -194,47 +143,6 @@ def _mean_and_covariance(descriptors: DescriptorSet) -> tuple[Float64[np.ndarray
         block -= mean
         covariance += block.T @ block
     return mean, covariance / total
-
-
-def _covariance_within(descriptors: DescriptorSet, mean: Float64[np.ndarray, " C"]) -> Covariance:
-    """Return the mean over images i of the mean over others j of its class of (x_i - x_j)(x_i - x_j)ᵀ.
-
-    Over a class of n images, the sum over i is 2 n / (n - 1) times the scatter around the mean m of the class, and
-    the scatter is Σ x xᵀ - n m mᵀ. So no pair needs to be formed. An image alone in its class matches none.
-    """
-    values, classes = descriptors.descriptors, descriptors.classes
-    _, number, count = np.unique(classes, return_inverse=True, return_counts=True)
-    matched = np.flatnonzero((count[number] > 1) & (classes != ""))
-    if not len(matched):
-        raise DistapError(
-            f"{descriptors.data}: no class has two images, so nothing matches; learn --kind pca, or from a set with "
-            "classes"
-        )
-    matched = matched[np.argsort(number[matched], kind="stable")]
-    result, sums = np.zeros((values.shape[1],) * 2), np.zeros((len(count), values.shape[1]))
-    weight = 2 / np.maximum(count - 1, 1)[:, None]
-    for some, block in row_blocks(values, np.float64, matched):
-        block -= mean
-        of_row = number[matched[some]]
-        begins = np.flatnonzero(np.diff(of_row, prepend=-1))
-        sums[of_row[begins]] += np.add.reduceat(block, begins, axis=0)
-        result += (block * (count[:, None] * weight)[of_row]).T @ block
-    result -= (sums * weight).T @ sums
-    return result / len(matched)
-
-
-def _covariance_of_pairs(descriptors: DescriptorSet, pairs: Int64[np.ndarray, "P 2"]) -> Covariance:
-    """Return the mean over pairs of rows (i, j) of (x_i - x_j)(x_i - x_j)ᵀ."""
-    values = descriptors.descriptors
-    if not len(pairs) or pairs.min() < 0 or pairs.max() >= len(values):
-        raise DistapError(
-            f"{descriptors.data}: {len(pairs)} matching pairs, expected one or more of rows below {len(values)}"
-        )
-    result = np.zeros((values.shape[1],) * 2)
-    for some, left in row_blocks(values, np.float64, pairs[:, 0]):
-        left -= values[pairs[some, 1]]
-        result += left.T @ left
-    return result / len(pairs)
 
 
 def _principal_directions(

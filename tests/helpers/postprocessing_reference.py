@@ -41,28 +41,6 @@ def pca_projection(values, power):
     return np.array([direction / variance**power for direction, variance in zip(directions, variances, strict=True)])
 
 
-def lw_projection(values, pairs):
-    """eig(C_S^-1/2 C C_S^-1/2) C_S^-1/2 with the symmetric root; `pairs` are (i, j, weight)."""
-    values = values.astype(np.float64)
-    within = sum(w * np.outer(values[i] - values[j], values[i] - values[j]) for i, j, w in pairs)
-    variances, directions = eigenvectors(within / sum(w for _, _, w in pairs))
-    root = sum(np.outer(d, d) / np.sqrt(v) for d, v in zip(directions, variances, strict=True))
-    _, rotation = eigenvectors(root @ np.cov(values.T, bias=True) @ root)
-    return rotation @ root
-
-
-def matches(of_image):
-    """Each image with every other of its class; an image's pairs weigh one together."""
-    of_image = list(of_image)
-    count = {c: of_image.count(c) for c in of_image}
-    return [
-        (i, j, 1 / (count[a] - 1))
-        for i, a in enumerate(of_image)
-        for j, b in enumerate(of_image)
-        if i != j and a == b
-    ]
-
-
 def expanded(queries, gallery, neighbours, power, exclude_self):
     result = []
     for number, query in enumerate(queries.astype(np.float64)):

@@ -14,7 +14,7 @@ from distap.retrieval.descriptor_files import write_descriptors
 from distap.retrieval.index_files import read_index, write_index
 from distap.retrieval.indexing import KINDS, build_index, measure_recall
 from distap.retrieval.nearest import nearest
-from distap.retrieval.whitening import learn_discriminative, learn_pca, load_whitening
+from distap.retrieval.whitening import learn_pca, load_whitening
 
 # Named kinds and factory strings with search parameters; `quick` keeps packed codes, which cannot be reconstructed.
 SMALL = {
@@ -272,34 +272,11 @@ def test_the_commands_build_indexes_and_learn_whitenings(tmp_path, gallery):
     assert run("whiten", tmp_path / "d", "--dimensions", 5).exit_code == 0
     whitening = load_whitening(tmp_path / "d" / "whitening.safetensors")
     assert whitening.fingerprint == learn_pca(gallery, dimensions=5).fingerprint
-    (tmp_path / "run").mkdir()
-    assert run("whiten", tmp_path / "d", "--kind", "lw", "--output", tmp_path / "run").exit_code == 0
-    whitening = load_whitening(tmp_path / "run" / "whitening.safetensors")
-    assert whitening.fingerprint == learn_discriminative(gallery).fingerprint
-
-
-def test_matching_pairs_are_found_by_their_names(tmp_path, gallery):
-    named = replace(described(gallery.descriptors), classes=np.array([f"name-{row}" for row in range(700)]))
-    write_descriptors(tmp_path / "d", named)
-    pairs = np.random.default_rng(0).permutation(700)[:200].reshape(100, 2)
-    listed = [{"query": f"name-{i}", "positive": f"image-{j}"} for i, j in pairs.tolist()]
-    (tmp_path / "pairs.json").write_text(json.dumps(listed))
-    path = tmp_path / "w.safetensors"
-    arguments = ("whiten", tmp_path / "d", "--kind", "lw", "--pairs", tmp_path / "pairs.json", "--output", path)
-    assert run(*arguments).exit_code == 0
-    assert load_whitening(path).fingerprint == learn_discriminative(named, pairs=pairs).fingerprint
-    (tmp_path / "pairs.json").write_text(json.dumps([{"query": "name-1", "positive": "strange"}]))
-    assert "1 of its images are not among the 700" in str(run(*arguments).exception)
-    (tmp_path / "pairs.json").write_text("[]")
-    assert "0 matching pairs" in str(run(*arguments).exception)
-    (tmp_path / "pairs.json").write_text("[3]")
-    assert "pairs.json: not readable as `distap data convert` writes it" in str(run(*arguments).exception)
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["whiten", "--pairs", "x"], "--pairs is for --kind lw"),
         (["index", "out", "--kind", "flat", "--factory", "Flat"], "give one of --kind and --factory"),
     ],
 )

@@ -83,23 +83,13 @@ DISTRACTORS = Dataset(
 def _sfm_images(source: Path, file: Path, part: str) -> Iterator[ImageFile]:
     lists = _lists(file, part)
     identifiers = _identifiers(lists)
-    # Whitening learns from pairs alone, so its list has no 3D models.
+    # Whitening needs no classes, so its list has no 3D models.
     models = identifiers if part == "whiten" else [str(model) for model in lists["cluster"].integers()]
     if len(models) != len(identifiers):
         raise lists.wrong(f"has {len(identifiers)} images, but clusters of {len(models)}")
     for identifier, model in zip(identifiers, models, strict=True):
         folders = identifier[-2:], identifier[-4:-2], identifier[-6:-4]
         yield ImageFile(source.joinpath("ims", *folders, identifier), model)
-
-
-def _pairs(file: Path, part: str) -> list[dict[str, str]]:
-    lists = _lists(file, part)
-    identifiers = _identifiers(lists)
-    queries, positives = (lists[key].integers(len(identifiers)) for key in ("qidxs", "pidxs"))
-    if len(queries) != len(positives):
-        raise lists.wrong(f"has {len(queries)} queries, but {len(positives)} positives")
-    pairs = zip(queries, positives, strict=True)
-    return [{"query": identifiers[query], "positive": identifiers[positive]} for query, positive in pairs]
 
 
 def _lists(file: Path, part: str) -> PlainValue:
@@ -118,8 +108,7 @@ def _identifiers(lists: PlainValue) -> list[str]:
 
 
 def _split(name: str, part: str, file: str, *published: Count) -> Split:
-    record = f"{name}_pairs.json", partial(_pairs, part=part)
-    return Split(name, file, partial(_sfm_images, part=part), published, part == "whiten", record)
+    return Split(name, file, partial(_sfm_images, part=part), published, part == "whiten")
 
 
 SFM_120K = Dataset(  # Radenović et al. 2019: a class is a 3D model

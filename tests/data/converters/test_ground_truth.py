@@ -65,17 +65,6 @@ def test_google_landmarks_has_the_positives_of_each_query_that_counts(tmp_path):
     ]
 
 
-def test_the_pairs_of_sfm_are_written_by_the_ends_of_keys(tmp_path):
-    output = converted("sfm-120k", tmp_path, only=["train", "whiten"], shuffle=1)
-    for split in ("train", "whiten"):
-        pairs = json.loads((output / f"{split}_pairs.json").read_text())
-        keys = [key.split("-")[1] for key in load_index(output / split).key.tolist()]
-        assert pairs == [{"query": f"{first:032x}", "positive": f"{first + 1:032x}"} for first in (1, 3)]
-        assert {name for pair in pairs for name in pair.values()} == set(keys)
-    assert len(load_index(output / "whiten").class_name) == 4
-    assert not (output / "validation_pairs.json").exists()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -107,8 +96,6 @@ def test_a_wrong_ground_truth_of_revisited_is_named(change, message, tmp_path):
         ),
         (lambda c: c["train"].update(cids=["a", "00000b"]), r"train\['cids'\]\[0\] is 'a', expected six or more"),
         (lambda c: c["train"].update(cluster=[1]), "train has 2 images, but clusters of 1"),
-        (lambda c: c["train"].update(pidxs=[2]), r"train\['pidxs'\]\[0\] is 2, expected a whole number below 2"),
-        (lambda c: c["train"].update(pidxs=[]), "train has 1 queries, but 0 positives"),
     ],
 )
 def test_a_wrong_list_of_sfm_is_named(change, message, tmp_path):
