@@ -1,13 +1,13 @@
 """Look at one's own images, and write a first recipe for them."""
 
 import json
-import textwrap
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from distap.data.images.decoding import DamagedImageError, image_size
 from distap.data.loading.indexed import Reader
@@ -34,14 +34,11 @@ RANDOM_RATE, PRETRAINED_RATE, CAREFUL_RATE = 1e-3, 3e-4, 1e-4  # of Adam, by wei
 SMALLEST_SIDE, STEP_OF_SIDE = 64, 32  # pixels; networks pretrained on photographs see little in fewer
 LARGEST_SIDE = {"cpu": 128, "cuda": 224}
 DEFAULT_BACKBONE = {"cpu": "tf_efficientnet_lite0", "cuda": "resnet50"}
-WHY_SMALL = (
-    "A small batch has all of the few classes; a large one would only have more images of them, for fewer updates in "
-    "the same time. So distap's large batches are the wrong tool here."
+RECIPE_TEMPLATES = Environment(
+    loader=PackageLoader("distap.apps"), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
 )
-WHY_LARGE = (
-    "In the same time small batches make more updates, and gain more than larger ones until the figures stop rising; "
-    "then go on with a larger one, which ranks an image against more classes."
-)
+# Quoted, since YAML would read a number or a colon in a name.
+RECIPE_TEMPLATES.filters["quoted"] = partial(json.dumps, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -90,10 +87,6 @@ def look(place: str) -> Look:
 
 
 def recipe_for(seen: Look, run: str, backbone: str | None, weights: str, size: int | None) -> str:
-    return "\n".join(_lines(seen, run, backbone or DEFAULT_BACKBONE[seen.device], weights, size)) + "\n"
-
-
-def _lines(seen: Look, run: str, backbone: str, weights: str, size: int | None) -> Iterator[str]:
     pairs = seen.classes.with_pairs
     count, a_class = len(pairs), int(np.median(seen.classes.sizes[pairs]))
     is_small = count < MANY_CLASSES
@@ -108,48 +101,28 @@ def _lines(seen: Look, run: str, backbone: str, weights: str, size: int | None) 
         classes = min(wanted // images, most_classes(seen.classes, images))
     batch = classes * images
     steps = max(round(EPOCHS * seen.images / batch), LEAST_STEPS)
-    every = steps // EVALUATIONS
     nearest = round(seen.side / STEP_OF_SIDE) * STEP_OF_SIDE
     side = size or int(np.clip(nearest, SMALLEST_SIDE, LARGEST_SIDE[seen.device]))
-    yield from _comment(
-        f"Written by `distap init` for {seen.images:,} images. {count:,} classes have two images or more, {a_class} "
-        f"in the median. The images' shorter side is {seen.side} px in the median."
-    )
-    yield f"run: {_quoted(run)}"
-    yield f"steps: {steps}  # {steps * batch / seen.images:.1f} epochs of {seen.images / batch:.1f} steps"
-    yield from ("", "data:", *(f"  {key}: {_quoted(each)}" for key, each in seen.sets.items()))
-    if seen.shared:
-        yield f"  unseen_classes: false  # {seen.shared:,} of its classes are trained on; unseen ones tell more"
-    elif "validation" not in seen.sets:
-        yield "  # No classes are held out, so no figures show what training gains. `distap data pack --split 0.5`"
-        yield "  # packs half of them apart. validation: shards/validation"
-    yield f"  image_size: {side}  # more sees more detail, and costs more"
-    yield "  augmentation: {crop: 0.5, flip: 0.5, colour: 0.4, grey: 0.1}  # flip: 0 if left and right differ"
-    yield from ("", *_comment(WHY_SMALL if is_small else WHY_LARGE))
-    yield f"sampling: {{name: p_by_k, classes: {classes}, images: {images}}}  # {batch} images a batch"
-    told = "pretrained, downloaded once" if weights == "timm" else "as asked for"
-    yield from ("", "model:", f"  backbone: {_quoted(backbone)}")
-    yield f"  weights: {weights}  # {told}; {{name: run, path: RUN}} goes on from another training"
     # Fitted to few classes, pretrained features tell others apart less well.
     is_careful = weights != "random" and is_small and not seen.shared
-    rate = RANDOM_RATE if weights == "random" else CAREFUL_RATE if is_careful else PRETRAINED_RATE
-    yield from ("", f"loss: {'multi_similarity' if is_small else 'smooth_ap'}")
-    yield f"optimizer: {{name: adam, learning_rate: {rate}}}"
-    if is_careful:
-        yield from _comment("If even the first evaluation is the best one, few classes do not help: train on more.")
-    yield f"schedule: {{name: linear, warmup: {steps // WARMUP_SHARE}}}"
-    yield "replay: {size: auto, keep: auto}  # the fastest micro-batch, and all graphs for which there is memory"
-    yield from ("", *([f"evaluation: {{every: {every}}}"] if "validation" in seen.sets else []))
-    yield f"checkpoint: {{every: {every}}}"
-
-
-def _comment(text: str) -> list[str]:
-    return textwrap.wrap(text, 110, initial_indent="# ", subsequent_indent="# ")
-
-
-def _quoted(text: str) -> str:
-    """Quote a text for YAML, which would otherwise read a number or a colon in a name."""
-    return json.dumps(text, ensure_ascii=False)
+    return RECIPE_TEMPLATES.get_template("recipe.yaml").render(
+        seen=seen,
+        run=run,
+        count=count,
+        a_class=a_class,
+        is_small=is_small,
+        classes=classes,
+        images=images,
+        batch=batch,
+        steps=steps,
+        every=steps // EVALUATIONS,
+        warmup=steps // WARMUP_SHARE,
+        side=side,
+        backbone=backbone or DEFAULT_BACKBONE[seen.device],
+        weights=weights,
+        is_careful=is_careful,
+        rate=RANDOM_RATE if weights == "random" else CAREFUL_RATE if is_careful else PRETRAINED_RATE,
+    )
 
 
 def _sets_in(folder: Path) -> dict[str, str]:

@@ -1,9 +1,8 @@
 """Parts that all commands share: -h, refusal of URLs in place of local paths, results as JSON."""
 
-import inspect
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,14 +40,6 @@ class App(typer.Typer):
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[..., Any]:
         return super().command(name, cls=CommonCommand, **settings)
-
-
-def with_parameters(command: Callable[..., None], further: Iterable[inspect.Parameter]) -> Callable[..., None]:
-    """Append options to the signature of a command, which is what Typer reads."""
-    own = [one for one in inspect.signature(command).parameters.values() if one.kind is not one.VAR_KEYWORD]
-    options = [one.replace(kind=one.KEYWORD_ONLY) for one in further]
-    command.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
-    return command
 
 
 def print_json(value: Any) -> None:

@@ -66,11 +66,11 @@ def recipes_command(
     """
     from rich.table import Table
 
-    from distap.config.reading import RECIPES, named_recipe
+    from distap.config.reading import RECIPES, recipe_file
     from distap.telemetry.terminal import print_result
 
     if name is not None:
-        typer.echo(named_recipe(name).read_text("utf-8"), nl=False)
+        typer.echo(recipe_file(Path(name)).read_text("utf-8"), nl=False)
         return
     table = Table("name", *RECIPE_HEAD, box=None, pad_edge=False)
     for path in sorted(RECIPES.glob("*.yaml"), key=lambda path: path.stem):

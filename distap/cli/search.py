@@ -1,13 +1,13 @@
 """`distap search` and `distap serve`: find similar images."""
 
-from inspect import signature
+from inspect import Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from distap.apps.serve.limits import ServeSettings
-from distap.cli.commands import JSON, print_json, with_parameters
+from distap.cli.commands import JSON, print_json
 from distap.cli.options import BEST, CHECKPOINT, WHITENING
 
 if TYPE_CHECKING:
@@ -86,7 +86,10 @@ def serve_command(
     serve(ServeSettings(**limits), index, checkpoint, whitening, images, best=best)
 
 
-with_parameters(serve_command, signature(ServeSettings).parameters.values())
+# Typer reads the options from the signature.
+_own = [one for one in signature(serve_command).parameters.values() if one.kind is not one.VAR_KEYWORD]
+_limits = [one.replace(kind=one.KEYWORD_ONLY) for one in signature(ServeSettings).parameters.values()]
+serve_command.__signature__ = Signature([*_own, *_limits])  # type: ignore[attr-defined]
 
 
 def _table(result: "SearchResult") -> "Table":

@@ -63,22 +63,17 @@ def changed_settings(
 
 
 def recipe_file(config: Path) -> Path:
-    """Return the path of a recipe: `config` itself, or the file of a recipe that distap ships."""
-    is_name = len(config.parts) == 1 and not config.suffix and not config.is_file()
-    is_ours = (RECIPES / f"{config}.yaml").is_file()
-    return named_recipe(str(config)) if is_name and (is_ours or not config.exists()) else config
-
-
-def named_recipe(name: str) -> Path:
-    """Return the path of a recipe that distap ships; a DistapError lists them."""
-    path = RECIPES / f"{name}.yaml"
-    if not path.is_file():
+    """Return the path of a recipe: `config` itself, or the file of a recipe that distap ships, by its name."""
+    is_name, ours = len(config.parts) == 1 and not config.suffix, RECIPES / f"{config}.yaml"
+    if is_name and not config.is_file() and ours.is_file():
+        return ours
+    if is_name and not config.exists():
         names = sorted(each.stem for each in RECIPES.glob("*.yaml"))
         raise DistapError(
-            f"{name}: no such file, and no recipe of distap has this name; {suggestion(name, names)} "
+            f"{config}: no such file, and no recipe of distap has this name; {suggestion(str(config), names)} "
             "`distap recipes` lists them"
         )
-    return path
+    return config
 
 
 def _read(path: Path) -> dict[str, Any]:

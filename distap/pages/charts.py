@@ -1,7 +1,7 @@
 """Choose the axes of curves; the macro `chart` of templates/macros.html draws them as SVG."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 HEIGHT = 300  # of the SVG, which is 520 wide, in its own units; the browser scales it
@@ -9,19 +9,6 @@ LEFT, END, TOP, BOTTOM = 70, 500, 32, 50  # of the axes
 MOST_POINTS = 400
 
 Point = tuple[float, float]
-Format = Callable[..., str]  # of a number and, if it has to tell more apart, how many digits
-
-
-def plain(value: float, digits: int = 4) -> str:
-    """Format a number as briefly as its size allows, such as 5e-4 or 12.5."""
-    if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e4):
-        number, power = f"{value:.{digits - 1}e}".split("e")
-        return f"{float(number):.{digits}g}e{int(power)}"
-    return f"{value:.{digits}g}"
-
-
-def percent(share: float, digits: int = 3) -> str:
-    return f"{100 * share:.{digits}g}%"
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
@@ -37,9 +24,9 @@ class Chart:
     """A line through the given points (at least one), and axes that span them."""
 
     def __init__(
-        self, points: Sequence[Point], y_label: str, y_format: Format, from_zero: bool, marked: bool
+        self, points: Sequence[Point], y_label: str, in_percent: bool, from_zero: bool, marked: bool
     ) -> None:
-        self.points, self.y_label, self.y_format = points, y_label, y_format
+        self.points, self.y_label, self._in_percent = points, y_label, in_percent
         self.marked = marked  # draw a dot at each point
         xs, ys = [x for x, _ in points], [y for _, y in points]
         low, high = (0.0 if from_zero else min(ys)), max(ys)
@@ -47,7 +34,7 @@ class Chart:
         more = 0.06 * (high - low) or abs(high) * 0.1
         self._left, self._right = min(xs), max(xs)
         self._low = low if from_zero else low - more
-        self._high = min(high + more, 1.0) if y_format is percent and high <= 1 else high + more
+        self._high = min(high + more, 1.0) if in_percent and high <= 1 else high + more
 
     def x(self, value: float) -> float:
         """Return the distance of an x value from the left edge."""
@@ -63,10 +50,13 @@ class Chart:
         values = ticks(self._left, self._right) if self._right > self._left else []
         return [(self.x(value), f"{value:.0f}") for value in values if value == int(value)]
 
+    def text(self, value: float, digits: int = 4) -> str:
+        return f"{100 * value:.{digits}g}%" if self._in_percent else f"{value:.{digits}g}"
+
     def y_ticks(self) -> list[tuple[float, str]]:
         """Return place and text of each mark on the y axis, with enough digits to differ."""
         values = ticks(self._low, self._high)
-        of_digits = ([self.y_format(value, digits) for value in values] for digits in range(4, 18))
+        of_digits = ([self.text(value, digits) for value in values] for digits in range(4, 18))
         texts = next(texts for texts in of_digits if len(set(texts)) == len(texts))
         return [(self.y(value), text) for value, text in zip(values, texts, strict=True)]
 
@@ -77,13 +67,13 @@ class Chart:
 def line_chart(
     points: Sequence[tuple[float, float | None]],
     y_label: str,
-    y_format: Format = plain,
+    in_percent: bool = False,
     from_zero: bool = False,
     marked: bool = False,
 ) -> Chart | None:
     """Return a chart of a line over the steps; None if no point, whose y may be None, can be drawn."""
     drawn = thinned(points)
-    return Chart(drawn, y_label, y_format, from_zero, marked) if drawn else None
+    return Chart(drawn, y_label, in_percent, from_zero, marked) if drawn else None
 
 
 def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST_POINTS) -> list[Point]:

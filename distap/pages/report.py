@@ -14,7 +14,7 @@ from distap.data.images.image_sets import open_images
 from distap.data.images.whole_images import EncodedImages, Thumbnails
 from distap.errors import DistapError
 from distap.evaluation.saved import Evaluation
-from distap.pages.charts import MOST_POINTS, Chart, line_chart, percent
+from distap.pages.charts import MOST_POINTS, Chart, line_chart
 from distap.pages.contact_sheets import ContactSheets, Sheet
 from distap.pages.page import THUMBNAIL, write_page
 from distap.pages.runs import Run, read_run
@@ -125,8 +125,8 @@ def training_charts(run: Run) -> dict[str, Chart | None]:
 
     validations = [(entry["step"], entry["validation"]["mAP"]) for entry in run.validations]
     precision = {
-        "mAP of the batches (1 - loss)": line_chart(over_steps("batch_mAP"), "mAP", percent),
-        "mAP of the validation set": line_chart(validations, "mAP", percent, marked=True),
+        "mAP of the batches (1 - loss)": line_chart(over_steps("batch_mAP"), "mAP", in_percent=True),
+        "mAP of the validation set": line_chart(validations, "mAP", in_percent=True, marked=True),
     }
     return {
         "Loss of the global batch": line_chart(over_steps("loss"), "loss"),

@@ -10,9 +10,7 @@ from commands import distap
 from galleries import CLASSES, Gallery, index_to, make_gallery, upload
 
 from distap.apps.search import open_searcher, open_thumbnails, queries_from
-from distap.data.images.decoding import DamagedImageError, EncodedImage
 from distap.data.images.image_sets import open_images
-from distap.data.images.whole_images import Thumbnails
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.retrieval.index_files import write_index
@@ -107,27 +105,6 @@ def test_thumbnails_are_those_of_the_rows(gallery, searcher, caplog):
     assert first.startswith(b"\xff\xd8") and first != thumbnails.jpeg(1)
     assert thumbnails.jpeg(-1) is None and thumbnails.jpeg(40) is None
     assert not caplog.text
-
-
-def test_a_thumbnail_that_fails_once_is_read_again_and_a_damaged_image_is_not(caplog):
-    failures = [
-        DistapError("the store is away"),
-        OSError(5, "Input/output error"),
-        None,
-        DamagedImageError("truncated", "cut"),
-    ]
-
-    class Reader:
-        def encoded(self, sample):
-            if (failure := failures.pop(0)) is not None:
-                raise failure
-            return EncodedImage(upload(sample))
-
-    thumbnails = Thumbnails(Reader(), np.arange(2), 8)
-    assert thumbnails.jpeg(0) is None and "no thumbnail of row 0 for now: the store is away" in caplog.text
-    assert thumbnails.jpeg(0) is None
-    assert thumbnails.jpeg(0).startswith(b"\xff\xd8")
-    assert thumbnails.jpeg(1) is None and thumbnails.jpeg(1) is None and not failures
 
 
 def test_a_name_cannot_command_the_terminal_that_shows_hits(tmp_path, gallery, monkeypatch, capsys):

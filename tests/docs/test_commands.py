@@ -198,5 +198,5 @@ def test_the_commands_of_the_documents_run_as_they_are_printed(tmp_path, documen
         with started(server, tmp_path / "job") as job:
             url = url_when_ready(job)
             with (tmp_path / "photo.jpg").open("rb") as image:
-                answer = httpx.post(f"{url}/api/search", files={"image": image}, data={"k": "5"}, timeout=60)
+                answer = httpx.post(f"{url}/api/search", files={"image": image}, params={"k": "5"}, timeout=60)
             assert len(answer.json()["hits"]) == 5, answer.text

@@ -59,3 +59,9 @@ def panel_expressions(board: dict[str, Any]) -> dict[str, list[str]]:
     return {
         panel["title"]: [one["expr"] for one in panel["targets"]] for panel in board["panels"] if "targets" in panel
     }
+
+
+def leaves(value: Any, path: str = "") -> set[tuple[str, str]]:
+    """The path and the value of everything in parsed JSON that is no list or object, or an empty one."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return set().union(*(leaves(one, f"{path}.{key}") for key, one in entries)) if entries else {(path, repr(value))}

@@ -1,6 +1,6 @@
 import pytest
 
-from distap.pages.charts import line_chart, percent, plain, thinned
+from distap.pages.charts import line_chart, thinned
 from distap.pages.page import TEMPLATES
 
 
@@ -12,16 +12,16 @@ def test_thinning_keeps_the_mean():
 
 
 @pytest.mark.parametrize(
-    "values, form, texts",
+    "values, in_percent, texts",
     [
-        ([0.0, 0.5], percent, ["0%", "20%", "40%"]),
-        ([0.9666, 0.9669], percent, ["96.66%", "96.67%", "96.68%", "96.69%"]),
-        ([2e4, 3e4], plain, ["2e4", "2.5e4", "3e4"]),
-        ([3.00001, 3.00002], plain, ["3.00001", "3.000015", "3.00002"]),
+        ([0.0, 0.5], True, ["0%", "20%", "40%"]),
+        ([0.9666, 0.9669], True, ["96.66%", "96.67%", "96.68%", "96.69%"]),
+        ([2e4, 3e4], False, ["2e+04", "2.5e+04", "3e+04"]),
+        ([3.00001, 3.00002], False, ["3.00001", "3.000015", "3.00002"]),
     ],
 )
-def test_marks_have_as_many_digits_as_tell_them_apart(values, form, texts):
-    chart = line_chart(list(enumerate(values)), "a", form)
+def test_marks_have_as_many_digits_as_tell_them_apart(values, in_percent, texts):
+    chart = line_chart(list(enumerate(values)), "a", in_percent)
     assert [text for _, text in chart.y_ticks()] == texts
 
 

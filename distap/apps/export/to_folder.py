@@ -9,7 +9,7 @@ import torch
 
 from distap.apps.export import checking
 from distap.apps.export.card import Exported, Origin, model_card, origin_of
-from distap.apps.export.formats import OPSET, exportable, missing_for_onnx, program_of, save_onnx, save_program
+from distap.apps.export.formats import exportable, missing_for_onnx, program_of, save_onnx, save_program
 from distap.checkpoint.finding import opened_checkpoint
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
@@ -18,19 +18,17 @@ from distap.library import DescriptorNetwork
 from distap.model.multiscale import required_size
 from distap.retrieval.whitening import load_whitening
 from distap.storage.atomic import refuse_foreign, replacing_folder
-from distap.storage.hashing import file_identity
 from distap.telemetry.runlog import version_with_commit
 from distap.training.build import describing_of, trained_network
 from distap.training.run_state import BESIDE
 from distap.world import World
 
-EXPORT_FILE, PROGRAM_FILE, ONNX_FILE = "export.json", "model.pt2", "model.onnx"
+PROGRAM_FILE, ONNX_FILE = "model.pt2", "model.onnx"
 EXPORT_FORMATS = ("pt2", "onnx", "safetensors")
 EARLIER_EXPORT = {  # by an earlier export, which is replaced
-    *(EXPORT_FILE, PROGRAM_FILE, ONNX_FILE, f"{ONNX_FILE}.data", "README.md"),
+    *(PROGRAM_FILE, ONNX_FILE, f"{ONNX_FILE}.data", "README.md"),
     *("config.json", "head.safetensors", "model.safetensors"),
 }
-EXPORT_VERSION = 1
 
 
 def installed_formats() -> list[str]:
@@ -47,7 +45,7 @@ def export_to_folder(
     dynamic_size: bool = False,
     overrides: Sequence[str] = (),
 ) -> Exported:
-    """Write a checkpoint's network in several formats, a model card, and export.json, which describes them.
+    """Write a checkpoint's network in several formats, and a model card, which describes them.
 
     Nothing is left behind if the network cannot be exported or a file differs from it.
 
@@ -107,24 +105,4 @@ def _write(
         DescriptorNetwork(describer, origin.recipe.model).write(folder)
     exported = Exported(describer, programs, is_loadable, image_size, dynamic_size)
     (folder / "README.md").write_text(model_card(origin, exported), "utf-8")
-    (folder / EXPORT_FILE).write_text(json.dumps(_about(folder, exported, origin), indent=1) + "\n", "utf-8")
     return exported
-
-
-def _about(folder: Path, exported: Exported, origin: Origin) -> dict[str, object]:
-    lengths = ["height", "width"] if exported.dynamic_size else [exported.image_size, exported.image_size]
-    files = {path.name: asdict(file_identity(path)) for path in sorted(folder.iterdir())}
-    return {
-        "version": EXPORT_VERSION,
-        "distap": version_with_commit(),
-        "torch": torch.__version__,
-        "checkpoint": str(origin.checkpoint),
-        "step": origin.step,
-        "described_by": asdict(exported.describer.described_by),
-        "dimensions": exported.describer.dimensions,
-        "input": {"dtype": "uint8", "shape": ["batch", 3, *lengths], "order": "RGB"},
-        "opset": OPSET if ONNX_FILE in files else None,
-        "tolerance": checking.EXPORT_TOLERANCE,
-        "agreement": {name: asdict(each) for name, each in exported.programs.items()},
-        "files": files,
-    }

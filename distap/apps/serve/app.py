@@ -31,10 +31,7 @@ class SearchAnswer(BaseModel):
     hits: list[HitAnswer] = Field(description="Best first.")
 
 
-UPLOAD_FIELDS = {
-    "image": {"type": "string", "format": "binary", "description": "An image file."},
-    "k": {"type": "integer", "minimum": 1, "default": 10, "description": "Images to find."},
-}
+UPLOAD_FIELDS = {"image": {"type": "string", "format": "binary", "description": "An image file."}}
 UPLOAD_FORM = {"schema": {"type": "object", "required": ["image"], "properties": UPLOAD_FIELDS}}
 UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": UPLOAD_FORM}}}
 
@@ -52,16 +49,18 @@ def build_app(service: Service) -> FastAPI:
 
 def _add_searches(app: FastAPI, service: Service) -> None:
     most = service.settings.max_k
+    usual = min(10, most)
+    wanted = Annotated[int, Query(ge=1, le=most, description="Images to find.")]
 
     def answer(hits: list[Hit]) -> SearchAnswer:
         ranked = enumerate(hits, 1)
         return SearchAnswer(hits=[HitAnswer(**h._asdict(), rank=n, picture=f"/images/{h.row}") for n, h in ranked])
 
     @app.post("/api/search", openapi_extra=UPLOAD)
-    async def search_by_image(request: Request) -> SearchAnswer:
+    async def search_by_image(request: Request, k: wanted = usual) -> SearchAnswer:
         """Find the images that are most similar to an upload."""
         try:
-            return answer(await service.by_image(partial(read_upload, request, service.settings)))
+            return answer(await service.by_image(partial(read_upload, request, service.settings), k))
         except RefusedError as problem:
             service.metrics.refused.labels(problem.reason).inc()
             raise
@@ -69,7 +68,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
     @app.get("/api/search")
     async def search_by_key(
         key: Annotated[str, Query(description="Of an image of the index.", max_length=4096)],
-        k: Annotated[int, Query(ge=1, le=most, description="Images to find.")] = min(10, most),
+        k: wanted = usual,
     ) -> SearchAnswer:
         """Find the images that are most similar to one of the index, without itself."""
         return answer(await service.by_key(key, k))

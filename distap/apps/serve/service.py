@@ -41,19 +41,19 @@ class Service:
         self._decoders = Decoders(job, settings.threads)
         self._searcher, self._thumbnails = replace(searcher, pixels_of=self._decoders), thumbnails
 
-    async def by_image(self, read: Callable[[], Awaitable[tuple[bytes, int]]]) -> list[Hit]:
-        """Return the images most similar to the one that `read` gives, with the number of hits that are wanted."""
-        return await self._found(self._searcher.by_image, read)
+    async def by_image(self, read: Callable[[], Awaitable[bytes]], k: int) -> list[Hit]:
+        """Return the k images most similar to the one that `read` gives."""
+        return await self._found(self._searcher.by_image, read, k)
 
     async def by_key(self, key: str, k: int) -> list[Hit]:
         """Return the k images most similar to one of the gallery, without itself."""
         if key not in self._searcher.index.rows:
             raise RefusedError(404, "not_found", f"the index has no image with the key {key!r}")
 
-        async def read() -> tuple[str, int]:
-            return key, k
+        async def read() -> str:
+            return key
 
-        return await self._found(self._searcher.by_key, read)
+        return await self._found(self._searcher.by_key, read, k)
 
     async def picture(self, row: int) -> bytes:
         jpeg = await run_in_threadpool(self._thumbnails.jpeg, row)
@@ -66,14 +66,14 @@ class Service:
         self._decoders.close()
 
     async def _found(
-        self, search: Callable[[T, int], list[Hit]], read: Callable[[], Awaitable[tuple[T, int]]]
+        self, search: Callable[[T, int], list[Hit]], read: Callable[[], Awaitable[T]], k: int
     ) -> list[Hit]:
         """Search in a thread for what `read` gives, which begins only when there is a place for it."""
         loop, seconds = asyncio.get_running_loop(), self.settings.timeout_seconds
         try:
             with ExitStack() as places:
                 places.enter_context(self._place())
-                future = self._threads.submit(search, *await read())
+                future = self._threads.submit(search, await read(), k)
                 held = places.pop_all()
             # A thread cannot be interrupted, so a search that takes too long keeps its place until it ends.
             future.add_done_callback(lambda _: loop.call_soon_threadsafe(held.close))

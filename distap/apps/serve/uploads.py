@@ -1,8 +1,7 @@
-"""Read the image and the number of hits from a request, within limits, and refuse with an error that helps."""
+"""Read the image of a request, within limits, and refuse with an error that helps."""
 
 import asyncio
 import logging
-import re
 from collections.abc import Awaitable, Callable, Mapping
 from tempfile import gettempdir
 
@@ -17,7 +16,6 @@ from distap.data.images.decoding import DamagedImageError, NoReaderError
 from distap.data.images.formats import readable_formats
 
 FIELDS, FIELD_BYTES = 4, 1_000  # next to the image
-K = re.compile(r"[0-9]{1,9}")
 logger = logging.getLogger("distap")
 UPLOAD_HELP = "send multipart/form-data with the image's file in the field `image`"
 
@@ -52,8 +50,8 @@ def refused_image(error: DamagedImageError) -> RefusedError:
     return RefusedError(400, "damaged", f"the image is damaged ({error}): save it again and send it whole")
 
 
-async def read_upload(request: Request, settings: ServeSettings) -> tuple[bytes, int]:
-    """Return the bytes of the field `image`, and the number in the field `k` (10 without one)."""
+async def read_upload(request: Request, settings: ServeSettings) -> bytes:
+    """Return the bytes of the field `image`."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "multipart/form-data":
         raise RefusedError(415, "not_multipart", f"the body is {content_type or 'of no type'}: {UPLOAD_HELP}")
@@ -66,10 +64,9 @@ async def read_upload(request: Request, settings: ServeSettings) -> tuple[bytes,
                 image = form.get("image")
                 if not isinstance(image, UploadFile):
                     raise RefusedError(422, "missing_field", f"there is no file in the field `image`: {UPLOAD_HELP}")
-                data = await image.read()
-                if not data:
-                    raise RefusedError(400, "empty", "the file is empty: choose an image")
-                return data, _hits_wanted(form.get("k"), settings.max_k)
+                if data := await image.read():
+                    return data
+                raise RefusedError(400, "empty", "the file is empty: choose an image")
             finally:
                 await form.close()
     except UnicodeError as error:
@@ -80,15 +77,6 @@ async def read_upload(request: Request, settings: ServeSettings) -> tuple[bytes,
     except OSError as error:
         logger.error("an upload cannot be kept while it arrives: %s: %s", gettempdir(), error.strerror or error)
         raise RefusedError(507, "disk_full", "the server's temporary disk cannot take the image") from error
-
-
-def _hits_wanted(text: str | UploadFile | None, most: int) -> int:
-    if text is None:
-        return min(10, most)
-    if isinstance(text, UploadFile) or not K.fullmatch(text) or not 1 <= int(text) <= most:
-        shown = "a file" if isinstance(text, UploadFile) else repr(text[:20])
-        raise RefusedError(422, "bad_request", f"k is {shown}: expected a whole number from 1 to {most}")
-    return int(text)
 
 
 def _limited(request: Request, limit: int) -> Callable[[], Awaitable[Message]]:

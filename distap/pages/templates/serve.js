@@ -23,11 +23,11 @@ function address({ key, file, k }) {
 }
 
 function request({ key, file, k }) {
-  if (key !== undefined) return [`${at("form").action}?${new URLSearchParams({ key, k })}`, {}];
+  const address = asked => `${at("form").action}?${new URLSearchParams(asked)}`;
+  if (key !== undefined) return [address({ key, k }), {}];
   const body = new FormData();
-  body.append("k", k);
   body.append("image", file, "image");
-  return [at("form").action, { method: "POST", body }];
+  return [address({ k }), { method: "POST", body }];
 }
 
 // Ask for a search, and give it an address of its own unless it is `restored` from one.

@@ -46,8 +46,8 @@ def nothing_found_yet(searcher):
             go_on.set()
 
 
-async def post(client, image=upload(0), **fields) -> httpx.Response:  # noqa: B008 - the same for all
-    return await client.post("/api/search", content=body(image, **fields), headers=MULTIPART)
+async def post(client, image=upload(0)) -> httpx.Response:  # noqa: B008 - the same for all
+    return await client.post("/api/search", content=body(image), headers=MULTIPART)
 
 
 async def until(holds) -> None:

@@ -39,7 +39,7 @@ def require_refused(answer: httpx.Response, status: int, reason: str) -> None:
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "TIFF"])
 def test_an_upload_is_answered_as_the_network_and_the_index_would(url, searcher, form):
     image = upload(7, form)
-    answer = httpx.post(f"{url}/api/search", files={"image": ("x", image)}, data={"k": 5})
+    answer = httpx.post(f"{url}/api/search", files={"image": ("x", image)}, params={"k": 5})
     require_right(answer, searcher.by_image(image, 40), 5)
 
 
@@ -139,7 +139,7 @@ def test_under_load_no_answer_is_wrong_and_memory_stays_bounded(served, searcher
             require_refused(await client.post("/api/search", content=content, headers=headers), status, reason)
             return
         which, k = number % len(images), 1 + number % 40
-        answer = await client.post("/api/search", content=body(images[which], k), headers=MULTIPART)
+        answer = await client.post("/api/search", params={"k": k}, content=body(images[which]), headers=MULTIPART)
         require_right(answer, expected[which], k)
         if number % 5 == 0:
             picture = await client.get(answer.json()["hits"][0]["picture"])
@@ -166,10 +166,10 @@ def test_under_load_no_answer_is_wrong_and_memory_stays_bounded(served, searcher
 
 def test_asked_to_stop_it_finishes_what_is_under_way(gallery, searcher, tmp_path):
     image = upload(9)
-    content = body(image, 3)
+    content = body(image)
     with serving(gallery, tmp_path) as (url, job):
         host, port = url.removeprefix("http://").split(":")
-        head = f"POST /api/search HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(content)}\r\n"
+        head = f"POST /api/search?k=3 HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(content)}\r\n"
         head += f"Content-Type: {MULTIPART['Content-Type']}\r\n\r\n"
         with socket.create_connection((host, int(port))) as upload_socket:
             upload_socket.sendall(head.encode() + content[:100])
