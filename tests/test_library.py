@@ -106,21 +106,6 @@ def test_a_saved_network_describes_the_same_and_timm_reads_its_backbone(photos, 
         distap.load(tmp_path / "saved")
 
 
-def test_an_index_in_memory_finds_the_neighbours_of_queries():
-    generator = torch.Generator().manual_seed(0)
-    descriptors = torch.nn.functional.normalize(torch.randn(60, 8, generator=generator))
-    index = distap.search_index(descriptors, [f"image {row}" for row in range(60)], kind="hnsw")
-    similarities, rows = (descriptors[:5] @ descriptors.T).topk(3)
-    found = index.search(descriptors[:5].numpy(), 3)
-    assert [[hit.row for hit in hits] for hits in found] == rows.tolist()
-    assert found[2][0].key == "image 2" and found[2][1].similarity == pytest.approx(similarities[2, 1].item())
-    assert [hit.key for hit in distap.search_index(descriptors.numpy()).search(descriptors[7:8].numpy(), 1)[0]] == [
-        "7"
-    ]
-    with pytest.raises(DistapError, match="for 2 keys"):
-        distap.search_index(descriptors, ["a", "b"])
-
-
 @pytest.fixture
 def described():
     generator = torch.Generator().manual_seed(0)

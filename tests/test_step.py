@@ -290,15 +290,6 @@ def test_a_kept_graph_with_a_descriptor_that_is_not_finite_is_described_again():
     assert_near(*moved)
 
 
-def test_dropout_changes_from_step_to_step():
-    images, labels = small_images(IMAGES)
-    step = step_on(World(), small_network(**STOCHASTIC), None, 4)
-    first, second = (
-        step.stages.describe(TensorBatch(images, labels, World(), number)).descriptors for number in (0, 1)
-    )
-    assert not torch.equal(first, second)
-
-
 def test_a_network_that_mixes_images_needs_equal_micro_batches():
     with pytest.raises(DistapError, match="drop_path drops at random"):
         step_on(World(), small_network(drop_path=0.2), 2, 4)

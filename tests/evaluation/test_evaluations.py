@@ -10,7 +10,6 @@ from commands import distap
 from dataset_trees import TREES
 from extractions import encoded
 from PIL import Image
-from ranks import on_ranks
 from retrieval_reference import (
     average_precision_at_100,
     labelled_figures,
@@ -34,7 +33,7 @@ from distap.randomness import permutation
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.retrieval.refinement import Expansion, KReciprocal, Refinement
 from distap.telemetry.runlog import read_run_log
-from distap.training.build import describing_of, evaluations_of, network_of, sets_of
+from distap.training.build import describing_of, network_of
 from distap.world import World
 
 
@@ -221,17 +220,6 @@ def test_descriptors_are_found_again_and_distractors_lower_figures(converted, tr
         opened.describe(describing(tmp_path, training_shards, sizing="side 8", kept_in=tmp_path / "kept"))
 
 
-def evaluate_on_ranks(world, folder, shards, data):
-    found = open_set(str(data)).describe(describing(folder, shards, world, kept_in=folder / f"kept-{world.size}"))
-    return found.evaluate().figures
-
-
-def test_two_ranks_find_the_same_figures_as_one(converted, training_shards, tmp_path):
-    alone = evaluate_on_ranks(World(), tmp_path, training_shards, converted / "roxford5k")
-    for figures in on_ranks(2, evaluate_on_ranks, tmp_path, training_shards, converted / "roxford5k"):
-        assert figures == pytest.approx(alone)
-
-
 @pytest.mark.parametrize(
     ("resize", "asked", "sizing"),
     [
@@ -341,26 +329,6 @@ def test_what_cannot_be_evaluated_says_why(converted, training_shards, tmp_path)
         (tmp_path / "ground_truth.json").write_text(json.dumps(changed))
         with pytest.raises(DistapError, match=message):
             open_set(str(tmp_path)).describe(describing(tmp_path, training_shards))
-
-
-def test_the_evaluations_of_a_recipe_are_opened_before_it_trains(training_shards, tmp_path):
-    also = {"gone": {"data": str(tmp_path / "gone")}}
-    configuration = recipe(
-        tmp_path, training_shards, data__validation=str(training_shards[1]), evaluation={"every": 1, "also": also}
-    )
-    with pytest.raises(DistapError, match="gone"):
-        sets_of(configuration)
-
-
-def test_scales_are_averaged_by_the_power_that_training_has_learned(training_shards, tmp_path):
-    also = {"own": {"data": str(training_shards[1]), "scales": [1.0, 0.7]}}
-    configuration = recipe(
-        tmp_path, training_shards, data__validation=str(training_shards[1]), evaluation={"every": 1, "also": also}
-    )
-    network = network_of(configuration, World())
-    _, how = evaluations_of(configuration, network, World(), sets_of(configuration))["own"]
-    torch.nn.init.constant_(network.pooling.power, 2.5)
-    assert how().describer.network.power == 2.5
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -9,7 +9,6 @@ from distap.errors import DistapError
 from distap.model.convolution import convolve, depthwise_gradient
 from distap.model.folding import fold_batchnorm
 from distap.model.network import RetrievalNetwork
-from distap.model.pooling import GeM
 
 
 def folded(network):
@@ -78,27 +77,6 @@ def test_parameters_keep_their_names_and_a_copy_computes_with_its_own():
     copied = trained_a_little(copy.deepcopy(other), seed=1)
     assert largest_difference(network, other) < 1e-5
     assert largest_difference(trained_a_little(network, seed=1), copied) < 1e-5
-
-
-class Plain(nn.Module):
-    """BatchNorm without parameters of its own, behind a convolution with and one without a bias."""
-
-    num_features = 4
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=False))
-        self.rest = nn.Sequential(nn.Conv2d(4, 4, 3, bias=False), nn.BatchNorm2d(4))
-
-    def forward(self, x):
-        return self.rest(self.stem(x).relu()).relu()
-
-
-def test_a_bias_and_batchnorm_without_parameters_are_folded_too():
-    network = trained_a_little(RetrievalNetwork(Plain(), GeM()).train())
-    other, found = folded(network)
-    assert found == 2
-    assert largest_difference(network, other) < 1e-5
 
 
 class Branching(nn.Module):

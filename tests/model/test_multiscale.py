@@ -149,9 +149,3 @@ def test_whatever_changes_descriptors_changes_the_fingerprint():
     prints = [fingerprint(one) for one in changed]
     assert len(set(prints)) == len(prints)
     assert all(len(text) == 64 for text in prints)
-
-
-def test_a_pooling_without_tensors_counts_by_its_name():
-    inner, other = network(pooling=NamedPooling("mean")), network(pooling=NamedPooling("mean"))
-    other.pooling = type("Other", (nn.Module,), {})()
-    assert fingerprint(inner) != fingerprint(other)

@@ -83,15 +83,6 @@ def test_a_memory_map_of_float16_is_read_as_it_is(tmp_path, monkeypatch):
         assert result.summary() == pytest.approx(expected.summary(), abs=1e-12)
 
 
-def test_a_class_of_most_images_is_ranked_like_the_small_ones(monkeypatch):
-    generator = torch.Generator().manual_seed(4)
-    labels = torch.tensor([0] * 90 + [1] * 3 + [-1] * 5 + [2, 2])[torch.randperm(100, generator=generator)]
-    descriptors = torch.randint(-1, 2, (100, 4), generator=generator).double()
-    monkeypatch.setattr("distap.retrieval.evaluate.BLOCK_PAIRS", 9000)
-    expected = labelled_figures(orders_of(descriptors, labels), AT)
-    assert evaluated(descriptors, labels).summary() == pytest.approx(expected, abs=1e-12)
-
-
 @pytest.mark.parametrize(("bounds", "transposed"), [(3, False), (3, True), (FEW + 1, False)])
 def test_negatives_are_counted_by_comparing_or_by_sorting(bounds, transposed):
     generator = torch.Generator().manual_seed(5)

@@ -22,22 +22,6 @@ class Limited(nn.Module):
         return self.network(images.double())
 
 
-class Uneven(nn.Module):
-    """Takes long for two images, as a kernel may that suits no other number."""
-
-    def __init__(self, network):
-        super().__init__()
-        self.network = network
-        self.counted = []
-
-    def forward(self, images):
-        self.counted.append(len(images))
-        matrix = torch.ones(256, 256, dtype=torch.float64)
-        for _ in range(40 if len(images) == 2 else 4):
-            matrix = matrix @ matrix / 256
-        return self.network(images.double())
-
-
 def learner_with(**limits):
     return learner_of(Limited(small_network(), **limits))
 
@@ -53,12 +37,6 @@ def test_sizes_are_found_that_fit_and_nothing_is_left_of_the_trials():
     assert 1 <= fitting.replay_size() <= 4
     assert all(torch.equal(before[name], tensor) for name, tensor in learner.state_dict().items())
     assert all(parameter.grad is None for parameter in learner.network.parameters())
-
-
-def test_a_slow_small_size_does_not_end_the_search():
-    network = Uneven(small_network())
-    assert Fitting(learner_of(network).replica, World(), image_size=16, share=16).replay_size() > 2
-    assert max(network.counted) == 16
 
 
 def test_an_image_that_fits_nowhere_is_an_error():
