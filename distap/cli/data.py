@@ -40,7 +40,10 @@ LEFT_OUT = Annotated[
 ]
 ORDER = "Shuffle the images with this seed. Streamed reading needs mixed classes; indexed reading does not."
 SHUFFLE = Annotated[int | None, typer.Option(help=ORDER, min=0, show_default="as listed, class by class")]
-NAMES = "sop, cub, inaturalist, vehicleid, inshop, landmarks-clean, sfm-120k, gldv2, roxford5k, rparis6k, revisitop1m"
+NAMES = (
+    "sop, cub, cars-196, inaturalist, vehicleid, inshop, landmarks-clean, sfm-120k, gldv2, roxford5k, rparis6k, "
+    "revisitop1m"
+)
 
 
 @data.command("convert")

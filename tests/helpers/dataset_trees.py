@@ -1,11 +1,12 @@
 """Tiny copies of the data sets, laid out as their authors distribute them."""
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from scipy.io import savemat
 
 
 def photo(path: Path, seed: int = 0) -> None:
@@ -43,6 +44,17 @@ def cub(root: Path) -> None:
     )
     for place, (_, name) in enumerate(images):
         photo(root / "images" / name, place)
+
+
+def cars(root: Path, rows: Sequence[tuple[str, object]] = ()) -> None:
+    """Cars-196, of two images a class, or with these paths and classes in its list."""
+    images = [f"car_ims/{place:06d}.jpg" for place in range(1, 9)]
+    listed = rows or [(name, label) for name, label in zip(images, np.repeat([1, 98, 99, 196], 2), strict=True)]
+    annotations = [(name, 1, 2, 9, 7, label, place % 2) for place, (name, label) in enumerate(listed)]
+    columns = ("relative_im_path", "bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2", "class", "test")
+    for place, name in enumerate(images):
+        photo(root / name, place)
+    savemat(root / "cars_annos.mat", {"annotations": np.array([annotations], [(name, object) for name in columns])})
 
 
 def inaturalist(root: Path) -> None:
@@ -156,6 +168,7 @@ def revisitop1m(root: Path) -> None:
 TREES: dict[str, Callable[[Path], None]] = {
     "sop": sop,
     "cub": cub,
+    "cars-196": cars,
     "inaturalist": inaturalist,
     "vehicleid": vehicleid,
     "inshop": inshop,

@@ -11,10 +11,12 @@ from ranks import on_ranks
 
 from distap.config.reading import RECIPES, load_recipe
 from distap.data.converters.converting import DATASETS, convert
+from distap.registry import by_path
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 
-NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if path.stem != "emoji")
+LARGER = sorted(path.stem for path in RECIPES.glob("*-vit-b16.yaml"))  # made small, the same as for ViT-B/32
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if path.stem not in ("emoji", *LARGER))
 FIGURES = {"roxford5k": "Hard mAP/trapezoids", "rparis6k": "Hard mAP/trapezoids", "medium": "R@1", "large": "R@1"}
 
 
@@ -22,7 +24,7 @@ def made_small(name: str) -> list[str]:
     """Changes that leave the recipe's loss, sampling, optimiser, schedule, augmentation and protocol as they are."""
     settings = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
     sampling, model, evaluation = settings["sampling"], settings["model"], settings["evaluation"]
-    is_transformer = "deit" in model["backbone"]
+    is_transformer = model["pooling"] == "cls"
     changes = ["precision=float32", "data.image_size=32", "data.workers=0", "replay.size=1", "checkpoint.every=1"]
     changes += ["model.weights=random", f"model.backbone={'test_vit' if is_transformer else 'test_resnet'}"]
     changes += ["sampling.batch_size=4"] if "batch_size" in sampling else ["sampling.classes=2", "sampling.images=2"]
@@ -71,3 +73,16 @@ def test_a_recipe_trains_evaluates_and_goes_on(folder, name):
         assert {"mAP", *(f"R@{k}" for k in recipe.evaluation.recall_at)} <= entry["validation"].keys()
         assert entry.get("also", {}).keys() == recipe.evaluation.also.keys()
         assert all(FIGURES[other] in figures for other, figures in entry.get("also", {}).items())
+
+
+@pytest.mark.parametrize("name", LARGER)
+def test_a_recipe_of_a_larger_transformer_has_its_own_network_rate_and_micro_batch(name):
+    own, other = (
+        dict(by_path(load_recipe(Path(each)).model_dump(), ".")) for each in (name, name.replace("b16", "b32"))
+    )
+    assert {key for key in own if own[key] != other[key]} <= {
+        "run",
+        "model.backbone",
+        "optimizer.learning_rate",
+        "replay.size",
+    }

@@ -21,6 +21,7 @@ from distap.errors import DistapError
 DATASETS: dict[str, Dataset] = {
     "sop": metric_learning.STANFORD_ONLINE_PRODUCTS,
     "cub": metric_learning.CUB,
+    "cars-196": metric_learning.CARS,
     "inaturalist": metric_learning.INATURALIST,
     "vehicleid": metric_learning.VEHICLE_ID,
     "inshop": metric_learning.IN_SHOP,

@@ -1,4 +1,4 @@
-"""Converters of metric learning's data sets: Stanford Online Products, CUB, iNaturalist, VehicleID, In-shop."""
+"""Converters of metric learning's data sets: Stanford Online Products, CUB, Cars, iNaturalist, VehicleID, In-shop."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from distap.data.converters.dataset import Count, Dataset, ListLine, Split, find_list, read_lines, read_table
 from distap.data.shards.image_files import ImageFile
+from distap.errors import DistapError
 
 
 def _stanford(source: Path, file: Path) -> Iterator[ImageFile]:
@@ -47,6 +48,36 @@ CUB = Dataset(  # Wah et al. 2011; as usual in metric learning, the first hundre
     (
         Split("train", "images.txt", partial(_cub, classes=range(1, 101)), (Count(5_864, 100),)),
         Split("test", "images.txt", partial(_cub, classes=range(101, 201)), (Count(5_924, 100),)),
+    ),
+)
+
+
+def _cars(source: Path, file: Path, classes: range) -> Iterator[ImageFile]:
+    """Yield the images of these classes from the list in MATLAB's format, whose errors name places as lines."""
+    try:
+        from scipy.io import loadmat
+    except ImportError as error:
+        raise DistapError(f"{file}: reading a MATLAB file needs scipy: pip install scipy") from error
+    try:
+        listed = loadmat(file, squeeze_me=True, variable_names=["annotations"])["annotations"]
+        rows = list(zip(listed["relative_im_path"], listed["class"], strict=True))
+    except Exception as error:  # scipy raises many kinds for a damaged file
+        raise DistapError(f"{file}: no MATLAB file with annotations (relative_im_path, class): {error}") from error
+    for place, row in enumerate(rows, 1):
+        line = ListLine(file, place, list(map(str, row)))
+        path, label = line.path(source, line.cells[0]), line.integer(1, "class")
+        if not 1 <= label <= 196:
+            raise line.wrong(f"class {label} is none of 1 to 196")
+        if label in classes:
+            yield ImageFile(path, str(label))
+
+
+CARS = Dataset(  # Krause et al. 2013; split by classes like CUB, not by the list's own column `test`
+    "Cars-196",
+    "https://ai.stanford.edu/~jkrause/cars/car_dataset.html",
+    (
+        Split("train", "cars_annos.mat", partial(_cars, classes=range(1, 99)), (Count(8_054, 98),)),
+        Split("test", "cars_annos.mat", partial(_cars, classes=range(99, 197)), (Count(8_131, 98),)),
     ),
 )
 

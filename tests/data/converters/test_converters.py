@@ -1,9 +1,10 @@
+import sys
 from collections import Counter
 from urllib.parse import unquote
 
 import numpy as np
 import pytest
-from dataset_trees import TREES, dump, photo
+from dataset_trees import TREES, cars, dump, photo
 
 from distap.data.converters.converting import DATASETS, convert
 from distap.data.loading.indexed import Reader
@@ -26,6 +27,7 @@ EXPECTED = {
         },
         {},
     ),
+    "cars-196": ({"train": {"1": 2, "98": 2}, "test": {"99": 2, "196": 2}}, {}),
     "inaturalist": (
         {"train": {"5": 2, "2761": 2}, "test": {"11": 2, "7000": 2}},
         {"2761": "Aves", "5": "Fungi", "11": "Aves", "7000": "Plantae"},
@@ -259,3 +261,32 @@ def test_a_name_in_a_pickle_that_leaves_the_folder_is_refused(key, tmp_path):
     photo(tmp_path / "jpg" / "q.jpg")
     with pytest.raises(DistapError, match=r"gnd_roxford5k\.pkl.*path '\.\./outside\.jpg' leaves"):
         convert(DATASETS["roxford5k"], tmp_path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (("../1.jpg", 1), r"line 1: path '\.\./1\.jpg' leaves"),
+        (("car_ims/1.jpg", 197), "line 1: class 197 is none of 1 to 196"),
+        (("car_ims/1.jpg", 1.5), r"line 1: class '1\.5' is no whole number"),
+    ],
+)
+def test_a_wrong_row_of_a_matlab_file_is_named_by_its_place(row, message, tmp_path):
+    cars(tmp_path, [row, ("car_ims/000001.jpg", 1)])
+    with pytest.raises(DistapError, match=rf"cars_annos\.mat, {message}"):
+        convert(DATASETS["cars-196"], tmp_path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("contents", [b"", b"no MATLAB file" * 99])
+def test_a_damaged_matlab_file_is_named(contents, tree, tmp_path):
+    source = tree("cars-196")
+    (source / "cars_annos.mat").write_bytes(contents)
+    with pytest.raises(DistapError, match=r"cars_annos\.mat: no MATLAB file with annotations"):
+        convert(DATASETS["cars-196"], source, tmp_path / "out")
+
+
+def test_a_matlab_file_without_scipy_says_what_to_install(tree, tmp_path, monkeypatch):
+    source = tree("cars-196")
+    monkeypatch.setitem(sys.modules, "scipy.io", None)
+    with pytest.raises(DistapError, match=r"cars_annos\.mat: reading a MATLAB file needs scipy: pip install scipy"):
+        convert(DATASETS["cars-196"], source, tmp_path / "out")
