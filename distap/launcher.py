@@ -4,7 +4,7 @@ It takes the options of torchrun that say which hosts train and where they meet,
 differs from `torchrun -m distap.train CONFIG` in five ways:
 - Its exit status is one of `distap.errors`: 2 if a rank of this host met a mistake that a person must mend, otherwise
   75 if one stopped on request, 0 if all finished, 1 if they did not.
-- It looks for mistakes in data, batch and network before it starts a rank. Ranks are forks, which start at once.
+- Its ranks are forks, which start at once.
 - Several hosts meet at --master-addr, each with its --node-rank, and have timeout_seconds for it; a rendezvous, which
   numbers the hosts that come, is torchrun's alone.
 - --max-restarts is for one host, and for failures: ranks that left with 75 or 2 are not started again. When one of
@@ -16,14 +16,12 @@ differs from `torchrun -m distap.train CONFIG` in five ways:
 import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distap.errors import DistapError
-from distap.processes.startup import JOB
 from distap.processes.stopping import end_when_asked
 
 if TYPE_CHECKING:
@@ -37,45 +35,30 @@ OF_HOSTS = {"nnodes", "standalone", "master_addr", "master_port", "node_rank", "
 def launch_training(options: list[str], config: Path, overrides: list[str]) -> int:
     """Start this host's ranks with torchrun's `options`, such as --nnodes=2; wait for the exit status."""
     from distap.config.reading import load_recipe
-    from distap.storage.remotes import UnreachableError
     from distap.telemetry.terminal import set_up_run_logging
 
     recipe = load_recipe(config, overrides)
     import_module("distap.trainer")  # for the ranks, which are forks
-    from distap.training.start_checks import check_start
-
     set_up_run_logging(recipe.logs.format, recipe.run_id, rank=None)
-
-    def check(ranks: int) -> None:
-        with suppress(UnreachableError):  # of which the ranks tell, and may be started again
-            check_start(recipe, ranks)
-
-    return launch(options, "distap.train", [str(config), *overrides], recipe.stop.grace_seconds, check)
+    return launch(options, "distap.train", [str(config), *overrides], recipe.stop.grace_seconds)
 
 
-def launch(
-    options: list[str],
-    module: str,
-    arguments: list[str],
-    grace_seconds: float,
-    check: Callable[[int], None] = lambda ranks: None,
-) -> int:
+def launch(options: list[str], module: str, arguments: list[str], grace_seconds: float) -> int:
     """Run `python -m module arguments...` on each rank of this host; return the exit status.
 
-    Ranks are forks of this process, so import what the module needs before. `check` is told the number of ranks
-    before they start. Ranks have `grace_seconds` to leave after a signal. Afterwards this process ignores signals:
-    all that is left is to leave.
+    Ranks are forks of this process, so import what the module needs before. They have `grace_seconds` to leave after
+    a signal. Afterwards this process ignores signals: all that is left is to leave.
     """
     from distap.processes.agent import Agent
-    from distap.processes.forks import in_fork
 
     end_when_asked()
     settings = _parser().parse_args([*options, module])
     place = ranks_here(settings)
-    in_fork(lambda: check(place.ranks))
     if place.ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     if place.port:
+        from distap.checkpoint.lease import JOB
+
         os.environ[JOB] = f"{settings.rdzv_id} at {place.address}:{place.port}"  # the id alone is often left as it is
     return Agent(place, [module, *arguments], grace_seconds).run(settings.max_restarts)
 

@@ -3,7 +3,6 @@
 import json
 import os
 import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -28,7 +27,6 @@ from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.backbone import architecture_of
 from distap.model.network import GivenNetwork
 from distap.model.trained import BACKBONE, CONFIG, HEAD, HUB, is_saved, read_saved
-from distap.processes.startup import Startup
 from distap.ranking.loss import AnyLoss, build_loss
 from distap.retrieval.whitening import WHITENING_FILE, load_whitening, save_whitening
 from distap.telemetry.terminal import track
@@ -190,7 +188,6 @@ def train(
     Raises:
         DistapError: a key, a value or an object is wrong, or the training failed; the message says what to do.
     """
-    startup = Startup(time.time())
     if threading.current_thread() is not threading.main_thread():
         raise DistapError("distap.train listens for signals, so call it in the main thread")
     if torch.distributed.is_initialized():
@@ -208,7 +205,7 @@ def train(
     shows = track if os.environ.get("RANK", "0") == "0" else untracked
     objects |= {f"data.{name}": source_of(one, shows) for name, one in sets.items()}
     read = load_recipe(recipe if isinstance(recipe, Mapping) else Path(recipe), {**(overrides or {}), **objects})
-    with trained(read, startup) as status:
+    with trained(read) as status:
         pass
     if status != FINISHED:
         raise SystemExit(status)

@@ -19,7 +19,6 @@ from distap.data.loading.share import ShareOfBatch
 from distap.errors import CAUSES, FINISHED, RESTART, DistapError
 from distap.evaluation.extraction.extracting import BrokenOffError
 from distap.model.backbone import RandomWeights
-from distap.processes.startup import Startup
 from distap.processes.stopping import StopRequest
 from distap.ranking.memory import CrossBatchMemory
 from distap.stopwatch import Stopwatch
@@ -51,21 +50,19 @@ ALWAYS_TOLERATED = 10  # damaged images, since a share of a small first batch sa
 
 
 @contextmanager
-def trained(recipe: Recipe, startup: Startup) -> Iterator[int]:
+def trained(recipe: Recipe) -> Iterator[int]:
     """Train on this process's rank, alone or as one of torchrun's ranks; yield what `train` returns.
 
     Inside the `with` block the ranks are still joined.
     """
     rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
     set_up_run_logging(recipe.logs.format, recipe.run_id, rank)
-    startup.reached("imports")
     listening = recipe.metrics.port_of(local_rank), recipe.metrics.address
     with (
         Endpoint(rank).served(*listening) as endpoint,
         joined_world(recipe.timeout_seconds, recipe.device) as world,
     ):
-        startup.reached("joining")
-        yield Trainer(recipe, world, endpoint, startup).train()
+        yield Trainer(recipe, world, endpoint).train()
 
 
 class Trainer:
@@ -73,7 +70,6 @@ class Trainer:
 
     Args:
         endpoint: answers HTTP requests about this rank; a new one answers nothing until it is served.
-        startup: the clock that was started with the process.
         only_check: build all parts, but learn nothing from the images.
     """
 
@@ -82,11 +78,10 @@ class Trainer:
         recipe: Recipe,
         world: World,
         endpoint: Endpoint | None = None,
-        startup: Startup | None = None,
         only_check: bool = False,
     ) -> None:
         self.recipe, self.world = recipe, world
-        self.endpoint, self.startup = endpoint or Endpoint(world.rank), startup or Startup()
+        self.endpoint, self._began = endpoint or Endpoint(world.rank), time.perf_counter()
         self.endpoint.watchdog = world.watchdog
         self.tracer = Tracer(recipe.run / TRACES, world.rank)
         # The report comes first, so that metrics show a start that takes long or fails again and again.
@@ -96,7 +91,6 @@ class Trainer:
         self.images, sets = first_on_rank_0(world, partial(checked_data, recipe, world, self.stopwatch))
         require_same_data(self.images, str(recipe.data.train), world)
         self.length = first_on_rank_0(world, partial(Length, recipe, self.images.index, self.images.size))
-        self.startup.reached("data")
         # Network and evaluations, before an engine takes its parameters apart.
         self.is_begun = is_begun(recipe, world)
         # A checkpoint replaces the weights that the run began with, which need not be there any more.
@@ -114,7 +108,6 @@ class Trainer:
         self.state = RunState(recipe, world, self.images, self.learner, memory, loss_learner)
         self.done = 0  # steps that have led to the present parameters
         self.not_finite = 0  # steps in a row whose loss or gradient was not finite
-        self.startup.reached("network")
 
     def train(self) -> int:
         """Train from the newest checkpoint, if any, to the last step, and return FINISHED.
@@ -131,7 +124,6 @@ class Trainer:
             if self.done >= self.length.steps and not owes_evaluation:
                 logger.info("%s: all %d steps are done already", self.recipe.run, self.length.steps)
                 return FINISHED
-            self.startup.reached("checkpoint")
             self.report.begins(self.done, self.length, self.images, self.network, list(self.evaluations))
             with self.report.opened(self.done), self.endpoint.ready(lambda: stop.requested):
                 at_start = self.recipe.evaluation.at_start and bool(self.evaluations)
@@ -142,7 +134,6 @@ class Trainer:
                         return RESTART
                     if owes_evaluation:  # the process before was asked to stop before this evaluation
                         self._save_if_due(score)
-                self.startup.reached("evaluation")
                 return self._train(stop)
 
     def _train(self, stop: StopRequest) -> int:
@@ -187,9 +178,7 @@ class Trainer:
             fitting = fitting_of(self.recipe, self.learner.replica, self.world, self.images.size)
             sizes = self.step.stages.sizes
             sizes.keep = fitting.kept_graphs(sizes.replay)
-        self.startup.reached("first step")
-        self.report.started(self.startup.seconds)
-        logger.info("%s", self.startup.summary(self.stopwatch.seconds))
+        logger.info("the first step was done after %.1f s of preparation", time.perf_counter() - self._began)
 
     def _agree_on_requests(self, share: ShareOfBatch, stop: StopRequest, images: int) -> bool:
         # One sum per step carries all that a rank may know alone: damaged images, a request to stop or to trace, a

@@ -2,15 +2,13 @@ import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import RankFailedError, on_ranks
 
 from distap.errors import CollectiveError, DistapError
-from distap.world import OF_GROUPS, OF_REST, OF_STORE, World, device_of, joined_world
+from distap.world import World, device_of, joined_world
 
 TOTAL = 11
 
@@ -128,16 +126,3 @@ def test_the_limit_of_open_files_is_raised_to_what_the_ranks_connections_need():
     assert open_files("allow(1, 100); print(resource.getrlimit(7))").stdout == "(300, 400)\n"
     refused = open_files("allow(0, 500)")
     assert "rank 0 of 500 needs about 2,100 open files" in refused.stderr and "400 at most" in refused.stderr
-
-
-def files_open_in_a_training(world):
-    dist.new_group(backend="gloo")  # as the checkpoint writer's
-    world.barrier()
-    return len([*Path("/proc/self/fd").iterdir()])
-
-
-def test_a_further_rank_takes_as_many_open_files_as_are_reckoned_with():
-    few, more = (on_ranks(size, files_open_in_a_training) for size in (2, 6))
-    assert more[0] - few[0] == pytest.approx(4 * (OF_GROUPS + OF_STORE), abs=2)
-    assert more[1] - few[1] == pytest.approx(4 * OF_GROUPS, abs=2)
-    assert few[0] < OF_REST

@@ -21,7 +21,6 @@ from threading import Event, Thread
 from typing import Any
 
 from distap.errors import DistapError
-from distap.processes.startup import JOB
 from distap.storage.files import Storage
 from distap.storage.remotes import MissingFileError
 from distap.storage.texts import parsed_json
@@ -29,6 +28,7 @@ from distap.storage.texts import parsed_json
 FILE = "lease.json"
 RENEW_SECONDS = 20.0
 STALE_RENEWALS = 3  # that a training has missed if it is gone
+JOB = "DISTAP_JOB"  # set by a launcher: its job of several hosts
 TAKE_OVER = "DISTAP_TAKE_OVER"  # set in the environment of all ranks by --take-over
 logger = logging.getLogger("distap")
 

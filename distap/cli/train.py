@@ -10,7 +10,6 @@ import typer
 
 from distap.cli.commands import JSON, print_json
 from distap.cli.options import AUTO, CONFIG, OVERRIDES, RANKS, ranks_to_start
-from distap.processes.startup import Startup
 from distap.processes.stopping import end_when_asked, go_deaf
 
 OUTPUT = "Folder to write report.html and summary.json to."
@@ -31,14 +30,13 @@ def train_rank(config: CONFIG, overrides: OVERRIDES = None, take_over: TAKES_OVE
     """
     end_when_asked()
     _set_take_over(take_over)
-    startup = Startup()
     # Imported here, so that --help does not wait for torch.
     from distap.config.reading import load_recipe
 
     recipe = load_recipe(config, overrides or [])
     from distap.trainer import trained
 
-    with trained(recipe, startup) as status:
+    with trained(recipe) as status:
         go_deaf()
     sys.exit(status)
 

@@ -26,7 +26,6 @@ from torch.distributed import TCPStore
 
 from distap.errors import FAILED, FINISHED, MISTAKE, RESTART, CollectiveError
 from distap.processes.forks import die_with_parent, forking_context
-from distap.processes.startup import STARTED, process_started
 from distap.processes.stopping import MARGIN_SECONDS, SIGNALS, TRACE_SIGNAL, call_on_signal, go_deaf
 
 LOOPBACK = "127.0.0.1"  # a host's own name may be one that nobody can resolve
@@ -63,7 +62,7 @@ class Agent:
         """
         call_on_signal(self._hear)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a supervisor may ignore it, and the end of ranks is not seen
-        status, started, port, store = FAILED, process_started(), self._place.port, None
+        status, port, store = FAILED, self._place.port, None
         try:
             if port == 0:
                 mine, theirs = Pipe()
@@ -71,12 +70,11 @@ class Agent:
                 store.start()
                 port = mine.recv()
             for failures in itertools.count():
-                self._start(port, failures, started)
+                self._start(port, failures)
                 self._watch()
                 status = status_of(self._statuses(), self._is_asked)
                 if status != FAILED or failures == restarts or self._is_asked:
                     break
-                started = time.time()
             go_deaf()
             self._tell(status)
         except CollectiveError as error:
@@ -93,7 +91,7 @@ class Agent:
         self._heard.append(number)
         self._is_asked = self._is_asked or number != TRACE_SIGNAL
 
-    def _start(self, port: int, failures: int, started: float) -> None:
+    def _start(self, port: int, failures: int) -> None:
         place = self._place
         self._ranks.clear()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [*SIGNALS, TRACE_SIGNAL])  # until a rank has its handlers
@@ -102,7 +100,7 @@ class Agent:
                 rank = place.first + local_rank
                 environment = {
                     **{"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": place.size},
-                    **{"MASTER_ADDR": place.address, "MASTER_PORT": port, STARTED: started},
+                    **{"MASTER_ADDR": place.address, "MASTER_PORT": port},
                     **{"LOCAL_WORLD_SIZE": place.ranks, "TORCHELASTIC_USE_AGENT_STORE": place.port == 0},
                     **{"TORCHELASTIC_RUN_ID": "distap", "TORCHELASTIC_RESTART_COUNT": failures},
                 }

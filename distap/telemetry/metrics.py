@@ -35,7 +35,6 @@ OF_RANK: dict[str, tuple[Any, ...]] = {
     "step": (Gauge, "step", "Steps behind the present state"),
     "last_step": (Gauge, "last_step_timestamp_seconds", "When the last step ended"),
     "restarts": (Gauge, "restarts", "Times that the launcher has started the ranks again"),
-    "startup_seconds": (Gauge, "startup_duration_seconds", "Seconds from cold process to first step", "phase"),
     "host_memory": (Gauge, "host_memory_peak_bytes", "Greatest resident memory so far"),
     "memory_used": (Gauge, "host_memory_used_ratio", "Used share of the container's memory limit, NaN without one"),
     "device_memory": (Gauge, "device_memory_peak_bytes", "Greatest GPU memory so far"),

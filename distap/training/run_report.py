@@ -6,7 +6,7 @@ import shutil
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -120,11 +120,6 @@ class RunReport:
                     self._outlets.append(stack.enter_context(loggers))
             self._show = stack.enter_context(progress("step", self.steps, step, is_first, seconds=0))
             yield
-
-    def started(self, seconds: Mapping[str, float]) -> None:
-        """Report how long each phase from the process's start to the end of its first step took."""
-        for phase, of_phase in seconds.items():
-            self.metrics.startup_seconds.labels(phase).set(of_phase)
 
     def step(self, step: int, share: ShareOfBatch, result: StepResult, stopwatch: Stopwatch, seconds: float) -> None:
         """Report a step, counted from 1, and clear the stopwatch that timed its stages."""

@@ -26,7 +26,7 @@ logger = logging.getLogger("distap")
 
 
 def check_start(recipe: Recipe, ranks: int) -> None:
-    """Look for mistakes before `ranks` ranks of this host start, without weights or computation."""
+    """Look for mistakes that `ranks` ranks of this host would meet, without weights or computation."""
     device_of(ranks - 1, recipe.device)
     images, _ = checked_data(recipe, World(ranks - 1, ranks), Stopwatch())  # as the last rank: rank 0 warns
     Length(recipe, images.index, images.size)

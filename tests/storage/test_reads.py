@@ -97,12 +97,6 @@ def test_a_fault_that_passes_is_retried_and_counted(web, shards, scheme, fault):
     assert storage.meter.take() == (600, 2)
 
 
-@pytest.mark.parametrize("fault", ["503", "cut"])
-def test_gcsfs_retries_by_itself(web, shards, fault):
-    web.faults = [fault]
-    assert over("gs", web, attempts=1).read("000000.tar", 0, 600) == (shards / "000000.tar").read_bytes()[:600]
-
-
 @pytest.mark.parametrize(
     "fault", ["400 RequestTimeout", "400 BadDigest", "400 IncompleteBody", "409 OperationAborted"]
 )

@@ -18,7 +18,6 @@ from distap.apps.export.to_folder import export_to_folder
 from distap.checkpoint import lease as leases
 from distap.checkpoint.manifest import STATE_FILE
 from distap.errors import DistapError
-from distap.processes.startup import JOB
 from distap.trainer import Trainer
 from distap.training.build import network_of, trained_network
 from distap.world import World
@@ -240,7 +239,7 @@ def test_a_second_training_is_refused_and_the_first_one_goes_on_undisturbed(tmp_
 def test_the_lease_of_a_training_that_is_gone_is_taken_over(
     tmp_path, training_shards, monkeypatch, caplog, changes, reason
 ):
-    monkeypatch.setenv(JOB, "night")
+    monkeypatch.setenv(leases.JOB, "night")
     trainer = Trainer(recipe(tmp_path, training_shards, steps=1), World())
     with trainer.state.leased():
         own = lease(tmp_path)

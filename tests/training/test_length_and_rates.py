@@ -124,13 +124,9 @@ def test_a_run_with_everything_goes_on_bit_for_bit(tmp_path, training_shards, ra
         assert losses(tmp_path / f"from-{step}") == losses(tmp_path / "whole")[step:]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_while_the_head_warms_up_the_backbone_and_its_moments_stay_as_they_are(tmp_path, training_shards, ranks):
+def test_while_the_head_warms_up_the_backbone_and_its_moments_stay_as_they_are(tmp_path, training_shards):
     changes = EVERYTHING | {"checkpoint": {"every": 1, "keep": 9}, "evaluation": {}}
-    if ranks == 1:
-        train(World(), tmp_path, training_shards, **changes)
-    else:
-        on_ranks(ranks, train_with, tmp_path, training_shards, changes | {"engine": "fsdp"})
+    train(World(), tmp_path, training_shards, **changes)
     first, held, moves = (tensors(tmp_path, step) for step in (1, 4, 5))
     for name in held:
         is_of_backbone = name.startswith("network.backbone.")
@@ -140,10 +136,6 @@ def test_while_the_head_warms_up_the_backbone_and_its_moments_stay_as_they_are(t
     assert of_backbone and not set(of_backbone) & held.keys()
     assert all(float(moves[name]) == 1 for name in of_backbone if name.endswith(".step"))
     assert any(not torch.equal(moves[name], held[name]) for name in held if name.startswith("network.backbone."))
-
-
-def train_with(world, run, shards, changes):
-    train(world, run, shards, **changes)
 
 
 def test_the_average_is_evaluated_judged_saved_and_read(tmp_path, training_shards):
@@ -170,20 +162,6 @@ def test_the_average_is_evaluated_judged_saved_and_read(tmp_path, training_shard
         assert again.evaluate(SimpleNamespace(requested=False)) == score
     best = found_checkpoint(tmp_path, best=True)
     assert best.manifest.score == max(scores[step] for step in (1, 2, 3, 4))
-
-
-def test_an_average_may_begin_and_end_within_a_run(tmp_path, training_shards, caplog):
-    train(World(), tmp_path, training_shards, steps=1)
-    before = parameters(tmp_path)
-    train(World(), tmp_path, training_shards, steps=2, ema={"decay": 0.5})
-    assert "ema.decay: was unset, is 0.5" in caplog.text and "ema: was null" not in caplog.text
-    name = "pooling.power"
-    after = tensors(tmp_path)
-    assert float(after[f"ema.{name}"]) == pytest.approx(
-        0.5 * float(before[f"network.{name}"]) + 0.5 * float(after[f"network.{name}"])
-    )
-    train(World(), tmp_path, training_shards, steps=3)
-    assert not any(key.startswith("ema.") for key in tensors(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,6 @@ def test_a_running_training_is_asked_for_its_health_and_for_traces(tmp_path, tra
         names = {event.get("name") for event in events_of(trace)}
         assert {"data_wait", "describe", "gather", "rank", "replay", "optimizer", "aten::conv2d"} <= names
     assert len(re.findall(r"traced step \d+", job.said)) == 1
-    told = re.search(r"the first step was done (\S+) s after the start: launcher \S+, imports \S+, joining", job.said)
-    assert told and float(told[1]) > 0, job.said
 
 
 def traced(run, shards, **changes) -> Path:
@@ -82,12 +80,3 @@ def test_an_evaluation_between_the_request_and_the_traced_step_is_not_in_the_tra
 def test_a_trace_that_is_asked_for_in_the_last_step_is_not_begun(tmp_path, training_shards):
     assert not traced(tmp_path, training_shards, steps=1).exists()
     assert not torch.autograd._profiler_enabled()
-
-
-@pytest.mark.slow
-def test_a_trace_that_is_asked_for_too_early_ends_no_rank(tmp_path, training_shards):
-    run = Run(tmp_path, training_shards, steps=3)
-    with run.started(2) as job:
-        job.wait_until(lambda: len(job.left()) == 4)  # with ranks that have hardly begun
-        os.kill(job.process.pid, TRACE_SIGNAL)
-        assert job.status(120) == 0, job.said
