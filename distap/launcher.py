@@ -77,14 +77,11 @@ def ranks_here(settings: Namespace) -> "Place":
             hint = several if name.startswith(("rdzv", "local")) else ""
             raise DistapError(f"--{name.replace('_', '-')}: distap.launcher has no such option{hint}")
     option = f"--nproc-per-node {settings.nproc_per_node}"
-
-    def count() -> int:
-        try:
-            return torchrun.determine_local_world_size(settings.nproc_per_node)
-        except ValueError as error:
-            raise DistapError(f"{option}: {error}") from error
-
-    if (ranks := in_fork(count)) < 1:
+    try:
+        ranks = in_fork(lambda: torchrun.determine_local_world_size(settings.nproc_per_node))
+    except ValueError as error:
+        raise DistapError(f"{option}: {error}") from error
+    if ranks < 1:
         raise DistapError(f"{option}: expected one rank at least on this host")
     try:
         least, hosts = torchrun.parse_min_max_nnodes(settings.nnodes)

@@ -2,7 +2,7 @@
 
 import logging
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from distap.errors import DistapError
@@ -21,9 +21,6 @@ class FilesBeside:
     run: Path
     patterns: tuple[str, ...]
     _sent: dict[str, tuple[int, int]] = field(default_factory=dict)  # size and time of each file, as sent
-
-    def by(self, deadline: float) -> "FilesBeside":
-        return replace(self, storage=self.storage.by(deadline))
 
     def send(self) -> None:
         """Upload changed files and remove deleted ones from the store; only log a failure."""

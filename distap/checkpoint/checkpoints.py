@@ -12,11 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from re import compile as pattern
 from tempfile import TemporaryDirectory
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 
@@ -80,10 +80,6 @@ class Checkpoints:
     def path(self, name: str) -> Path:
         """Return the folder of a checkpoint on disk."""
         return Path(self.where(name).removeprefix("file://"))
-
-    def by(self, deadline: float) -> Self:
-        """Return a copy that starts no work after `deadline`, in seconds of time.monotonic()."""
-        return replace(self, storage=self.storage.by(deadline))
 
     def names(self) -> list[str]:
         """Return the names of the checkpoints with a manifest, oldest first, damaged ones included."""

@@ -27,9 +27,7 @@ from distap.storage.hashing import FileIdentity, file_identity
 from distap.storage.remotes import UnreachableError
 from distap.world import CPU, World
 
-# Shares of timeout_seconds: to write a checkpoint, to remove old ones, and to wait for both, which ends before the
-# watchdog ends the rank.
-WRITE_SHARE, TIDY_SHARE, WAIT_SHARE = 0.8, 0.1, 0.95
+WAIT_SHARE = 0.95  # of timeout_seconds: a wait for a checkpoint ends before the watchdog ends the rank
 logger = logging.getLogger("distap")
 
 
@@ -151,8 +149,7 @@ class CheckpointWriter:
     def _write(self, job: _Job) -> int:
         """Write the files of all ranks, then the manifest; return the size in bytes. All ranks fail, or none."""
         is_first, ranks = self.world.rank == 0, self._ranks
-        # The main thread may be waiting for this one with the same time-out, so leave it some.
-        checkpoints = self.checkpoints.by(time.monotonic() + WRITE_SHARE * self.timeout_seconds)
+        checkpoints = self.checkpoints
         name = str(on_all(ranks, lambda: checkpoints.begin(job.manifest.step), mine=is_first)[0])
         with checkpoints.place(name, self.spool) as folder:
             write_tensors(folder, job.tensors, ranks.group)
@@ -161,8 +158,7 @@ class CheckpointWriter:
         on_all(ranks, lambda: checkpoints.publish(name, replace(job.manifest, files=files)), mine=is_first)
         if is_first:
             try:
-                soon = time.monotonic() + TIDY_SHARE * self.timeout_seconds
-                self.checkpoints.by(soon).remove_old(name, self.keep)
+                checkpoints.remove_old(name, self.keep)
             except (OSError, DistapError) as error:  # the new one is there all the same
                 logger.warning("%s: an old checkpoint cannot be removed: %s", checkpoints.storage.base, error)
         return sum(identity.bytes for identity in files.values())

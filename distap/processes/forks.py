@@ -7,9 +7,9 @@ import signal
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from distap.errors import FAILED, DistapError
+from distap.errors import FAILED
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 T = TypeVar("T")
@@ -30,7 +30,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def in_fork(work: Callable[[], T]) -> T:
-    """Return the result of `work`, done in a fork; raise its DistapError here.
+    """Return the result of `work`, done in a fork; raise its error here.
 
     A fork of a process that has computed with threads, or opened a GPU, hangs or fails. So a process whose forks are
     to do that leaves it to a fork itself.
@@ -41,22 +41,16 @@ def in_fork(work: Callable[[], T]) -> T:
     process = forking_context().Process(target=_answer, args=(theirs, os.getpid(), work))
     process.start()
     theirs.close()
-    try:
-        result, problem, status = mine.recv()
-    except EOFError:
-        process.join()
-        problem, status = f"a check ended with status {process.exitcode}; what it said stands above", FAILED
+    answer: Any = mine.recv()
     process.join()
-    if problem is not None:
-        error = DistapError(problem)
-        error.status = status
-        raise error
-    return result
+    if isinstance(answer, Exception):
+        raise answer
+    return cast(T, answer)
 
 
 def _answer(pipe: Connection, parent: int, work: Callable[[], Any]) -> None:
     die_with_parent(parent)
     try:
-        pipe.send((work(), None, 0))
-    except DistapError as error:
-        pipe.send((None, str(error), error.status))
+        pipe.send(work())
+    except Exception as error:
+        pipe.send(error)

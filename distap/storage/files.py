@@ -9,7 +9,7 @@ from functools import partial
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from tempfile import NamedTemporaryFile, gettempdir
-from typing import Any, BinaryIO, NamedTuple, Self
+from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import quote
 
 from fsspec.core import strip_protocol
@@ -51,16 +51,10 @@ class Storage:
         self.base, self.settings, self.key = base, settings or RemoteSettings(), key
         self.scheme = scheme_of(base) or "file"
         self.meter = Meter()
-        self.deadline = float("inf")  # nothing is begun after it; seconds of time.monotonic()
         self._made: tuple[int, Any] | None = None  # process and its file system
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_made": None}
-
-    def by(self, deadline: float) -> Self:
-        bounded = object.__new__(type(self))
-        bounded.__dict__ |= self.__dict__ | {"deadline": deadline}
-        return bounded
 
     def where(self, name: str) -> str:
         return joined(self.base, quote(name) if self.scheme in ("http", "https") else name)

@@ -3,7 +3,6 @@
 import errno
 import logging
 import os
-import time
 from asyncio import IncompleteReadError
 from collections.abc import Callable
 from copy import deepcopy
@@ -124,13 +123,11 @@ def retried(done: str) -> Callable[[M], M]:
     def decorated(method: M) -> M:
         @wraps(method)
         def call(self: Any, name: str, *args: Any, **options: Any) -> Any:
-            where, settings, left = self.where(name), self.settings, self.deadline - time.monotonic()
-            if left <= 0:
-                raise UnreachableError(f"{where}: not {done} in time: timeout_seconds also limits a whole checkpoint")
+            where, settings = self.where(name), self.settings
             attempts = stamina.retry_context(
                 on=_may_pass,
                 attempts=settings.attempts,
-                timeout=left if left < float("inf") else None,
+                timeout=None,
                 wait_initial=settings.backoff_seconds,
                 wait_jitter=settings.backoff_seconds,  # ranks that fail together must not come back together
                 wait_max=LONGEST_PAUSE,

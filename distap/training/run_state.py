@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +29,6 @@ from distap.world import World
 
 # Files of the run folder that go to a store together with checkpoints.
 BESIDE = ("recipe.yaml", RUN_LOG, STARTS_LOG, NOT_FINITE_LOG, f"{EVALUATIONS}/*/*", "loggers/*", "tensorboard/*")
-BESIDE_SECONDS = 30.0  # limit for sending them when a training fails
 MAY_CHANGE = ("learning_rate", "clip_norm", "head_only")  # of `optimizer`; its state does not depend on them
 CHANGES_FIGURES = (
     *("steps", "epochs", "schedule", "ema", "precision", "memory", "evaluation"),
@@ -149,7 +147,7 @@ class RunState:
     def send_beside(self) -> None:
         """Upload the files next to checkpoints to the store, if there is one, without a checkpoint."""
         if self._beside is not None and self.world.rank == 0:
-            self._beside.by(time.monotonic() + BESIDE_SECONDS).send()
+            self._beside.send()
 
     def is_best(self, score: float | None) -> bool:
         """Tell whether this validation mAP is above that of each checkpoint written by the last `writer.wait`."""

@@ -1,6 +1,5 @@
 import os
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -60,11 +59,6 @@ def test_a_store_that_never_answers_fails_in_bounded_time(tmp_path, s3, monkeypa
         ):
             with pytest.raises(UnreachableError, match=r"2 attempts failed, the last with: (no answer|Read timeout)"):
                 call()
-
-
-def test_what_is_not_done_in_time_is_not_begun(store):
-    with pytest.raises(UnreachableError, match="not written in time: timeout_seconds"):
-        store.by(time.monotonic() - 1).write("a", b"")
 
 
 @pytest.mark.parametrize(

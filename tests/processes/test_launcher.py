@@ -37,7 +37,7 @@ forks, fork = [], os.fork
 
 def limited():
     forks.append(1)
-    if len(forks) > 3:
+    if len(forks) > 2:  # those that count ranks and serve the store are let through
         raise BlockingIOError("no more processes")
     return fork()
 
