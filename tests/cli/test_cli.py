@@ -85,9 +85,8 @@ def test_bad_input_gets_one_clear_error_and_a_non_zero_exit(
     filled = [argument.format(config=config, tmp=tmp_path, train=training_shards[0]) for argument in arguments]
     assert distap(monkeypatch, *filled) == 2
     printed = capfd.readouterr().err
-    assert re.search(
-        r"^(error: |\S+ ERROR run=run rank=[0-] step=- )", printed, re.MULTILINE
-    )  # the latter if the recipe has been read
+    # The latter if the recipe has been read.
+    assert re.search(r"^(error: |\S+ ERROR run=run rank=[0-] step=- )", printed, re.MULTILINE)
     assert printed.count(message.format(tmp=tmp_path)) == 1
     assert "Traceback" not in printed
 
