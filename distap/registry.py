@@ -79,8 +79,11 @@ REGISTRY: dict[str, dict[str, str]] = {
         "run": "distap.model.trained:RunWeights",
     },
     "pooling": {
+        "auto": "distap.model.pooling:AutoPooling",
         "gem": "distap.model.pooling:GeMPooling",
-        **dict.fromkeys(("mean", "spoc", "max", "rmac", "cls", "cls_mean"), "distap.model.pooling:NamedPooling"),
+        **dict.fromkeys(
+            ("native", "mean", "spoc", "max", "rmac", "cls", "cls_mean"), "distap.model.pooling:NamedPooling"
+        ),
     },
     "optimizer": dict.fromkeys(TIMM_OPTIMIZERS, "distap.training.optimizer:TimmOptimizer"),
     "schedule": dict.fromkeys(

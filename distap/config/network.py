@@ -43,8 +43,9 @@ class ModelSection(Section):
     """Network without pooling and classifier; a name alone is an architecture of timm."""
     weights: Annotated[Any, Chosen("weights")] = "timm"
     """Pretrained weights; a backbone from elsewhere starts with random ones by default."""
-    pooling: Annotated[Any, Chosen("pooling", otherwise="gem")] = "gem"
-    """Pooling of the features of an image into one vector."""
+    pooling: Annotated[Any, Chosen("pooling", otherwise="gem")] = "auto"
+    """Pooling of the features of an image into one vector: native is the one that the backbone was pretrained with,
+    and auto is native, or gem for a plain CNN."""
     arguments: dict[str, Any] = Field({})
     """Further arguments of timm.create_model, such as {img_size: 448} or {drop_path_rate: 0.1}."""
     layer_norm: bool = False

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from textwrap import shorten
 from types import MappingProxyType
@@ -14,13 +15,13 @@ from typing import Any
 
 import timm
 import torch
+from timm.layers import SelectAdaptivePool2d
 from timm.models import load_model_config_from_hf, load_state_dict
 from timm.models._hub import load_model_config_from_path
 from torch import Tensor, nn
 
 from distap.errors import DistapError
 
-CLASSIFIERS = ("classifier.", "head.fc.", "fc.", "head.")  # timm's names of the layer that retrieval leaves out
 # Prefixes of networks that timm does not list: `hf-hub:ORGANISATION/NAME` and `local-dir:FOLDER`.
 SOURCES: dict[str, Callable[[str], Any]] = {
     "hf-hub:": load_model_config_from_hf,
@@ -46,6 +47,7 @@ class TimmBackbone:
         self,
         arguments: Mapping[str, Any] = MappingProxyType({}),
         image_size: int | None = None,
+        pools: bool = False,
     ) -> nn.Module:
         """Return a timm network with random weights; it outputs maps (n, C, h, w), (n, h, w, C) or tokens (n, t, C).
 
@@ -54,9 +56,10 @@ class TimmBackbone:
         Args:
             arguments: of timm.create_model, such as `drop_path_rate`.
             image_size: width and height of the images, pixels, for a network that is built for one size.
+            pools: keep the network's own pooling, which its `forward_head` then applies to what it outputs.
         """
         name, source, saved_with = self._resolved()
-        fixed: dict[str, Any] = {"num_classes": 0, "global_pool": ""}
+        fixed: dict[str, Any] = {"num_classes": 0} if pools else {"num_classes": 0, "global_pool": ""}
         fixed |= {"pretrained_cfg": source, "pretrained_cfg_overlay": self.pixels}
         if ours := arguments.keys() & OURS:
             raise DistapError(f"model.arguments.{min(ours)}: distap sets it; leave it out")
@@ -66,10 +69,10 @@ class TimmBackbone:
         is_fixed = getattr(getattr(built, "patch_embed", None), "strict_img_size", about.get("fixed_input_size"))
         if image_size in (None, about.get("input_size", (0,))[-1]) or "img_size" in arguments or not is_fixed:
             return built
-        if _takes(built, image_size):
+        if _takes(built, image_size, pools):
             return built
         resized = self._created(name, fixed, own | {"img_size": image_size}, {"img_size"})
-        if not _takes(resized, image_size):
+        if not _takes(resized, image_size, pools):
             return built
         resized.pretrained_cfg["input_size"] = (3, image_size, image_size)
         return resized
@@ -98,7 +101,7 @@ class TimmBackbone:
             if isinstance(error, AssertionError) and "global_pool" in fixed:
                 # It insists on a head that pools, which is built then, but not run.
                 built = self._created(name, {k: v for k, v in fixed.items() if k != "global_pool"}, own, optional)
-                built.forward, built.head_hidden_size = built.forward_features, None
+                built.head_hidden_size = None
                 return built
             unknown = set(re.findall(r"'(\w+)'", str(error).partition(UNKNOWN)[2]))
             if unknown & set(optional):
@@ -109,13 +112,16 @@ class TimmBackbone:
             told = {**own, **{k: v for k, v in fixed.items() if v is not None and not k.startswith("pretrained")}}
             raise DistapError(f"model.backbone: timm could not build {name!r} with {told}: {error}") from error
         built.built_with = own  # type: ignore[assignment]  # an attribute of any kind
+        if "global_pool" not in fixed:
+            vars(built)["forward"] = built.forward_features
         return built
 
 
-def _takes(backbone: nn.Module, size: int) -> bool:
+def _takes(backbone: Any, size: int, pools: bool) -> bool:
     try:
         with torch.no_grad():
-            backbone.eval()(torch.zeros(1, 3, size, size))
+            features = backbone.eval()(torch.zeros(1, 3, size, size))
+            _ = backbone.forward_head(features, pre_logits=True) if pools else None
     except Exception:  # each architecture raises its own
         return False
     finally:
@@ -141,6 +147,23 @@ def built_again(backbone: Any) -> dict[str, Any]:
     return {"backbone": own, "arguments": backbone.built_with}
 
 
+def gives_signed(backbone: nn.Module) -> bool:
+    """Tell whether about half of the features are negative, as layer normalisation leaves them."""
+    return any(isinstance(module, nn.LayerNorm) for module in backbone.modules())
+
+
+def is_plain(backbone: Any) -> bool:
+    """Tell whether a network is a plain CNN, whose own pooling is the mean of maps that are hardly ever negative.
+
+    Others pool in a way of their own: by a token, by attention, or with layers behind the mean.
+    """
+    pool = getattr(backbone, "global_pool", None)
+    if not isinstance(pool, nn.Module):
+        pool = getattr(getattr(backbone, "head", None), "global_pool", None)
+    is_last = getattr(backbone, "head_hidden_size", None) == getattr(backbone, "num_features", None)
+    return isinstance(pool, SelectAdaptivePool2d) and is_last and not gives_signed(backbone)
+
+
 def has_class_token(backbone: nn.Module) -> bool:
     """Tell whether the first token is a class token."""
     return bool(getattr(backbone, "has_class_token", getattr(backbone, "cls_token", None) is not None))
@@ -149,6 +172,9 @@ def has_class_token(backbone: nn.Module) -> bool:
 @dataclass(frozen=True)
 class TimmWeights:
     """Pretrained timm weights, from its hub or from the place in the backbone's name."""
+
+    allow: tuple[str, ...] = ()
+    """Patterns of tensors, such as attn_pool.*, that may be left out or stay random."""
 
     def load(self, backbone: nn.Module) -> None:
         name, about = architecture_of(backbone), getattr(backbone, "pretrained_cfg", None)
@@ -162,8 +188,7 @@ class TimmWeights:
                 "copy of the folder of a machine that has loaded them (and HF_HUB_OFFLINE=1, so that nothing is "
                 "asked), or model.weights to {name: file, path: FILE} or {name: package, package: NAME}"
             ) from error
-        own, state = backbone.state_dict(), _adapted(backbone, pretrained.state_dict())
-        _load(backbone, {key: value for key, value in state.items() if key in own}, f"timm's weights of {name}")
+        _load(backbone, _adapted(backbone, pretrained.state_dict()), f"timm's weights of {name}", self.allow)
 
 
 @dataclass(frozen=True)
@@ -180,14 +205,15 @@ class FileWeights:
 
     path: Path
     """Path of a .safetensors file, or of one that torch.save wrote."""
+    allow: tuple[str, ...] = ()
+    """Patterns of tensors, such as attn_pool.*, that may be left out or stay random."""
 
     def load(self, backbone: nn.Module) -> None:
         own = backbone.state_dict()
         state = _without_prefix(read_state(self.path), own)
         if any(key not in state or state[key].shape != value.shape for key, value in own.items()):
             state = _adapted(backbone, state)
-        given = {key: value for key, value in state.items() if key in own or not key.startswith(CLASSIFIERS)}
-        _load(backbone, given, self.path)
+        _load(backbone, state, self.path, self.allow)
 
 
 @dataclass(frozen=True)
@@ -251,10 +277,24 @@ def _adapted(backbone: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]
     return {key: value.reshape(same.get(key, value.shape)) for key, value in state.items()}
 
 
-def _load(backbone: nn.Module, state: dict[str, Tensor], where: Path | str) -> None:
-    try:
-        backbone.load_state_dict(state)
-    except RuntimeError as error:
-        why = shorten(str(error), 400)  # it lists every tensor that does not fit
-        named = ", ".join([*state][:3])
-        raise DistapError(f"{where}: not the weights of this backbone; it has {named}, ...: {why}") from error
+def _load(backbone: nn.Module, state: dict[str, Tensor], where: Path | str, allow: Collection[str] = ()) -> None:
+    """Load tensors; name those that would be lost or stay random, but for the classifier and those of `allow`."""
+    own, about = backbone.state_dict(), getattr(backbone, "pretrained_cfg", None) or {}
+    layers = about.get("classifier") or ()  # one name or several, of what retrieval leaves out
+    patterns = [*allow, *(f"{name}.*" for name in ([layers] if isinstance(layers, str) else layers))]
+    problems = []
+    for told, keys in (("has no place for", state.keys() - own.keys()), ("lacks", own.keys() - state.keys())):
+        if lost := sorted(key for key in keys if not any(fnmatch(key, pattern) for pattern in patterns)):
+            owner = "the network" if "place" in told else "it"
+            problems.append(f"{owner} {told} {len(lost)} tensors ({shorten(', '.join(lost), 150)})")
+    problems += [
+        f"{key} is {tuple(state[key].shape)}, expected {tuple(value.shape)}"
+        for key, value in own.items()
+        if key in state and state[key].shape != value.shape
+    ][:3]
+    if problems:
+        raise DistapError(
+            f"{where}: not the weights of this backbone: {'; '.join(problems)}. Weights of a pooling belong to "
+            "model.pooling: native; model.weights.allow takes patterns of tensors to do without"
+        )
+    backbone.load_state_dict({key: state.get(key, value) for key, value in own.items()})

@@ -11,9 +11,11 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, normalize
+from torch.utils._pytree import tree_map_only
 
 from distap.errors import DistapError
-from distap.model.backbone import architecture_of, has_class_token, pixels_of
+from distap.model.backbone import TimmBackbone, architecture_of, has_class_token, pixels_of
+from distap.model.pooling import AutoPooling, Native
 
 BatchNormMode = Literal["frozen", "batch"]
 
@@ -31,7 +33,7 @@ class RetrievalNetwork(nn.Module):
 
     Args:
         backbone: gives maps (n, C, h, w) or (n, h, w, C), or tokens (n, t, C).
-        pooling: turns (n, C, h, w) into (n, C); tokens come as (n, C, t, 1).
+        pooling: turns (n, C, h, w) into (n, C); tokens come as (n, C, t, 1). Native stands for the backbone's own.
         projection: dimensions of a linear layer before normalisation; None for no layer.
         batchnorm: `frozen` or `batch`.
         mean, std: of the pixels that the backbone was trained with; white is 1.
@@ -61,6 +63,11 @@ class RetrievalNetwork(nn.Module):
             raise DistapError(
                 f"model.pooling takes a class token, which {architecture_of(backbone)} does not have; choose gem, "
                 "mean or max"
+            )
+        if isinstance(pooling, Native) and not hasattr(backbone, "forward_head"):
+            raise DistapError(
+                f"model.pooling: native is a pooling of timm's networks, and {architecture_of(backbone)} has none; "
+                "choose gem, mean or max"
             )
         # Some backbones (mobilenetv3) have a head that widens the features after the last stage.
         self.features = features or int(getattr(backbone, "head_hidden_size", None) or backbone.num_features)
@@ -123,14 +130,18 @@ class RetrievalNetwork(nn.Module):
         # Channels last: convolutions are faster, on CPUs and on GPUs.
         pixels = (images.to(self.mean.dtype, memory_format=self.memory_format) - self.mean) / self.std
         features = self.backbone(pixels) if self.compiled is None else self.compiled(self.backbone, pixels)
-        if not isinstance(features, Tensor):
-            raise DistapError(f"model.backbone: {architecture_of(self.backbone)} gives no single map of features")
-        with in_full_precision(features.device):
-            pooled: Tensor = self.pooling(*self._for_pooling(features.to(self.mean.dtype)))
+        with in_full_precision(pixels.device):
+            features = tree_map_only(Tensor, lambda one: one.to(self.mean.dtype), features)
+            if isinstance(self.pooling, Native):
+                pooled: Tensor = self.backbone.forward_head(features, pre_logits=True)
+            else:
+                pooled = self.pooling(*self._for_pooling(features))
             return layer_norm(pooled, pooled.shape[-1:]) if self.layer_norm else pooled
 
-    def _for_pooling(self, features: Tensor) -> Sequence[Tensor]:
+    def _for_pooling(self, features: Any) -> Sequence[Tensor]:
         """Return the features as maps (n, C, h, w), with the class token if pooling uses it."""
+        if not isinstance(features, Tensor):
+            raise DistapError(f"model.backbone: {architecture_of(self.backbone)} gives no single map of features")
         if features.ndim == 3 and getattr(self.pooling, "needs_map", False):
             raise DistapError(
                 f"model.pooling takes regions of a map, but {architecture_of(self.backbone)} gives tokens; choose "
@@ -163,15 +174,18 @@ def build_network(
     Args:
         backbone: its `build()` returns a module with `num_features`.
         weights: its `load(module)` loads weights into that module or, if its `whole` is true, into the whole network.
-        pooling: its `build()` returns a module.
+        pooling: its `build()` returns a module; that of AutoPooling depends on the backbone.
         of_timm: further arguments of `TimmBackbone.build`.
     """
-    built, whole = backbone.build(**of_timm), getattr(weights, "whole", False)
+    pool, whole = pooling.build(), getattr(weights, "whole", False)
+    if isinstance(backbone, TimmBackbone):
+        of_timm["pools"] = isinstance(pool, Native)
+    built = backbone.build(**of_timm)
+    if isinstance(pooling, AutoPooling):
+        pool = pooling.build(built)
     if not whole:
         weights.load(built)
-    network = RetrievalNetwork(
-        built, pooling.build(), projection, batchnorm, **pixels_of(built), layer_norm=layer_norm
-    )
+    network = RetrievalNetwork(built, pool, projection, batchnorm, **pixels_of(built), layer_norm=layer_norm)
     if whole:
         weights.load(network)
     return network.to(memory_format=torch.channels_last)

@@ -9,6 +9,8 @@ from pydantic import PositiveFloat
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from distap.model.backbone import is_plain
+
 OVERLAP = 0.4  # of neighbouring regions of R-MAC, as a share of their side
 
 
@@ -88,9 +90,13 @@ class ClassTokenAndMean(nn.Module):
         return torch.cat([prefix[:, 0], features.mean(dim=(-2, -1))], dim=1)
 
 
+class Native(nn.Module):
+    """The pooling that a backbone was trained with, which is the backbone's own: its `forward_head`."""
+
+
 NAMED: dict[str, Callable[[], nn.Module]] = {
     **{"mean": Mean, "spoc": Mean, "max": Max, "rmac": RMAC},
-    **{"cls": ClassToken, "cls_mean": ClassTokenAndMean},
+    **{"cls": ClassToken, "cls_mean": ClassTokenAndMean, "native": Native},
 }
 
 
@@ -103,6 +109,16 @@ class GeMPooling:
 
     def build(self) -> nn.Module:
         return GeM(self.power)
+
+
+@dataclass(frozen=True)
+class AutoPooling:
+    """GeM for a plain CNN, the backbone's own pooling for others."""
+
+    def build(self, backbone: nn.Module | None = None) -> nn.Module:
+        """Return the pooling of a backbone; that of a backbone which has its own if None is given."""
+        has_own = backbone is None or (hasattr(backbone, "forward_head") and not is_plain(backbone))
+        return Native() if has_own else GeM()
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from distap.checkpoint.finding import opened_checkpoint
 from distap.errors import DistapError
 from distap.model.backbone import architecture_of
 from distap.model.network import RetrievalNetwork, settings_of
+from distap.model.pooling import AutoPooling
 from distap.registry import GIVEN, build_part
 from distap.storage.texts import read_json
 
@@ -63,10 +64,12 @@ class TrainedNetwork:
             of_pixels = torch.tensor([about.mean, about.std]).sub(_of_pixels(network)).abs().max() > 1e-6
             if of_pixels or about.architecture != architecture_of(network.backbone):
                 others["backbone"] = backbone
+        pooling = build_part("pooling", **model["pooling"])
+        built = pooling.build(network.backbone) if isinstance(pooling, AutoPooling) else pooling.build()
         dimensions = None if isinstance(network.head, nn.Identity) else network.dimensions
         projection = model["projection"]
         same = {
-            "pooling": settings_of(build_part("pooling", **model["pooling"]).build()) == settings_of(network.pooling),
+            "pooling": settings_of(built) == settings_of(network.pooling),
             "layer_norm": model["layer_norm"] == network.layer_norm,
             "projection": dimensions == (projection["dimensions"] if isinstance(projection, dict) else projection),
         }

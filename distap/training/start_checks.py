@@ -13,8 +13,9 @@ from distap.data.loading.share import TrainingImages
 from distap.errors import DistapError
 from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.sets import refuse_seen_classes
-from distap.model.backbone import RandomWeights
+from distap.model.backbone import RandomWeights, gives_signed
 from distap.model.network import RetrievalNetwork
+from distap.model.pooling import GeM
 from distap.stages.micro_batches import is_out_of_memory
 from distap.stopwatch import Stopwatch
 from distap.training.build import images_of, network_of, sets_of
@@ -96,4 +97,7 @@ def checked_network(recipe: Recipe, world: World, weights: Any = None) -> Retrie
             ) from error
 
     on_all(world, try_size, mine=world.rank == 0)
+    if world.rank == 0 and isinstance(network.pooling, GeM) and gives_signed(network.backbone):
+        told = "model.pooling: gem takes features below %g for %g, which loses about half of those of %s; see native"
+        logger.warning(told, *[network.pooling.smallest] * 2, recipe.model.architecture)
     return network

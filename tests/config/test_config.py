@@ -38,7 +38,7 @@ def test_overrides_change_values_deep_down(recipe):
         (["optimizer=sgd"], ["optimizer={name: sgd}"]),
         (["loss=smooth_ap", "loss.tau=0.1"], ["loss={name: smooth_ap, tau: 0.1}"]),
         (["sampling={batch_size: 8}"], ["sampling={name: random, batch_size: 8}"]),
-        (["model.pooling.power=4"], ["model.pooling={name: gem, power: 4}"]),
+        (["model.pooling=gem", "model.pooling.power=4"], ["model.pooling={name: gem, power: 4}"]),
         (["engine.stage=1", "engine.name=deepspeed"], ["engine={name: deepspeed, stage: 1}"]),
     ],
 )

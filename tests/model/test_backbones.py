@@ -1,12 +1,14 @@
 """Networks of timm of many families, with arguments, sizes and weights of their own."""
 
 import shutil
+from functools import partial
 
 import pytest
 import timm
 import torch
 from huggingface_hub import constants
 from networks import noise, random_network
+from safetensors.torch import load_file, save_file
 from small_trainings import recipe, train
 from timm.layers import resample_abs_pos_embed
 from torch.nn.functional import normalize
@@ -17,7 +19,7 @@ from distap.config.reading import recipe_from
 from distap.errors import DistapError
 from distap.model.backbone import FileWeights, TimmBackbone, TimmWeights
 from distap.model.network import build_network, fingerprint
-from distap.model.pooling import GeMPooling, NamedPooling
+from distap.model.pooling import AutoPooling, GeM, GeMPooling, NamedPooling, Native
 from distap.training.build import trained_network
 from distap.training.start_checks import checked_network
 from distap.world import World
@@ -82,7 +84,7 @@ def test_arguments_reach_timm_and_unknown_ones_are_named(tmp_path, training_shar
         ),
         ({"backbone": "efficientformer_l1"}, 64, r"^data\.image_size: .* images of 64 px; it was made for 224"),
         ({"backbone": "test_resnet", "pooling": "cls"}, 64, r"^model\.pooling takes a class token"),
-        ({"backbone": "coat_tiny"}, 64, r"^model\.backbone: coat_tiny gives no single map"),
+        ({"backbone": "coat_tiny", "pooling": "gem"}, 64, r"^model\.backbone: coat_tiny gives no single map"),
     ):
         with pytest.raises(DistapError, match=message):
             described_by(tmp_path, training_shards, size, **model)
@@ -94,6 +96,8 @@ def saved_by_timm(folder, name="test_vit", **arguments):
     """A folder as `timm.models.push_to_hf_hub` writes it."""
     torch.manual_seed(1)
     network = timm.create_model(name, num_classes=5, pretrained_cfg_overlay={"mean": (0.1, 0.2, 0.3)}, **arguments)
+    for parameter in network.parameters():  # of scales that are 1 and shifts that are 0, a lost one would not show
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.02)
     timm.models.save_for_hf(network, folder, model_args=arguments, safe_serialization=True)
     return network.eval()
 
@@ -110,6 +114,71 @@ def test_a_folder_of_timm_gives_its_weights_pixels_and_arguments(tmp_path):
         DistapError, match=r"^model\.backbone: local-dir:.*/none: cannot be read: Config file not found"
     ):
         TimmBackbone(f"local-dir:{tmp_path}/none").build()
+
+
+SMALL = {"depth": 1, "embed_dim": 48, "num_heads": 4}
+POOLED = [  # a network of each family with a pooling of its own, made small, and its size of images
+    ("vit_small_patch14_dinov2", SMALL, 70),
+    ("vit_small_patch14_reg4_dinov2", SMALL, 70),
+    ("vit_small_patch16_dinov3", SMALL, 64),
+    ("convnext_tiny.dinov3_lvd1689m", {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32)}, 64),
+    ("vit_base_patch32_clip_224", SMALL, 64),
+    ("resnet50_clip", {"img_size": 64}, 64),
+    ("vit_base_patch16_siglip_224.v2_webli", SMALL, 64),
+    ("vit_base_patch16_siglip_gap_224.v2_webli", SMALL, 64),
+    ("vit_pe_core_tiny_patch16_384", SMALL, 64),
+    ("eva02_tiny_patch14_224", SMALL, 70),
+    (
+        "swinv2_tiny_window8_256",
+        {"img_size": 64, "depths": (1, 1, 1, 1), "embed_dim": 24, "num_heads": (1, 2, 3, 6)},
+        64,
+    ),
+    ("convnextv2_atto", {"depths": (1, 1, 1, 1)}, 64),
+    ("tf_efficientnet_lite0", {}, 64),
+    ("mobilenetv3_small_050", {}, 64),
+    ("crossvit_9_240", {}, 240),
+]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of timm's resampling
+@pytest.mark.parametrize(("name", "arguments", "size"), POOLED)
+def test_the_native_descriptor_is_that_of_timms_own_head(tmp_path, name, arguments, size):
+    saved = saved_by_timm(tmp_path, name, **arguments)
+    backbone = TimmBackbone(f"local-dir:{tmp_path}")
+    network = build_network(backbone, TimmWeights(), NamedPooling("native"), image_size=size).eval()
+    if hasattr(saved, "set_input_size"):
+        saved.set_input_size((size, size))
+    images = (noise(height=size).float() - network.mean) / network.std
+    with torch.no_grad():
+        expected = saved.forward_head(saved.forward_features(images), pre_logits=True)
+        torch.testing.assert_close(network(noise(height=size)), normalize(expected))
+    assert network.dimensions == expected.shape[1]
+    chosen = build_network(backbone, TimmWeights(), AutoPooling(), image_size=size).pooling
+    assert isinstance(chosen, GeM if name == "tf_efficientnet_lite0" else Native)
+
+
+def test_weights_that_would_be_lost_or_stay_random_are_named(tmp_path):
+    saved_by_timm(tmp_path, "vit_base_patch16_siglip_224", **SMALL)
+    backbone, pooling, file = TimmBackbone(f"local-dir:{tmp_path}"), NamedPooling("mean"), tmp_path / WEIGHTS
+    for weights in (TimmWeights, partial(FileWeights, file)):
+        with pytest.raises(
+            DistapError, match=r"has no place for 13 tensors \(attn_pool\.kv\.bias, .*pooling: native"
+        ):
+            build_network(backbone, weights(), pooling)
+        assert build_network(backbone, weights(allow=("attn_pool.*",)), pooling).dimensions == 48
+    other = TimmBackbone("vit_base_patch16_siglip_gap_224")
+    given = {"arguments": SMALL, "pooling": NamedPooling("native")}
+    save_file({k: v for k, v in load_file(file).items() if not k.startswith(("attn", "norm"))}, file)
+    with pytest.raises(DistapError, match=r"it lacks 2 tensors \(norm\.bias, norm\.weight\)"):
+        build_network(other, FileWeights(file), **given)
+    assert build_network(other, FileWeights(file, ("norm.*",)), **given).backbone.norm.weight.eq(1).all()
+
+
+def test_gem_on_signed_features_warns(tmp_path, training_shards, caplog):
+    for backbone, told in (("test_vit", True), ("test_resnet", False)):
+        described_by(tmp_path, training_shards, 64, backbone=backbone, pooling="gem")
+        assert ("model.pooling: gem takes features below 1e-06" in caplog.text) == told
+        caplog.clear()
 
 
 def test_weights_of_another_size_are_resampled(tmp_path):

@@ -67,7 +67,7 @@ def test_every_rank_begins_from_what_rank_0_reads(first, tmp_path, training_shar
         ({"projection": None}, ["model.projection: 16"]),
         (
             {"projection": 8, "pooling": "mean"},
-            ['model.pooling: {"name": "gem", "power": 3.0}', "model.projection: 16"],
+            ['model.pooling: {"name": "auto"}', "model.projection: 16"],
         ),
         ({"backbone": "resnet10t"}, ['model.backbone: "test_resnet"']),
     ],
