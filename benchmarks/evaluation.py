@@ -21,9 +21,9 @@ from typer import Option
 
 from benchmarks import harness
 from benchmarks.measuring import peak_bytes
+from distap.data.converters.revisited import DIFFICULTIES
 from distap.errors import DistapError
 from distap.evaluation.given_descriptors import evaluate
-from distap.evaluation.ground_truth import DIFFICULTIES
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.retrieval.evaluate import evaluate_descriptors
 from distap.retrieval.figures import REVISITED
@@ -192,7 +192,7 @@ def write_gallery(path: Path, gallery: int, dimensions: int, count: int) -> tupl
             labelled = near[start : start + len(own)]
             own[: len(labelled)] += labelled
             file.write(normalize(own).half().numpy().tobytes())
-    return queries, ListedTruth(gallery, positives, of_junk, [[0] * EASY + [1] * HARD] * count, DIFFICULTIES)
+    return queries, ListedTruth(gallery, positives, of_junk, [[1] * EASY + [2] * HARD] * count, DIFFICULTIES)
 
 
 def agreement(found: dict[str, dict[str, float]]) -> str:

@@ -11,7 +11,7 @@ from steps import learning, step_with
 from torch.nn.functional import normalize
 from twin_device import twin_device, values, watching
 
-from distap.evaluation.ground_truth import DIFFICULTIES
+from distap.data.converters.revisited import DIFFICULTIES
 from distap.ranking.gather import gather
 from distap.ranking.loss import build_loss
 from distap.ranking.losses.quantized import QuantizedAP
@@ -27,7 +27,7 @@ from distap.world import World
 IMAGES = 200
 BOUNDED = {"Event.synchronize in DeviceCopies.__call__"}  # the host may be two micro-batches ahead
 OF_STAGE = {"synchronize in Stopwatch._now"}  # at the begin and the end of a stage
-LOSSES = sorted(set(REGISTRY["loss"]) - {"metric_learning", "sum"})
+LOSSES = sorted(set(REGISTRY["loss"]) - {"matryoshka", "metric_learning", "sum"})
 
 
 def trained(device, keep=0):
@@ -119,7 +119,7 @@ def all_figures(device):
         queried = descriptors[:20], descriptors[20:]
         found.append(evaluate_descriptors(*queried, of_queries, protocol, 10, head=own))
     positives, junk = [[row, row + 20, 40 + row] for row in range(15)], [[59 - row] for row in range(15, 0, -1)]
-    graded = ListedTruth(60, [own[:2] for own in positives], junk, [[0, 1]] * 15, DIFFICULTIES, device=device)
+    graded = ListedTruth(60, [own[:2] for own in positives], junk, [[1, 2]] * 15, DIFFICULTIES, device=device)
     parts = ["Public" if row % 2 else "Private" for row in range(15)]
     landmarks = ListedTruth(60, positives, parts=parts, device=device)
     for truth, protocol in ((graded, REVISITED), (landmarks, LANDMARKS)):

@@ -21,5 +21,5 @@ assert_type(load("runs/mine").describe(["photo.jpg"]), Tensor)
 multistage(images, label=labels)  # type: ignore[call-arg]
 load(3)  # type: ignore[arg-type]
 Multistage(nn.Flatten(), micro_batch="8")  # type: ignore[arg-type]
-evaluate(torch.eye(8))  # type: ignore[call-arg]
+evaluate(torch.eye(8), label=labels)  # type: ignore[call-arg]
 load("runs/mine", devise="cpu")  # type: ignore[call-arg]

@@ -42,7 +42,7 @@ ORDER = "Shuffle the images with this seed. Streamed reading needs mixed classes
 SHUFFLE = Annotated[int | None, typer.Option(help=ORDER, min=0, show_default="as listed, class by class")]
 NAMES = (
     "sop, cub, cars-196, inaturalist, vehicleid, inshop, landmarks-clean, sfm-120k, gldv2, roxford5k, rparis6k, "
-    "revisitop1m"
+    "revisitop1m, ilias, market-1501, msmt17, veri-776, places"
 )
 
 

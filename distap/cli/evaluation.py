@@ -17,6 +17,7 @@ DATA = (
     "option for several."
 )
 GALLERY = "Shards that the images of each data set retrieve."
+TRUTH = "JSON file that says for each query which images are right; see the guide on retrieval."
 DRAWS = "Draw an image of each class as the gallery of the others, this many times; figures are means."
 QUERY_EXPANSION = "Move each query towards its neighbours, weighted by similarity to this power; 0 weighs all alike."
 DATABASE_AUGMENTATION = "Move each gallery image towards its neighbours, weighted by similarity to this power."
@@ -41,6 +42,7 @@ def eval_command(
     ] = None,
     gallery: Annotated[str | None, data_option(help=GALLERY, show_default="all others of its own images")] = None,
     gallery_draws: Annotated[int, data_option(help=DRAWS, min=0)] = 0,
+    truth: Annotated[Path | None, data_option(help=TRUTH, show_default="images of a query's class are right")] = None,
     figures: Annotated[str, data_option(help=FIGURES, show_default="those of the set's protocol")] = "",
     query_expansion: Annotated[float | None, options.refinement(help=QUERY_EXPANSION, min=0)] = None,
     database_augmentation: Annotated[float | None, options.refinement(help=DATABASE_AUGMENTATION, min=0)] = None,
@@ -106,6 +108,7 @@ def eval_command(
             if not data and gallery is None and not gallery_draws:
                 among = {"gallery": settings.gallery, "gallery_draws": settings.gallery_draws}
             named: Any = data or [settings.validation_source]
+            among["truth"] = truth
             among["figures"] = figures.replace(",", " ").split()
             try:
                 sets = open_named_sets(named, distractors or [], **among, **reading_of(recipe))

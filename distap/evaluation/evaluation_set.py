@@ -21,7 +21,7 @@ from distap.data.shards.image_folders import warn_of
 from distap.errors import DistapError
 from distap.evaluation.extraction.extracted_folder import extract_to_folder
 from distap.evaluation.extraction.extracting import NOT_FINITE, Describing, Extraction, extract_descriptors
-from distap.evaluation.ground_truth import GroundTruth, listed_truth
+from distap.evaluation.ground_truth import GroundTruth, TrueQuery
 from distap.evaluation.saved import DRAWN, LABELLED, QUERIED, Evaluation, Retrieved
 from distap.randomness import permutation
 from distap.retrieval.descriptor_files import DESCRIPTORS_FILE, new_descriptors
@@ -54,20 +54,28 @@ class EvaluationSet:
     def image_sets(self) -> tuple[ImageSet, ...]:
         return self.queries, *self.gallery
 
+    def names(self, images: ImageSet) -> NDArray[np.str_]:
+        """Return the names by which the truth knows images: `distap data convert` makes each a class of its own."""
+        return images.classes if self.truth is not None and self.truth.query is not None else images.keys
+
     def describe(self, describing: Describing) -> "DescribedSet":
         """Describe queries, each within its box, and gallery on all ranks; every rank gets all descriptors."""
-        boxes = self.truth.boxes(self.queries) if self.truth else {}
+        names = self.names(self.queries)
+        boxes = self.truth.boxes(self.queries, names.tolist()) if self.truth else {}
         samples, queries = _descriptors(describing, self.queries, f"{self.name}/queries", boxes)
-        records: tuple[Mapping[str, Any], ...] = ()
-        if self.truth:
-            row = {name: place for place, name in enumerate(self.queries.classes[samples].tolist())}
-            records = tuple(record for record in self.truth.records if record["name"] in row)
-            asking = [row[record["name"]] for record in records]
-            samples, queries = samples[asking], queries[asking]
         parts = [
-            (images, *_descriptors(describing, images, f"{self.name}/gallery-{number}", {}))
+            # Where the queries are images of the gallery, they are described once, unless each has its box.
+            (images, samples, queries)
+            if images is self.queries and not boxes
+            else (images, *_descriptors(describing, images, f"{self.name}/gallery-{number}", {}))
             for number, images in enumerate(self.gallery)
         ]
+        records: tuple[TrueQuery, ...] = ()
+        if self.truth:
+            row = {name: place for place, name in enumerate(names[samples].tolist())}
+            records = tuple(query for query in self.truth.queries if query.name in row)
+            asking = [row[query.name] for query in records]
+            samples, queries = samples[asking], queries[asking]
         gallery = _joined([own for *_, own in parts], describing, self.name) if parts else queries
         images = [(self.queries, samples), *((one, own) for one, own, _ in parts)]
         before = np.cumsum([0, *map(len, self.image_sets)])
@@ -131,7 +139,7 @@ class DescribedSet:
     samples: NDArray[np.int64]  # numbers of all images: the queries', then another gallery's, which are counted on
     keys: NDArray[np.str_]  # of all images
     classes: NDArray[np.str_]  # of all images, "" for none
-    records: tuple[Mapping[str, Any], ...]  # of the ground truth
+    records: tuple[TrueQuery, ...]  # of the ground truth
     describing: Describing
 
     @property
@@ -157,8 +165,8 @@ class DescribedSet:
         if of.truth:
             columns = {group: result.values[name].tolist() for group, name in result.leading.items()}
             found_by["average_precision"] = {
-                str(record["name"]): {group: own[place] for group, own in columns.items()}
-                for place, record in enumerate(self.records)
+                str(query.name): {group: own[place] for group, own in columns.items()}
+                for place, query in enumerate(self.records)
             }
         elif not of.draws:
             found_by["hits"] = self._retrieved(result)
@@ -171,7 +179,7 @@ class DescribedSet:
             fingerprint="+".join(images.fingerprint for images in of.image_sets),
             images=len(self.keys),
             queries=int(result.is_query.sum()),
-            left_out=max(result.left_out.values()),
+            left_out=max(result.left_out.values()) + (len(of.truth.queries) - len(self.records) if of.truth else 0),
             left_out_of=result.left_out if len(result.left_out) > 1 else {},
             figures=figures,
             **found_by,
@@ -207,6 +215,11 @@ class DescribedSet:
 
     def _ranked(self, asking: Any, among: Any, refinement: Refinement) -> Evaluated:
         is_same = self.of.kind == LABELLED
+        if self.of.gallery and self.of.gallery[0] is self.of.queries and (refinement.expand or refinement.rerank):
+            raise DistapError(
+                f"{self.of.name}: its queries are in its gallery, and query expansion and re-ranking would take each "
+                "for its own first neighbour; give the gallery apart by --gallery"
+            )
         queries = self.queries[asking]
         refined, gallery, head = refinement.apply(queries, queries if is_same else self.gallery[among], is_same)
         truth, neighbours = self._truth(asking, among), 0 if self.of.draws or self.of.truth else NEIGHBOURS
@@ -217,7 +230,10 @@ class DescribedSet:
     def _truth(self, asking: Any, among: Any) -> Truth:
         device, count = self.device, len(self.queries)
         if self.of.truth:
-            return listed_truth(self.of.truth.form, self.records, self.classes[count:].tolist(), device)
+            names = self.classes if self.of.truth.query is not None else self.keys
+            is_of_itself = self.of.gallery[0] is self.of.queries
+            lost = {name for images in self.of.gallery for name in self.of.names(images)}.difference(names[count:])
+            return self.of.truth.of_gallery(self.records, names[count:].tolist(), device, is_of_itself, lost)
         labels = torch.from_numpy(self.labels[0]).to(device)
         if self.of.kind == LABELLED:
             return ClassTruth(labels)

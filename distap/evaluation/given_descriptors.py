@@ -1,15 +1,19 @@
 """Evaluate descriptors that somebody else computed: `distap.evaluate`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from distap.data.labels import class_numbers
 from distap.errors import DistapError
-from distap.retrieval.evaluate import evaluate_descriptors
+from distap.evaluation.ground_truth import parsed_truth, read_truth
+from distap.ranking.rankable import refuse_crossing
+from distap.retrieval.evaluate import Evaluated, evaluate_descriptors
 from distap.retrieval.figures import labelled_figures
 from distap.retrieval.ranks import Ties
 from distap.retrieval.row_blocks import given_rows, taken
@@ -18,10 +22,14 @@ from distap.retrieval.truth import ClassTruth
 
 def evaluate(
     descriptors: ArrayLike | Tensor | Sequence[Tensor],
-    labels: ArrayLike | Tensor,
+    labels: ArrayLike | Tensor | None = None,
     queries: ArrayLike | Tensor | None = None,
     *,
-    figures: Sequence[str] = labelled_figures(),
+    truth: Mapping[str, Any] | Path | str | None = None,
+    names: Sequence[str] | None = None,
+    cameras: ArrayLike | Tensor | None = None,
+    domains: ArrayLike | None = None,
+    figures: Sequence[str] = (),
     dot_product: bool = False,
     ties: Ties = "against",
 ) -> dict[str, float]:
@@ -31,9 +39,17 @@ def evaluate(
 
     Args:
         descriptors: (N, C) of length 1.
-        labels: (N,) numbers or texts, see `class_name`. An image without a class is right for no query.
+        labels: (N,) numbers or texts, see `class_name`. An image without a class is right for no query. Or (N, L),
+            the finest of L levels first: figures are of it, of each coarser one (`level 1 mAP`), and graded.
         queries: (N,) bool, which images are queries against all that are not; None ranks, for each image, all others.
-        figures: names, see `distap.retrieval.figures`, such as mAP, mAP@R, mAP@1000, R@1, mP@5, mP@5/min.
+        truth: in place of labels, a file that says for each query what is right, or a mapping of its keys; see
+            `distap.evaluation.ground_truth`. It names images by their rows, or as `names` does.
+        names: (N,) names of the images for `truth`.
+        cameras: (N,) camera of each image. Images of a query's class and camera are junk, as in re-identification.
+        domains: (N,) domain of each image. A query's class is that of its domain. There are figures of the queries of
+            each domain (`cars R@1`), and means over the domains (`mean R@1`), as in UnED.
+        figures: names, see `distap.retrieval.figures`, such as mAP, mAP@R, mAP@1000, R@1, mP@5, mP@5/min, H-AP; by
+            default those of the truth, or mAP, mAP@R, R@k and mP@k.
         dot_product: take descriptors of any length, and rank by the dot product.
         ties: `against` the query or `for` it: rank positives after or before the negatives of the same similarity.
             Similarities are the same up to 16 times the epsilon of their type, as in the losses.
@@ -42,22 +58,82 @@ def evaluate(
             query has an image of its class.
     """
     rows = given_rows(descriptors, dot_product=dot_product)
-    names = labels.cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
-    if names.shape != (len(rows),):
-        raise DistapError(f"descriptors are {tuple(rows.shape)} and labels {names.shape}; expected (N, C) and (N,)")
-    try:
-        classes = torch.from_numpy(class_numbers(names)).to(torch.device(rows.device))
-    except ValueError as error:
-        raise DistapError(f"labels: {error}") from error
-    asking, truth = rows, ClassTruth(classes)
-    if queries is not None:
-        asks = queries.cpu().numpy() if isinstance(queries, Tensor) else np.asarray(queries)
-        if asks.shape != names.shape or asks.dtype != bool or asks.all() or not asks.any():
-            raise DistapError(
-                f"queries are {asks.shape} {asks.dtype}; expected ({len(rows)},) bool, some of them true, some false"
-            )
+    if (labels is None) == (truth is None):
+        raise DistapError("give either labels or a truth")
+    asks = None if queries is None else np.asarray(queries.cpu() if isinstance(queries, Tensor) else queries)
+    if asks is not None and (asks.shape != (len(rows),) or asks.dtype != bool or asks.all() or not asks.any()):
+        expected = f"({len(rows)},) bool, some of them true, some false"
+        raise DistapError(f"queries are {asks.shape} {asks.dtype}; expected {expected}")
+    if truth is not None:
+        return _by_truth(rows, truth, asks, names, cameras, domains, figures, ties)
+    classes, camera, domain = (
+        None if values is None else _numbers(values, what, len(rows)).to(torch.device(rows.device))
+        for values, what in ((labels, "labels"), (cameras, "cameras"), (domains, "domains"))
+    )
+    assert classes is not None
+    if classes.ndim == 2:
+        refuse_crossing(classes[(classes >= 0).all(1)])
+    parts = np.array([] if domains is None else domains, np.str_)  # of the queries
+    if domain is not None:
+        both = classes * (len(rows) + 1) + (domain[:, None] if classes.ndim == 2 else domain)
+        classes = both.masked_fill((classes < 0) | ((domain if classes.ndim == 1 else domain[:, None]) < 0), -1)
+        parts[domain.cpu().numpy() < 0] = ""
+    if asks is None:
+        by_class = ClassTruth(classes, None, None if camera is None else (camera, camera), parts.tolist())
+        found = evaluate_descriptors(rows, rows, by_class, figures or labelled_figures(), ties=ties)
+    else:
         mask = torch.from_numpy(asks).to(classes.device)
-        asking, rows = (taken(rows, some.nonzero()[:, 0]) for some in (mask, ~mask))
-        truth = ClassTruth(classes[mask], classes[~mask])
-    found = evaluate_descriptors(asking, rows, truth, figures, ties=ties)
-    return found.summary() | {"queries": int(found.is_query.sum()), "left_out": int((~found.is_query).sum())}
+        asking, among = (taken(rows, some.nonzero()[:, 0]) for some in (mask, ~mask))
+        by_camera = None if camera is None else (camera[mask], camera[~mask])
+        by_class = ClassTruth(classes[mask], classes[~mask], by_camera, parts[asks[: len(parts)]].tolist())
+        found = evaluate_descriptors(asking, among, by_class, figures or labelled_figures(), ties=ties)
+    return _summary(found)
+
+
+def _summary(found: Evaluated) -> dict[str, float]:
+    left_out = next(iter(found.left_out.values()))
+    return found.summary() | {"queries": len(found.first_positive) - left_out, "left_out": left_out}
+
+
+def _by_truth(
+    rows: Tensor | NDArray[Any],
+    truth: Mapping[str, Any] | Path | str,
+    asks: NDArray[np.bool_] | None,
+    names: Sequence[str] | None,
+    cameras: Any,
+    domains: Any,
+    figures: Sequence[str],
+    ties: Ties,
+) -> dict[str, float]:
+    if cameras is not None or domains is not None:
+        raise DistapError("cameras and domains are for labels: a truth names junk and parts itself")
+    if names is not None and len(names) != len(rows):
+        raise DistapError(f"there are {len(names)} names for {len(rows)} descriptors")
+    known = read_truth(Path(truth)) if isinstance(truth, Path | str) else parsed_truth(truth, "truth")
+    figures = figures or known.figures
+    of_rows: list[Any] = [*range(len(rows))] if names is None else [*names]
+    row = {name: place for place, name in enumerate(of_rows)}
+    if len(row) < len(of_rows):
+        raise DistapError(f"names: {len(of_rows) - len(row)} of {len(of_rows)} are repeated")
+    if missing := [query.name for query in known.queries if query.name not in row]:
+        kind = "row numbers, since `names` is not given" if names is None else "texts of `names`"
+        raise DistapError(f"truth: query {missing[0]!r} and {len(missing) - 1} more are none of {kind}")
+    asking = taken(rows, torch.tensor([row[query.name] for query in known.queries]))
+    kept = np.arange(len(rows)) if asks is None else np.flatnonzero(~asks)
+    gallery = rows if asks is None else taken(rows, torch.from_numpy(kept))
+    listed = known.of_gallery(
+        known.queries, [of_rows[place] for place in kept], torch.device(rows.device), is_of_itself=True
+    )
+    return _summary(evaluate_descriptors(asking, gallery, listed, figures, ties=ties))
+
+
+def _numbers(values: ArrayLike | Tensor, what: str, count: int) -> Tensor:
+    """Number (N,) or, of labels, (N, L) values of any kind; -1 stands for none."""
+    names = values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    if not (names.shape == (count,) or (what == "labels" and names.ndim == 2 and len(names) == count)):
+        raise DistapError(f"{what} are {names.shape} for {count} descriptors; expected one for each")
+    try:
+        columns = [class_numbers(column) for column in names.reshape(count, -1).T]
+    except ValueError as error:
+        raise DistapError(f"{what}: {error}") from error
+    return torch.from_numpy(np.stack(columns, axis=1).reshape(names.shape))

@@ -1,120 +1,200 @@
-"""Read the `ground_truth.json` of `distap data convert`: the gallery images that each query must retrieve.
+"""Read a truth: the gallery images that each query must retrieve, and those that do not count.
 
-It is there for Revisited Oxford and Paris, and for Google Landmarks v2. The splits of queries and gallery are shards
-in folders next to it, and images are named by their classes.
+It is a JSON file, written by hand or by `distap data convert`. All but `queries` and their names may be left out:
+
+    {"figures": ["mAP", "R@1"],
+     "queries": [{"name": "a.jpg", "positives": ["b.jpg", "c.jpg"], "grades": [2, 1], "junk": ["d.jpg"],
+                  "part": "cars", "box": [10, 0, 90, 60]}]}
+
+docs/guides/retrieval.md says what each key means.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from pydantic import BaseModel, Field, FiniteFloat, PositiveFloat, StrictInt, StrictStr, ValidationError
 
 from distap.data.images.cropping import Box
 from distap.data.images.image_sets import ImageSet
 from distap.errors import DistapError
-from distap.retrieval.descriptor_files import reading
-from distap.retrieval.figures import LANDMARKS, REVISITED
-from distap.retrieval.truth import ListedTruth
+from distap.retrieval.figures import figures_named, labelled_figures
+from distap.retrieval.truth import NONE, ListedTruth
 from distap.storage.texts import read_json
 
-
-class Form(NamedTuple):
-    """The fields of a query's record in a ground truth, and the figures of such data sets."""
-
-    figures: tuple[str, ...]
-    grades: tuple[str, ...]  # lists of positives, one for each grade
-    groups: Mapping[str, Sequence[int] | None]  # see `ListedTruth`
-    others: tuple[str, ...]  # further fields that a record must have
-    junk: str | None = None  # list of images that do not count
-    part: str | None = None  # of the queries, see `ListedTruth`
+EARTH_METRES = 6_371_008.8  # mean radius
+Name = Annotated[StrictInt | StrictStr, Field(union_mode="left_to_right")]  # of an image, or the number of its row
+Position = tuple[FiniteFloat, FiniteFloat]
+Grade = Annotated[int, Field(ge=1, le=64)]
+SIDES: tuple[tuple[int, Literal["left", "right"]], ...] = ((-1, "left"), (1, "right"))  # of a window of one axis
 
 
-DIFFICULTIES = {"Easy": (0,), "Medium": (0, 1), "Hard": (1,)}
-OF_BUILDINGS = Form(REVISITED, ("easy", "hard"), DIFFICULTIES, ("name", "box"), junk="junk")
-FORMS = {
-    "roxford5k": OF_BUILDINGS,
-    "rparis6k": OF_BUILDINGS,
-    "gldv2": Form(LANDMARKS, ("positives",), {"": None}, ("name",), part="usage"),
-}
+class TrueQuery(BaseModel, extra="forbid", frozen=True):
+    """What is known of one query."""
+
+    name: Name
+    positives: tuple[Name, ...] = ()
+    grades: tuple[Grade, ...] | None = None  # of each positive: its relevance, or the number of its group
+    junk: tuple[Name, ...] = ()  # images that are taken out of this query's ranking
+    part: str = ""  # of the queries, such as a domain, with figures of its own
+    box: tuple[FiniteFloat, FiniteFloat, FiniteFloat, FiniteFloat] | None = (
+        None  # left, top, right, bottom of the part to describe, pixels
+    )
 
 
-@dataclass(frozen=True)
-class GroundTruth:
-    """The contents of a `ground_truth.json`."""
+class GroundTruth(BaseModel, extra="forbid", frozen=True):
+    """The truth of a set of queries."""
 
-    dataset: str  # one of FORMS
-    query: str  # split of the queries
-    gallery: tuple[str, ...]  # splits of the gallery
-    records: tuple[Mapping[str, Any], ...]  # of the queries
+    queries: Annotated[tuple[TrueQuery, ...], Field(min_length=1)]
+    figures: Annotated[tuple[str, ...], Field(min_length=1)] = labelled_figures()
+    groups: dict[str, tuple[int, ...]] | None = None  # names of grades; positives of others are junk to a group
+    positions: dict[str, Position] | None = None  # of images by name; those near a query are its positives
+    unit: Literal["metres", "degrees"] = "metres"  # of positions: east and north, or latitude and longitude
+    radius: PositiveFloat = 25.0  # metres up to which a position is near
+    dataset: str = "ground truth"
+    query: str | None = None  # folder of the queries' shards, next to the file, in which names are those of classes
+    gallery: tuple[str, ...] = ()  # folders of the gallery's shards
 
-    @property
-    def form(self) -> Form:
-        return FORMS[self.dataset]
-
-    def boxes(self, queries: ImageSet) -> dict[int, Box]:
+    def boxes(self, queries: ImageSet, names: Sequence[str]) -> dict[int, Box]:
         """Return the box to describe of each query with one, in whole pixels, by image number.
 
         Raises:
             DistapError: a query is not among the images, or its box is none.
         """
-        number = {name: place for place, name in enumerate(queries.classes.tolist())}
-        absent = [record["name"] for record in self.records if record["name"] not in number]
+        number = {name: place for place, name in enumerate(names)}
+        absent = [str(query.name) for query in self.queries if query.name not in number]
         if absent:
             raise DistapError(f"{queries.name}: query {absent[0]} and {len(absent) - 1} more are not in it")
         found = dict[int, Box]()
-        for name, box in ((record["name"], record["box"]) for record in self.records if "box" in record):
-            left, top, right, bottom = map(round, box) if len(box) == 4 else (0, 0, 0, 0)
+        for query in (query for query in self.queries if query.box is not None):
+            left, top, right, bottom = map(round, query.box or ())
             if left >= right or top >= bottom:
-                raise DistapError(f"{queries.name}: box {box} of {name}; expected left, top, right, bottom")
-            found[number[name]] = left, top, right, bottom
+                told = f"box {query.box} of {query.name}; expected left, top, right, bottom"
+                raise DistapError(f"{queries.name}: {told}")
+            found[number[str(query.name)]] = left, top, right, bottom
         return found
 
+    def of_gallery(
+        self,
+        asking: Sequence[TrueQuery],
+        names: Sequence[Name],
+        device: torch.device,
+        is_of_itself: bool = False,
+        lost: Collection[Name] = (),
+    ) -> ListedTruth:
+        """Return the truth of some queries for a gallery of images with these names; of equal ones, take the first.
 
-def listed_truth(
-    form: Form, records: Sequence[Mapping[str, Any]], names: Sequence[str], device: torch.device
-) -> ListedTruth:
-    """Return each query's truth, from its record and the names of the gallery's images.
+        Args:
+            is_of_itself: a query that has the name of a gallery's image is that image, and leaves itself out.
+            lost: names of images that could not be described, and are right for no query.
+        """
+        row = {name: place for place, name in reversed(list(enumerate(names)))}
 
-    Of images with the same name, the first is meant.
-    """
-    row = {name: place for place, name in reversed(list(enumerate(names)))}
+        def rows(query: TrueQuery, field: Literal["positives", "junk"]) -> list[int]:
+            listed = getattr(query, field)
+            if missing := [str(name) for name in listed if name not in row and name not in lost]:
+                raise DistapError(
+                    f"query {query.name}: the gallery lacks {len(missing)} of the {len(listed)} images that are its "
+                    f"{field}, first {missing[0]}; give the gallery that the truth is for"
+                )
+            return [row.get(name, NONE) for name in listed]
 
-    def rows(record: Mapping[str, Any], field: str) -> list[int]:
-        listed = dict.fromkeys(record[field])
-        if missing := [name for name in listed if name not in row]:
-            raise DistapError(
-                f"query {record['name']}: {len(missing)} of its {len(listed)} {field} images are not in the "
-                f"gallery ({', '.join(missing[:3])}, ...); extract the gallery that the ground truth is for"
-            )
-        return [row[name] for name in listed]
+        near = self._near(asking, names)
+        own = [[row[query.name]] if is_of_itself and query.name in row else [] for query in asking]
+        graded = list[dict[int, int]]()  # grades by row: what is named twice counts once
+        for query, places, out in zip(asking, near, own, strict=True):
+            found = [*rows(query, "positives"), *places]
+            grades = (1,) * len(found) if query.grades is None else query.grades
+            if len(grades) != len(found):
+                raise DistapError(f"query {query.name}: {len(grades)} grades for {len(found)} positives")
+            ignored = {NONE, *out, *rows(query, "junk")}
+            graded.append({row: grade for row, grade in zip(found, grades, strict=True) if row not in ignored})
+        return ListedTruth(
+            len(names),
+            [[*each] for each in graded],
+            [[*{*rows(query, "junk"), *out} - {NONE}] for query, out in zip(asking, own, strict=True)],
+            [[*each.values()] for each in graded],
+            self.groups or {"": None},
+            [query.part for query in asking] if any(query.part for query in asking) else (),
+            device,
+            int(is_of_itself),
+        )
 
-    positives = [[rows(record, grade) for grade in form.grades] for record in records]
-    return ListedTruth(
-        len(names),
-        [[row for found in own for row in found] for own in positives],
-        None if form.junk is None else [rows(record, form.junk) for record in records],
-        [[grade for grade, found in enumerate(own) for _ in found] for own in positives],
-        form.groups,
-        () if form.part is None else [str(record[form.part]) for record in records],
-        device,
-    )
+    def _near(self, asking: Sequence[TrueQuery], names: Sequence[Name]) -> list[list[int]]:
+        """Return for each query the rows of the images within the radius."""
+        if self.positions is None:
+            return [[] for _ in asking]
+        known = [number for number, name in enumerate(names) if str(name) in self.positions]
+        missing = [str(query.name) for query in asking if str(query.name) not in self.positions]
+        if missing:
+            raise DistapError(f"query {missing[0]} and {len(missing) - 1} more have no position")
+        return within(
+            self._metres([str(query.name) for query in asking]),
+            self._metres([str(names[number]) for number in known]),
+            self.radius,
+            known,
+        )
+
+    def _metres(self, names: Sequence[str]) -> NDArray[np.float64]:
+        given = np.array([(self.positions or {})[name] for name in names]).reshape(-1, 2)
+        return given if self.unit == "metres" else on_globe(given)
 
 
-def read_ground_truth(path: Path) -> GroundTruth:
-    """Read a ground truth of `distap data convert`, or raise a DistapError."""
-    with reading(path, "distap data convert"):
-        found = read_json(path)
-        truth = GroundTruth(found["dataset"], found["query"], tuple(found["gallery"]), tuple(found["queries"]))
-        if truth.dataset in FORMS:
-            form = truth.form
-            for record in truth.records:
-                for name in (*form.others, *form.grades, *filter(None, (form.junk, form.part))):
-                    record[name]
-    if truth.dataset not in FORMS:
-        raise DistapError(f"{path}: dataset {truth.dataset!r} has no protocol here; expected {', '.join(FORMS)}")
+def on_globe(degrees: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Turn (N, 2) latitudes and longitudes into (N, 3) points in metres, whose distances are chords of the earth."""
+    latitude, longitude = np.radians(degrees).T
+    across = np.cos(latitude)
+    points = np.stack([across * np.cos(longitude), across * np.sin(longitude), np.sin(latitude)], axis=1)
+    return EARTH_METRES * points
+
+
+def within(
+    asking: NDArray[np.float64], among: NDArray[np.float64], radius: float, rows: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Return for each of (Q, d) points the `rows` of the (N, d) points within the radius."""
+    order = among[:, 0].argsort(kind="stable")
+    ordered, found = among[order], list[list[int]]()
+    starts, ends = (np.searchsorted(ordered[:, 0], asking[:, 0] + side * radius, of) for side, of in SIDES)
+    for point, start, end in zip(asking, starts, ends, strict=True):
+        near = order[start:end][np.linalg.norm(ordered[start:end] - point, axis=1) <= radius]
+        found.append([number if rows is None else rows[number] for number in sorted(near.tolist())])
+    return found
+
+
+def read_truth(path: Path) -> GroundTruth:
+    """Read a truth, or raise a DistapError that names the file and the key."""
+    try:
+        truth = parsed_truth(read_json(path), str(path))
+    except OSError as error:
+        raise DistapError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise DistapError(f"{path}: {error}") from error
     for split in (truth.query, *truth.gallery):
-        if not isinstance(split, str) or Path(split).name != split:
-            raise DistapError(f"{path}: split {split!r} is not the name of a folder beside it")
+        if split is not None and Path(split).name != split:
+            raise DistapError(f"{path}: {split!r} is not the name of a folder next to it")
     return truth
+
+
+def parsed_truth(truth: Mapping[str, Any], where: str) -> GroundTruth:
+    """Check a truth that is given as a mapping of the file's keys; `where` names it in messages."""
+    try:
+        found = GroundTruth.model_validate(truth)
+    except ValidationError as error:
+        first = error.errors()[0]
+        remedy = "; a folder converted before has to be converted again" if "easy" in first["loc"] else ""
+        raise DistapError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}{remedy}") from error
+    figures_named(found.figures)
+    name, times = Counter(query.name for query in found.queries).most_common(1)[0]
+    if times > 1:
+        raise DistapError(f"{where}: query {name} stands {times} times")
+    if any(query.part == "mean" for query in found.queries):
+        raise DistapError(f"{where}: no part may be called mean, as the figures over all parts are")
+    if (found.query is None) != (not found.gallery):
+        raise DistapError(f"{where}: query and gallery name folders next to the file; give both or neither")
+    if found.unit == "degrees" and any(abs(north) > 90 for north, _ in (found.positions or {}).values()):
+        raise DistapError(f"{where}: positions in degrees are latitude, from -90 to 90, and longitude")
+    return found

@@ -13,7 +13,7 @@ from distap.data.shards.index import Index
 from distap.errors import DistapError
 from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.extraction.extracting import Describing
-from distap.evaluation.ground_truth import read_ground_truth
+from distap.evaluation.ground_truth import read_truth
 from distap.evaluation.saved import nan_as_null
 from distap.retrieval.figures import AT, figures_named, labelled_figures
 from distap.retrieval.refinement import Refinement
@@ -31,6 +31,7 @@ def open_set(
     distractors: Sequence[str] = (),
     *,
     gallery: Source | str | None = None,
+    truth: Path | str | None = None,
     gallery_draws: int = 0,
     at: Sequence[int] = AT,
     figures: Sequence[str] = (),
@@ -43,6 +44,7 @@ def open_set(
         name: name of the set in results; None takes the last part of `where`.
         distractors: shards to add to a gallery with a ground truth.
         gallery: shards with classes whose images the others retrieve; None for all others of their own shards.
+        truth: file that says for each query what is right, see `distap.evaluation.ground_truth`.
         gallery_draws: draw an image of each class as the gallery of the others this many times; 0 does not.
         at: values k of R@k and mP@k, for sets without a ground truth.
         figures: names of the figures to compute instead, see `distap.retrieval.figures`.
@@ -59,16 +61,24 @@ def open_set(
     def opened(part: Source | str) -> ImageSet:
         return open_images(part, max_pixels, remote)
 
+    if truth is not None:
+        if gallery_draws:
+            raise DistapError(f"{source}: a truth says what is right, so that no gallery is drawn")
+        known = read_truth(Path(truth))
+        queries, *parts = map(opened, (source, *([] if gallery is None else [gallery]), *distractors))
+        if gallery is None or parts[0].fingerprint == queries.fingerprint:
+            parts = [queries, *parts[gallery is not None :]]
+        return EvaluationSet(name, queries, tuple(figures) or known.figures, tuple(parts), known)
     truth_file = Path(source.base) / GROUND_TRUTH_FILE
     if not source.scheme and source.pattern is None and source.kind == "shards" and truth_file.is_file():
         if gallery is not None or gallery_draws:
             raise DistapError(
                 f"{source}: its gallery is that of its ground truth, so leave gallery and its draws out"
             )
-        truth = read_ground_truth(truth_file)
-        splits = [str(truth_file.parent / split) for split in (truth.query, *truth.gallery)]
+        known = read_truth(truth_file)
+        splits = [str(truth_file.parent / split) for split in (known.query or "query", *known.gallery)]
         queries, *parts = map(opened, (*splits, *distractors))
-        return EvaluationSet(name, queries, tuple(figures) or truth.form.figures, tuple(parts), truth)
+        return EvaluationSet(name, queries, tuple(figures) or known.figures, tuple(parts), known)
     if distractors:
         raise DistapError(f"{source}: distractors need a ground truth, but {truth_file} is not there")
     folder = Path(source.base)

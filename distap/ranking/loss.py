@@ -113,7 +113,7 @@ class Loss(ABC):
     def parameters(self) -> list[nn.Parameter]:
         return [one for one in self.learned.parameters() if one.requires_grad] if self.learned is not None else []
 
-    def sized(self, classes: int | None, dimensions: int, seed: int) -> "Loss":
+    def sized(self, classes: int | None, dimensions: int | None, seed: int) -> "Loss":
         """Return this loss with new parameters for K classes, if known, and descriptors of C dimensions."""
         return self
 
@@ -136,7 +136,7 @@ class SizedLoss(Loss):
     seed: NonNegativeInt | None = None
     """Seed of the initial parameters; null takes the recipe's."""
 
-    def sized(self, classes: int | None, dimensions: int, seed: int) -> "SizedLoss":
+    def sized(self, classes: int | None, dimensions: int | None, seed: int) -> "SizedLoss":
         for key, given, found in (("classes", self.classes, classes), ("dimensions", self.dimensions, dimensions)):
             if None not in (given, found) and given != found:
                 raise DistapError(f"loss: {key} is {given}, but this training has {found}; leave {key} out")

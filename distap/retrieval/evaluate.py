@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distap.errors import DistapError
-from distap.retrieval.figures import Ranked, figures_named
+from distap.retrieval.figures import GRADED, Ranked, figures_named
 from distap.retrieval.ranks import CONVERTED_NUMBERS, FEW, Block, Ties, count_negatives
 from distap.retrieval.row_blocks import on_device, require_same_dimensions, taken
 from distap.retrieval.truth import NONE, Truth
@@ -86,6 +86,7 @@ def evaluate_descriptors(
         told = f"a truth for {total} queries and a gallery of {truth.gallery}"
         raise DistapError(f"there is {told}, and descriptors of {len(queries)} and {len(gallery)}")
     computed = figures_named(figures)
+    graded = {name: computed.pop(name) for name in GRADED if name in computed}
     require_same_dimensions(queries, gallery)
     others, is_same = truth.gallery - truth.is_of_itself, queries is gallery
     dtype = torch.float64 if queries.dtype in (torch.float64, "float64") else torch.float32
@@ -106,7 +107,7 @@ def evaluate_descriptors(
         gallery = queries = gallery[order]
     elif not neighbours:
         order = order[counts[order] > 0]
-    names = [f"{group} {name}".strip() for group in truth.groups for name in computed]
+    names = [*graded, *(f"{group} {name}".strip() for group in truth.groups for name in computed)]
     values = {name: counts.new_zeros(total, dtype=torch.float64) for name in names}
     first, nearest = torch.zeros_like(counts), counts.new_zeros(total, neighbours)
     place = order.argsort()
@@ -124,24 +125,30 @@ def evaluate_descriptors(
         count_negatives(blocks, gallery, neighbours, ties, is_symmetric, world)
         for block in blocks:
             rows, grades, before = block.rows, block.tables.grades, block.before
-            exists = block.tables.positives != NONE
-            every = Ranked.by_negatives(before, exists, others)
+            exists, of_ranks = block.tables.positives != NONE, block.grades_by_rank(ties)
+            every = Ranked.by_negatives(before, exists, others, of_ranks)
             first[rows] = every.ranks[:, 0]
             if neighbours:
                 nearest[rows] = order[block.nearest[1]] if is_symmetric else block.nearest[1]
+            for name, figure in graded.items():
+                values[name][rows] = figure(every)
             for group, right in truth.groups.items():
                 ranked = every
-                if right is not None and grades is not None:
+                if right is not None and grades is not None and truth.is_graded:
+                    ranked = every.among(right)
+                elif right is not None and grades is not None:
                     # `before` counts no positive of any grade, so those of other grades are left out, like junk.
                     chosen = torch.isin(grades, grades.new_tensor([*right])) & exists
                     ranked = Ranked.by_negatives(before, chosen, others)
                 for name, figure in computed.items():
                     values[f"{group} {name}".strip()][rows] = figure(ranked)
     values = {name: own.masked_fill(counts == 0, torch.nan) for name, own in values.items()}
-    lead = figures[0]
-    leading = {group or lead.removeprefix("m"): f"{group} {lead}".strip() for group in truth.groups}
+    lead = next(iter(computed), figures[0])
+    leading = {group or lead.removeprefix("m"): f"{group} {lead}".strip() for group in truth.groups if computed} or {
+        lead: lead
+    }
     in_part = {"": counts >= 0}
-    for part in dict.fromkeys(truth.parts):
+    for part in dict.fromkeys(filter(None, truth.parts)):
         in_part[part] = torch.tensor([own == part for own in truth.parts], dtype=torch.bool, device=counts.device)
     return Evaluated(values, leading, in_part, first, nearest)
 

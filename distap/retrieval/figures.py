@@ -14,6 +14,16 @@ images to one descriptor scores near zero and not one; `ties="for"` of `evaluate
 - R@1, or any k: whether a positive is among the first k. CMC@k is the same by the name that re-identification uses.
 - mP@5, or any k: P(k), or P of the whole gallery if it is smaller; mP@5/min: hits among the first min(N, k), over
   min(N, k), as GUIE and UnED have it; mP@5/last: P(min(k, rank of the last positive)), as Revisited Oxford and Paris.
+
+Graded figures take the relevance l of each positive into account, an integer of at least 1; images of relevance 0 are
+negatives. Of positives that tie, the less relevant come first (with `ties="for"`, the more relevant).
+
+- H-AP (Ramzi et al. 2022): the mean of Hrank(k) / rank(k) over the positives k, weighted by rel(k) = l / n_l, where
+  n_l is the number of the query's positives of relevance l. Hrank(k) is the sum of min(rel(k), rel(j)) over positives
+  j up to k, including k.
+- NDCG: the sum of (2^l - 1) / log2(1 + rank), over that of the ideal ranking.
+- ASI (Sun et al. 2021): the mean over k from 1 to N of the share of the first k images that the first k of the ideal
+  ranking have too, counted by relevance.
 """
 
 import re
@@ -38,13 +48,27 @@ class Ranked:
 
     ranks: Int64[Tensor, "q P"]
     others: int  # images that each query is ranked against
+    grades: Int64[Tensor, "q P"] | None = None  # relevance of each positive; None for 1
 
     @classmethod
-    def by_negatives(cls, before: Int64[Tensor, "q P"], exists: Bool[Tensor, "q P"], others: int) -> "Ranked":
-        """Rank positives in any order by the number of negatives before each."""
+    def by_negatives(
+        cls,
+        before: Int64[Tensor, "q P"],
+        exists: Bool[Tensor, "q P"],
+        others: int,
+        grades: Int64[Tensor, "q P"] | None = None,
+    ) -> "Ranked":
+        """Rank positives in any order by the number of negatives before each; `grades` are in the order of ranks."""
         ascending = before.masked_fill(~exists, LAST_RANK).sort(dim=1).values
         place = torch.arange(1, before.shape[1] + 1, device=before.device)
-        return cls(torch.where(ascending < LAST_RANK, ascending + place, 0), others)
+        return cls(torch.where(ascending < LAST_RANK, ascending + place, 0), others, grades)
+
+    def among(self, grades: Sequence[int]) -> "Ranked":
+        """Return the ranks of the positives of some grades; the others are negatives."""
+        assert self.grades is not None
+        chosen = torch.isin(self.grades, self.grades.new_tensor(grades)) & (self.ranks > 0)
+        ranks = self.ranks.masked_fill(~chosen, LAST_RANK).sort(dim=1).values
+        return Ranked(ranks.masked_fill(ranks == LAST_RANK, 0), self.others)
 
     @property
     def count(self) -> Int64[Tensor, " q"]:
@@ -56,6 +80,12 @@ class Ranked:
         """Precision at the rank of each positive, padded with 0."""
         place = torch.arange(1, self.ranks.shape[1] + 1, device=self.ranks.device).double()
         return torch.where(self.ranks > 0, place / self.ranks.clamp(min=1), 0)
+
+    @property
+    def levels(self) -> Bool[Tensor, "L q P"]:
+        """Which positives have relevance 1, 2 ... L."""
+        grades = self.ranks.clamp(max=1) if self.grades is None else self.grades.masked_fill(self.ranks == 0, 0)
+        return torch.stack([grades == level for level in range(1, int(grades.max()) + 1)])
 
     def hits(self, k: int | Int64[Tensor, " q"]) -> Float64[Tensor, " q"]:
         """Count the positives among the first k of each query; NaN for a query without any."""
@@ -89,7 +119,45 @@ def precision_of_few(ranked: Ranked, k: int) -> Float64[Tensor, " q"]:
     return ranked.hits(shown) / shown
 
 
+def hierarchical_average_precision(ranked: Ranked, _: int) -> Float64[Tensor, " q"]:
+    levels = ranked.levels.double()
+    numbers = torch.arange(1, len(levels) + 1, device=levels.device).double()
+    weights = numbers[:, None] / levels.sum(2).clamp(min=1)
+    relevance = (levels * weights[:, :, None]).sum(0)
+    up_to = torch.minimum(relevance, weights[:, :, None]) * levels.cumsum(2)
+    return (up_to.sum(0) / ranked.ranks.clamp(min=1) * (relevance > 0)).sum(1) / relevance.sum(1)
+
+
+def discounted_gain(ranked: Ranked, _: int) -> Float64[Tensor, " q"]:
+    levels = ranked.levels.double()
+    gains = (levels * (2.0 ** torch.arange(1, len(levels) + 1, device=levels.device)[:, None, None] - 1)).sum(0)
+    place = torch.arange(1, gains.shape[1] + 1, device=gains.device).double()
+    found, ideal = (
+        (own / torch.log2(1.0 + ranks)).sum(1)
+        for own, ranks in (
+            (gains, ranked.ranks.clamp(min=1).double()),
+            (gains.sort(dim=1, descending=True).values, place),
+        )
+    )
+    return found / ideal
+
+
+def set_intersection(ranked: Ranked, _: int) -> Float64[Tensor, " q"]:
+    levels, places = ranked.levels.long(), torch.arange(1, ranked.ranks.shape[1] + 1, device=ranked.ranks.device)
+    shown = torch.where(ranked.ranks > len(places), 0, ranked.ranks).expand(levels.shape)
+    first = levels.new_zeros(*levels.shape[:2], len(places) + 1).scatter_add_(2, shown, levels)[:, :, 1:].cumsum(2)
+    above = levels.sum(2).flip(0).cumsum(0).flip(0)[:, :, None]  # positives of this level or a higher one
+    ideal = (places - above + levels.sum(2)[:, :, None]).clamp(min=0).minimum(levels.sum(2)[:, :, None])
+    shares = first.minimum(ideal).sum(0) / places.double()
+    return shares.masked_fill(places > ranked.count[:, None], 0).sum(1) / ranked.count
+
+
 Figure = Callable[[Ranked, int], Float64[Tensor, " q"]]  # of each query; NaN for one without a positive
+GRADED: dict[str, Figure] = {
+    "H-AP": hierarchical_average_precision,
+    "NDCG": discounted_gain,
+    "ASI": set_intersection,
+}
 FIGURES: dict[str, Figure] = {
     "mAP": lambda ranked, _: average_precision(ranked, LAST_RANK),
     "mAP@R": lambda ranked, _: average_precision(ranked, ranked.count),
@@ -100,6 +168,7 @@ FIGURES: dict[str, Figure] = {
     "mP@k": lambda ranked, k: ranked.hits(k) / min(k, ranked.others),
     "mP@k/min": precision_of_few,
     "mP@k/last": precision_to_last,
+    **GRADED,
 }
 
 

@@ -45,9 +45,9 @@ class Block:
     queries: Float[Tensor, "q C"]
     tables: Tables
     head: Int64[Tensor, "q K"]  # gallery rows that come first, in this order, whatever their similarity
-    bounds: Float[Tensor, "q P"] = field(
-        init=False
-    )  # that negatives before each positive reach; infinite for padding
+    similarities: Float[Tensor, "q P"] = field(init=False)  # of the positives; infinite for padding
+    width: Float[Tensor, "q P"] = field(init=False)  # up to which others tie with them
+    bounds: Float[Tensor, "q P"] = field(init=False)  # that negatives before them reach; infinite for padding
     before: Int64[Tensor, "q P"] = field(init=False)  # negatives before each positive
     named: range = field(init=False)  # gallery rows that head, positives and ignored are among
     nearest: tuple[Float[Tensor, "q k"], Int64[Tensor, "q k"]] = field(init=False)  # similarities and rows
@@ -57,22 +57,25 @@ class Block:
         positives, queries = self.tables.positives, self.queries
         columns, place = positives.unique(return_inverse=True)  # classes are in order, so most are shared
         self.before = torch.zeros_like(positives)
-        self.bounds = queries.new_full(positives.shape, torch.inf)
-        sign, tiny = -1 if ties == "against" else 1, torch.finfo(queries.dtype).tiny
+        self.similarities, self.width = queries.new_full((2, *positives.shape), torch.inf).unbind()
         lengths = TIE_WIDTH * torch.finfo(queries.dtype).eps * torch.linalg.vector_norm(queries, dim=1, keepdim=True)
         height = max(CONVERTED_NUMBERS // queries.shape[1], 1)
         for start in range(0, len(columns), height):
             some = columns[start : start + height]
             part = on_device(taken(gallery, some.clamp(min=0)), queries.dtype, queries.device, 0, "positive")
-            width = (lengths * torch.linalg.vector_norm(part, dim=1)).clamp(min=tiny)  # of a zero descriptor too
             is_here = (place >= start) & (place < start + len(some)) & (positives != NONE)
             query, number = is_here.nonzero(as_tuple=True)
-            self.bounds[query, number] = (queries @ part.t() + sign * width)[query, place[query, number] - start]
+            column = place[query, number] - start
+            self.similarities[query, number] = (queries @ part.t())[query, column]
+            self.width[query, number] = (lengths * torch.linalg.vector_norm(part, dim=1))[query, column]
         named = torch.cat([positives, self.tables.ignored, self.head], dim=1)
         named = named[named != NONE]
         self.named = range(int(named.min()), int(named.max()) + 1) if len(named) else range(0)
         for number in range(most := self.head.shape[1]):
-            self.bounds[positives == self.head[:, number, None]] = FIRST * (most - number)
+            self.similarities[positives == self.head[:, number, None]] = FIRST * (most - number)
+        self.width.clamp_(min=torch.finfo(queries.dtype).tiny)  # of a descriptor that is zero
+        self.bounds = self.similarities + (-self.width if ties == "against" else self.width)
+        self.bounds[positives == NONE] = torch.inf
 
     def prepare(self, similarities: Float[Tensor, "q n"], span: range) -> None:
         """Put the rows of the head first, and the ignored ones last, in a tile of similarities to rows of `span`."""
@@ -80,6 +83,18 @@ class Block:
         first = FIRST * (self.head.shape[1] - place).to(similarities.dtype)
         similarities[query, self.head[query, place] - span.start] = first
         _mask(similarities, self.tables.ignored, span)
+
+    def grades_by_rank(self, ties: Ties) -> Int64[Tensor, "q P"] | None:
+        """Return the positives' grades in the order of their similarities; the lower come first among ties."""
+        if self.tables.grades is None:
+            return None
+        grades = self.tables.grades.masked_fill(self.tables.positives == NONE, 0)
+        order = grades.argsort(dim=1, stable=True, descending=ties == "for")
+        is_none = self.tables.positives == NONE
+        widest = self.width.masked_fill(is_none, 0).amax(1, keepdim=True)
+        widths = (self.similarities / widest).round().masked_fill(is_none, -torch.inf)
+        order = order.gather(1, widths.gather(1, order).argsort(dim=1, stable=True, descending=True))
+        return grades.gather(1, order)
 
     def keep_nearest(self, similarities: Float[Tensor, "q n"], span: range, neighbours: int) -> None:
         """Look for nearest gallery rows in a tile of similarities to the rows of `span`."""

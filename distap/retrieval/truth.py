@@ -30,26 +30,55 @@ class Tables(NamedTuple):
 class ClassTruth:
     """The truth of a set with classes: images of the query's class are right.
 
+    With labels of several levels, column 0 the finest, an image is right if the coarsest label is the query's. Its
+    relevance is the number of labels that are.
+
     Args:
-        queries: (Q,) class of each query, below 0 for none. An image without a class is in the gallery, but right
-            for no query.
-        gallery: (N,) class of each gallery image; None if the queries are the gallery. Each then leaves
+        queries: (Q,) or (Q, L) class of each query, below 0 for none. An image without a class is in the gallery, but
+            right for no query.
+        gallery: (N,) or (N, L) class of each gallery image; None if the queries are the gallery. Each then leaves
             itself out, by its row and never by its similarity.
+        cameras: (Q,) and (N,) camera of each query and gallery image, below 0 for an unknown one. Images of a query's
+            class and camera are junk.
+        parts: see `ListedTruth`.
     Raises:
         DistapError: no query has an image of its class in the gallery.
     """
 
-    groups: Mapping[str, Sequence[int] | None] = {"": None}  # see `ListedTruth`
-    parts: Sequence[str] = ()
-
-    def __init__(self, queries: Int64[Tensor, " Q"], gallery: Int64[Tensor, " N"] | None = None) -> None:
+    def __init__(
+        self,
+        queries: Int64[Tensor, "Q *L"],
+        gallery: Int64[Tensor, "N *L"] | None = None,
+        cameras: tuple[Int64[Tensor, " Q"], Int64[Tensor, " N"]] | None = None,
+        parts: Sequence[str] = (),
+    ) -> None:
+        self.parts = parts
         self.is_of_itself = int(gallery is None)  # images that each query leaves out: 1 if it is in the gallery
-        self.order = queries.argsort(stable=True)  # of the queries, by class
-        ascending, self._by_class = (queries if gallery is None else gallery).sort(stable=True)
-        self._start, end = (torch.searchsorted(ascending, queries, right=right) for right in (False, True))
-        members = (end - self._start).masked_fill(queries < 0, 0)
-        self.counts = (members - self.is_of_itself).clamp(min=0)  # (Q,) positives of each query
-        self.gallery = len(self._by_class)  # N
+        self.is_graded, self._cameras = queries.ndim == 2, cameras
+        asking, among = (one.view(len(one), -1) for one in (queries, queries if gallery is None else gallery))
+        self._labels = asking, among
+        levels, classes = asking.shape[1], asking[:, -1]
+        # The grades that are right at each level; the finest is called "".
+        self.groups: dict[str, Sequence[int] | None] = (
+            {"": None}
+            if levels == 1
+            else {f"level {column}" if column else "": range(levels - column, levels + 1) for column in range(levels)}
+        )
+        self.order = classes.argsort(stable=True)  # of the queries, by class
+        ascending, self._by_class = among[:, -1].sort(stable=True)
+        self._start, members = _counted(classes, ascending)
+        self._members = (members.masked_fill(classes < 0, 0) - self.is_of_itself).clamp(min=0)
+        self.counts = self._members  # (Q,) positives of each query
+        if cameras is not None:
+            both = torch.cat(cameras).unique(return_inverse=True)[1]
+            keys = [
+                own * (len(both) + 1) + camera
+                for own, camera in zip((classes, among[:, -1]), both.split([len(asking), len(among)]), strict=True)
+            ]
+            same = _counted(keys[0], keys[1].sort().values)[1] - self.is_of_itself
+            same = same.masked_fill(cameras[0] < 0, 0)  # two unknown cameras are not one
+            self.counts = (self._members - same).clamp(min=0)
+        self.gallery = len(among)  # N
         self._place = self._by_class.argsort()  # of each gallery row among all, by class
         if not bool(self.counts.any()):
             whose = "images has another" if gallery is None else "queries has an image"
@@ -57,13 +86,30 @@ class ClassTruth:
             raise DistapError(f"none of the {len(queries)} {whose} of its class{where}: there is nothing to retrieve")
 
     def tables(self, rows: Int64[Tensor, " q"]) -> Tables:
-        own, count = rows[:, None], self.counts[rows, None]
+        own, count = rows[:, None], self._members[rows, None]
         number = torch.arange(max(int(count.max()), 1), device=rows.device).expand(len(rows), -1)
         place = self._start[own] + number
         if self.is_of_itself:
             place = place + (place >= self._place[own])  # leaves the query out
         found = self._by_class[place.clamp(max=self.gallery - 1)].masked_fill(number >= count, NONE)
-        return Tables(found, None, own if self.is_of_itself else own[:, :0])
+        ignored, grades = own if self.is_of_itself else own[:, :0], None
+        if self._cameras is not None:
+            is_junk = (self._cameras[0][own] == self._cameras[1][found]) & (self._cameras[0][own] >= 0)
+            ignored = torch.cat([ignored, found.masked_fill(~is_junk, NONE)], dim=1)
+            found = found.masked_fill(is_junk, NONE)
+        if self.is_graded:
+            ours, theirs = self._labels[0][own], self._labels[1][found]
+            grades = ((ours == theirs) & (ours >= 0)).sum(2)
+        return Tables(found, grades, ignored)
+
+
+def _counted(
+    wanted: Int64[Tensor, " Q"], ascending: Int64[Tensor, " N"]
+) -> tuple[Int64[Tensor, " Q"], Int64[Tensor, " Q"]]:
+    """Return where the numbers equal to each wanted one begin among the ascending ones, and how many there are."""
+    sorted_, wanted = ascending.contiguous(), wanted.contiguous()
+    start, end = (torch.searchsorted(sorted_, wanted, right=right) for right in (False, True))
+    return start, end - start
 
 
 @dataclass(frozen=True)
@@ -79,16 +125,17 @@ class ListedTruth:
     junk: Sequence[Sequence[int]] | None = None
     grades: Sequence[Sequence[int]] | None = None  # of each positive, such as 0 for easy and 1 for hard
     groups: Mapping[str, Sequence[int] | None] = field(default_factory=lambda: {"": None})
-    """Grades that count as positive, others being junk, by the prefix of their figures' names; None is for all."""
+    """Grades that count as positive, by the prefix of their figures' names; None stands for all."""
     parts: Sequence[str] = ()  # domain of each query, or other part of the queries; none if there are no parts
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of the tables
-    is_of_itself = 0
+    is_of_itself: int = 0  # images of the gallery that each query leaves out
+    is_graded = False  # to a group, positives of other grades are junk
 
     def __post_init__(self) -> None:
         for number, own in enumerate(self.positives):
             rows = [*own, *(self.junk[number] if self.junk else ())]
             if len(set(rows)) < len(rows):
-                raise DistapError(f"query {number}: the ground truth names an image twice")
+                raise DistapError(f"query {number}: the truth names an image twice, as a positive and as junk")
             if rows and not 0 <= min(rows) <= max(rows) < self.gallery:
                 raise DistapError(f"query {number} names row {max(rows)} of a gallery of {self.gallery} images")
 

@@ -300,10 +300,9 @@ def test_several_sets_are_evaluated_in_one_call(converted, training_shards, tmp_
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dataset": "roxford"}, "dataset 'roxford' has no protocol here"),
-        ({"query": "../query"}, "is not the name of a folder beside it"),
-        ({"queries": [{"name": "bodleian_000107"}]}, "not readable as .*box"),
-        ({"gallery": None}, "not readable as"),
+        ({"query": "../query"}, "is not the name of a folder next to it"),
+        ({"queries": [{"name": "bodleian_000107", "box": [1, 2]}]}, r"queries\.0\.box\.2: Field required"),
+        ({"gallery": None}, "gallery: Input should be a valid tuple"),
     ],
 )
 def test_a_wrong_ground_truth_is_named(change, message, converted, tmp_path):
@@ -311,6 +310,36 @@ def test_a_wrong_ground_truth_is_named(change, message, converted, tmp_path):
     (tmp_path / "ground_truth.json").write_text(json.dumps(truth | change))
     with pytest.raises(DistapError, match=rf"ground_truth\.json: .*{message}"):
         open_set(str(tmp_path))
+
+
+def test_a_folder_of_photographs_is_evaluated_by_a_truth_of_a_few_lines(
+    training_shards, tmp_path, monkeypatch, capsys
+):
+    configuration = recipe(tmp_path / "run", training_shards)
+    (tmp_path / "recipe.yaml").write_text(json.dumps(configuration.model_dump(mode="json")))
+    (tmp_path / "photos").mkdir()
+    names = ["mug", "mug-again", "mug-behind", "pen", "pen-again"]
+    for number, name in enumerate(names):
+        pixels = np.random.default_rng(number).integers(0, 256, (24, 24, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "photos" / f"{name}.png")
+    (tmp_path / "truth.json").write_text(
+        """{"figures": ["mAP", "R@1", "mP@2/min"],
+            "queries": [{"name": "mug.png", "positives": ["mug-again.png"], "junk": ["mug-behind.png"]},
+                        {"name": "pen.png", "positives": ["pen-again.png"], "part": "pens"}]}"""
+    )
+    configured = ["eval", tmp_path / "recipe.yaml", f"--data={tmp_path / 'photos'}", "evaluation.original=true"]
+    assert distap(monkeypatch, *configured, f"--truth={tmp_path / 'truth.json'}", "--json") == 0
+    figures = json.loads(capsys.readouterr().out)["sets"]["photos"]["plain"]
+    how = describing(tmp_path, training_shards)
+    described = how.describer.describe([(tmp_path / "photos" / f"{name}.png").read_bytes() for name in names])
+    similarities = described @ described.t()
+    rankings = [ranking(similarities[0].tolist(), {1}, {0, 2}), ranking(similarities[3].tolist(), {4}, {3})]
+    places = [1 + places.index(True) for places in rankings]
+    assert figures["mAP"] == pytest.approx(np.mean([1 / place for place in places]))
+    assert figures["pens R@1"] == (places[1] == 1) and "mean mP@2/min" in figures
+    gallery = [*configured, f"--gallery={training_shards[1]}", f"--truth={tmp_path / 'truth.json'}"]
+    assert distap(monkeypatch, *gallery) == 2
+    assert "query mug.png: the gallery lacks 1 of the 1 images" in capsys.readouterr().err
 
 
 def test_what_cannot_be_evaluated_says_why(converted, training_shards, tmp_path):

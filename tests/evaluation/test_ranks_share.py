@@ -7,7 +7,7 @@ from ranks import on_ranks
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from distap.evaluation.ground_truth import DIFFICULTIES
+from distap.data.converters.revisited import DIFFICULTIES
 from distap.retrieval import evaluate, ranks
 from distap.retrieval.figures import LANDMARKS, REVISITED, labelled_figures
 from distap.retrieval.truth import ClassTruth, ListedTruth
@@ -26,7 +26,7 @@ def evaluations(world):
     queries, of_queries = gallery[:QUERIES], labels[:QUERIES].tolist()  # a single block, whose gallery ranks share
     rows = [(labels == label).nonzero().flatten().tolist() for label in of_queries]
     graded = ListedTruth(
-        IMAGES, [own[2:9] for own in rows], [own[9:] for own in rows], [[0] * 4 + [1] * 3] * QUERIES, DIFFICULTIES
+        IMAGES, [own[2:9] for own in rows], [own[9:] for own in rows], [[1] * 4 + [2] * 3] * QUERIES, DIFFICULTIES
     )
     landmarks = ListedTruth(IMAGES, rows, parts=["Public"] * QUERIES)
     head = torch.stack([torch.randperm(IMAGES, generator=generator)[:20] for _ in range(QUERIES)])

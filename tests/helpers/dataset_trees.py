@@ -165,6 +165,62 @@ def revisitop1m(root: Path) -> None:
         photo(root / "jpg" / f"{name.removeprefix('jpg/').removesuffix('.jpg')}.jpg", place)
 
 
+def ilias(root: Path) -> None:
+    queries = ["bold_bimp_000/query/Q000_00.jpg", "zippy_999/query/Q999_00.jpg"]
+    positives = [("bold_bimp_000/pos/P000_00.jpg", 0.05, 3), ("bold_bimp_000/pos/P000_01.jpg", 0.5, 40)]
+    positives.append(("zippy_999/pos/P999_00.jpg", 0.2, 18))
+    write(root / "image_ids/image_query_ids.txt", "".join(f"{name},0\n" for name in queries))
+    write(
+        root / "image_ids/positive_ids.txt", "".join(f"{name},{scale},{other}\n" for name, scale, other in positives)
+    )
+    for place, name in enumerate([*queries, *(name for name, *_ in positives)]):
+        photo(root / "ilias_core" / name, place)
+
+
+def reidentification(lists: dict[str, str | None], names: dict[str, list[str]]) -> Callable[[Path], None]:
+    """Folders of images, and for each the name of its list, or None for a folder that is its own list."""
+
+    def tree(root: Path) -> None:
+        for folder, own in names.items():
+            for place, name in enumerate(own):
+                photo(root / folder / name.split()[0], sum(folder.encode()) + place)
+            if lists[folder] is not None:
+                write(root / str(lists[folder]), "".join(f"{name}\n" for name in own))
+
+    return tree
+
+
+PEOPLE = {
+    "train": [
+        "0001_c1s1_000001_00.jpg",
+        "0001_c2s1_000002_00.jpg",
+        "0003_c1s1_000003_00.jpg",
+        "0003_c3s1_000004_00.jpg",
+    ],
+    "query": ["0002_c1s1_000001_00.jpg", "0005_c1s1_000007_00.jpg"],
+    "gallery": ["0002_c1s1_000009_01.jpg", "0002_c2s1_000002_01.jpg", "0005_c2s1_000003_01.jpg"],
+}
+
+
+def msmt17(root: Path) -> None:
+    camera = {"0001/0001_000_01_0303morning_0020.jpg 1": "query", "0001/0001_001_07_0303noon_0021.jpg 1": "gallery"}
+    camera["0001/0001_002_01_0303noon_0022.jpg 1"] = "gallery"
+    camera["0002/0002_000_03_0303noon_0023.jpg 2"] = "query"
+    for part in ("query", "gallery"):
+        write(root / f"list_{part}.txt", "".join(f"{name}\n" for name, own in camera.items() if own == part))
+    write(root / "list_train.txt", "0000/0000_000_01_a_1.jpg 0\n0000/0000_001_02_a_2.jpg 0\n")
+    for place, name in enumerate([f"test/{name.split()[0]}" for name in camera]):
+        photo(root / name, place)
+    for place in (0, 1):
+        photo(root / f"train/0000/0000_00{place}_0{place + 1}_a_{place + 1}.jpg", 40 + place)
+
+
+def places(root: Path) -> None:
+    spots = {"queries/@500000.00@4400000.00@q.jpg": 0, "database/@500024.00@4400000.00@near.jpg": 1}
+    for name, place in {**spots, "database/@500000.00@4400025.50@far.jpg": 2}.items():
+        photo(root / name, place)
+
+
 TREES: dict[str, Callable[[Path], None]] = {
     "sop": sop,
     "cub": cub,
@@ -178,4 +234,19 @@ TREES: dict[str, Callable[[Path], None]] = {
     "roxford5k": revisited("roxford5k"),
     "rparis6k": revisited("rparis6k"),
     "revisitop1m": revisitop1m,
+    "ilias": ilias,
+    "market-1501": reidentification(
+        {"bounding_box_train": None, "query": None, "bounding_box_test": None},
+        {
+            "bounding_box_train": PEOPLE["train"],
+            "query": PEOPLE["query"],
+            "bounding_box_test": [*PEOPLE["gallery"], "-1_c3s1_000000_00.jpg"],
+        },
+    ),
+    "veri-776": reidentification(
+        {"image_train": "name_train.txt", "image_query": "name_query.txt", "image_test": "name_test.txt"},
+        {"image_train": PEOPLE["train"], "image_query": PEOPLE["query"], "image_test": PEOPLE["gallery"]},
+    ),
+    "msmt17": msmt17,
+    "places": places,
 }

@@ -183,3 +183,23 @@ def graded(
         losses.append(1 - total / ideal)
         weight.append(1.0 if weights == "uniform" else 1 / levels[:, 0].tolist().count(int(levels[query, 0])))
     return sum(w * one for w, one in zip(weight, losses, strict=True)) / sum(weight)
+
+
+def proxies_of(name: str, descriptors: Tensor, labels: Tensor, proxies: Tensor) -> Tensor:
+    """ArcFace, CosFace and Proxy Anchor with their defaults."""
+    similarities = descriptors @ (proxies / proxies.norm(dim=1, keepdim=True)).t()
+    if name == "proxy_anchor":
+        pulled = [k for k in range(len(proxies)) if k in labels.tolist()]
+        pull = [torch.log(1 + torch.exp(-32 * (similarities[labels == k, k] - 0.1)).sum()) for k in pulled]
+        push = [
+            torch.log(1 + torch.exp(32 * (row + 0.1)).sum())
+            for row in (similarities[labels != k, k] for k in range(len(proxies)))
+        ]
+        return sum(pull) / len(pull) + sum(push) / len(push)
+    losses = []
+    for row, label in zip(similarities, labels.tolist(), strict=True):
+        logits = 30 * row
+        moved = torch.cos(torch.acos(row[label]) + 0.5) if name == "arc_face" else row[label] - 0.35
+        others = sum(torch.exp(logit) for k, logit in enumerate(logits) if k != label)
+        losses.append(-torch.log(torch.exp(30 * moved) / (torch.exp(30 * moved) + others)))
+    return sum(losses) / len(losses)

@@ -171,6 +171,50 @@ def alphas(descriptors, labels, loss, step):
     return found
 
 
+@pytest.mark.parametrize(
+    "inner", ["ap_q", {"smooth_ap": {"tau": 0.05}}, {"name": "normalized_softmax", "classes": 30}]
+)
+def test_matryoshka_is_the_sum_over_cut_descriptors(inner):
+    raw, labels = problem(4, 30, 5)
+    module = ListwiseLoss({"matryoshka": {"dimensions": [2, 5, 8], "weights": [1, 0.5, 2], "inner": inner}}).double()
+    leaf = raw.clone().requires_grad_()
+    module(leaf, labels).backward()
+    same = raw.clone().requires_grad_()
+    parts = [build_loss(inner).sized(None, d, 0) for d in (2, 5, 8)]
+    for part in filter(lambda one: one.learned is not None, parts):
+        part.learned.double()
+    values = [ListwiseLoss(part)(normalize(same)[:, :d], labels) for part, d in zip(parts, (2, 5, 8), strict=True)]
+    (values[0] + 0.5 * values[1] + 2 * values[2]).backward()
+    torch.testing.assert_close(leaf.grad, same.grad, rtol=1e-9, atol=1e-13)
+    with pytest.raises(DistapError, match="dimensions has 8, but descriptors have 6"):
+        ListwiseLoss({"matryoshka": {"dimensions": [8], "inner": "ap_q"}})(raw[:, :6], labels)
+
+
+@pytest.mark.parametrize("name", ["arc_face", "cos_face", "proxy_anchor"])
+def test_losses_of_proxies_equal_the_definition(name, monkeypatch):
+    monkeypatch.setattr("distap.ranking.loss.CPU_TILE_PAIRS", 100)
+    raw, labels = problem(0, 30, 5)
+    module = ListwiseLoss(name, classes=18, dimensions=8).double()
+    leaf, proxies = raw.clone().requires_grad_(), module.learned["proxies"].detach().clone().requires_grad_()
+    module(same := raw.clone().requires_grad_(), labels).backward()
+    newer_losses.proxies_of(name, normalize(leaf), labels, proxies).backward()
+    torch.testing.assert_close(same.grad, leaf.grad, rtol=1e-9, atol=1e-13)
+    torch.testing.assert_close(module.learned["proxies"].grad, proxies.grad, rtol=1e-9, atol=1e-13)
+
+
+def test_wrappers_ask_of_a_batch_what_their_inner_loss_asks():
+    raw, levels = normalize(problem(4, 6, 5)[0]), torch.stack([torch.arange(6), torch.arange(6) // 3], 1)
+    assert rank(raw, levels, {"matryoshka": {"dimensions": [4], "inner": "h_ap"}}).queries == 6
+    lone = build_loss({"matryoshka": {"dimensions": [4], "inner": {"name": "arc_face", "classes": 6}}})
+    assert ListwiseLoss(lone)(raw, levels[:, 0]).item() > 0
+
+
+def test_arc_face_falls_with_similarity_everywhere():
+    similarities = torch.linspace(-1, 1, 201, dtype=torch.float64)[:, None]
+    moved = build_loss("arc_face", classes=2, dimensions=2).with_margin(similarities)
+    assert bool((moved.diff(dim=0) > 0).all())
+
+
 def test_the_sigmoid_loss_trains_its_scale_and_bias():
     raw, labels = problem(6, 12, 5)
     module, leaf = ListwiseLoss("sigmoid").double(), raw.clone().requires_grad_()

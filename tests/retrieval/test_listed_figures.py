@@ -1,5 +1,8 @@
 """Figures of sets whose ground truth is listed: Revisited Oxford and Paris, Google Landmarks v2."""
 
+import json
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +11,10 @@ from hypothesis import strategies as st
 from retrieval_reference import mean, order_of, precision_at, trapezoid_average_precision
 from torch.nn.functional import normalize
 
+import distap
+from distap.data.converters.revisited import DIFFICULTIES
 from distap.errors import DistapError
-from distap.evaluation.ground_truth import DIFFICULTIES, FORMS, listed_truth
+from distap.evaluation.ground_truth import EARTH_METRES, parsed_truth
 from distap.retrieval.evaluate import evaluate_descriptors
 from distap.retrieval.figures import AT, LANDMARKS, REVISITED
 from distap.retrieval.truth import ListedTruth
@@ -19,7 +24,7 @@ CPU = torch.device("cpu")
 
 def graded(gallery, *queries):
     """The truth of queries that are given as their easy, hard and junk rows."""
-    grades = [[0] * len(easy) + [1] * len(hard) for easy, hard, _ in queries]
+    grades = [[1] * len(easy) + [2] * len(hard) for easy, hard, _ in queries]
     positives, junk = [[*easy, *hard] for easy, hard, _ in queries], [junk for *_, junk in queries]
     return ListedTruth(gallery, positives, junk, grades, DIFFICULTIES)
 
@@ -130,12 +135,96 @@ def test_a_gallery_of_another_network_or_with_a_hole_is_an_error(monkeypatch, re
             evaluate_descriptors(torch.eye(4)[:1], values, truth, LANDMARKS)
 
 
-def test_the_ground_truth_of_a_data_set_names_gallery_rows():
-    record = {"name": "q", "box": [0, 0, 1, 1], "easy": ["b"], "hard": ["d", "a", "d"], "junk": ["c"]}
-    truth = listed_truth(FORMS["roxford5k"], [record], ["a", "b", "c", "d", "a"], CPU)  # of two, the first is meant
-    assert (truth.positives, truth.grades, truth.junk, truth.gallery) == ([[1, 3, 0]], [[0, 1, 1]], [[2]], 5)
-    with pytest.raises(DistapError, match="query q: 1 of its 2 hard images are not in the gallery"):
-        listed_truth(FORMS["roxford5k"], [record], ["a", "b", "c"], CPU)
-    record = {"name": "q", "usage": "Private", "positives": ["b", "a", "b"]}
-    truth = listed_truth(FORMS["gldv2"], [record], ["a", "b", "c"], CPU)
-    assert (truth.positives, truth.parts) == ([[1, 0]], ["Private"])
+def test_a_truth_names_gallery_rows():
+    query = {"name": "q", "positives": ["b", "d", "a", "d"], "grades": [1, 2, 2, 2], "junk": ["c"], "part": "cars"}
+    truth = parsed_truth({"queries": [query]}, "truth")
+    listed = truth.of_gallery(truth.queries, ["a", "b", "c", "d", "a"], CPU)  # of two, the first is meant
+    assert (listed.positives, listed.grades, listed.junk, listed.parts) == ([[1, 3, 0]], [[1, 2, 2]], [[2]], ["cars"])
+    with pytest.raises(
+        DistapError, match="query q: the gallery lacks 2 of the 4 images that are its positives, first d"
+    ):
+        truth.of_gallery(truth.queries, ["a", "b", "c"], CPU)
+
+
+@pytest.mark.parametrize(
+    ("truth", "message"),
+    [
+        ({}, "mine: queries: Field required"),
+        ({"queries": [{"name": "a", "positive": ["b"]}]}, "mine: queries.0.positive: Extra inputs are not permitted"),
+        ({"queries": [{"name": "a"}], "figures": ["mAP@"]}, "no figure 'mAP@'"),
+        ({"queries": [{"name": "a"}], "figures": []}, "mine: figures: Tuple should have at least 1 item"),
+        ({"queries": [{"name": "a"}, {"name": "a"}]}, "mine: query a stands 2 times"),
+        (
+            {"queries": [{"name": "a", "positives": ["b"], "grades": [65]}]},
+            "mine: queries.0.grades.0: Input should be",
+        ),
+        (
+            {"queries": [{"name": "a", "box": [0, 0, float("nan"), 1]}]},
+            "mine: queries.0.box.2: Input should be a finite",
+        ),
+        ({"queries": [{"name": "a"}], "unit": "degrees", "positions": {"a": [170, 4]}}, "latitude, from -90 to 90"),
+        ({"queries": [{"name": "a"}], "query": "query"}, "give both or neither"),
+        ({"queries": [{"name": "a", "positives": ["b"], "grades": [1, 2]}]}, "query a: 2 grades for 1 positives"),
+        ({"queries": [{"name": "a"}], "positions": {"b": [0, 0]}}, "query a and 0 more have no position"),
+    ],
+)
+def test_a_wrong_truth_is_told_by_its_key(truth, message):
+    with pytest.raises(DistapError, match=message):
+        found = parsed_truth(truth, "mine")
+        found.of_gallery(found.queries, ["a", "b"], CPU)
+
+
+@pytest.mark.parametrize("unit", ["metres", "degrees"])
+def test_a_place_is_right_within_the_radius(unit):
+    # Along a meridian a degree is 111,195 m on a globe of the mean radius.
+    metre = {"metres": 1.0, "degrees": 180 / (math.pi * EARTH_METRES)}[unit]
+    places = {"q": 0.0, "a": 24.9, "b": 25.1, "c": -24.9, "d": 4000.0}
+    positions = {name: [north * metre, 7.0] for name, north in places.items()}
+    truth = parsed_truth({"queries": [{"name": "q"}], "positions": positions, "unit": unit}, "truth")
+    assert truth.of_gallery(truth.queries, ["d", "c", "b", "a"], CPU).positives == [[1, 3]]
+    assert truth.of_gallery(truth.queries, ["a", "q"], CPU, is_of_itself=True).positives == [[0]]
+
+
+def test_evaluate_takes_a_truth_by_rows_or_names(tmp_path):
+    # Of the first image, the two others at 0.8 and 0.6: the negative before the positive.
+    rows = torch.tensor([[1.0, 0, 0], [0.8, 0.6, 0], [0.6, 0, 0.8], [0, 0, 1.0]])
+    by_row = {"queries": [{"name": 0, "positives": [2], "junk": [3]}], "figures": ["mAP", "R@1"]}
+    assert distap.evaluate(rows, truth=by_row) == {"mAP": 0.5, "R@1": 0.0, "queries": 1, "left_out": 0}
+    path = tmp_path / "truth.json"
+    path.write_text(json.dumps({"queries": [{"name": "a", "positives": ["c"], "junk": ["b"]}]}))
+    assert distap.evaluate(rows, truth=path, names=list("abcd"), figures=["mAP"])["mAP"] == 1
+    with pytest.raises(DistapError, match="query 'e' and 0 more are none of texts of `names`"):
+        distap.evaluate(rows, truth={"queries": [{"name": "e"}]}, names=list("abcd"))
+
+
+def test_a_query_of_no_part_counts_among_all_and_graded_figures_change_no_other():
+    # Ranks of the positives 1, 2 and 3, of which the first and the last have no part.
+    rows = torch.eye(5)[[0, 1, 2, 3, 4]]
+    gallery = normalize(torch.tensor([[5.0, 1, 1, 0, 0], [4, 6, 2, 0, 0], [3, 5, 3, 0, 0], [1, 0.1, 4, 0, 0]]))
+    described = torch.cat([rows[:3], gallery])
+    places = (described[:3] @ gallery.t()).argsort(dim=1, descending=True)
+    queries = [
+        {"name": number, "positives": [3 + int(places[number, number])], "part": "b" * (number == 1)}
+        for number in range(3)
+    ]
+    asks = np.arange(7) < 3
+    found = distap.evaluate(described, truth={"queries": queries}, queries=asks, figures=["mAP"])
+    assert found == pytest.approx(
+        {"mAP": (1 + 1 / 2 + 1 / 3) / 3, "b mAP": 1 / 2, "mean mAP": 1 / 2, "queries": 3, "left_out": 0}
+    )
+    graded = {"queries": [{"name": 0, "positives": [3, 4], "grades": [2, 1]}], "groups": {"easy": [1], "hard": [2]}}
+    alone = distap.evaluate(described, truth=graded, queries=asks, figures=["mAP"])
+    both = distap.evaluate(described, truth=graded, queries=asks, figures=["mAP", "NDCG"])
+    assert alone["easy mAP"] == both["easy mAP"] == 1  # the hard one before it is junk to the easy ones
+    with pytest.raises(DistapError, match="1 of 7 are repeated"):
+        distap.evaluate(described, truth=graded, names=["a", "a", "b", "c", "d", "e", "f"])
+
+
+def test_a_label_of_two_genera_an_unknown_camera_and_an_unknown_domain():
+    rows = normalize(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)))
+    with pytest.raises(DistapError, match="lies within 0 and within 1 of level 1"):
+        distap.evaluate(rows, [["x", "p"], ["x", "q"], ["y", "p"], ["y", "p"]])
+    known = distap.evaluate(rows, [0, 0, 1, 1])
+    assert distap.evaluate(rows, [0, 0, 1, 1], cameras=[-1, -1, None, None]) == known
+    found = distap.evaluate(rows, [0, 0, 1, 1], domains=["a", "a", None, None])
+    assert (found["queries"], found["left_out"], found["a mAP"]) == (2, 2, found["mAP"])

@@ -2,22 +2,24 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from retrieval_reference import mean
-from sklearn.metrics import average_precision_score
+from sklearn.metrics import average_precision_score, ndcg_score
 from torch.nn.functional import normalize
-from torchmetrics.functional.retrieval import retrieval_average_precision
+from torchmetrics.functional.retrieval import retrieval_average_precision, retrieval_normalized_dcg
 
 import distap
 from distap.errors import DistapError
 from distap.retrieval.evaluate import evaluate_descriptors
+from distap.retrieval.figures import GRADED
 from distap.retrieval.truth import ListedTruth
 
-NAMES = ["mAP", "mAP@R", "mAP@3", "mAP@1000", "R@1", "R@20", "CMC@2", "mP@5", "mP@5/min", "mP@5/last"]
+NAMES = ["mAP", "mAP@R", "mAP@3", "mAP@1000", "R@1", "R@20", "CMC@2", "mP@5", "mP@5/min", "mP@5/last", *GRADED]
 
 
 def slow(name: str, relevance: list[int]) -> float:
@@ -28,6 +30,19 @@ def slow(name: str, relevance: list[int]) -> float:
     until = {"mAP": len(right), "mAP@R": count}.get(name, k)
     precisions = [sum(right[:place]) / place for place, hit in enumerate(right[:until], 1) if hit]
     last = max(place for place, hit in enumerate(right, 1) if hit)
+    of_level = {level: relevance.count(level) for level in relevance}
+    weights = [level and level / of_level[level] for level in relevance]
+    ideal = sorted(relevance, reverse=True)
+
+    def gain(levels: list[int]) -> float:
+        return sum((2**level - 1) / math.log2(1 + place) for place, level in enumerate(levels, 1))
+
+    def shared(k: int) -> float:
+        return sum(min(relevance[:k].count(level), ideal[:k].count(level)) for level in of_level if level) / k
+
+    def up_to(place: int) -> float:
+        return sum(min(weights[place], other) for other in weights[: place + 1]) / (place + 1)
+
     return {
         "mAP@R": lambda: sum(precisions) / count,
         "R": lambda: float(any(right[:k])),
@@ -36,6 +51,9 @@ def slow(name: str, relevance: list[int]) -> float:
         "min": lambda: sum(right[: min(k, count)]) / min(k, count),
         "last": lambda: sum(right[: min(k, last)]) / min(k, last),
         "mAP": lambda: sum(precisions) / (min(count, k) if k else len(at_hits)),
+        "H-AP": lambda: sum(up_to(place) for place in range(len(right))) / sum(weights),
+        "NDCG": lambda: gain(relevance) / gain(ideal),
+        "ASI": lambda: mean([shared(k) for k in range(1, count + 1)]),
     }[name if name == "mAP@R" else name.rsplit("/", 1)[-1].split("@")[0]]()
 
 
@@ -72,7 +90,7 @@ def test_every_figure_is_that_of_its_definition(seed, tied, ties):
         relevance = relevance_of(query, queries, gallery, truth, levels, ties == "against")
         for name in found.values:
             group, _, figure = name.rpartition(" ")
-            own = [level for level in relevance if level != 1] if group else relevance  # the others are junk
+            own = [level for level in relevance if level != 1] if group else relevance  # others are junk
             expected = slow(figure, own) if any(own) else math.nan
             if figure == "mP@5":
                 expected = expected * min(5, len(own)) / min(5, len(gallery)) if own else math.nan
@@ -88,22 +106,47 @@ def test_figures_agree_with_those_of_libraries():
         generator = torch.Generator().manual_seed(seed)
         labels = torch.randint(0, 8, (60,), generator=generator)
         described = normalize(torch.randn(60, 16, generator=generator, dtype=torch.float64))
-        found = distap.evaluate(described, labels, figures=["mAP", "mAP@R", "R@1", "mAP@1000"])
+        found = distap.evaluate(described, labels, figures=["mAP", "mAP@R", "R@1", "mAP@1000", "NDCG"])
         scores = described @ described.T
-        precisions, by_torchmetrics = [], []
+        precisions, gains, by_torchmetrics = [], [], []
         for query in range(60):
             others = torch.arange(60) != query
             right = labels[others] == labels[query]
             if right.any():
                 own = scores[query, others]
                 precisions.append(average_precision_score(right.numpy(), own.numpy()))
-                by_torchmetrics.append(float(retrieval_average_precision(own + 1, right)))
+                gains.append(ndcg_score(right[None].double().numpy(), own[None].numpy()))
+                torch_gain = retrieval_normalized_dcg(own, right.long())
+                by_torchmetrics.append([float(retrieval_average_precision(own + 1, right)), float(torch_gain)])
         assert found["mAP"] == found["mAP@1000"] == pytest.approx(mean(precisions))
-        assert found["mAP"] == pytest.approx(mean(by_torchmetrics), abs=1e-6)
+        assert found["NDCG"] == pytest.approx(mean(gains))
+        assert [found["mAP"], found["NDCG"]] == pytest.approx(np.mean(by_torchmetrics, axis=0).tolist(), abs=1e-6)
         names = {"R@1": "precision_at_1", "mAP@R": "mean_average_precision_at_r"}
         calculator = AccuracyCalculator(include=tuple(names.values()), k=59)
         theirs = calculator.get_accuracy(described, labels)
         assert [found[name] for name in names] == pytest.approx([theirs[name] for name in names.values()])
+
+
+def test_cameras_domains_and_levels_by_hand():
+    """Images on a circle: the nearest of 0 is 1, then 2, 3 and so on."""
+    angles = torch.tensor([0.0, 0.1, 0.21, 0.33, 0.46, 0.6])
+    described = torch.stack([angles.cos(), angles.sin()], 1)
+    asks = np.arange(6) == 0
+    figures = distap.evaluate(described, [7, 7, 1, 7, 2, 3], asks, cameras=["a", "a", "b", "b", "a", "c"])
+    assert figures["mAP"] == 1 / 2 and figures["R@1"] == 0  # 1 is junk, then 2 is wrong and 3 is right
+    with pytest.raises(DistapError, match="none of the 1 queries has an image of its class"):
+        distap.evaluate(described, [7, 7, 1, 2, 2, 3], asks, cameras=["a"] * 6)
+    by_domain = {"domains": ["x", "x", "x", "y", "y", "y"], "figures": ["R@1", "mP@5/min"]}
+    figures = distap.evaluate(described, [1, 1, 2, 1, 2, 1], **by_domain)
+    # In x the query 0 finds 1, and 1 finds 0; in y, 3 finds 2 or 4 first, and 5 finds 4; 2 and 4 have no other.
+    assert (figures["x R@1"], figures["y R@1"], figures["R@1"], figures["mean R@1"]) == (1, 0, 0.5, 0.5)
+    assert (figures["queries"], figures["left_out"]) == (4, 2)
+    levels = [[0, 0], [1, 0], [5, 2], [0, 0], [4, 2], [3, 1]]  # 1 is of the group of 0, 3 also of its class
+    figures = distap.evaluate(described, levels, asks, figures=["mAP", "H-AP", "NDCG", "ASI"])
+    assert figures["mAP"] == 1 / 3 and figures["level 1 mAP"] == (1 + 2 / 3) / 2
+    assert figures["H-AP"] == pytest.approx((1 / 1 + (1 + 2) / 3) / (1 + 2))
+    assert figures["NDCG"] == pytest.approx((1 + 3 / 2) / (3 + 1 / math.log2(3)))
+    assert figures["ASI"] == pytest.approx((0 + 1 / 2) / 2)
 
 
 def test_a_figure_without_its_k_or_with_another_name_is_an_error():

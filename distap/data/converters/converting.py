@@ -9,7 +9,7 @@ from operator import not_
 from pathlib import Path
 from typing import Any
 
-from distap.data.converters import landmarks, metric_learning, revisited
+from distap.data.converters import landmarks, metric_learning, protocols, revisited
 from distap.data.converters.dataset import Count, Dataset, MissingListError, Split, find_list
 from distap.data.shards.image_files import NOT_THERE, ImageFile, Listing
 from distap.data.shards.image_folders import Skipped
@@ -31,6 +31,11 @@ DATASETS: dict[str, Dataset] = {
     "roxford5k": revisited.OXFORD,
     "rparis6k": revisited.PARIS,
     "revisitop1m": revisited.DISTRACTORS,
+    "ilias": protocols.ILIAS,
+    "market-1501": protocols.MARKET,
+    "msmt17": protocols.MSMT17,
+    "veri-776": protocols.VERI,
+    "places": protocols.PLACE_RECOGNITION,
 }
 
 

@@ -51,7 +51,7 @@ def find_list(source: Path, name: str, folders: Sequence[str] = ("",)) -> Path:
     """Return a list file's path in one of these folders of the source; raise MissingListError if none has it."""
     places = [source / folder / name for folder in folders]
     for place in places:
-        if place.is_file():
+        if place.exists():
             return place
     others = "".join(f", nor {place.relative_to(source)}" for place in places[1:])
     raise MissingListError(f"{places[0]}: no such file{others}")

@@ -85,8 +85,9 @@ def _ground_truth(file: Path) -> dict[str, Any]:
     queries = []
     for line in _solutions(file):
         name, *positives = (_identifier(line, each) for each in (line.cells[0], *line.cells[1].split()))
-        queries.append({"name": name, "usage": line.cells[2], "positives": positives})
-    return {"dataset": "gldv2", "query": "query", "gallery": ["index"], "queries": queries}
+        queries.append({"name": name, "part": line.cells[2], "positives": positives})
+    about = {"dataset": "gldv2", "figures": ["mAP@100", "mP@10"], "query": "query", "gallery": ["index"]}
+    return {**about, "queries": queries}
 
 
 def _solutions(file: Path) -> Iterator[ListLine]:

@@ -15,6 +15,8 @@ from distap.data.images.formats import IMAGE_SUFFIXES
 from distap.data.shards.image_files import ImageFile
 
 SITE = "http://cmp.felk.cvut.cz/revisitop"
+OF_REVISITED = ["mAP/trapezoids", "mP@1/last", "mP@5/last", "mP@10/last"]
+DIFFICULTIES = {"Easy": [1], "Medium": [1, 2], "Hard": [2]}  # grades of easy and hard images; the other is junk
 
 
 def _images(source: Path, file: Path, key: str) -> Iterator[ImageFile]:
@@ -29,19 +31,24 @@ def _ground_truth(file: Path, dataset: str) -> dict[str, Any]:
     judgements = contents["gnd"].items()
     if len(judgements) != len(queries):
         raise contents.wrong(f"has {len(queries)} queries, but ground truth of {len(judgements)}")
-    return {
+    records = []
+    for query, judgement in zip(queries, judgements, strict=True):
+        easy, hard, junk = (
+            [gallery[place] for place in judgement[grade].integers(len(gallery))]
+            for grade in ("easy", "hard", "junk")
+        )
+        grades = [1] * len(easy) + [2] * len(hard)
+        records.append(
+            {"name": query, "box": _box(judgement["bbx"]), "positives": easy + hard, "grades": grades, "junk": junk}
+        )
+    about = {
         "dataset": dataset,
+        "figures": OF_REVISITED,
+        "groups": DIFFICULTIES,
         "query": "query",
         "gallery": ["gallery"],
-        "queries": [
-            {"name": query, "box": _box(judgement["bbx"])}
-            | {
-                grade: [gallery[place] for place in judgement[grade].integers(len(gallery))]
-                for grade in ("easy", "hard", "junk")
-            }
-            for query, judgement in zip(queries, judgements, strict=True)
-        ],
     }
+    return {**about, "queries": records}
 
 
 def _box(box: PlainValue) -> list[float]:

@@ -70,7 +70,7 @@ class Sigmoid(PairLoss):
     """Bias b that training begins with."""
     needs_positives: ClassVar[bool] = False
 
-    def sized(self, classes: int | None, dimensions: int, seed: int) -> "Sigmoid":
+    def sized(self, classes: int | None, dimensions: int | None, seed: int) -> "Sigmoid":
         return replace(self)
 
     @cached_property

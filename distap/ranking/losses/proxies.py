@@ -1,13 +1,14 @@
 """Losses that classify each image by similarity to proxies: one learned direction per class."""
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int64
-from pydantic import PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
@@ -47,6 +48,24 @@ class ProxyLoss(SizedLoss):
         drawn = torch.randn(self.classes, self.dimensions, generator=torch.Generator().manual_seed(self.seed or 0))
         return nn.ParameterDict({"proxies": nn.Parameter(drawn * self.spread(self.dimensions))})
 
+    def totals(self, similarities: Float[Tensor, "r K"], labels: Int64[Tensor, " r"]) -> Float[Tensor, "T K"]:
+        """Return sums over images for each proxy that `value_and_slopes` needs of all images beforehand."""
+        return similarities.new_zeros(0, similarities.shape[1])
+
+    def value_and_slopes(
+        self,
+        similarities: Float[Tensor, "r K"],
+        labels: Int64[Tensor, " r"],
+        weights: Float[Tensor, " r"],
+        totals: Float[Tensor, "T K"],
+    ) -> tuple[Float[Tensor, " r"], Float[Tensor, "r K"]]:
+        """Return each image's loss, and the derivative of the weighted sum by its similarities."""
+        with torch.inference_mode(False), torch.enable_grad():
+            similarities = similarities.clone().requires_grad_()
+            values = self.loss(similarities, labels.clone())
+            (slopes,) = gradients((values * weights.clone()).sum(), similarities)
+        return values.detach(), slopes
+
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
         descriptors, labels, own = gathered.descriptors, gathered.labels, gathered.own
         parameter = next(self.learned.parameters())
@@ -62,13 +81,17 @@ class ProxyLoss(SizedLoss):
         # over blocks and ranks. Autograd differentiates a block's loss, and at the end the proxies' normalisation.
         per_query, of_images = torch.zeros_like(weights), torch.zeros_like(descriptors[: len(own)])
         of_proxies, fixed = torch.zeros_like(proxies), proxies.detach()
-        for rows in strips(0, len(own), max(1, budget.pairs(descriptors.element_size()) // len(proxies))):
+        blocks = list(strips(0, len(own), max(1, budget.pairs(descriptors.element_size()) // len(proxies))))
+        totals = self.totals(fixed[:0] @ fixed.t(), labels[:0])
+        if len(totals):
+            for rows in blocks:
+                totals += self.totals(descriptors[own[rows]] @ fixed.t(), labels[own[rows]])
+            totals = gathered.world.sum(totals)
+        for rows in blocks:
             block = descriptors[own[rows]]
-            with torch.inference_mode(False), torch.enable_grad():
-                similarities = (block @ fixed.t()).clone().requires_grad_()
-                values = self.loss(similarities, labels[own[rows]].clone())
-                (slopes,) = gradients((values * weights[rows].to(values)).sum(), similarities)
-            per_query[rows], of_images[rows] = values.detach().double(), slopes @ fixed
+            of_block = block @ fixed.t(), labels[own[rows]], weights[rows].to(block)
+            values, slopes = self.value_and_slopes(*of_block, totals)
+            per_query[rows], of_images[rows] = values.double(), slopes @ fixed
             of_proxies.addmm_(slopes.t(), block)
         of_proxies = gathered.world.sum(of_proxies)
         with torch.inference_mode(False):
@@ -102,3 +125,83 @@ class NormalizedSoftmax(ProxyLoss):
 
     def loss(self, similarities: Float[Tensor, "r K"], labels: Int64[Tensor, " r"]) -> Float[Tensor, " r"]:
         return cross_entropy(similarities / self.temperature, labels, reduction="none")
+
+
+@dataclass(frozen=True)
+class ArcFace(ProxyLoss):
+    """ArcFace (Deng et al. 2019): a softmax over similarities, with a margin of the angle to an image's own proxy."""
+
+    scale: PositiveFloat = 30.0
+    """Factor of the similarities."""
+    margin: Annotated[float, Field(ge=0, le=math.pi / 2)] = 0.5
+    """Margin, in radians; Weyand et al. 2020 take 0.3 for landmarks."""
+
+    def loss(self, similarities: Float[Tensor, "r K"], labels: Int64[Tensor, " r"]) -> Float[Tensor, " r"]:
+        own = similarities.gather(1, labels[:, None])
+        logits = self.scale * similarities.scatter(1, labels[:, None], self.with_margin(own))
+        return cross_entropy(logits, labels, reduction="none")
+
+    def with_margin(self, own: Float[Tensor, "r 1"]) -> Float[Tensor, "r 1"]:
+        # The angle has no derivative at similarities of 1 and -1. Where the margin takes it beyond the half circle,
+        # the cosine would rise again: there a line goes on falling, as in the authors' code.
+        inside = own.clamp(-1 + 1e-7, 1 - 1e-7)
+        moved = torch.cos(torch.acos(inside) + self.margin)
+        return torch.where(own > -math.cos(self.margin), moved, own - self.margin * math.sin(self.margin))
+
+
+@dataclass(frozen=True)
+class CosFace(ArcFace):
+    """CosFace (Wang et al. 2018): a softmax over similarities, with a margin of that to an image's own proxy."""
+
+    margin: NonNegativeFloat = 0.35
+    """Margin of similarity."""
+
+    def with_margin(self, own: Float[Tensor, "r 1"]) -> Float[Tensor, "r 1"]:
+        return own - self.margin
+
+
+@dataclass(frozen=True)
+class ProxyAnchor(ProxyLoss):
+    """Proxy Anchor (Kim et al. 2020, eq. 4): each proxy pulls the images of its class and pushes all others.
+
+    With s an image's similarity to a proxy, the loss is the mean over proxies with images of
+    ln(1 + sum of e^(-scale (s - margin)) over them), plus the mean over all proxies of
+    ln(1 + sum of e^(scale (s + margin)) over other images). `per_query` is each image's share of it.
+    """
+
+    scale: Annotated[float, Field(gt=0, le=64)] = 32.0  # more overflows float32
+    """Factor of the similarities."""
+    margin: NonNegativeFloat = 0.1
+    """Margin of similarity."""
+    weights: Literal["uniform"] = "uniform"
+    """Weigh all images alike."""
+
+    def loss(self, similarities: Float[Tensor, "r K"], labels: Int64[Tensor, " r"]) -> Float[Tensor, " r"]:
+        raise NotImplementedError("value_and_slopes computes it from sums over all images")
+
+    def totals(self, similarities: Float[Tensor, "r K"], labels: Int64[Tensor, " r"]) -> Float[Tensor, "T K"]:
+        pull, push = self._exponentials(similarities, labels)
+        return torch.stack([pull.sum(0), push.sum(0)])
+
+    def value_and_slopes(
+        self,
+        similarities: Float[Tensor, "r K"],
+        labels: Int64[Tensor, " r"],
+        weights: Float[Tensor, " r"],
+        totals: Float[Tensor, "T K"],
+    ) -> tuple[Float[Tensor, " r"], Float[Tensor, "r K"]]:
+        pull, push = self._exponentials(similarities, labels)
+        counts = (totals[0] > 0).sum(), similarities.shape[1]
+        # Of ln(1 + T), an image whose term of the sum is e has the share e / T, and the derivative e' / (1 + T).
+        values, slopes = torch.zeros_like(weights), torch.zeros_like(similarities)
+        for term, total, count, sign in zip((pull, push), totals, counts, (-1, 1), strict=True):
+            values += (term / total.clamp(min=torch.finfo().tiny) * total.log1p() / count).sum(1)
+            slopes += sign * self.scale * term / (1 + total) / count
+        return values / weights, slopes
+
+    def _exponentials(
+        self, similarities: Float[Tensor, "r K"], labels: Int64[Tensor, " r"]
+    ) -> tuple[Float[Tensor, "r K"], Float[Tensor, "r K"]]:
+        is_own = torch.zeros_like(similarities, dtype=torch.bool).scatter_(1, labels[:, None], True)
+        pull = (-self.scale * (similarities - self.margin)).exp() * is_own
+        return pull, (self.scale * (similarities + self.margin)).exp() * ~is_own

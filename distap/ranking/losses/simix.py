@@ -35,6 +35,14 @@ class SiMix(Loss):
     def learned(self) -> nn.Module | None:
         return self.inner.learned
 
+    @property
+    def needs_positives(self) -> bool:  # type: ignore[override]
+        return self.inner.needs_positives
+
+    @property
+    def query_level(self) -> int:  # type: ignore[override]
+        return self.inner.query_level
+
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
         first, second = _pairs_of_classes(gathered.labels)
         generator = torch.Generator().manual_seed(gathered.seed)

@@ -1,23 +1,92 @@
-"""A weighted sum of losses."""
+"""Sums of losses: of several, each with a weight, and of one on prefixes of the descriptors (Matryoshka)."""
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import Annotated, Any
 
 import torch
-from pydantic import BeforeValidator
-from torch import nn
+from jaxtyping import Bool, Float, Int64
+from pydantic import BeforeValidator, PositiveInt
+from torch import Tensor, nn
+from torch.nn.functional import normalize, pad
 
+from distap.errors import DistapError
 from distap.ranking.gathered import Gathered
-from distap.ranking.loss import Budget, Loss, LossValue
+from distap.ranking.loss import Budget, Counter, Loss, LossValue
 from distap.registry import Chosen, sum_in_full
 
 # A loss within another: its name, a mapping of `name` and keys, or of names and weights.
 Inner = Annotated[Any, Chosen("loss", at_once=True), BeforeValidator(sum_in_full)]
 
 
+class SumOfLosses(Loss):
+    """A sum of losses, each multiplied by a weight."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> Sequence[tuple[float, Loss]]:
+        """Return weight and loss of each term."""
+
+    @cached_property
+    def learned(self) -> nn.Module | None:
+        parts = [loss.learned for _, loss in self.parts if loss.learned is not None]
+        return nn.ModuleList(parts) if parts else None
+
+    @property
+    def needs_positives(self) -> bool:  # type: ignore[override]
+        return any(loss.needs_positives for _, loss in self.parts)
+
+    @property
+    def query_level(self) -> int:  # type: ignore[override]
+        return max(loss.query_level for _, loss in self.parts)
+
+    def counter(self, pairs: int, budget: Budget) -> Counter | None:
+        shares = replace(budget, memory_bytes=2 * budget.half // len(self.parts))  # what counters keep adds up
+        counters = [loss.counter(pairs, shares) for _, loss in self.parts]
+        return CounterOfSum(self, counters, budget) if any(counters) else None
+
+    def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
+        return self.summed([loss.value_and_gradient(gathered, budget) for _, loss in self.parts])
+
+    def summed(self, values: Sequence[LossValue]) -> LossValue:
+        """Add the values and gradients of all terms."""
+        terms = [(weight, value) for (weight, _), value in zip(self.parts, values, strict=True)]
+        by_query = [weight * value.per_query for weight, value in terms if value.per_query is not None]
+        return LossValue(
+            reduce(torch.add, [weight * value.value for weight, value in terms]),
+            reduce(torch.add, by_query) if len(by_query) == len(terms) else None,
+            reduce(torch.add, [weight * value.gradient for weight, value in terms]),
+            tuple(weight * one for weight, value in terms for one in value.by_parameters),
+        )
+
+
+class CounterOfSum:
+    """Count for the terms that can count early; compute the others at the end."""
+
+    def __init__(self, loss: SumOfLosses, counters: Sequence[Counter | None], budget: Budget) -> None:
+        self._loss, self._counters, self._budget = loss, counters, budget
+        self.seen = 0
+
+    def add(self, descriptors: Float[Tensor, "n C"], labels: Int64[Tensor, " n"], is_own: Bool[Tensor, " n"]) -> None:
+        for counter in filter(None, self._counters):
+            counter.add(descriptors, labels, is_own)
+        self.seen += len(labels)
+
+    def value_and_gradient(self, gathered: Gathered) -> LossValue:
+        pairs = zip(self._loss.parts, self._counters, strict=True)
+        values = [
+            loss.value_and_gradient(gathered, self._budget)
+            if counter is None
+            else counter.value_and_gradient(gathered)
+            for (_, loss), counter in pairs
+        ]
+        return self._loss.summed(values)
+
+
 @dataclass(frozen=True)
-class WeightedSum(Loss):
+class WeightedSum(SumOfLosses):
     """A sum of losses, each multiplied by a weight."""
 
     terms: tuple[tuple[float, Inner], ...]
@@ -27,22 +96,99 @@ class WeightedSum(Loss):
         if not self.terms:
             raise ValueError("a sum of losses needs a term at least")
 
-    @cached_property
-    def learned(self) -> nn.Module | None:
-        parts = [loss.learned for _, loss in self.terms if loss.learned is not None]
-        return nn.ModuleList(parts) if parts else None
+    @property
+    def parts(self) -> Sequence[tuple[float, Loss]]:
+        return self.terms
 
-    def sized(self, classes: int | None, dimensions: int, seed: int) -> Loss:
+    def sized(self, classes: int | None, dimensions: int | None, seed: int) -> Loss:
         return replace(
             self, terms=tuple((weight, loss.sized(classes, dimensions, seed)) for weight, loss in self.terms)
         )
 
+
+@dataclass(frozen=True)
+class Matryoshka(SumOfLosses):
+    """A sum over several d of a loss of each descriptor's first d numbers, normalised again (Kusupati et al. 2022).
+
+    Descriptors that are cut after training then still rank well.
+    """
+
+    dimensions: tuple[PositiveInt, ...]
+    """Numbers d of dimensions, such as [64, 128, 256]; the whole descriptor counts only if it is among them."""
+    inner: Inner
+    """Loss of the cut descriptors, such as smooth_ap or {name: ap_q, bins: 25}."""
+    weights: tuple[float, ...] | None = None
+    """Weight of each number of dimensions; null weighs all 1."""
+
+    def __post_init__(self) -> None:
+        if not self.dimensions:
+            raise ValueError("dimensions is empty; give the numbers of dimensions to cut descriptors to")
+        if self.weights is not None and len(self.weights) != len(self.dimensions):
+            raise ValueError(f"there are {len(self.weights)} weights for {len(self.dimensions)} dimensions")
+
+    @cached_property
+    def parts(self) -> Sequence[tuple[float, Loss]]:
+        weights = self.weights or (1.0,) * len(self.dimensions)
+        cut = [OfPrefix(d, self.inner.sized(None, d, 0)) for d in self.dimensions]
+        return list(zip(weights, cut, strict=True))
+
+    def sized(self, classes: int | None, dimensions: int | None, seed: int) -> Loss:
+        if dimensions is not None and max(self.dimensions) > dimensions:
+            raise DistapError(f"matryoshka: dimensions has {max(self.dimensions)}, but descriptors have {dimensions}")
+        return replace(self, inner=self.inner.sized(classes, None, seed))
+
+
+@dataclass(frozen=True)
+class OfPrefix(Loss):
+    """A loss of the first d numbers of each descriptor, normalised again."""
+
+    d: int
+    inner: Loss
+
+    @property
+    def learned(self) -> nn.Module | None:
+        return self.inner.learned
+
+    @property
+    def needs_positives(self) -> bool:  # type: ignore[override]
+        return self.inner.needs_positives
+
+    @property
+    def query_level(self) -> int:  # type: ignore[override]
+        return self.inner.query_level
+
+    def counter(self, pairs: int, budget: Budget) -> Counter | None:
+        counter = self.inner.counter(pairs, budget)
+        return None if counter is None else CounterOfPrefix(self, counter)
+
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
-        parts = [(weight, loss.value_and_gradient(gathered, budget)) for weight, loss in self.terms]
-        by_query = [weight * part.per_query for weight, part in parts if part.per_query is not None]
-        return LossValue(
-            reduce(torch.add, [weight * part.value for weight, part in parts]),
-            reduce(torch.add, by_query) if len(by_query) == len(parts) else None,
-            reduce(torch.add, [weight * part.gradient for weight, part in parts]),
-            tuple(weight * one for weight, part in parts for one in part.by_parameters),
-        )
+        return self.undo_cut(gathered, self.inner.value_and_gradient(self.cut(gathered), budget))
+
+    def prefix(self, descriptors: Float[Tensor, "n C"]) -> Float[Tensor, "n d"]:
+        if descriptors.shape[1] < self.d:
+            raise DistapError(f"matryoshka: dimensions has {self.d}, but descriptors have {descriptors.shape[1]}")
+        return normalize(descriptors[:, : self.d])
+
+    def cut(self, gathered: Gathered) -> Gathered:
+        return replace(gathered, gallery=self.prefix(gathered.gallery))
+
+    def undo_cut(self, gathered: Gathered, value: LossValue) -> LossValue:
+        """Turn a gradient by cut descriptors into one by whole ones, through the normalisation."""
+        own = gathered.descriptors[gathered.own]
+        cut, length = self.prefix(own), own[:, : self.d].norm(dim=1, keepdim=True).clamp(min=1e-12)
+        gradient = value.gradient - (value.gradient * cut).sum(1, keepdim=True) * cut
+        return value._replace(gradient=pad(gradient / length, (0, own.shape[1] - self.d)))
+
+
+class CounterOfPrefix(Counter):
+    """Count cut descriptors."""
+
+    def __init__(self, loss: OfPrefix, counter: Counter) -> None:
+        self._loss, self._counter, self.seen = loss, counter, 0
+
+    def add(self, descriptors: Float[Tensor, "n C"], labels: Int64[Tensor, " n"], is_own: Bool[Tensor, " n"]) -> None:
+        self._counter.add(self._loss.prefix(descriptors), labels, is_own)
+        self.seen += len(labels)
+
+    def value_and_gradient(self, gathered: Gathered) -> LossValue:
+        return self._loss.undo_cut(gathered, self._counter.value_and_gradient(self._loss.cut(gathered)))

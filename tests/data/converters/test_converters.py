@@ -4,7 +4,7 @@ from urllib.parse import unquote
 
 import numpy as np
 import pytest
-from dataset_trees import TREES, cars, dump, photo
+from dataset_trees import PEOPLE, TREES, cars, dump, photo
 
 from distap.data.converters.converting import DATASETS, convert
 from distap.data.loading.indexed import Reader
@@ -12,6 +12,17 @@ from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 
 GALLERY = {f"all_souls_{place:06d}": 1 for place in range(6)}
+ZIPPY = "zippy_999/pos/P999_00"
+
+
+def people(train, query, gallery):
+    """The images of each class of each split of re-identification, by the folders of its images."""
+    of = {"query": query, "gallery": gallery}
+    return {"train": {"0001": 2, "0003": 2}} | {
+        split: {f"{folder}/{name}": 1 for name in PEOPLE[split]} for split, folder in of.items()
+    }
+
+
 QUERIES = {"bodleian_000107": 1, "keble_000214": 1}
 
 # Images of each class of each split, and the super-category of each class.
@@ -67,6 +78,30 @@ EXPECTED = {
     "roxford5k": ({"query": QUERIES, "gallery": GALLERY}, {}),
     "rparis6k": ({"query": QUERIES, "gallery": GALLERY}, {}),
     "revisitop1m": ({"distractors": {"distractor": 3}}, {}),
+    "ilias": (
+        {
+            "query": {"bold_bimp_000/query/Q000_00.jpg": 1, "zippy_999/query/Q999_00.jpg": 1},
+            "gallery": {f"{name}.jpg": 1 for name in (*(f"bold_bimp_000/pos/P000_0{n}" for n in (0, 1)), ZIPPY)},
+        },
+        {},
+    ),
+    "market-1501": (people("bounding_box_train", "query", "bounding_box_test"), {}),
+    "veri-776": (people("image_train", "image_query", "image_test"), {}),
+    "msmt17": (
+        {
+            "train": {"0": 2},
+            "query": {"test/0001/0001_000_01_0303morning_0020.jpg": 1, "test/0002/0002_000_03_0303noon_0023.jpg": 1},
+            "gallery": {f"test/0001/0001_{name}.jpg": 1 for name in ("001_07_0303noon_0021", "002_01_0303noon_0022")},
+        },
+        {},
+    ),
+    "places": (
+        {
+            "query": {"@500000.00@4400000.00@q.jpg": 1},
+            "gallery": {"@500024.00@4400000.00@near.jpg": 1, "@500000.00@4400025.50@far.jpg": 1},
+        },
+        {},
+    ),
 }
 
 # A wrong line of each list: the file, what stands there, what is put instead, and what the error says of it.

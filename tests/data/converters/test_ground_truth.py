@@ -2,11 +2,13 @@ import copy
 import json
 
 import pytest
+import torch
 from dataset_trees import TREES, dump
 
 from distap.data.converters.converting import DATASETS, convert
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
+from distap.evaluation.ground_truth import read_truth
 
 CONTENTS = {
     "imlist": ["a", "b"],
@@ -28,28 +30,30 @@ def test_the_ground_truth_tells_easy_hard_and_junk_by_the_names_of_classes(name,
     truth = json.loads((output / "ground_truth.json").read_text())
     assert truth == {
         "dataset": name,
+        "figures": ["mAP/trapezoids", "mP@1/last", "mP@5/last", "mP@10/last"],
+        "groups": {"Easy": [1], "Medium": [1, 2], "Hard": [2]},
         "query": "query",
         "gallery": ["gallery"],
         "queries": [
             {
                 "name": "bodleian_000107",
                 "box": [1.5, 2.0, 8.0, 7.5],
-                "easy": ["all_souls_000000", "all_souls_000001"],
-                "hard": ["all_souls_000002"],
+                "positives": ["all_souls_000000", "all_souls_000001", "all_souls_000002"],
+                "grades": [1, 1, 2],
                 "junk": ["all_souls_000005"],
             },
             {
                 "name": "keble_000214",
                 "box": [0.0, 0.0, 9.0, 6.0],
-                "easy": [],
-                "hard": ["all_souls_000003", "all_souls_000004"],
+                "positives": ["all_souls_000003", "all_souls_000004"],
+                "grades": [2, 2],
                 "junk": [],
             },
         ],
     }
     assert {query["name"] for query in truth["queries"]} == set(load_index(output / "query").class_name.tolist())
     gallery = set(load_index(output / "gallery").class_name.tolist())
-    assert all(set(query[grade]) <= gallery for query in truth["queries"] for grade in ("easy", "hard", "junk"))
+    assert all({*query["positives"], *query["junk"]} <= gallery for query in truth["queries"])
 
 
 def test_google_landmarks_has_the_positives_of_each_query_that_counts(tmp_path):
@@ -58,11 +62,40 @@ def test_google_landmarks_has_the_positives_of_each_query_that_counts(tmp_path):
     assert truth["queries"] == [
         {
             "name": "4444444444444444",
-            "usage": "Public",
+            "part": "Public",
             "positives": ["1111111111111111", "3333333333333333"],
         },
-        {"name": "6666666666666666", "usage": "Private", "positives": ["2222222222222222"]},
+        {"name": "6666666666666666", "part": "Private", "positives": ["2222222222222222"]},
     ]
+
+
+def test_ilias_groups_positives_by_scale_and_clutter(tmp_path):
+    truth = json.loads((converted("ilias", tmp_path) / "ground_truth.json").read_text())
+    first, second = truth["queries"]
+    assert first["positives"] == ["bold_bimp_000/pos/P000_00.jpg", "bold_bimp_000/pos/P000_01.jpg"]
+    groups = {name: [grade in own for grade in first["grades"]] for name, own in truth["groups"].items() if name}
+    assert [name for name, own in groups.items() if own[0]] == ["scale 1", "clutter 1"]
+    assert [name for name, own in groups.items() if own[1]] == ["scale 4", "clutter 3"]
+    assert [name for name, own in truth["groups"].items() if second["grades"][0] in own] == [
+        "",
+        "scale 3",
+        "clutter 2",
+    ]
+
+
+@pytest.mark.parametrize("name", ["market-1501", "veri-776", "msmt17"])
+def test_an_identity_is_right_by_another_camera_and_junk_by_the_same(name, tmp_path):
+    truth = json.loads((converted(name, tmp_path) / "ground_truth.json").read_text())
+    query, _ = truth["queries"]
+    assert [len(query["positives"]), len(query["junk"])] == [1, 1]
+    assert ("_c2" in query["positives"][0]) or ("_07_" in query["positives"][0])
+
+
+def test_a_place_is_right_within_25_metres(tmp_path):
+    truth = read_truth(converted("places", tmp_path) / "ground_truth.json")
+    names = list(load_index(tmp_path / "out/gallery").class_name)
+    (found,) = truth.of_gallery(truth.queries, names, torch.device("cpu")).positives
+    assert [names[row] for row in found] == ["@500024.00@4400000.00@near.jpg"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,178 @@
+"""Converters of ILIAS, of person and vehicle re-identification, and of place recognition, each with its truth.
+
+Every query and gallery image is a class of its own, called by its path, because the truth names images one by one.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distap.data.converters.dataset import GROUND_TRUTH_FILE, Count, Dataset, ListLine, Split, read_lines
+from distap.data.images.formats import IMAGE_SUFFIXES
+from distap.data.shards.image_files import ImageFile
+from distap.errors import DistapError
+
+OF_PEOPLE, OF_PLACES = ["mAP", "CMC@1", "CMC@5", "CMC@10"], ["R@1", "R@5", "R@10", "R@20"]
+# Bounds of the groups of positives, by their share of the image and by the number of other objects in it.
+SCALES, CLUTTERS = (0.06880213760855043, 0.13526567164179104, 0.2729876723163842), (18, 33, 53)
+PERSON = re.compile(r"(-1|\d{4,})_c(\d+)")  # identity and camera at the beginning of a file's name
+
+UTM = re.compile(r"@(\d+(?:\.\d+)?)@(\d+(?:\.\d+)?)@")  # east and north
+
+
+def _written(queries: list[dict[str, Any]], figures: list[str], **more: Any) -> dict[str, Any]:
+    return {"figures": figures, **more, "query": "query", "gallery": ["gallery"], "queries": queries}
+
+
+def _listed(source: Path, file: Path) -> Iterator[ImageFile]:
+    """Yield the images of a list of ILIAS, whose lines begin with a path."""
+    for line in read_lines(file, ","):
+        yield ImageFile(line.path(source / "ilias_core", line.cells[0]), line.cells[0])
+
+
+def _ilias(file: Path) -> dict[str, Any]:
+    positives = defaultdict[str, list[tuple[str, int]]](list)
+    for line in read_lines(file.with_name("positive_ids.txt"), ","):
+        try:
+            name, scale, clutter = line.cells[0], float(line.cells[1]), int(line.cells[2])
+        except (IndexError, ValueError) as error:
+            raise line.wrong("expected the path of an image, its scale and its clutter") from error
+        place = sum(scale >= bound for bound in SCALES), sum(clutter >= bound for bound in CLUTTERS)
+        positives[name.split("/")[0]].append((name, 1 + 4 * place[0] + place[1]))
+    queries = []
+    for line in read_lines(file, ","):
+        found = positives[line.cells[0].split("/")[0]]
+        names, grades = [name for name, _ in found], [grade for _, grade in found]
+        queries.append({"name": line.cells[0], "positives": names, "grades": grades})
+    groups = {"": list(range(1, 17))}
+    groups |= {f"scale {number + 1}": [1 + 4 * number + each for each in range(4)] for number in range(4)}
+    groups |= {f"clutter {number + 1}": [1 + 4 * each + number for each in range(4)] for number in range(4)}
+    return _written(queries, ["mAP@1000"], dataset="ilias", groups=groups)
+
+
+ILIAS = Dataset(  # Kordopatis-Zilos et al. 2025; distractors are shards of their own
+    "ILIAS",
+    "https://vrg.fel.cvut.cz/ilias",
+    (
+        Split("query", "image_query_ids.txt", _listed, (Count(1_232, 1_232),), record=(GROUND_TRUTH_FILE, _ilias)),
+        Split("gallery", "positive_ids.txt", _listed, (Count(4_715, 4_715),)),
+    ),
+    ("image_ids", ""),
+)
+
+
+class Seen(NamedTuple):
+    """An image of re-identification."""
+
+    name: str  # path within the data set
+    identity: str
+    camera: str
+
+
+def _seen(file: Path) -> Iterator[Seen]:
+    """Yield the images of a folder or of a list, by their names; identity -1 is what nobody should count."""
+    if file.is_dir():
+        names = sorted(path.name for path in file.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
+        lines: Iterator[ListLine] = (ListLine(file, number, [name]) for number, name in enumerate(names, 1))
+        folder = file.name
+    else:
+        lines, folder = read_lines(file), file.stem.replace("name_", "image_")
+    for line in lines:
+        if file.stem.startswith("list_"):  # MSMT17: 0001/0001_000_07_0303morning_0020.jpg 1
+            parts = Path(line.cells[0]).stem.split("_")
+            if len(line.cells) != 2 or len(parts) < 3:
+                raise line.wrong("expected the path of an image, such as 0001/0001_000_07_x.jpg, and its identity")
+            folder = "train" if file.stem in ("list_train", "list_val") else "test"
+            yield Seen(f"{folder}/{line.cells[0]}", line.cells[1], parts[2])
+        elif found := PERSON.match(line.cells[0]):
+            if found[1] != "-1":
+                yield Seen(f"{folder}/{line.cells[0]}", found[1], found[2])
+        else:
+            raise line.wrong(f"{line.cells[0][:200]!r}: expected a name such as 0002_c1s1_000451_03.jpg")
+
+
+def _people(source: Path, file: Path, by_identity: bool) -> Iterator[ImageFile]:
+    for number, each in enumerate(_seen(file), 1):
+        path = ListLine(file, number, []).path(source, each.name)
+        yield ImageFile(path, each.identity if by_identity else each.name)
+
+
+def _met_again(file: Path, gallery: str) -> dict[str, Any]:
+    """Return the truth of re-identification: by another camera an identity is right, by the same one it is junk."""
+    by_identity = defaultdict[str, list[Seen]](list)
+    for each in _seen(file.with_name(gallery)):
+        by_identity[each.identity].append(each)
+    queries = []
+    for query in _seen(file):
+        found = by_identity[query.identity]
+        same = [each.name for each in found if each.camera == query.camera]
+        positives = [each.name for each in found if each.camera != query.camera]
+        queries.append({"name": query.name, "positives": positives, "junk": same})
+    return _written(queries, OF_PEOPLE, dataset="re-identification")
+
+
+def _reidentification(title: str, site: str, lists: tuple[str, str, str], *counts: Count) -> Dataset:
+    train, query, gallery = lists
+    record = GROUND_TRUTH_FILE, partial(_met_again, gallery=gallery)
+    own = partial(_people, by_identity=False)
+    splits = (
+        Split("train", train, partial(_people, by_identity=True), counts[:1]),
+        Split("query", query, own, counts[1:2], record=record),
+        Split("gallery", gallery, own, counts[2:]),
+    )
+    return Dataset(title, site, splits)
+
+
+MARKET = _reidentification(  # Zheng et al. 2015; 3,819 images of nobody (-1) are left out
+    "Market-1501",
+    "https://zheng-lab.cecs.anu.edu.au/Project/project_reid.html",
+    ("bounding_box_train", "query", "bounding_box_test"),
+    *(Count(12_936, 751), Count(3_368, 3_368), Count(15_913, 15_913)),
+)
+MSMT17 = _reidentification(  # Wei et al. 2018
+    "MSMT17",
+    "https://www.pkuvmc.com/dataset.html",
+    ("list_train.txt", "list_query.txt", "list_gallery.txt"),
+    *(Count(30_248, 1_041), Count(11_659, 11_659), Count(82_161, 82_161)),
+)
+VERI = _reidentification(  # Liu et al. 2016
+    "VeRi-776",
+    "https://vehiclereid.github.io/VeRi",
+    ("name_train.txt", "name_query.txt", "name_test.txt"),
+    *(Count(37_778, 576), Count(1_678, 1_678), Count(11_579, 11_579)),
+)
+
+
+def _views(source: Path, file: Path) -> Iterator[ImageFile]:
+    if not file.is_dir():
+        raise DistapError(f"{file}: no such folder")
+    for path in sorted(file.iterdir()):
+        if path.suffix.lower() in IMAGE_SUFFIXES:
+            yield ImageFile(path, path.name)
+
+
+def _places(file: Path) -> dict[str, Any]:
+    """Return the truth of place recognition: names begin with @EAST@NORTH@, in metres of UTM."""
+    positions, names = dict[str, tuple[float, float]](), list[str]()
+    for folder in (file, file.with_name("database")):
+        for number, image in enumerate(_views(file, folder), 1):
+            name = image.class_name
+            if (found := UTM.match(name)) is None:
+                raise ListLine(folder, number, []).wrong(f"{name!r}: expected @EAST@NORTH@....jpg")
+            positions[name] = float(found[1]), float(found[2])
+            names += [name] if folder == file else []
+    return _written([{"name": name} for name in names], OF_PLACES, dataset="places", positions=positions)
+
+
+PLACE_RECOGNITION = Dataset(  # the layout of Berton et al. 2022 for Pitts30k, MSLS, Tokyo 24/7, SF-XL and others
+    "place recognition by UTM in file names",
+    "https://github.com/gmberton/VPR-datasets-downloader",
+    (
+        Split("query", "queries", _views, record=(GROUND_TRUTH_FILE, _places)),
+        Split("gallery", "database", _views),
+    ),
+    ("", "images/test", "test"),
+)
