@@ -46,6 +46,9 @@ class ModelSection(Section):
     pooling: Annotated[Any, Chosen("pooling", otherwise="gem")] = "auto"
     """Pooling of the features of an image into one vector: native is the one that the backbone was pretrained with,
     and auto is native, or gem for a plain CNN."""
+    freeze: Literal["backbone"] | dict[Literal["blocks"], int] | list[str] | None = None
+    """Do not train `backbone`; or {blocks: N}, the first N blocks and the stem (-N: all but the last N); or the
+    parameters that a list of patterns names, such as [pooling.power, backbone.stem.*]."""
     arguments: dict[str, Any] = Field({})
     """Further arguments of timm.create_model, such as {img_size: 448} or {drop_path_rate: 0.1}."""
     layer_norm: bool = False

@@ -12,6 +12,8 @@ from pydantic import (
     PositiveInt,
     SerializerFunctionWrapHandler,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -77,7 +79,7 @@ class GroupSettings(Section):
     """Learning rate and weight decay of one part of the network."""
 
     factor: float = 1.0
-    """Factor on the learning rate of this part; 0 keeps the part unchanged."""
+    """Factor on the learning rate of this part."""
     weight_decay: float = 0.0
     """Weight decay of matrices and kernels; biases, scales and the pooling's power never decay."""
 
@@ -99,6 +101,14 @@ class OptimizerSection(Section):
     loss: GroupSettings = GroupSettings()
     """Learning rate and weight decay of the loss's own parameters, such as proxies."""
     chosen: Annotated[Any, Chosen("optimizer", otherwise="adam")] = "adam"
+
+    @field_validator("backbone", "pooling", "head")
+    @classmethod
+    def _moves(cls, settings: GroupSettings, info: ValidationInfo) -> GroupSettings:
+        if settings.factor == 0:
+            instead = "backbone" if info.field_name == "backbone" else f'["{info.field_name}.*"]'
+            raise ValueError(f"a factor of 0 would still compute gradients and moments; set model.freeze: {instead}")
+        return settings
 
     @model_validator(mode="before")
     @classmethod

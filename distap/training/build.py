@@ -22,6 +22,7 @@ from distap.evaluation.sets import open_set
 from distap.model.backbone import RandomWeights, TimmBackbone
 from distap.model.compiling import compile_backbone
 from distap.model.folding import fold_batchnorm
+from distap.model.freezing import freeze
 from distap.model.network import GivenNetwork, RetrievalNetwork, build_network
 from distap.model.trained import TrainedNetwork, read_checkpoint
 from distap.ranking.loss import Loss
@@ -177,6 +178,8 @@ def evaluations_of(
 def learner_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Learner:
     """Build the learner: the network, spread over ranks by the recipe's engine, with its optimiser."""
     optimizer = recipe.optimizer
+    if recipe.model.freeze is not None:
+        freeze(network, recipe.model.freeze)
     trained = {name.partition(".")[0] for name, one in network.named_parameters() if one.requires_grad}
     if optimizer.head_only and trained == {"backbone"}:
         raise DistapError(

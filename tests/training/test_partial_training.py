@@ -1,0 +1,180 @@
+"""Trainings of a part of the network: the gradient is that of the whole batch, and the rest costs nothing."""
+
+import pytest
+import torch
+from batches import TensorBatch
+from networks import noise
+from ranks import on_ranks
+from small_trainings import recipe, train
+from stores import found_checkpoint
+from torch.distributed.tensor import DTensor
+
+from distap.errors import DistapError
+from distap.model.freezing import freeze
+from distap.randomness import seed_for
+from distap.ranking.losses.smooth import SmoothAP
+from distap.ranking.rank import rank
+from distap.stages.micro_batches import MicroBatchSizes
+from distap.step import DROPOUT, ThreeStages
+from distap.trainer import Trainer
+from distap.training.build import learner_of, network_of
+from distap.training.learner import TrainingStep
+from distap.world import World
+
+IMAGES, SIZE, STEPS, RATE, DECAY = 10, 2, 2, 0.01, 0.8
+OF_TIMM = {"backbone": "test_vit", "weights": "random", "arguments": {"drop_path_rate": 0.2}}
+PARTS = {
+    "head": {"freeze": "backbone", "projection": 6},
+    "last blocks": {"freeze": {"blocks": -1}},
+    "patterns": {"freeze": ["backbone.blocks.*.attn.*", "backbone.patch_embed.*"]},
+}
+
+
+def settings_of(part, engine="ddp"):
+    layered = {} if "adapter" in PARTS[part] else {"layer_decay": 0.7}
+    optimizer = {"name": "adamw", "backbone": {"weight_decay": 0.1}, "eps": 1e-4} | layered
+    model = OF_TIMM | PARTS[part]
+    return recipe("run", ("none",), model=model, optimizer=optimizer, engine=engine, ema={"decay": DECAY})
+
+
+def learner(world, part, engine="ddp", dtype=torch.float64):
+    read = settings_of(part, engine)
+    network = network_of(read, world).to(dtype).train()
+    return learner_of(read, network, world)
+
+
+def batch():
+    return noise(IMAGES, 32), torch.arange(IMAGES) % 3
+
+
+def trained(world, part, engine="ddp", dtype=torch.float64, keep=0):
+    """State after two steps, names of what they saved of a graph's inputs, and the greatest replay drift."""
+    one = learner(world, part, engine, dtype)
+    step = TrainingStep(ThreeStages(one.replica, SmoothAP(tau=0.1), world, 0, MicroBatchSizes(SIZE, keep=keep)), one)
+    has_graph = []
+    for block in one.network.backbone.blocks:
+        block.register_forward_hook(lambda *given: has_graph.append(given[-1].requires_grad))
+    drift = max(step(TensorBatch(*batch(), world, n), learning_rate=RATE).replay_drift for n in range(STEPS))
+    state = {k: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for k, t in one.state_dict().items()}
+    again = learner(world, part, engine, dtype)
+    again.load_state_dict(state)
+    found = {k: (t.full_tensor() if isinstance(t, DTensor) else t) for k, t in again.state_dict().items()}
+    assert found.keys() == state.keys() and all(torch.equal(found[key], state[key]) for key in state)
+    return state, has_graph[: len(one.network.backbone.blocks) * (1 + IMAGES)], drift
+
+
+def by_autograd(part, ranks, dtype=torch.float64):
+    """The same steps over the whole batch at once, with random numbers drawn as the ranks draw them."""
+    one, (images, labels) = learner(World(), part, dtype=dtype), batch()
+    for number in range(STEPS):
+        descriptors = [None] * IMAGES
+        for first in range(ranks):
+            for slots in torch.arange(first, IMAGES, ranks).split(SIZE):
+                torch.manual_seed(seed_for(DROPOUT, 0, number, int(slots[0])))
+                for slot, row in zip(slots.tolist(), one.network(images[slots]), strict=True):
+                    descriptors[slot] = row
+        whole = torch.stack(descriptors)
+        whole.backward(rank(whole.detach(), labels, "smooth_ap", tau=0.1).gradient)
+        one.update(RATE)
+    return one.state_dict(), {name for name, p in one.network.named_parameters() if p.requires_grad}
+
+
+def on_each(world, part):
+    return [trained(world, part), trained(world, part, keep=2), trained(world, part, "fsdp")]
+
+
+def check(found, part, ranks, dtype=torch.float64, **exactness):
+    expected, learns = by_autograd(part, ranks, dtype)
+    before = learner(World(), part, dtype=dtype).network.state_dict()
+    for state, has_graph, drift in found:
+        assert drift <= (1e-12 if dtype == torch.float64 else 1e-5)
+        for key, tensor in expected.items():
+            torch.testing.assert_close(state[key], tensor, **exactness, msg=key)
+        moments = {key.removeprefix("optimizer.state.").rpartition(".")[0] for key in state if ".state." in key}
+        assert moments == {key.removeprefix("ema.") for key in state if key.startswith("ema.")} == learns
+        for key, tensor in before.items():
+            assert torch.equal(state[f"network.{key}"], tensor) == (key not in learns), key
+        assert part != "head" or not any(has_graph)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_trains_exactly_on_one_rank(part):
+    check([trained(World(), part), trained(World(), part, keep=3)], part, 1, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_trains_exactly_under_ddp_and_fsdp(part):
+    for found in on_ranks(2, on_each, part):
+        check(found, part, 2, rtol=1e-9, atol=1e-12)
+
+
+def under_zero(world, part):
+    return [trained(world, part, {"name": "deepspeed", "stage": stage}, torch.float32) for stage in (1, 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_trains_under_zero(part):
+    pytest.importorskip("deepspeed")
+    for found in on_ranks(2, under_zero, part):
+        check(found, part, 2, torch.float32, rtol=1e-3, atol=1e-5)
+
+
+def test_a_training_of_a_part_goes_on_as_if_it_had_not_stopped(tmp_path, training_shards):
+    changes = {"model": OF_TIMM | PARTS["last blocks"] | {"projection": 6}, "ema": {"decay": DECAY}, "steps": 3}
+    changes |= {"optimizer": {"layer_decay": 0.7, "head_only": 1}, "checkpoint": {"every": 1}, "data__image_size": 32}
+    train(World(), tmp_path / "whole", training_shards, **changes)
+    for stop in (2, 3):
+        trainer = Trainer(recipe(tmp_path / "parts", training_shards, **changes), World())
+        shares = trainer.images.shares
+        trainer.images.shares = lambda asked, shares=shares, stop=stop: shares(range(asked.start, stop))
+        trainer.train()
+    one, other = (found_checkpoint(tmp_path / run).tensors() for run in ("whole", "parts"))
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    assert not any(".state.backbone.blocks.0." in key for key in one)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"freeze": "backbone"}, "model.freeze leaves nothing to train; freeze less, or set model.projection"),
+        ({"freeze": {"blocks": 9}}, "model.freeze.blocks: 9, but VisionTransformer has 6 blocks"),
+        ({"freeze": ["backbone.block.*"]}, r"model.freeze: backbone.block.\* fits no parameter; they are backbone\."),
+        ({"freeze": "head"}, "model.freeze: 'head'"),
+        ({"freeze": {"block": 3}}, "model.freeze"),
+        (
+            {"freeze": {"blocks": 1}, "backbone": "plug_ins:TwoConvolutions", "arguments": {}},
+            "no network of timm, whose blocks",
+        ),
+    ],
+)
+def test_what_cannot_be_frozen_is_named(model, message):
+    with pytest.raises(DistapError, match=message):
+        read = recipe("run", ("none",), model=OF_TIMM | model)
+        learner_of(read, network_of(read, World()), World())
+
+
+def test_a_factor_of_0_names_the_key_to_use():
+    for part, instead in (("backbone", "backbone"), ("pooling", r'\["pooling\.\*"\]')):
+        with pytest.raises(DistapError, match=rf"optimizer\.{part}: .*set model\.freeze: {instead}"):
+            recipe("run", ("none",), optimizer={part: {"factor": 0}})
+    assert recipe("run", ("none",), optimizer={"loss": {"factor": 0}}).optimizer.loss.factor == 0
+
+
+@pytest.mark.parametrize(
+    ("backbone", "count", "first", "last"),
+    [
+        ("test_vit", 0, "patch_embed", "patch_embed"),
+        ("resnet10t", 3, "conv1", "layer3.0"),
+        ("resnet10t", -1, "conv1", "layer3.0"),
+        ("test_convnext", -1, "stem", "stages.2"),
+        ("tf_efficientnet_lite0", 16, "conv_stem", "blocks.6"),
+    ],
+)
+def test_the_first_blocks_are_those_of_timm(backbone, count, first, last):
+    network = network_of(recipe("run", ("none",), model={"backbone": backbone, "weights": "random"}), World())
+    freeze(network, {"blocks": count})
+    frozen = [name for name, one in network.backbone.named_parameters() if not one.requires_grad]
+    trained = [name for name, one in network.backbone.named_parameters() if one.requires_grad]
+    assert any(name.startswith(first) for name in frozen) and any(name.startswith(last) for name in frozen)
+    assert not any(name.startswith((first, last)) for name in trained) and trained
