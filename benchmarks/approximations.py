@@ -23,9 +23,9 @@ from distap.config.reading import load_recipe
 from distap.errors import DistapError
 from distap.model.network import RetrievalNetwork
 from distap.multistage import Multistage
-from distap.precision import computing_in
 from distap.ranking.loss import build_loss
 from distap.ranking.rank import rank
+from distap.stages.precision import computing_in
 from distap.stopwatch import Stopwatch
 from distap.telemetry.terminal import track
 from distap.training.build import images_of, network_of

@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from distap.config.recipe import PrecisionName
 from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob, ShareOfBatch
@@ -25,11 +26,11 @@ from distap.data.shards.packing import pack
 from distap.model.backbone import FileWeights, PackageWeights, RandomWeights, TimmBackbone, TimmWeights
 from distap.model.network import RetrievalNetwork, build_network
 from distap.model.pooling import GeMPooling
-from distap.precision import PrecisionName, autocast, computing_in
 from distap.ranking.loss import Loss
 from distap.stages.micro_batches import Batch, MicroBatchSizes, Rows, cut
+from distap.stages.precision import autocast, computing_in
 from distap.stages.replica import Replica
-from distap.step import ThreeStages
+from distap.stages.step import ThreeStages
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import parse_source
 from distap.training.learner import Learner, StepResult, TrainingStep

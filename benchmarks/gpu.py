@@ -33,6 +33,7 @@ from benchmarks.measuring import matrix_rate, memory_rate, relative_difference
 from benchmarks.photos import jpeg, packed, photo
 from benchmarks.ranking import dense_product
 from benchmarks.step import TWO_PASSES, StepBenchmark
+from distap.config.recipe import PrecisionName
 from distap.data.images.augmentation import CropFlipColour
 from distap.data.images.whole_images import Sizing
 from distap.data.loading.indexed import IndexedSource
@@ -41,7 +42,6 @@ from distap.data.pixel_settings import PixelSettings
 from distap.data.sampling.random import RandomSampling
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
-from distap.precision import PrecisionName
 from distap.ranking import compiling
 from distap.ranking.gather import gather
 from distap.ranking.loss import SizedLoss, build_loss
@@ -53,7 +53,7 @@ from distap.retrieval.figures import LANDMARKS, labelled_figures
 from distap.retrieval.nearest import installed_faiss, nearest
 from distap.retrieval.truth import ClassTruth, ListedTruth
 from distap.stages.micro_batches import MicroBatchSizes
-from distap.step import ThreeStages
+from distap.stages.step import ThreeStages
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import parse_source
 from distap.training.engines import DDPSettings, DeepSpeedSettings, FSDPSettings

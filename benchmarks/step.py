@@ -32,12 +32,13 @@ from benchmarks.measuring import (
     relative_difference,
 )
 from benchmarks.own_loops import CachedGradients, Contender, FullBatch, GradCachePackage, MultistageLoop, lines_of
+from distap.config.recipe import PrecisionName
 from distap.errors import DistapError
 from distap.model.compiling import compile_backbone
 from distap.model.folding import fold_batchnorm
 from distap.model.network import RetrievalNetwork
-from distap.precision import PrecisionName, autocast
 from distap.ranking.losses.quantized import QuantizedAP
+from distap.stages.precision import autocast
 from distap.stages.sizes import free_memory
 from distap.world import World
 

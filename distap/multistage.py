@@ -25,7 +25,7 @@ from distap.stages.fsdp import FSDPReplica
 from distap.stages.given_batch import GivenBatch, Outputs, are_alike, cut_along_rows, refuse_graphs, rows_of
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.replica import CallersReplica, ReplacedForward, refuse_unusable, set_batchnorm, world_of
-from distap.step import ThreeStages
+from distap.stages.step import ThreeStages
 from distap.world import World
 
 logger = logging.getLogger("distap")

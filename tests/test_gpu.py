@@ -13,8 +13,8 @@ from servers import free_ports
 from steps import learning, step_with
 from torch.nn.functional import normalize
 
-from distap.device_copies import DeviceCopies, ToHost
 from distap.evaluation.given_descriptors import evaluate
+from distap.ranking.device_copies import DeviceCopies, ToHost
 from distap.ranking.gather import gather
 from distap.ranking.loss import Budget, build_loss
 from distap.ranking.losses.quantized import QuantizedAP

@@ -20,7 +20,7 @@ from benchmarks.measuring import collectives_of
 from distap import MicroBatchSizes, Multistage
 from distap.errors import DistapError
 from distap.randomness import seed_for
-from distap.step import DROPOUT
+from distap.stages.step import DROPOUT
 from distap.world import World
 
 IMAGES, NEAR = 21, 1e-9

@@ -14,7 +14,7 @@ from distap.randomness import seed_for
 from distap.ranking.loss import Loss
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.micro_batches import MicroBatchSizes
-from distap.step import DROPOUT
+from distap.stages.step import DROPOUT
 from distap.world import World
 
 SEED, STEP, IMAGES = 3, 7, 21  # 21 images are uneven on 2 and on 4 ranks, and fill no micro-batch of 4

@@ -22,12 +22,12 @@ from distap.config.sections import (
     StopSection,
 )
 from distap.config.validation import Section
-from distap.precision import PrecisionName
 from distap.registry import Chosen, Part, name_of, sum_in_full
 
 LOADER_CHUNK = 16  # images that a worker hands over at once if micro-batches are `auto`
 
 
+PrecisionName = Literal["float32", "bf16", "fp16"]
 DeviceName = Literal["auto", "cuda", "cpu"]
 
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from distap.device_copies import ToHost, queued
+from distap.ranking.device_copies import ToHost, queued
 from distap.ranking.gathered import Gathered
 from distap.ranking.loss import Counter, full_precision, strips
 from distap.world import Arrival, World

@@ -32,7 +32,7 @@ from distap.stages.exactness import default_drift
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.replica import Replica, refuse_unusable
 from distap.stages.sizes import Fitting
-from distap.step import ThreeStages
+from distap.stages.step import ThreeStages
 from distap.stopwatch import Stopwatch
 from distap.training.learner import Learner, TrainingStep
 from distap.training.optimizer import parameter_groups

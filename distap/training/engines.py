@@ -9,8 +9,9 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from distap.precision import PrecisionName, computing_in
+from distap.config.recipe import PrecisionName
 from distap.stages.fsdp import FSDPReplica, make_contiguous, shard
+from distap.stages.precision import computing_in
 from distap.stages.replica import Replica
 from distap.training.learner import Learner
 from distap.world import World

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from distap.precision import PrecisionName
+from distap.config.recipe import PrecisionName
 from distap.ranking.rank import NothingToRankError
 from distap.stages.micro_batches import Batch
 from distap.stages.replica import Replica
-from distap.step import ThreeStages
+from distap.stages.step import ThreeStages
 
 NAN = float("nan")
 GROWS_AFTER = 2000  # finite steps in a row, as in torch's GradScaler

@@ -19,7 +19,7 @@ from distap.ranking.losses.smooth import SmoothAP
 from distap.ranking.rank import rank
 from distap.registry import REGISTRY
 from distap.stages.micro_batches import MicroBatchSizes
-from distap.step import DROPOUT
+from distap.stages.step import DROPOUT
 from distap.training.engines import DDPSettings, DeepSpeedSettings, FSDPSettings
 from distap.training.optimizer import TimmOptimizer
 

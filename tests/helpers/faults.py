@@ -22,7 +22,7 @@ from torch import Tensor
 
 from distap.checkpoint import writer
 from distap.stages.micro_batches import Batch
-from distap.step import Described, ThreeStages
+from distap.stages.step import Described, ThreeStages
 from distap.train import main
 from distap.trainer import Trainer
 from distap.training.learner import Learner, StepResult, TrainingStep

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from distap.ranking.loss import Loss
 from distap.stages.micro_batches import MicroBatchSizes
-from distap.step import ThreeStages
+from distap.stages.step import ThreeStages
 from distap.training.engines import DDPSettings
 from distap.training.learner import Learner, TrainingStep
 from distap.world import World

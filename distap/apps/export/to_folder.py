@@ -14,12 +14,12 @@ from distap.checkpoint.finding import opened_checkpoint
 from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
-from distap.library import DescriptorNetwork
 from distap.model.multiscale import required_size
 from distap.retrieval.whitening import load_whitening
 from distap.storage.atomic import refuse_foreign, replacing_folder
 from distap.telemetry.runlog import version_with_commit
 from distap.training.build import describing_of, trained_network
+from distap.training.descriptor_network import DescriptorNetwork
 from distap.training.run_state import BESIDE
 from distap.world import World
 

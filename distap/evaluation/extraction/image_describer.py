@@ -9,15 +9,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from distap.config.recipe import PrecisionName
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage
 from distap.data.images.whole_images import Sizing, batches_of_one_shape
 from distap.errors import DistapError
 from distap.model.multiscale import MultiScaleNetwork, required_size
 from distap.model.network import RetrievalNetwork, fingerprint
-from distap.precision import PrecisionName, autocast
 from distap.retrieval.descriptor_files import DescribedBy
 from distap.retrieval.whitening import Whitening
 from distap.stages.micro_batches import is_out_of_memory
+from distap.stages.precision import autocast
 
 BATCH_PIXELS = 64 * 224 * 224
 SAFE_SIDE = 64  # pixels of a side that no backbone reduces to nothing

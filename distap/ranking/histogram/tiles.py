@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from distap.device_copies import queued
+from distap.ranking.device_copies import queued
 from distap.ranking.loss import Budget, strips
 
 MOST_COLUMNS = 2**20  # of a tile: float32 sums over longer rows would lose digits

@@ -25,9 +25,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from distap.device_copies import copied, mover
 from distap.errors import DistapError
 from distap.randomness import seed_for
+from distap.ranking.device_copies import copied, mover
 from distap.ranking.gather import Gathering
 from distap.ranking.gathered import Gathered
 from distap.ranking.loss import Loss

@@ -2,30 +2,26 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-PrecisionName = Literal["float32", "bf16", "fp16"]
+import torch
+from torch import Tensor
 
 
-def autocast(precision: PrecisionName, device_type: str = "cpu") -> AbstractContextManager[None]:
+def autocast(precision: str, device_type: str = "cpu") -> AbstractContextManager[None]:
     """Enter a new region that computes convolutions and matrix products in this dtype; `float32` does nothing.
 
     Do not enter it twice: it caches casts of weights, which are stale after the next update.
     """
-    import torch  # here, so that recipes can be read without it
-
     # Without a dtype a float64 network stays float64.
     dtype = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     return torch.autocast(device_type, dtype, enabled=dtype is not None)
 
 
-def computing_in(precision: PrecisionName, network: Callable[[Any], "Tensor"]) -> Callable[[Any], "Tensor"]:
+def computing_in(precision: str, network: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
     """Return a function that describes images (n, 3, height, width) in this precision."""
 
-    def describe(images: "Tensor") -> "Tensor":
+    def describe(images: Tensor) -> Tensor:
         with autocast(precision, images.device.type):
             return network(images)
 
