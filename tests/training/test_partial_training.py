@@ -3,7 +3,6 @@
 import pytest
 import torch
 from batches import TensorBatch
-from distap.step import DROPOUT, ThreeStages
 from networks import noise
 from ranks import on_ranks
 from small_trainings import recipe, train
@@ -16,6 +15,7 @@ from distap.randomness import seed_for
 from distap.ranking.losses.smooth import SmoothAP
 from distap.ranking.rank import rank
 from distap.stages.micro_batches import MicroBatchSizes
+from distap.stages.step import DROPOUT, ThreeStages
 from distap.trainer import Trainer
 from distap.training.build import learner_of, network_of
 from distap.training.learner import TrainingStep
