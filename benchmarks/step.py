@@ -34,7 +34,6 @@ from benchmarks.measuring import (
 from benchmarks.own_loops import CachedGradients, Contender, FullBatch, GradCachePackage, MultistageLoop, lines_of
 from distap.config.recipe import PrecisionName
 from distap.errors import DistapError
-from distap.model.compiling import compile_backbone
 from distap.model.folding import fold_batchnorm
 from distap.model.network import RetrievalNetwork
 from distap.ranking.losses.quantized import QuantizedAP
@@ -241,12 +240,10 @@ def contenders_with_savings(task: Task, graph: float) -> tuple[dict[str, Contend
     keep, in_bf16 = graphs_kept(task, graph), replace(task, precision="bf16")
     settings: dict[str, tuple[Task, dict[str, Any]]] = {
         "folded": (task, {"change": fold_batchnorm}),
-        "compiled": (task, {"change": compile_backbone}),
         "folded, kept": (task, {"change": fold_batchnorm, "keep": keep}),
         "channels first": (task, {"change": _channels_first}),
         "activations checkpointed": (task, {"change": RetrievalNetwork.checkpoint_activations}),
         "in bf16": (in_bf16, {}),
-        "in bf16, compiled": (in_bf16, {"change": compile_backbone}),
     }
     found, omitted = dict[str, Contender](), dict[str, str]()
     for name, (own, how) in settings.items():

@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "distap"
 # Module, name in it, and what we need it for.
 NAMES = {
-    ("torch._dynamo", "config"): "how ranking and the backbone are compiled",
+    ("torch._dynamo", "config"): "how ranking is compiled",
     ("torch._subclasses.fake_tensor", "FakeTensorMode"): "the cost of a network without running it",
     ("torch.fx.experimental._config", ""): "sizes that ranking's compiled functions take as unknown",
     ("torch.nn.modules.batchnorm", "_BatchNorm"): "every kind of BatchNorm",

@@ -128,7 +128,6 @@ class Recipe(NetworkRecipe):
         keys = self.engine.keys if isinstance(self.engine, Part) else vars(self.engine)
         needs_whole = {
             "step.fold_batchnorm": self.step.fold_batchnorm,
-            "step.compile": self.step.compile,
             "ema": self.ema is not None,
         }
         for key, value in needs_whole.items():

@@ -65,10 +65,8 @@ class ReplaySection(Section):
 class StepSection(Section):
     """Settings of all three stages of a step."""
 
-    compile: bool = False
-    """Compile the backbone, for training and evaluation."""
     fold_batchnorm: bool = False
-    """Compute frozen BatchNorm in the convolution before it, if the compiler does not."""
+    """Compute frozen BatchNorm in the convolution before it."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, slower."""
     max_not_finite: PositiveInt = 5

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -74,8 +74,6 @@ class RetrievalNetwork(nn.Module):
         pooled = self.features * int(getattr(pooling, "widens", 1))
         self.dimensions = projection or pooled
         self.batchnorm, self.layer_norm = batchnorm, layer_norm
-        # Runs the backbone if it is set, see `compile_backbone`.
-        self.compiled: Callable[[nn.Module, Tensor], Tensor] | None = None
         self.memory_format = torch.channels_last  # of the pixels that the backbone gets
         self.backbone = backbone
         self.pooling = pooling
@@ -129,7 +127,7 @@ class RetrievalNetwork(nn.Module):
         """Return the input of the projection, float32 or wider."""
         # Channels last: convolutions are faster, on CPUs and on GPUs.
         pixels = (images.to(self.mean.dtype, memory_format=self.memory_format) - self.mean) / self.std
-        features = self.backbone(pixels) if self.compiled is None else self.compiled(self.backbone, pixels)
+        features = self.backbone(pixels)
         with in_full_precision(pixels.device):
             features = tree_map_only(Tensor, lambda one: one.to(self.mean.dtype), features)
             if isinstance(self.pooling, Native):

@@ -20,7 +20,6 @@ from distap.evaluation.extraction.extracting import Describing
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.sets import open_set
 from distap.model.backbone import RandomWeights, TimmBackbone
-from distap.model.compiling import compile_backbone
 from distap.model.folding import fold_batchnorm
 from distap.model.freezing import freeze
 from distap.model.network import GivenNetwork, RetrievalNetwork, build_network
@@ -193,7 +192,7 @@ def learner_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Learn
 
     if recipe.step.activation_checkpointing:
         network.checkpoint_activations()
-    if recipe.step.fold_batchnorm and not recipe.step.compile:  # the compiler would compute the folded weights slowly
+    if recipe.step.fold_batchnorm:
         fold_batchnorm(network)
     learner: Learner = recipe.engine.build(network, build, world, optimizer.clip_norm, recipe.precision)
     if recipe.ema is not None:
@@ -245,9 +244,6 @@ def step_of(
         replay = fitting_of(recipe, replica, world, batch).replay_size()
     if keep == "auto" and not replica.keeps_graphs:
         logger.warning("replay.keep is auto, but this engine can hold only one graph at a time: none is kept")
-    if recipe.step.compile:
-        assert isinstance(replica.network, RetrievalNetwork)
-        compile_backbone(replica.network)
     stages = ThreeStages(
         replica,
         loss,

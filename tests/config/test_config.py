@@ -108,9 +108,8 @@ def test_a_wrong_key_or_value_is_named_with_what_was_expected(recipe, override, 
 
 
 def test_what_an_engine_cannot_do_is_refused_with_the_reason(recipe):
-    for key in ("step.fold_batchnorm", "step.compile"):
-        with pytest.raises(DistapError, match=rf"{key} needs all parameters on every rank, but stage 3 of deepspeed"):
-            load_recipe(recipe, ["engine={name: deepspeed, stage: 3}", f"{key}=true"])
+    with pytest.raises(DistapError, match=r"step.fold_batchnorm needs all parameters on every rank, but stage 3"):
+        load_recipe(recipe, ["engine={name: deepspeed, stage: 3}", "step.fold_batchnorm=true"])
     load_recipe(recipe, ["engine={name: deepspeed, stage: 2}", "step.fold_batchnorm=true"])
 
 
