@@ -1,7 +1,7 @@
 """Learn, apply, save and load a whitening: subtract a mean, project, scale to length 1.
 
-Principal components are scaled by a power of their variance. The covariance is accumulated in float64 over blocks of
-a memory map.
+PCA scales the principal components by a power of their variance. Discriminative whitening (Lw) shrinks the
+directions in which images of a class differ. Covariances are accumulated in float64 over blocks of a memory map.
 """
 
 import hashlib
@@ -117,6 +117,22 @@ def learn_pca(descriptors: DescriptorSet, dimensions: int | None = None) -> Whit
     return Whitening(mean, projection, descriptors.data, descriptors.described_by)
 
 
+def learn_discriminative(descriptors: DescriptorSet, dimensions: int | None = None) -> Whitening:
+    """Learn discriminative whitening Lw (Radenović et al. 2018): matching images differ equally in all directions.
+
+    The projection is the inverse square root of the covariance of the differences of matching images, followed by
+    the principal components of the descriptors so whitened. An image matches all others of its class, with the same
+    weight in all, so that large classes do not drown the others.
+    """
+    mean, covariance = _mean_and_covariance(descriptors)
+    within = _covariance_within(descriptors)
+    variances, directions = _principal_directions(within, f"images of a class of {descriptors.data}")
+    shrinking = directions / np.sqrt(variances)[:, None]
+    _, rotation = _principal_directions(shrinking @ covariance @ shrinking.T, descriptors.data)
+    projection = _first(rotation @ shrinking, dimensions, descriptors)
+    return Whitening(mean, projection, descriptors.data, descriptors.described_by)
+
+
 def _first(projection: NDArray[Any], dimensions: int | None, descriptors: DescriptorSet) -> NDArray[Any]:
     found, among = projection.shape
     if dimensions is not None and not 1 <= dimensions <= found:
@@ -143,6 +159,27 @@ def _mean_and_covariance(descriptors: DescriptorSet) -> tuple[Float64[np.ndarray
         block -= mean
         covariance += block.T @ block
     return mean, covariance / total
+
+
+def _covariance_within(descriptors: DescriptorSet) -> Covariance:
+    """Return the mean over images i of the mean over others j of its class of (x_i - x_j)(x_i - x_j)ᵀ.
+
+    Over a class of n images, the sum over i is 2 n / (n - 1) times the scatter around the mean of the class.
+    """
+    values, names = descriptors.descriptors, descriptors.classes
+    _, classes, count = np.unique(names, return_inverse=True, return_counts=True)
+    matches = (count[classes] > 1) & (names != "")
+    if not matches.any():
+        raise DistapError(f"{descriptors.data}: no class has two images to learn from; use --kind pca")
+    means, covariance = np.zeros((len(count), values.shape[1])), np.zeros((values.shape[1],) * 2)
+    for some, block in row_blocks(values, np.float64):
+        np.add.at(means, classes[some], block / count[classes[some], None])
+    for some, block in row_blocks(values, np.float64):
+        own = classes[some]
+        block -= means[own]
+        weight = np.where(matches[some], 2 * count[own] / np.maximum(count[own] - 1, 1), 0)
+        covariance += (block * weight[:, None]).T @ block
+    return covariance / matches.sum()
 
 
 def _principal_directions(

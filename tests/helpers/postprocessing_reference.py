@@ -41,6 +41,18 @@ def pca_projection(values, power):
     return np.array([direction / variance**power for direction, variance in zip(directions, variances, strict=True)])
 
 
+def lw_projection(values, classes):
+    """eig(C_S^-1/2 C C_S^-1/2) C_S^-1/2 with the symmetric root, over each image and every other of its class."""
+    values, classes = values.astype(np.float64), list(classes)
+    pairs = [(i, j) for i, a in enumerate(classes) for j, b in enumerate(classes) if i != j and a == b != ""]
+    weights = [1 / (classes.count(classes[i]) - 1) for i, _ in pairs]
+    outer = [np.outer(values[i] - values[j], values[i] - values[j]) for i, j in pairs]
+    variances, directions = eigenvectors(np.average(outer, axis=0, weights=weights))
+    root = sum(np.outer(d, d) / np.sqrt(v) for d, v in zip(directions, variances, strict=True))
+    _, rotation = eigenvectors(root @ np.cov(values.T, bias=True) @ root)
+    return rotation @ root
+
+
 def expanded(queries, gallery, neighbours, power, exclude_self):
     result = []
     for number, query in enumerate(queries.astype(np.float64)):

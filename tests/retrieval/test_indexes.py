@@ -14,7 +14,7 @@ from distap.retrieval.descriptor_files import write_descriptors
 from distap.retrieval.index_files import read_index, write_index
 from distap.retrieval.indexing import KINDS, build_index, measure_recall
 from distap.retrieval.nearest import nearest
-from distap.retrieval.whitening import learn_pca, load_whitening
+from distap.retrieval.whitening import learn_discriminative, learn_pca, load_whitening
 
 # Named kinds and factory strings with search parameters; `quick` keeps packed codes, which cannot be reconstructed.
 SMALL = {
@@ -272,6 +272,9 @@ def test_the_commands_build_indexes_and_learn_whitenings(tmp_path, gallery):
     assert run("whiten", tmp_path / "d", "--dimensions", 5).exit_code == 0
     whitening = load_whitening(tmp_path / "d" / "whitening.safetensors")
     assert whitening.fingerprint == learn_pca(gallery, dimensions=5).fingerprint
+    assert run("whiten", tmp_path / "d", "--kind", "lw").exit_code == 0
+    whitening = load_whitening(tmp_path / "d" / "whitening.safetensors")
+    assert whitening.fingerprint == learn_discriminative(gallery).fingerprint
 
 
 @pytest.mark.parametrize(

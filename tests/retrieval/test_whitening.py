@@ -2,11 +2,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from postprocessing_reference import clustered, described, pca_projection, unit
+from postprocessing_reference import clustered, described, lw_projection, pca_projection, unit
 from safetensors.numpy import load, save
 
 from distap.errors import DistapError
-from distap.retrieval.whitening import learn_pca, load_whitening, save_whitening
+from distap.retrieval.whitening import learn_discriminative, learn_pca, load_whitening, save_whitening
 
 
 @pytest.fixture
@@ -21,6 +21,18 @@ def test_pca_is_the_formula_of_the_paper(small_blocks):
     np.testing.assert_allclose(whitening.projection, expected, atol=1e-9)
     whitened = unit((images.descriptors - images.descriptors.mean(axis=0)) @ expected.T)
     np.testing.assert_allclose(whitening.apply(images.descriptors), whitened, atol=1e-9)
+
+
+def test_discriminative_whitening_is_the_formula_over_all_images_of_a_class(small_blocks):
+    images = clustered(90, 7, 12, dtype=np.float64)
+    classes = np.where(np.arange(90) < 5, "", images.classes)  # those without a class match nothing, nor does `alone`
+    classes[7] = "alone"
+    found = learn_discriminative(replace(images, classes=classes)).projection
+    expected = lw_projection(images.descriptors, classes)
+    signs = np.sign((found * expected).sum(axis=1, keepdims=True))  # a direction's is free, and changes no similarity
+    np.testing.assert_allclose(found, signs * expected, atol=1e-9)
+    with pytest.raises(DistapError, match="no class has two images"):
+        learn_discriminative(described(images.descriptors))
 
 
 def test_fewer_dimensions_are_the_first_of_all():
