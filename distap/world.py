@@ -12,7 +12,7 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,17 +26,14 @@ from torch.distributed import PrefixStore
 
 from distap.errors import DistapError
 from distap.processes.forks import die_with_parent
-from distap.processes.roll_call import join, warn_of_loopback
+from distap.processes.meeting import join, warn_of_loopback
 from distap.processes.watchdog import Watchdog
 
 # The process group waits this much longer than the watchdog, which can say which rank is missing.
 LATER_SECONDS = 15.0
-# Open files: two process groups connect every rank to every other one, and rank 0 serves the store besides.
-OF_GROUPS, OF_STORE, OF_REST = 2, 2, 100
 CPU = torch.device("cpu")
 DRIVER = Path("/proc/driver/nvidia/version")
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of <malloc.h>
-LENT_BYTES = 2**20  # a server returns allocations above this to the system as soon as they are freed
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of <malloc.h>
 
 
 @dataclass(frozen=True)
@@ -59,8 +56,7 @@ class World:
         """Enclose a collective of all ranks; a CollectiveError then names the missing rank."""
         if self.watchdog is None:
             return nullcontext()
-        channel = "" if self.group is None else self.group.group_name
-        return self.watchdog.collective(name, channel, self.device)
+        return self.watchdog.collective(name, self.device)
 
     def slots(self, total: int) -> range:
         """Return this rank's slots of a global batch of `total` images."""
@@ -183,14 +179,6 @@ class Arrival:
         return by_rank.transpose(0, 1).reshape(self.received.shape)
 
 
-def lone_world() -> World:
-    """Return a world of one rank for a long-running process that handles large tensors, such as a server."""
-    world = World(device=device_of(0))
-    if world.device.type == "cpu":
-        _mallopt({M_MMAP_THRESHOLD: LENT_BYTES})
-    return world
-
-
 @contextmanager
 def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator[World]:
     """Join the ranks that torchrun's environment describes, and leave at the end; without torchrun, be alone.
@@ -208,10 +196,12 @@ def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator
     except (KeyError, ValueError) as error:
         raise DistapError(f"RANK is set, but the environment of torchrun is incomplete: {error}") from error
     device = device_of(local_rank, wanted)
-    if device.type == "cpu":
+    if device.type == "cpu" and sys.platform == "linux":
         # glibc would return the memory of every large tensor to the system, which fills it with zeros before the next
         # tensor can have it: about 4% of a step that keeps its graphs.
-        _mallopt({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1})
+        if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+            for name, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1)):
+                mallopt(name, value)
     if is_alone:
         yield World(device=device)
         return
@@ -219,7 +209,9 @@ def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator
         die_with_parent()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    _allow_open_files(rank, size)
+    # Two process groups connect every rank to every other one, and rank 0 serves the store besides.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     party = join(rank, size, timeout_seconds)
     if device.type == "cpu":
         warn_of_loopback(party.members)
@@ -244,19 +236,6 @@ def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator
         if dist.is_initialized():
             dist.destroy_process_group()
         watchdog.stop(problem)
-
-
-def _allow_open_files(rank: int, ranks: int) -> None:
-    """Raise this process's limit of open files to what the ranks need; raise a DistapError if forbidden."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = (OF_GROUPS + OF_STORE * (rank == 0)) * ranks + OF_REST
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise DistapError(
-            f"rank {rank} of {ranks:,} needs about {needed:,} open files, nearly all of them connections to other "
-            f"ranks, but this process may have {hard:,} at most: raise the limit (ulimit -Hn)"
-        )
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _padded(rows: Tensor, length: int) -> Tensor:
@@ -288,10 +267,3 @@ def without_gpu() -> str:
     found = re.search(r"\d+(\.\d+)+", DRIVER.read_text()) if DRIVER.is_file() else None
     driver = f"driver {found[0]}" if found else "no driver"
     return f"torch {torch.__version__}, built {built}, sees no GPU on this host, which has {driver}"
-
-
-def _mallopt(settings: Mapping[int, int]) -> None:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        for name, value in settings.items():
-            mallopt(name, value)

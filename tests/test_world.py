@@ -1,6 +1,4 @@
 import socket
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -112,17 +110,3 @@ def test_no_thread_outlives_the_world(monkeypatch):
         assert world.size == 1
         assert {"distap-beat", "distap-judge"} <= threads()
     assert threads() == before
-
-
-def open_files(program):
-    """What a program prints that uses `_allow_open_files` where 200 files may be open, or 400 if it asks."""
-    limited = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 400)); "
-    program = limited + "from distap.world import _allow_open_files as allow; " + program
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-
-
-def test_the_limit_of_open_files_is_raised_to_what_the_ranks_connections_need():
-    assert open_files("allow(1, 8); print(resource.getrlimit(7))").stdout == "(200, 400)\n"
-    assert open_files("allow(1, 100); print(resource.getrlimit(7))").stdout == "(300, 400)\n"
-    refused = open_files("allow(0, 500)")
-    assert "rank 0 of 500 needs about 2,100 open files" in refused.stderr and "400 at most" in refused.stderr

@@ -8,7 +8,6 @@ from contextlib import suppress
 from functools import partial
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from tempfile import NamedTemporaryFile, gettempdir
 from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import quote
 
@@ -24,7 +23,7 @@ from distap.storage.traffic import Meter, Traffic
 LARGEST_WHOLE = 2**31 - 1  # bytes of a file that is read by one request
 REQUEST_BYTES = 8 * 2**20  # bytes of one request when a whole file is read
 PART = 64 * 2**20  # bytes of a large file that are sent within a time-out
-LARGE_FILE = 16 * 2**20  # bytes of a file that is mapped, a remote one from a temporary copy
+LARGE_FILE = 16 * 2**20  # bytes of a file on disk that is mapped
 
 
 class About(NamedTuple):
@@ -98,15 +97,8 @@ class Storage:
         return data
 
     def mapped(self, name: str) -> bytes | mmap:
-        """Return a whole file: a large one as a map of a temporary copy, which lasts as long as the map."""
-        if self.about(name).size < LARGE_FILE:
-            return self.read_whole(name)
-        try:
-            with NamedTemporaryFile() as copy:
-                self.download(name, Path(copy.name))
-                return _map(Path(copy.name))
-        except OSError as error:
-            raise DistapError(f"{self.where(name)}: cannot be copied to {gettempdir()}: {error.strerror}") from error
+        """Return a whole file, a large one on disk as a map of it."""
+        return self.read_whole(name)
 
     def open(self, name: str) -> BinaryIO:
         """Open a file of any size. Each block is one `read`, which can be retried."""

@@ -151,7 +151,7 @@ def test_columns_of_any_type_shape_and_range_are_refused_or_sound(changes):
         ({"label": np.array([0, 1])}, "columns of unequal length: .*label 2"),
         ({"label": np.array([0, 1, 1], dtype=np.int32)}, "column label: of type int32, expected int64"),
         ({"key": np.array([b"a", b"b", b"c"])}, r"column key: of type \|S1, expected str"),
-        ({"label": None}, "column label: missing"),
+        ({"label": None}, "column label: .*no item named"),
         ({"version": np.array(7)}, "version 7 of the index, expected 4"),
         ({"shard_size": np.array([-5, SHARD])}, "negative size"),
         ({"shard_sha256": np.array(["0" * 64, "../../../etc/passwd"])}, "no SHA-256"),

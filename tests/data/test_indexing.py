@@ -408,19 +408,3 @@ def test_the_columns_of_a_large_index_are_views_of_its_mapped_file(shards, monke
     replace(written, label=written.label[::-1]).save(shards)
     assert load_index(shards).label.tolist() == labels[::-1]
     assert index.label.tolist() == labels  # of whoever has it open
-
-
-@pytest.mark.parametrize("writable", [True, False])
-def test_a_large_remote_index_is_mapped_from_a_temporary_copy(shards, monkeypatch, tmp_path, writable):
-    monkeypatch.setattr(files, "LARGE_FILE", 1)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    index_shards(str(shards / "{000000..000002}.tar"))
-    with web_server(shards) as server:
-        source = f"{server.url}/{{000000..000002}}.tar"
-        if writable:
-            (tmp_path / "temporary").mkdir()
-            assert isinstance(mapped_by(load_index(source).key), mmap.mmap)
-            assert not list((tmp_path / "temporary").iterdir())
-        else:
-            with pytest.raises(DistapError, match=r"index\.npz: cannot be copied to .*temporary: No such file"):
-                load_index(source)

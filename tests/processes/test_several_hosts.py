@@ -6,7 +6,7 @@ from launching import launcher, started
 from servers import free_ports
 
 from distap.errors import FINISHED, RESTART
-from distap.processes.roll_call import RankProcess, warn_of_loopback
+from distap.processes.meeting import RankProcess, warn_of_loopback
 
 
 def test_a_host_that_waits_for_another_can_be_stopped(tmp_path):

@@ -9,7 +9,7 @@ from distap.apps.search import open_searcher, open_thumbnails
 from distap.apps.serve.limits import ServeSettings
 from distap.errors import DistapError
 from distap.telemetry.terminal import console, set_up_logging
-from distap.world import lone_world
+from distap.world import World, device_of
 
 try:
     import python_multipart  # noqa: F401 - FastAPI needs it for forms, and would only notice at the first one
@@ -32,7 +32,7 @@ def serve(
     best: bool,
 ) -> None:
     """Answer requests until SIGTERM or SIGINT; `open_searcher` and `open_thumbnails` explain the arguments."""
-    world = lone_world()
+    world = World(device=device_of(0))
     with listening(settings) as listener:  # before all that takes long, since the port may be taken
         set_up_logging(world.rank)
         # A client's mistakes are counted in the metrics; a line for each would let anyone fill the log.

@@ -5,7 +5,7 @@ from datetime import timedelta
 from torch.distributed import HashStore
 
 from distap.errors import FAILED, MISTAKE, DistapError
-from distap.processes.roll_call import Party, RankProcess
+from distap.processes.meeting import Party, RankProcess
 from distap.processes.watchdog import Watchdog
 
 
@@ -42,13 +42,12 @@ def test_no_rank_reads_the_heartbeats_of_others_while_all_go_on():
                 pass
     for one in watched:
         one.stop()
-    assert set(store.requests) == {"set", "check"}
+    assert set(store.requests) == {"set", "check", "add"}
 
 
 def test_the_farewell_of_a_mistake_tells_the_others_not_to_start_again():
     for error, status in ((DistapError("no such data"), MISTAKE), (KeyError("a fault"), FAILED)):
         store = CountingStore()
-        store.set("beat/0", "{}")
         watchdog(store, 1, 2).stop(error)
         told = json.loads(store.get("beat/1"))
         assert told["status"] == status and told["left"].startswith(type(error).__name__)
