@@ -25,7 +25,7 @@ FAILED = 1
 MISTAKE = 2
 RESTART = 75
 CAUSES = "too high a learning rate, or damaged weights"  # of numbers that are not finite, and of a collapse
-# What a value must be, by the beginning of the type of pydantic's error.
+# Expected values, by the beginning of the type of pydantic's error.
 WANTED = {
     **{"int": "a whole number", "float": "a number", "bool": "true or false"},
     **{"string_type": "text", "path": "a path"},
@@ -47,7 +47,7 @@ class DistapError(Exception):
 class CollectiveError(DistapError):
     """Raised when ranks can no longer work together: one is lost, hangs or never came, or the network is broken.
 
-    It is nobody's mistake, so starting again may help.
+    Nobody made a mistake, so starting again may help.
     """
 
     status = FAILED
@@ -74,7 +74,7 @@ def problem_of(error: Mapping[str, Any], keys: Sequence[str]) -> str:
 
 
 def merged(problems: Iterable[str]) -> list[str]:
-    """Join what the members of a union say of one value: `size: 'a': must be a number or 'auto'`."""
+    """Join pydantic's messages about one value of a union type: `size: 'a': must be a number or 'auto'`."""
     found: dict[str, str] = {}
     for told in problems:
         start, _, wanted = told.partition(": must be ")

@@ -122,7 +122,7 @@ def main() -> None:
     with suppress(OSError):  # such as a pipe that nobody reads any more
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
-    os._exit(status)  # the end of Python would take torch's modules apart for a second
+    os._exit(status)  # Python's end would spend a second on taking torch's modules apart
 
 
 if __name__ == "__main__":

@@ -210,7 +210,7 @@ class Part:
     keys: Mapping[str, Any]
 
     def build(self) -> Any:
-        """Import the class and build the object; raise a ValidationError for a key, a ValueError for the name."""
+        """Import the class and build the object; raise ValidationError for a wrong key, ValueError for the name."""
         if self.name == GIVEN:
             raise ValueError(
                 f"an object in Python, {self.keys.get('of')}, was here; distap.train(...) takes it again"
@@ -235,7 +235,7 @@ class Chosen:
     """Annotate a field that a recipe chooses by name: `loss: Annotated[Any, Chosen("loss")] = "ap_q"`.
 
     A recipe gives a name, or a mapping of `name` and keys. The field then holds a `Part`, so that a typo elsewhere is
-    told before any class is imported; `distap.config.reading` builds all parts when all else is right.
+    reported before any class is imported; `distap.config.reading` builds all parts when all else is right.
     """
 
     kind: str  # a key of REGISTRY

@@ -51,7 +51,7 @@ ALWAYS_TOLERATED = 10  # damaged images, since a share of a small first batch sa
 
 @contextmanager
 def trained(recipe: Recipe) -> Iterator[int]:
-    """Train on this process's rank, alone or as one of torchrun's ranks; yield what `train` returns.
+    """Train on this process's rank, alone or as one of torchrun's ranks; yield the exit status.
 
     Inside the `with` block the ranks are still joined.
     """
@@ -66,7 +66,7 @@ def trained(recipe: Recipe) -> Iterator[int]:
 
 
 class Trainer:
-    """A training of a recipe on one rank; every rank makes one.
+    """The training of a recipe, seen from one rank; every rank makes a Trainer.
 
     Args:
         endpoint: answers HTTP requests about this rank; a new one answers nothing until it is served.

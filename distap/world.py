@@ -116,7 +116,7 @@ class World:
         return received[: len(self.slots(len(rows)))]
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Overwrite `tensor` with rank 0's and return it."""
+        """Overwrite `tensor` with the tensor of rank 0, and return it."""
         if self.size > 1:
             with self.collective("broadcast"):
                 dist.broadcast(tensor, group=self.group, group_src=0)
@@ -142,13 +142,12 @@ class World:
         return self.maximum(0.0 if holds else 1.0) == 0.0
 
     def barrier(self) -> None:
-        """Wait for every rank."""
         if self.size > 1:
             with self.collective("barrier"):
                 dist.barrier(group=self.group)
 
     def _share(self, total: int) -> int:
-        """Return the greatest number of slots on any rank."""
+        """Return the greatest number of slots that any rank has."""
         return -(-total // self.size)
 
 
@@ -183,7 +182,7 @@ class Arrival:
 def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator[World]:
     """Join the ranks that torchrun's environment describes, and leave at the end; without torchrun, be alone.
 
-    All ranks have `timeout_seconds` to join, and for each collective. Each takes a device that is `wanted`.
+    All ranks have `timeout_seconds` to join, and for each collective. Each rank takes the device that is `wanted`.
 
     Raises:
         CollectiveError: a rank is missing or lost, or the network is broken, also while the caller uses the world.

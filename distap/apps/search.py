@@ -107,7 +107,7 @@ def open_searcher(
     Args:
         checkpoint: a run folder or one of its checkpoints, or the URL of either; None allows searches by key alone.
         best: take a run folder's best checkpoint instead of its newest.
-        max_pixels: by how the gallery was described, the pixels (width times height) above which images are refused.
+        max_pixels: returns, given how the gallery was described, the most pixels that a query image may have.
     """
     opened = read_index(index)
     maker = opened.described_by
@@ -147,7 +147,7 @@ def open_thumbnails(
 
 
 def queries_from(texts: Sequence[str], index: SearchIndex) -> list[Query]:
-    """Return the queries that texts stand for: `key:NAME`, image files, folders of images, or keys of the index."""
+    """Parse texts into queries: `key:NAME`, image files, folders of images, or keys of the index."""
     return [query for text in texts for query in _queries(text, index)]
 
 

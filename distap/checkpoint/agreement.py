@@ -12,7 +12,7 @@ from distap.world import World
 
 POLL_SECONDS = 0.2
 T = TypeVar("T")
-# What all ranks raise, the gravest first: the gravest failure of any rank decides.
+# Errors that all ranks raise, the gravest first: the gravest failure of any rank decides.
 _KINDS = (RuntimeError, DistapError, UnreachableError, DamagedCheckpointError)
 
 
@@ -47,7 +47,7 @@ def on_all(world: World, work: Callable[[], Any], mine: bool = True) -> list[Any
 
 
 def first_on_rank_0(world: World, build: Callable[[], T]) -> T:
-    """Build on rank 0 first, then on the others: one rank reports a mistake, one asks for a download."""
+    """Call `build` on rank 0 first, then on the other ranks, so that errors and downloads happen only once."""
     built: list[T] = []
     on_all(world, lambda: built.append(build()), mine=world.rank == 0)
     return built[0] if built else build()

@@ -43,7 +43,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Number of steps done."""
+        """Number of training steps that were done when the checkpoint was written."""
         return self.manifest.step
 
     def state(self, *names: str) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class Checkpoints:
         return parse_manifest(data, self.where(name))
 
     def best(self) -> tuple[float, str] | tuple[None, None]:
-        """Return the highest validation mAP of the undamaged checkpoints and the newest one that has it."""
+        """Return the best validation mAP among undamaged checkpoints, and the newest checkpoint with it."""
         scores = []
         for name in self.names():
             with suppress(DamagedCheckpointError):
@@ -104,7 +104,7 @@ class Checkpoints:
         return max(scores) if scores else (None, None)
 
     def begin(self, step: int) -> str:
-        """Remove the rest of interrupted or failed writing, and return the name of a new checkpoint."""
+        """Remove what interrupted or failed writes left, and return the name of a new checkpoint."""
         listed = self._listed()
         for name, files in listed.items():
             if MANIFEST_FILE not in files:
@@ -114,7 +114,7 @@ class Checkpoints:
 
     @contextmanager
     def place(self, name: str, spool: Path) -> Iterator[Path]:
-        """Yield the folder to write a checkpoint's files into: its own on disk, a temporary one for a store."""
+        """Yield a folder to write a checkpoint into: its final one on disk, or a temporary one to upload."""
         if self.is_on_disk:
             make_folder(self.path(name))
             yield self.path(name)
@@ -124,7 +124,7 @@ class Checkpoints:
             yield Path(temporary)
 
     def send(self, name: str, folder: Path, files: Iterable[str]) -> None:
-        """Upload files written into a `place`; on disk, do nothing, since they are in their place."""
+        """Upload a checkpoint's files from the folder of `place`; do nothing for checkpoints on disk."""
         for file in [] if self.is_on_disk else files:
             self.storage.upload(f"{self.folder}/{name}/{file}", folder / file)
 
@@ -140,9 +140,9 @@ class Checkpoints:
         self.storage.write(f"{self.folder}/{name}/{MANIFEST_FILE}", manifest.text().encode())
 
     def remove_old(self, newest: str, keep: int) -> None:
-        """Remove checkpoints that are neither among the `keep` up to `newest`, nor the best.
+        """Remove old checkpoints: all up to `newest` but the best one and the last `keep`.
 
-        Checkpoints of later steps stay: the run went back behind them, which only a person can judge.
+        Checkpoints of later steps stay: only a person can judge why the run went back behind them.
         """
         best = self.best()[1]
         past = [name for name in self.names() if name[:STEP] <= newest[:STEP]]

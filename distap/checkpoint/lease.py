@@ -34,7 +34,7 @@ logger = logging.getLogger("distap")
 
 
 class Lease:
-    """The lease of one training, on rank 0; `places` are its run folder and its store, by the recipe's keys."""
+    """Lock a run against other trainings, on rank 0. `places` holds its folder and its store, by recipe key."""
 
     def __init__(self, places: Mapping[str, Storage]) -> None:
         self._places = places
@@ -64,7 +64,7 @@ class Lease:
         return str(self._own["training"])
 
     def require_seen(self, training: str) -> None:
-        """Raise a DistapError unless checkpoints of this rank go where rank 0 has taken the lease of this name."""
+        """Raise a DistapError unless this rank finds, where it writes checkpoints, the lease that rank 0 took."""
         key, place = list(self._places.items())[-1]
         if (_read(place) or {}).get("training") != training:
             raise DistapError(f"{key}: {place.base}: not the place of rank 0: all hosts need the same one")

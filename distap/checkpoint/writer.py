@@ -100,7 +100,7 @@ class CheckpointWriter:
         return before
 
     def poll(self) -> Written | None:
-        """Return the outcome of the last checkpoint as soon as it is known, and only once."""
+        """Return the outcome of the last checkpoint once, when its writing has ended; otherwise None."""
         if self._writing is None or not self._writing.done():
             return None
         written, self._writing = self._writing.result(), None

@@ -25,20 +25,22 @@ SHOWN = 5  # classes that are named
 data = App(help="Convert, pack, index, check and count images.")
 
 SOURCE = Annotated[str, typer.Argument(help="Folder, glob or brace pattern of WebDataset shards, or a URL of them.")]
-INDEX = Annotated[Path | None, typer.Option("--index", help="File of the index.", show_default="next to the shards")]
+INDEX = Annotated[
+    Path | None, typer.Option("--index", help="Index file of the shards.", show_default="next to the shards")
+]
 WORKERS = Annotated[int, typer.Option(help="Number of worker processes.", min=1, show_default="one for each core")]
 CORES = usable_cores()
 IMAGES_PER_SHARD = Annotated[int, typer.Option(help="Maximum number of images in a shard.", min=1)]
-NESTED = "Take the class in folders of folders from the top folder, the leaf, leaves of one name merged, or the path."
+NESTED = "Name classes in nested folders by the top folder, the innermost (leaf), equal leaves merged, or the path."
 SPLIT = "Pack this share of the classes into OUTPUT/validation, and the others into OUTPUT/train."
-COLUMNS = "Names of a list's columns, such as label=sku,query=is_query; of path, label, group, split, query, gallery."
+COLUMNS = "Names of the CSV's or Parquet file's columns for path, label, group, split, query, gallery: label=sku,..."
 LEFT_OUT = Annotated[
     Path | None,
     typer.Option(
         help="CSV file to write with every file that is left out, and the reason.", show_default="only counted"
     ),
 ]
-ORDER = "Shuffle the images with this seed. Streamed reading needs mixed classes; indexed reading does not."
+ORDER = "Shuffle the images with this seed. Training needs it only if data.reading is streamed."
 SHUFFLE = Annotated[int | None, typer.Option(help=ORDER, min=0, show_default="as listed, class by class")]
 NAMES = (
     "sop, cub, cars-196, inaturalist, vehicleid, inshop, landmarks-clean, sfm-120k, gldv2, roxford5k, rparis6k, "
@@ -49,24 +51,24 @@ NAMES = (
 @data.command("convert")
 def convert_command(
     name: Annotated[str, typer.Argument(help=f"Data set: {NAMES}.")],
-    source: Annotated[Path, typer.Argument(help="Folder of the files that you downloaded.")],
-    output: Annotated[Path, typer.Argument(help="Folder to write one folder per split into.")],
+    source: Annotated[Path, typer.Argument(help="Folder with the downloaded files of the data set.")],
+    output: Annotated[Path, typer.Argument(help="Folder to write the shards to, with a sub-folder per split.")],
     split: Annotated[
         list[str] | None,
         typer.Option(help="Split to convert. Repeat the option for several.", show_default="the usual ones"),
     ] = None,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Stop with an error if listed images are not there.")
+        bool, typer.Option("--strict", help="Stop with an error if listed images are missing.")
     ] = False,
     images_per_shard: IMAGES_PER_SHARD = 1000,
     shuffle: SHUFFLE = None,
     left_out: LEFT_OUT = None,
     workers: WORKERS = CORES,
 ) -> None:
-    """Pack a data set of the papers into shards, OUTPUT/SPLIT, from the files as their authors distribute them.
+    """Convert a published benchmark data set, as downloaded from its authors, into shards in OUTPUT/SPLIT.
 
     docs/guides/data-sets.md tells which files to download, where to put them, and their licences. Listed images that
-    are not there are counted.
+    are missing are counted.
     """
     from distap.data.converters.converting import DATASETS, convert
     from distap.registry import suggestion
@@ -171,7 +173,7 @@ def stats_command(
     path: INDEX = None,
     as_json: JSON = False,
 ) -> None:
-    """Count images, classes, images a class, bytes, and the files that are left out."""
+    """Count the images, classes, images per class, bytes and left-out files of a data set."""
     from distap.data.shards.load_index import load_index
     from distap.data.shards.statistics import statistics
 

@@ -135,7 +135,7 @@ def index_command(
     """Build a Faiss index over extracted descriptors, and measure its recall against exact search.
 
     Recall@10 counts an image as found if it is as near as the tenth exact result. The index belongs to the network
-    that described its images. With --json: `output`, `images`, `dimensions`, `name`, `recall` `at` so many, `bytes`,
+    that described its images. With --json: `output`, `images`, `dimensions`, `name`, `recall`, `at` (its k), `bytes`,
     `milliseconds` per query, `queries`, `build_seconds`, `factory` and `search`.
     """
     from distap.retrieval.descriptor_files import read_descriptors

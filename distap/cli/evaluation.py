@@ -16,17 +16,17 @@ DATA = (
     "Data set, as PATH or NAME=PATH: shards, or a folder of `distap data convert` with a ground truth. Repeat the "
     "option for several."
 )
-GALLERY = "Shards that the images of each data set retrieve."
+GALLERY = "Shards to search in; the images of each data set are the queries."
 TRUTH = "JSON file that says for each query which images are right; see the guide on retrieval."
-DRAWS = "Draw an image of each class as the gallery of the others, this many times; figures are means."
+DRAWS = "Draw a gallery of one image per class this many times, query the others, and average the figures."
 QUERY_EXPANSION = "Move each query towards its neighbours, weighted by similarity to this power; 0 weighs all alike."
 DATABASE_AUGMENTATION = "Move each gallery image towards its neighbours, weighted by similarity to this power."
-RERANK_NEIGHBOURS = "Number of neighbours used by --rerank, about as many as a class has images."
-RECIPE = "Recipe of the network to evaluate as it is before training."
+RERANK_NEIGHBOURS = "Number of neighbours used by --rerank; take about the number of images per class."
+RECIPE = "Recipe (a YAML file or a name of `distap recipes`) whose network to evaluate before training."
 NEIGHBOURS = "Number of neighbours used by --query-expansion and --database-augmentation."
-KEPT = "Folder to store descriptors in, and to reuse them from."
+KEPT = "Folder to store descriptors in, and to read them from in later evaluations."
 FIGURES = "Figures to compute, such as mAP@R,R@1,R@20,mAP@1000,mP@5/min. Each has its definition in the guide."
-OUTPUT = "Folder to write results.json to, and each set's result.json, queries and neighbours."
+OUTPUT = "Folder to write results.json to, and for each data set result.json, queries and neighbours."
 
 
 def eval_command(
@@ -49,7 +49,7 @@ def eval_command(
     neighbours: Annotated[int, options.refinement(help=NEIGHBOURS, min=1)] = 10,
     rerank: Annotated[
         Literal["k-reciprocal"] | None,
-        options.refinement(help="Re-rank the first images of each query with this method."),
+        options.refinement(help="Re-rank each query's first results with this method."),
     ] = None,
     rerank_neighbours: Annotated[int, options.refinement(help=RERANK_NEIGHBOURS, min=1)] = 20,
     descriptors: Annotated[Path | None, options.output(help=KEPT)] = None,
@@ -63,8 +63,8 @@ def eval_command(
     that `distap data convert` wrote for Revisited Oxford or Paris, or for Google Landmarks v2, is evaluated by its
     ground truth. Give a recipe to evaluate the network that training starts from, or --checkpoint for a trained one,
     whose recipe KEY=VALUE changes: evaluation.max_side=1024 takes whole images. To use several ranks, run
-    `torchrun [...] -m distap.cli eval`. With --json: `network`, `sizing` and `scales`, and in `sets` by name the
-    figures of each refinement (`plain` without), of which 1 is all.
+    `torchrun [...] -m distap.cli eval`. With --json: `network`, `sizing` and `scales`, and in `sets`, by name, the
+    figures from 0 to 1 of each refinement (`plain` is none).
     """
     from distap.checkpoint.agreement import first_on_rank_0
     from distap.config.reading import load_recipe

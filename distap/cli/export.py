@@ -20,7 +20,7 @@ def export_command(
     format: Annotated[list[str] | None, typer.Option(help=FORMAT, show_default="all installed")] = None,
     whitening: WHITENING = None,
     dynamic_size: Annotated[
-        bool, typer.Option("--dynamic-size", help="Let the program take images of any size.")
+        bool, typer.Option("--dynamic-size", help="Let exported programs take images of any size.")
     ] = False,
 ) -> None:
     """Write a network for programs without distap: from uint8 pixels to descriptors, with a model card.

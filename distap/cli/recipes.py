@@ -11,7 +11,7 @@ from distap.errors import DistapError
 
 INPUT_SIZE = "Width and height of the network's input, pixels."
 RECIPE_HEAD = ("paper", "data", "expected")  # of the comment that each of distap's recipes begins with
-IMAGES = "Folder with a sub-folder for each class, shards, or a folder with `train` and `test` of either."
+IMAGES = "Folder with a sub-folder per class, shards, or a folder whose `train` and `test` are one of these."
 
 
 def init_command(
@@ -57,10 +57,10 @@ def init_command(
 def recipes_command(
     name: Annotated[
         str | None,
-        typer.Argument(help="Recipe to print.", show_default="list them all"),
+        typer.Argument(help="Name of the recipe to print.", show_default="list them all"),
     ] = None,
 ) -> None:
-    """List the recipes of the papers, or print one.
+    """List the recipes that come with distap, or print one.
 
     `distap train NAME key=value` trains one by its name; `distap recipes NAME > mine.yaml` makes it yours to change.
     """

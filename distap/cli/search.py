@@ -20,9 +20,7 @@ QUERIES = "Image files, folders of images, or keys of the index (key:NAME if a f
 PAGE = "HTML file to write the results to, with pictures."
 IMAGES = Annotated[
     str | None,
-    typer.Option(
-        help="Data set to show pictures from, the one that was indexed.", show_default="where it was indexed"
-    ),
+    typer.Option(help="Data set that was indexed, to show pictures from.", show_default="where it was indexed"),
 ]
 
 
@@ -37,10 +35,10 @@ def search_command(
     output: Annotated[Path | None, typer.Option(help=PAGE, show_default=False)] = None,
     as_json: JSON = False,
 ) -> None:
-    """Find the images of an index that are most similar to images or to images of the index itself.
+    """Find the most similar images in an index, for image files or for images of the index itself.
 
     An image that is searched for by its key needs no --checkpoint, and is not among its own hits. Files that cannot
-    be used are named, and make the exit status 1. With --json, a list: `query`, and `hits` of it, each with `rank`
+    be used are named, and the exit status is then 1. With --json, a list: `query`, and `hits` of it, each with `rank`
     from 1, `key`, `class` and `similarity`; or the `problem` of a file that cannot be used.
     """
     from distap.apps.search import open_searcher, open_thumbnails, queries_from, write_search_page

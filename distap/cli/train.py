@@ -108,7 +108,7 @@ def report_command(
 ) -> None:
     """Write a page about a run: curves, times, figures, neighbours, hardest queries.
 
-    With --json: `report`, the page; and `summary`, as in summary.json: figures `before` and `after` (1 is all),
+    With --json: `report`, the page; and `summary`, as in summary.json: figures `before` and `after` (0 to 1),
     `train_seconds` and `outside_network_share`.
     """
     from distap.pages.following import follow_run

@@ -20,11 +20,11 @@ class ImagesSection(Section):
     validation: Shards | None = None
     """Shards to evaluate on; null evaluates nothing."""
     validation_index: Path | None = None
-    """Index of the validation shards; null takes the one next to them."""
+    """Index file of the validation shards; null takes the one next to the shards."""
     gallery: Shards | None = None
-    """Shards that the images of data.validation retrieve; null lets these images retrieve each other."""
+    """Shards to search in for the images of data.validation; null lets these images retrieve each other."""
     gallery_draws: NonNegativeInt = 0
-    """Draw an image of each class of data.validation as the gallery of the others, this many times."""
+    """Draw a gallery of one image per class of data.validation this many times, and query the others."""
     remote: RemoteSettings = RemoteSettings()
     """Retries and time-outs of remote reads, and of checkpoint.store."""
     image_size: PositiveInt = 224
@@ -47,17 +47,17 @@ class DataSection(ImagesSection):
     train: Shards
     """Shards to train on: a folder, a pattern or a URL."""
     train_index: Path | None = None
-    """Index of the training shards; null takes the one next to them."""
+    """Index file of the training shards; null takes the one next to the shards."""
     reading: Annotated[Any, Chosen("source")] = "indexed"
     """Read image by image (`indexed`), or shard by shard with weaker promises (`streamed`)."""
     unseen_classes: bool = True
     """Refuse a validation set that shares a class with training."""
     augmentation: Annotated[Any, Chosen("augmentation", otherwise="crop_flip_colour")] = "crop_flip_colour"
-    """How to crop and vary training images at random."""
+    """Augmentation: crop and vary training images at random."""
     prefetch: PositiveInt = 4
     """Number of micro-batches that each worker reads ahead."""
     pixels: PixelSettings = PixelSettings()
-    """Where pixels wait between describe and replay."""
+    """Place where a rank keeps pixels between describe and replay."""
     max_damaged: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Stop when more than this share of images is damaged (10 are always tolerated)."""
 
@@ -73,7 +73,7 @@ class DataSection(ImagesSection):
 
 
 class SizedSection(Section):
-    """How evaluation scales and crops images; by default it crops the largest square."""
+    """Keys by which evaluation scales and crops images; by default it crops the largest square."""
 
     resize: PositiveInt | tuple[PositiveInt, PositiveInt] | None = None
     """Scale the shorter side to this many pixels, or all to [height, width], before cropping; null crops the largest
@@ -93,7 +93,7 @@ class SizedSection(Section):
         return self
 
     def sizing(self, image_size: int) -> str:
-        """Return the sizing as text of `distap.data.images.whole_images.Sizing`; `image_size` is data.image_size."""
+        """Return these keys as text for `distap.data.images.whole_images.Sizing`; `image_size` is data.image_size."""
         if self.original or self.max_side is not None:
             return "original" if self.original else f"side {self.max_side}"
         resize = "x".join(map(str, self.resize)) if isinstance(self.resize, tuple) else self.resize
@@ -119,16 +119,16 @@ class EvaluatedSet(SizedSection):
     data: str
     """Shards, or a folder with a ground truth that `distap data convert` wrote."""
     gallery: str | None = None
-    """Shards that the images retrieve; null lets them retrieve each other."""
+    """Shards to search in for the images of `data`; null lets these images retrieve each other."""
     gallery_draws: NonNegativeInt = 0
-    """Draw an image of each class as the gallery of the others, this many times."""
+    """Draw a gallery of one image per class this many times, query the others, and average the figures."""
     distractors: tuple[str, ...] = ()
     """Shards to add to the gallery of a data set with a ground truth."""
     scales: Scales | None = None
     """Describe each image at these scales; null takes evaluation.scales."""
 
     def within(self, evaluation: DescribingSection) -> DescribingSection:
-        """Return how to describe the images of this set: its own keys over those of `evaluation`."""
+        """Return the keys for describing this set: those set here, and the others from `evaluation`."""
         says = self.original or any((self.resize, self.crop, self.max_side))
         own = self.model_dump(include=set(SizedSection.model_fields)) if says else {}
         return evaluation.model_copy(update=own | ({} if self.scales is None else {"scales": self.scales}))

@@ -45,7 +45,7 @@ def parsed_yaml(text: str, where: str, comments: bool = True) -> Any:
 
 
 def line_of(text: str, keys: Sequence[str]) -> int:
-    """Return the line, from 1, on which nested keys stand, or as many of them as there are; 0 for none."""
+    """Return the line, from 1, of the innermost of these nested keys that the text has; 0 if it has none."""
     node, line = yaml.compose(text, _Loader), 0
     for key in keys:
         pairs = node.value if isinstance(node, yaml.MappingNode) else ()

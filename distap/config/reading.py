@@ -18,7 +18,7 @@ from distap.storage.texts import MOST_TEXT, read_text
 
 RECIPES = Path(__file__).parents[1] / "recipes"  # those of distap, each a YAML file
 UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument", "unknown_key")  # two of pydantic, and ours
-# Where keys stand that are often looked for elsewhere.
+# Right places of keys that users often write elsewhere.
 PLACES = {
     "lr": "optimizer.learning_rate",
     "warmup": "schedule.warmup",
@@ -103,7 +103,7 @@ def recorded_recipe(
 
     Args:
         source: what a DistapError about a wrong value names.
-        folder: that relative paths in it were relative to; None takes them as they are.
+        folder: resolves relative paths in the record; None keeps them as they are.
         overrides: changes, such as `data.image_size=320`.
     """
     kept: dict[str, Any] = {"model": {**settings["model"], "weights": "random"}}

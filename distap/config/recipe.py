@@ -53,14 +53,14 @@ class Recipe(NetworkRecipe):
     device: DeviceName = "auto"
     """Train on cuda or cpu; auto takes GPUs where torch sees them, else the CPU."""
     engine: Annotated[Any, Chosen("engine", otherwise="ddp")] = "ddp"
-    """How ranks share the network."""
+    """Engine by which ranks share the network: a copy on each rank, or shards."""
     precision: PrecisionName = "float32"
     """Precision of the network's computations; parameters stay float32."""
     timeout_seconds: PositiveFloat = 600
     """Time limit of each communication between ranks, seconds."""
     data: DataSection
     sampling: Annotated[Any, Chosen("sampling", otherwise="random")] = "random"
-    """How to draw the images of a global batch."""
+    """Sampling that draws the images of each global batch."""
     loss: Annotated[Any, Chosen("loss", otherwise="ap_q")] = "ap_q"
     """Ranking loss; a sum is written as {sup_ap: 0.5, calibration: 0.5}."""
     memory: MemorySection = MemorySection()
@@ -70,7 +70,7 @@ class Recipe(NetworkRecipe):
     step: StepSection = StepSection()
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     schedule: Annotated[Any, Chosen("schedule", otherwise="linear")] = "linear"
-    """How the learning rate changes over the steps."""
+    """Schedule of the learning rate over the steps."""
     ema: AverageSection | None = None
     checkpoint: CheckpointSection = CheckpointSection()
     stop: StopSection = StopSection()

@@ -13,7 +13,7 @@ Unit = Literal["steps", "epochs"]  # an epoch is as many images as there are to 
 
 
 class Section(BaseModel):
-    """Refuse unknown keys and changes. Defaults are validated too, since a default may be a name to look up."""
+    """A section of a recipe: refuse unknown keys and later changes. Validate defaults too, which may be names."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 

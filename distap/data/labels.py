@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# What pandas, R, Excel and people write where there is no label.
+# Texts that pandas, R, Excel and people write for a missing label.
 NO_CLASS = frozenset({"", "-1", "nan", "-nan", "none", "null", "na", "n/a", "#n/a", "<na>", "nat"})
 _WHOLE = re.compile(r"(0|-?[1-9][0-9]*)(?:\.0*)?")
 

@@ -44,7 +44,7 @@ class Classes:
         return self._order[self._ends[label] : self._ends[label + 1]]
 
     def nth(self, labels: NDArray[np.int64], places: NDArray[np.int64]) -> Samples:
-        """Return the samples at `places` of classes, by number; both arrays and the result have one shape."""
+        """Return the sample at a place within a class, for arrays of classes (`labels`) and `places`."""
         return self._order[self._ends[labels] + places]
 
     def available(self, labels: NDArray[np.int64], images: int) -> int:
@@ -120,7 +120,7 @@ def in_turn(
     *key: int,
     of: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Return (sum of takes,) the next elements of m sets that take turns, set by set.
+    """Return the next `takes` elements of m sets, whose elements take turns in random orders; (sum of takes,).
 
     Each set goes through its elements 0 .. count - 1 in one random order after the other. Any `longest` in a row are
     different, also across the seam of two rounds: of those that begin a round, the ones that ended the round before

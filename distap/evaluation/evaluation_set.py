@@ -1,7 +1,7 @@
 """A data set to evaluate on: queries, gallery, the truth of each query, and figures.
 
-What is right is told by classes, or by a ground truth. The queries retrieve each other, another gallery as in
-In-Shop, or a gallery that is drawn from their own images as in VehicleID.
+Classes or a ground truth say which gallery images are right for a query. The queries retrieve each other, another
+gallery as in In-Shop, or a gallery that is drawn from their own images as in VehicleID.
 """
 
 import logging
@@ -55,7 +55,7 @@ class EvaluationSet:
         return self.queries, *self.gallery
 
     def names(self, images: ImageSet) -> NDArray[np.str_]:
-        """Return the names by which the truth knows images: `distap data convert` makes each a class of its own."""
+        """Return the names of images in the ground truth: their class names in a set of `distap data convert`."""
         return images.classes if self.truth is not None and self.truth.query is not None else images.keys
 
     def describe(self, describing: Describing) -> "DescribedSet":

@@ -1,6 +1,6 @@
-"""Read a truth: the gallery images that each query must retrieve, and those that do not count.
+"""Read a ground truth: the gallery images that each query must retrieve, and those that do not count.
 
-It is a JSON file, written by hand or by `distap data convert`. All but `queries` and their names may be left out:
+A ground truth is a JSON file, written by hand or by `distap data convert`. Only `queries` and their names are needed:
 
     {"figures": ["mAP", "R@1"],
      "queries": [{"name": "a.jpg", "positives": ["b.jpg", "c.jpg"], "grades": [2, 1], "junk": ["d.jpg"],
@@ -34,7 +34,7 @@ SIDES: tuple[tuple[int, Literal["left", "right"]], ...] = ((-1, "left"), (1, "ri
 
 
 class TrueQuery(BaseModel, extra="forbid", frozen=True):
-    """What is known of one query."""
+    """A query, with the images that are right for it and those that do not count."""
 
     name: Name
     positives: tuple[Name, ...] = ()
@@ -47,7 +47,7 @@ class TrueQuery(BaseModel, extra="forbid", frozen=True):
 
 
 class GroundTruth(BaseModel, extra="forbid", frozen=True):
-    """The truth of a set of queries."""
+    """The ground truth of a set of queries."""
 
     queries: Annotated[tuple[TrueQuery, ...], Field(min_length=1)]
     figures: Annotated[tuple[str, ...], Field(min_length=1)] = labelled_figures()
@@ -60,10 +60,10 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
     gallery: tuple[str, ...] = ()  # folders of the gallery's shards
 
     def boxes(self, queries: ImageSet, names: Sequence[str]) -> dict[int, Box]:
-        """Return the box to describe of each query with one, in whole pixels, by image number.
+        """Return the part to describe of each query that has a box, in whole pixels, by image number.
 
         Raises:
-            DistapError: a query is not among the images, or its box is none.
+            DistapError: a query is not among the images, or its box is empty.
         """
         number = {name: place for place, name in enumerate(names)}
         absent = [str(query.name) for query in self.queries if query.name not in number]
@@ -86,7 +86,7 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
         is_of_itself: bool = False,
         lost: Collection[Name] = (),
     ) -> ListedTruth:
-        """Return the truth of some queries for a gallery of images with these names; of equal ones, take the first.
+        """Return the truth of some queries for a gallery of images by name; if a name repeats, take the first.
 
         Args:
             is_of_itself: a query that has the name of a gallery's image is that image, and leaves itself out.
@@ -166,7 +166,7 @@ def within(
 
 
 def read_truth(path: Path) -> GroundTruth:
-    """Read a truth, or raise a DistapError that names the file and the key."""
+    """Read a ground truth from a file, or raise a DistapError that names the file and the key."""
     try:
         truth = parsed_truth(read_json(path), str(path))
     except OSError as error:
@@ -180,7 +180,7 @@ def read_truth(path: Path) -> GroundTruth:
 
 
 def parsed_truth(truth: Mapping[str, Any], where: str) -> GroundTruth:
-    """Check a truth that is given as a mapping of the file's keys; `where` names it in messages."""
+    """Check a ground truth given as a mapping with the keys of its file; `where` names it in messages."""
     try:
         found = GroundTruth.model_validate(truth)
     except ValidationError as error:

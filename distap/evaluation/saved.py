@@ -1,4 +1,4 @@
-"""Save an evaluation to a folder; read its figures and hits without network or images."""
+"""Save an evaluation to a folder, and read its figures and hits back without network or images."""
 
 import io
 import math
@@ -84,7 +84,7 @@ class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
         write_whole(path, self.model_copy(update=about).model_dump_json(indent=1) + "\n")
 
     def retrieved(self) -> Retrieved | None:
-        """Read the hits of each image; None for a protocol that keeps none."""
+        """Read the hits of each image; return None for a protocol that keeps none."""
         if self.protocol not in (LABELLED, QUERIED) or self.folder is None:
             return self.hits
         path = self.folder / RETRIEVED_FILE

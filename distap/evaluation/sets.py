@@ -38,14 +38,14 @@ def open_set(
     max_pixels: int = MAX_PIXELS,
     remote: RemoteSettings | None = None,
 ) -> EvaluationSet:
-    """Open a folder of `distap data convert` with a ground truth, or shards with classes.
+    """Open a data set to evaluate on: shards with classes, or a converted folder with a ground truth.
 
     Args:
         name: name of the set in results; None takes the last part of `where`.
         distractors: shards to add to a gallery with a ground truth.
-        gallery: shards with classes whose images the others retrieve; None for all others of their own shards.
+        gallery: shards with classes to search in; None searches all other images of the set itself.
         truth: file that says for each query what is right, see `distap.evaluation.ground_truth`.
-        gallery_draws: draw an image of each class as the gallery of the others this many times; 0 does not.
+        gallery_draws: draw a gallery of one image per class this many times, and query the others; 0 draws none.
         at: values k of R@k and mP@k, for sets without a ground truth.
         figures: names of the figures to compute instead, see `distap.retrieval.figures`.
         max_pixels, remote: see `open_images`.
@@ -124,7 +124,7 @@ def refuse_seen_classes(train: Index, validation: ImageSet) -> None:
 def open_named_sets(
     texts: Sequence[str | Source], distractors: Sequence[str] = (), **settings: Any
 ) -> dict[str, EvaluationSet]:
-    """Open data sets given as PATH, NAME=PATH or a source, by name; see `open_set` for `settings`."""
+    """Open data sets to evaluate on, each given as PATH, NAME=PATH or a Source; return them by name."""
     sets: dict[str, EvaluationSet] = {}
     for text in texts:
         named = None if isinstance(text, Source) else NAMED.fullmatch(text)

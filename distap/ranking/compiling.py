@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# From about this many pairs a rank, what compiling costs once (some ten seconds) is saved within a hundred steps.
+# From about this many pairs per rank, what compiling costs once (some ten seconds) is saved within a hundred steps.
 PAYS_FROM_PAIRS = 2**22
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ Function = Callable[..., Any]
 
 @functools.cache
 def compiled(function: Function) -> Function:
-    """Return a function of tensors and numbers compiled by torch.compile, or unchanged if that fails."""
+    """Compile a function of tensors and numbers with torch.compile, or return it unchanged if that fails."""
     chosen = torch.compile(function, dynamic=True)
     seen: set[tuple[Any, ...]] = set()  # arguments that need no new graph
     logger.info("ranking: %s is compiled", function.__name__)

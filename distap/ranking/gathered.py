@@ -35,7 +35,7 @@ class Gathered:
 
     @property
     def seed(self) -> int:
-        """Return the seed of what a loss draws, the same on every rank."""
+        """Return the seed for random numbers of a loss, the same on every rank."""
         return seed_for(LOSS, *self.key, int(self.labels.sum()) & (2**63 - 1))
 
     @property
@@ -56,13 +56,13 @@ class Gathered:
 
     @property
     def local(self) -> Bool[Tensor, " slots_of_rank"]:
-        """Return which of this rank's slots take part."""
+        """Return which of this rank's slots take part in the ranking."""
         return self.taking_part[self.world.rank :: self.world.size]
 
     @cached_property
     def class_sizes(self) -> Int64[Tensor, "N L"]:
         """Return the number of gallery images in each image's class, at each level."""
-        # Of the gallery, not of the batch: a remembered image makes a lone one of the batch a query.
+        # Count in the gallery, not in the batch: a remembered image makes a lone one of the batch a query.
         return torch.stack([_sizes(column) for column in self.gallery_levels.unbind(1)], dim=1)
 
     def query_weights(
@@ -79,7 +79,7 @@ class Gathered:
         return weight / weight.sum()
 
     def share(self, rows: Float[Tensor, "b *K"]) -> Float[Tensor, "B *K"]:
-        """Return every rank's rows, in the order of `descriptors`."""
+        """Gather the rows of all ranks, in the order of `descriptors`."""
         return self.world.gather_rows(self.spread(rows), len(self.taking_part))[self.taking_part]
 
     def spread(self, rows: Float[Tensor, "b *K"], fill: float = 0.0) -> Float[Tensor, "slots_of_rank *K"]:
@@ -99,6 +99,6 @@ class Gathered:
 
 
 def _sizes(labels: Int64[Tensor, " N"]) -> Int64[Tensor, " N"]:
-    """Return how often each label occurs among them."""
+    """Return how often each of the labels occurs."""
     _, classes, counts = torch.unique(labels, return_inverse=True, return_counts=True)
     return counts[classes]

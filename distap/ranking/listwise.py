@@ -96,7 +96,7 @@ class ListwiseLoss(nn.Module):
 
 
 class KnownGradient(torch.autograd.Function):
-    """Give a loss known gradients by tensors; `only_once` refuses a second backward pass."""
+    """Return a loss to autograd with gradients computed before; `only_once` refuses a second backward pass."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: Gradients, only_once: bool, *_: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ TENSORS_A_PAIR = 8  # values, in the dtype of the descriptors, that are alive at
 
 @dataclass(frozen=True)
 class Budget:
-    """Memory for ranking next to the descriptors: half for tiles, half to keep between two passes."""
+    """Memory for ranking in addition to the descriptors: half for tiles, half to keep between two passes."""
 
     device: torch.device  # of the descriptors
     memory_bytes: int | None = None  # None takes 1 GiB on a CPU and a quarter of the free memory on a GPU
@@ -39,7 +39,7 @@ class Budget:
     def pairs(self, itemsize: int, tiles: int = 1) -> int:
         """Return the number of pairs in a tile, for descriptors with `itemsize` bytes per value.
 
-        On a CPU, a block that does not stay in its cache takes so many `tiles`.
+        On a CPU, multiply them by `tiles` if a block does not stay in the cache.
         """
         tile_pairs = GPU_TILE_PAIRS if self.device.type == "cuda" else CPU_TILE_PAIRS * tiles
         return max(1, min(tile_pairs, self.half // (TENSORS_A_PAIR * itemsize)))
@@ -73,7 +73,7 @@ class Counter(Protocol):
     seen: int  # images that were added
 
     def add(self, descriptors: Tensor, labels: Tensor, is_own: Tensor) -> None:
-        """Add the next images of the gallery: (n, C), and on the CPU (n,) labels and (n,) bool, this rank's own."""
+        """Add the gallery's next descriptors, (n, C); on the CPU, labels (n,) and whether images are own (n,)."""
         ...
 
     def value_and_gradient(self, gathered: Gathered) -> LossValue:

@@ -44,7 +44,7 @@ def reading(path: Path, command: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DescribedBy:
-    """How images were turned into descriptors; only descriptors made in the same way can be compared."""
+    """A record of how images were turned into descriptors; only those made in the same way can be compared."""
 
     network: str  # hash of its tensors
     sizing: str  # how images were resized, such as `crop 224`, `side 1024` or `original`
@@ -92,7 +92,7 @@ class DescriptorSet:
 
 
 def write_descriptors(folder: Path, descriptors: DescriptorSet) -> None:
-    """Write a folder for `read_descriptors`; see `write_described`."""
+    """Write descriptors to a folder for `read_descriptors`; see `write_described`."""
     write_described(folder, descriptors, {DESCRIPTORS_FILE: _array(descriptors.descriptors)})
 
 
@@ -141,7 +141,7 @@ def write_described(
 def read_described(
     folder: Path, name: str, command: str, remedy: str
 ) -> tuple[dict[str, Any], DescribedBy, Texts, Texts, tuple[int, int]]:
-    """Read the record of a folder of `write_described`, its keys (N,) and classes (N,), and its N and C.
+    """Read a folder of `write_described`: its record, keys (N,) and classes (N,), and the shape N and C.
 
     Args:
         name: another file that must be there, and intact.
@@ -170,7 +170,7 @@ def read_described(
 
 
 def read_descriptors(folder: Path) -> DescriptorSet:
-    """Read a folder of `write_descriptors`, with descriptors as a memory map; see `read_described`."""
+    """Read a folder of `write_descriptors`, the descriptors as a memory map; see `read_described` for errors."""
     about, described_by, keys, classes, shape = read_described(
         folder, DESCRIPTORS_FILE, "distap extract", "extract again"
     )

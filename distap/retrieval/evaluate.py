@@ -43,7 +43,7 @@ class Evaluated:
         return {group: int(self.values[name].isnan().sum()) for group, name in self.leading.items()}
 
     def summary(self) -> dict[str, float]:
-        """Return means over the queries, over those of each part, and over the parts, from 0 to 1; NaN of nothing."""
+        """Return mean figures, 0 to 1, over all queries, over each part, and over the parts; NaN without queries."""
         found = {
             f"{part} {name}".strip(): float(values[chosen].nanmean())
             for part, chosen in self.in_part.items()

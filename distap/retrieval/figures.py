@@ -83,7 +83,7 @@ class Ranked:
 
     @property
     def levels(self) -> Bool[Tensor, "L q P"]:
-        """Which positives have relevance 1, 2 ... L."""
+        """Masks of the positives that have relevance 1, 2 ... L."""
         grades = self.ranks.clamp(max=1) if self.grades is None else self.grades.masked_fill(self.ranks == 0, 0)
         return torch.stack([grades == level for level in range(1, int(grades.max()) + 1)])
 

@@ -34,10 +34,10 @@ TIE = 1e-6  # absolute or relative difference of similarities that float32 sums 
 
 
 def ivf_pq(images: int, dimensions: int) -> tuple[str, str]:
-    """Return the smallest index: product-quantised codes (Jégou et al. 2011) in lists; a search reads the nearest.
+    """Return the settings of the smallest index: product-quantised codes (Jégou et al. 2011) in inverted lists.
 
-    About 4 √N lists with at least 39 descriptors each, of which a sixteenth is read, at least 8. A code has one part
-    for every two dimensions, at most 256, of 8 bits, or fewer if there are under 1,024 descriptors.
+    About 4 √N lists have at least 39 descriptors each; a search reads a sixteenth of them, at least 8. A code has one
+    part for every two dimensions, at most 256, of 8 bits, or fewer if there are under 1,024 descriptors.
     """
     lists = 2 ** int(math.log2(max(min(4 * math.sqrt(images), images / 39), 1)))
     parts = max(part for part in range(1, max(min(dimensions // 2, 256), 1) + 1) if dimensions % part == 0)

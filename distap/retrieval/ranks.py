@@ -39,7 +39,7 @@ Ties = Literal["against", "for"]  # the query: positives rank after or before th
 
 @dataclass(eq=False)
 class Block:
-    """Some queries that are ranked together, and what was found out about them so far."""
+    """A block of queries that are ranked together, with their results so far."""
 
     rows: Int64[Tensor, " q"]  # numbers of the queries
     queries: Float[Tensor, "q C"]
@@ -53,7 +53,7 @@ class Block:
     nearest: tuple[Float[Tensor, "q k"], Int64[Tensor, "q k"]] = field(init=False)  # similarities and rows
 
     def set_bounds(self, gallery: Tensor | NDArray[Any], ties: Ties) -> None:
-        """Compute the similarities of the positives, less or plus the tie width."""
+        """Compute the bound that negatives before a positive reach: its similarity, less or plus the tie width."""
         positives, queries = self.tables.positives, self.queries
         columns, place = positives.unique(return_inverse=True)  # classes are in order, so most are shared
         self.before = torch.zeros_like(positives)
@@ -78,7 +78,7 @@ class Block:
         self.bounds[positives == NONE] = torch.inf
 
     def prepare(self, similarities: Float[Tensor, "q n"], span: range) -> None:
-        """Put the rows of the head first, and the ignored ones last, in a tile of similarities to rows of `span`."""
+        """Make head rows rank first, and ignored rows last, in a tile of similarities to the rows of `span`."""
         query, place = _inside(self.head, span)
         first = FIRST * (self.head.shape[1] - place).to(similarities.dtype)
         similarities[query, self.head[query, place] - span.start] = first
@@ -97,7 +97,7 @@ class Block:
         return grades.gather(1, order)
 
     def keep_nearest(self, similarities: Float[Tensor, "q n"], span: range, neighbours: int) -> None:
-        """Look for nearest gallery rows in a tile of similarities to the rows of `span`."""
+        """Update the nearest gallery rows from a tile of similarities to the gallery rows of `span`."""
         # The tiles of a block come in the order of their rows, so of equal similarities the first stays.
         (better,) = (similarities.amax(1) > self.nearest[0][:, -1]).nonzero(as_tuple=True)
         values, columns = similarities[better].topk(min(neighbours, len(span)), dim=1)
@@ -190,7 +190,7 @@ def _inside(table: Int64[Tensor, "q _"], span: range) -> tuple[Tensor, Tensor]:
 def count_above(
     similarities: Float[Tensor, "q n"], bounds: Float[Tensor, "q P"], scratch: Float[Tensor, " _"]
 ) -> Int64[Tensor, "q P"]:
-    """Count a row's similarities that reach each bound; 0 for an infinite bound. Change `scratch`, of q n or more."""
+    """Count a row's similarities that reach each bound (0 if infinite); overwrite `scratch`, q n numbers or more."""
     if bounds.shape[1] > FEW:
         is_on_cpu = similarities.device.type == "cpu"  # where numpy sorts several times as fast
         ordered = torch.from_numpy(np.sort(similarities.numpy())) if is_on_cpu else similarities.sort(dim=1).values

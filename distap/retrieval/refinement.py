@@ -70,7 +70,7 @@ class KReciprocal:
     original: float = 0.3  # λ: weight of the original distance
 
     def order(self, query: Float32[np.ndarray, " C"], head: Float32[np.ndarray, "K C"]) -> Int64[np.ndarray, " K"]:
-        """Return the new order of the head, as places in it; ties keep their order."""
+        """Return the new order of a query's head, as places in the old order; ties keep their order."""
         nodes = np.concatenate([query[None], head])
         distances = (1 - nodes @ nodes.T) / 2
         _, others = nearest(nodes, nodes, self.neighbours, exclude_self=True)

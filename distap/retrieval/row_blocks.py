@@ -23,7 +23,6 @@ def row_blocks(
 ) -> Iterator[tuple[slice, NDArray[Any]]]:
     """Yield blocks of at most `numbers` numbers: the places of the rows, and copies of the rows in `dtype`.
 
-    Args:
     Raises:
         DistapError: a number is not finite.
     """
@@ -48,7 +47,7 @@ def given_rows(
     """Check descriptors from outside: a tensor or array (N, C) of any layout and device, or a list of N vectors.
 
     Args:
-        dot_product: lengths other than 1 are meant.
+        dot_product: accept lengths other than 1.
         single: one vector (C,) stands for (1, C).
     Raises:
         DistapError: they have another shape or type, are not finite, or are not of length 1.
@@ -87,7 +86,7 @@ def on_device(
     first_row: int = 0,
     what: str = "descriptor",
 ) -> Tensor:
-    """Return some rows as a tensor. A DistapError names the first row that is not finite."""
+    """Return some rows as a tensor on a device. A DistapError names the first row that is not finite."""
     if isinstance(values, np.ndarray):
         # torch takes no array that is read-only, reversed or of the other byte order, so give it a copy.
         values = torch.from_numpy(np.array(values, values.dtype.newbyteorder("="), order="C"))

@@ -106,7 +106,7 @@ class ClassTruth:
 def _counted(
     wanted: Int64[Tensor, " Q"], ascending: Int64[Tensor, " N"]
 ) -> tuple[Int64[Tensor, " Q"], Int64[Tensor, " Q"]]:
-    """Return where the numbers equal to each wanted one begin among the ascending ones, and how many there are."""
+    """Return the first place, and the count, of each wanted number in an ascending array."""
     sorted_, wanted = ascending.contiguous(), wanted.contiguous()
     start, end = (torch.searchsorted(sorted_, wanted, right=right) for right in (False, True))
     return start, end - start
@@ -162,7 +162,7 @@ Truth = ClassTruth | ListedTruth
 
 
 def padded(rows: Sequence[Sequence[int] | NDArray[Any]], device: torch.device) -> Int64[Tensor, "q most"]:
-    """Turn a list per query into one table padded with NONE, with at least one column."""
+    """Turn one list per query into one table, padded with NONE to at least one column."""
     table = np.full((len(rows), max([1, *map(len, rows)])), NONE, dtype=np.int64)
     for number, own in enumerate(rows):
         table[number, : len(own)] = own

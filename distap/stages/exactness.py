@@ -14,9 +14,9 @@ LEAST_MIXING = 1e-2  # relative difference of an image's descriptors in two cuts
 
 
 def default_drift(device: torch.device, is_float32: bool) -> float:
-    """Return the greatest difference between two descriptors of an image that no recipe or caller has to allow.
+    """Return the tolerated difference between two descriptors of an image, if the user sets none.
 
-    Exact networks have none. What is allowed is rounding: of micro-batches of other sizes, TF32, or autocast.
+    Exact networks differ by rounding alone: of micro-batches of other sizes, TF32, or autocast.
     """
     if not is_float32:
         return 0.1
@@ -44,7 +44,7 @@ def mixes_images(network: nn.Module) -> str | None:
 
 
 def normalises_by_batch(network: nn.Module) -> bool:
-    """Tell whether a BatchNorm layer normalises by its micro-batch, for which stages keep to equal ones."""
+    """Tell whether a BatchNorm layer normalises by micro-batch; describe and replay must then cut equal ones."""
     return any(isinstance(one, _BatchNorm) and one.training for one in network.modules())
 
 
@@ -112,7 +112,7 @@ class SavedBuffers:
         ]
 
     def restore(self) -> None:
-        """Bring them back, whether they have moved or not: a comparison would wait for the device."""
+        """Restore all saved buffers, changed or not, because a comparison would wait for the device."""
         for layer, name, tensor, before in self._saved:
             if tensor.shape != before.shape:
                 tensor = before.clone()
@@ -122,7 +122,7 @@ class SavedBuffers:
 
 
 def drift(again: Float[Tensor, "n C"], before: Float[Tensor, "n C"]) -> Float[Tensor, ""]:
-    """Return the greatest difference between two descriptors of one image."""
+    """Return the greatest difference between an image's descriptors in describe and in replay."""
     difference = (again - before).abs().amax(dim=1)
     # An image whose first descriptor was not finite has been blanked since.
     return torch.where(before.isfinite().all(dim=1), difference, 0).max().double()

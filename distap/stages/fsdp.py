@@ -44,7 +44,7 @@ class FSDPReplica(Replica):
 
     @contextmanager
     def describing(self) -> Iterator[None]:
-        """Gather the parameters, and keep them until the end of a replay that follows, unless it must free them."""
+        """Gather all parameters, and keep them until the end of the next replay, unless `frees` is set."""
         # Otherwise FSDP would free a unit after each micro-batch and gather it again before the next one.
         self._stay_whole(True)
         self._gather()

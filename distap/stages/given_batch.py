@@ -88,11 +88,11 @@ class Outputs:
         return torch.cat([descriptors, *(other[:, None].to(descriptors) for other in others)], dim=1)
 
     def without_other(self, rows: Tensor) -> Tensor:
-        """Return the descriptors; those whose other loss is not finite become NaN, to be left out."""
+        """Return the descriptors, with NaN where an image's further loss is not finite, so that it is left out."""
         return rows[:, : self._width] + 0 * rows[:, self._width :].sum(1, keepdim=True)
 
     def with_other(self, ranking: Ranking, gathered: Gathered, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of the batch with other losses, and its gradient by each row of outputs."""
+        """Return the loss of the batch plus the mean of further losses, and its gradient by each output row."""
         if rows.shape[1] == self._width:
             return ranking.loss.to(rows.dtype), ranking.gradient
         taking_part = gathered.local[:, None].to(rows) / len(gathered.images)

@@ -53,9 +53,9 @@ class MicroBatchSizes:
     """Number of images per pass through the network. A size that proves too large is halved for good.
 
     Args:
-        replay: images in a micro-batch of stage three.
-        describe: images in a micro-batch of stage one; None takes `replay`.
-        keep: micro-batches of this rank that keep their graph from stage one, so that they need no second forward.
+        replay: images in a micro-batch of the replay.
+        describe: images in a micro-batch of describe; None takes `replay`.
+        keep: micro-batches of this rank that keep their graph from describe, so that they need no second forward.
     """
 
     replay: int
@@ -112,7 +112,7 @@ class MicroBatchSizes:
 
 @dataclass(frozen=True)
 class BackwardPass:
-    """Rows of stage three with their gradient, and with their descriptors if the graph was kept."""
+    """A micro-batch to replay: its rows, their gradient and, if their graph was kept, their descriptors."""
 
     rows: Rows
     gradient: Float[Tensor, "n C"]
@@ -132,13 +132,13 @@ def backward_passes(
     regroup: bool = True,
     lockstep: World | None = None,
 ) -> list[BackwardPass]:
-    """Cut stage three into one or more micro-batches; omit images whose gradient is at most `limit` long.
+    """Cut the replay into one or more micro-batches; omit images whose gradient is at most `limit` long.
 
     Args:
         gradient: dL/d descriptors of the rank's share.
         kept: descriptors of the micro-batches that kept their graph, by their first row.
         regroup: fill gaps that left-out images leave with images of the next micro-batch. Otherwise a micro-batch
-            stays as stage one cut it, and is left out only if none of its images has a gradient.
+            stays as describe cut it, and is left out only if none of its images has a gradient.
         lockstep: the ranks, if they communicate in every pass and so need the same number of them.
     """
     # A gradient that is not finite is longer than any limit: the update finds it, and all ranks skip the step.

@@ -5,7 +5,7 @@
     FSDPReplica      distap/stages/fsdp.py: every rank holds a shard of every parameter
     ZeroReplica      distap/stages/deepspeed.py: DeepSpeed shares out gradients and parameters
 
-The contract of all: parameters move along the sum over ranks of what `backward` was given, because stage two has
+The contract of all: parameters move along the sum over ranks of what `backward` was given, because ranking has
 already divided by the global number of queries.
 """
 
@@ -45,11 +45,11 @@ class Replica:
         self._forward = forward or network
 
     def describing(self) -> AbstractContextManager[None]:
-        """Enclose stage one or an evaluation: parameters are whole inside, so each rank describes independently."""
+        """Enclose describe or an evaluation: parameters are whole inside, so each rank describes independently."""
         return nullcontext()
 
     def replaying(self) -> AbstractContextManager[None]:
-        """Enclose stage three."""
+        """Enclose the replay of a step, in which gradients are computed."""
         return nullcontext()
 
     def forward(self, images: Any) -> Tensor:

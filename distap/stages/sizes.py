@@ -29,7 +29,7 @@ logger = logging.getLogger("distap")
 
 
 class Fitting:
-    """Try micro-batches of up to `share` random images, in the same order on every rank."""
+    """Find micro-batch sizes by trying up to `share` random images, in the same order on every rank."""
 
     def __init__(self, replica: Replica, world: World, image_size: int, share: int) -> None:
         if replica.lockstep:

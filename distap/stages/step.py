@@ -62,7 +62,7 @@ Forward = Callable[[Any], Tensor]  # images to descriptors
 
 @dataclass(frozen=True)
 class Described:
-    """Result of stage one: this rank's descriptors."""
+    """The result of describe, stage one: this rank's descriptors."""
 
     descriptors: Float[Tensor, "b C"]  # without a graph
     kept: dict[int, Tensor]  # descriptors with their graph, by the first row of their micro-batch
@@ -73,7 +73,7 @@ class Described:
 
 @dataclass
 class ThreeStages:
-    """Describe, gather, rank, replay; raise a DistapError if network or engine do not allow these sizes."""
+    """The stages describe, gather, rank and replay; a DistapError if network or engine do not allow the sizes."""
 
     replica: Replica  # the network on this rank
     loss: Loss

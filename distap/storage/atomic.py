@@ -28,7 +28,7 @@ def write_whole(path: Path, data: bytes | str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file that replaces `path` on leaving; after an OSError the old one stays."""
+    """Open a new file that replaces `path` on leaving the context; after an OSError the old file stays."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     make_folder(path.parent)
     try:
@@ -53,7 +53,7 @@ def refuse_foreign(folder: Path, own: Collection[str]) -> None:
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """Make a folder that replaces `path` on leaving; after an error the old one stays.
+    """Make a folder that replaces `path` on leaving the context; after an error the old folder stays.
 
     A crash between the two renames leaves nothing at `path`: both folders are in a hidden one next to it.
     """

@@ -27,7 +27,7 @@ LARGE_FILE = 16 * 2**20  # bytes of a file on disk that is mapped
 
 
 class About(NamedTuple):
-    """Describe a file as far as a storage knows it without reading it."""
+    """The facts about a file that a storage knows without reading the file."""
 
     size: int  # in bytes
     version: str  # changes when the file does; "" if the storage does not tell

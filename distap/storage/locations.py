@@ -78,7 +78,7 @@ def joined(base: str, name: str) -> str:
 
 
 def from_folder(text: str, folder: str) -> str:
-    """Return a path or name of a data set, relative ones taken from `folder`."""
+    """Resolve a data set's relative path against `folder`; return other paths, URLs and names unchanged."""
     kind = next((f"{kind}:" for kind in _UNPACKED if text.startswith(f"{kind}:")), "")
     path = text.removeprefix(kind)
     # A data set of Hugging Face may have a name instead, and one in Python has no place.
@@ -94,7 +94,7 @@ def scheme_of(base: str) -> str:
 
 
 def parse_source(source: "str | Path | Source", index: Path | None = None) -> Source:
-    """Parse the name of a data set, of the kinds at the top of this file; return a Source unchanged.
+    """Parse the path, glob, URL or name of a data set into a Source; return a Source unchanged.
 
     `index` is a local file for the index, if it cannot lie next to the shards.
     """

@@ -47,7 +47,7 @@ class RemoteSettings:
 
 
 class MissingFileError(DistapError):
-    """The file does not exist."""
+    """Raised if a file does not exist."""
 
 
 class UnreachableError(DistapError):
@@ -57,7 +57,7 @@ class UnreachableError(DistapError):
 
 
 def file_system(scheme: str, settings: RemoteSettings) -> Any:
-    """Make an fsspec file system with its own connections, and with the options of fsspec's own configuration."""
+    """Make an fsspec file system with connections of its own and the options of fsspec's configuration."""
     import fsspec.config  # slow
 
     options = deepcopy(fsspec.config.conf.get(scheme, {}))

@@ -1,4 +1,4 @@
-"""Texts that strangers may have written: names for a terminal, a log line or a page, and files within bounds."""
+"""Handle untrusted text: make names safe for a terminal, log line or page, and read files within bounds."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_text(path: Path, most: int = MOST_TEXT) -> str:
-    """Read a file of at most `most` bytes as UTF-8; raise an OSError or a ValueError if it is none."""
+    """Read a file of at most `most` bytes as UTF-8 text; raise an OSError or a ValueError if that fails."""
     with open_regular(path) as file:
         data = file.read(most + 1)
     if len(data) > most:

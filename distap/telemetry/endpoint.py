@@ -46,7 +46,7 @@ class Endpoint:
     def served(self, port: int | None, address: str) -> Iterator["Endpoint"]:
         """Serve http://address:port from a thread while entered; without a port, do nothing.
 
-        A port that another process has is passed over, with a warning that names the one that is taken instead.
+        If another process has the port, take another one and log a warning that names it.
         """
         if port is None:
             yield self

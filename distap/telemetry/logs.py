@@ -65,7 +65,7 @@ def is_logging_lines() -> bool:
 
 
 def at_step(step: int) -> None:
-    """Add this step, counted from 1, to all further lines."""
+    """Add the number of this step, counted from 1, to all further log lines."""
     origin.step = step
 
 

@@ -55,7 +55,7 @@ def log_start(folder: Path, step: int, **about: Any) -> None:
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """Read what `log_start` wrote; return nothing for a run from before that file existed."""
+    """Read the starts of a run that `log_start` logged; return nothing for a run older than this log."""
     path = folder / STARTS_LOG
     return list(_entries(path)) if path.is_file() else []
 

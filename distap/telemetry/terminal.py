@@ -67,7 +67,7 @@ def track(items: Iterable[T], description: str, total: int) -> Iterator[T]:
 def progress(
     description: str, total: int, done: int = 0, shown: bool = True, seconds: float = TELL_SECONDS
 ) -> Iterator[Callable[..., None]]:
-    """Open a progress bar; without a terminal, or with JSON, log every so many `seconds` and at the end.
+    """Open a progress bar; without a terminal, or with JSON, log every `seconds` seconds and at the end.
 
     Yield a function of the number of items done by now, a text about the last one and, for programs, figures by name.
     Without a text, it shows speed and time left, for which the `done` items of an earlier run do not count.

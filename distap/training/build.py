@@ -99,7 +99,7 @@ def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> Retr
 def with_given(
     recipe: NetworkRecipe, given: nn.Module | None, where: str, image_size: int | None = None
 ) -> NetworkRecipe:
-    """Return a recorded recipe with the Python network that it was made with, unless its network has a name."""
+    """Put the Python network `given` into a recorded recipe, if the run was started with one; check that it fits."""
     backbone = recipe.model.backbone
     if isinstance(backbone, Part) != (given is not None):
         if given is not None:
@@ -201,7 +201,7 @@ def learner_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Learn
 
 
 def loss_of(recipe: Recipe, images: TrainingImages, network: RetrievalNetwork, world: World) -> Loss:
-    """Build the recipe's loss, with parameters (the same on all ranks) if it has some for these images."""
+    """Build the recipe's loss; if it has parameters of its own, give them the same values on all ranks."""
     classes = None if images.index is None else len(images.index.class_name)
     loss: Loss = recipe.loss.sized(classes, network.dimensions, recipe.seed)
     if loss.learned is not None:
@@ -211,9 +211,9 @@ def loss_of(recipe: Recipe, images: TrainingImages, network: RetrievalNetwork, w
 
 
 def loss_learner_of(recipe: Recipe, loss: Loss, world: World) -> Learner | None:
-    """Return the learner of the loss's own parameters; None without such parameters.
+    """Return the learner that trains the loss's own parameters; None for a loss without parameters.
 
-    Every rank holds them and gets their whole gradient from stage two, so there is nothing to reduce.
+    Every rank holds the parameters and gets their whole gradient from stage two, so there is nothing to reduce.
     """
     if loss.learned is None or not loss.parameters:
         return None

@@ -65,7 +65,7 @@ class DescriptorNetwork(
         return descriptors
 
     def transform(self, image: Any) -> Tensor:
-        """Scale an image to (3, height, width) uint8, for a loader of one's own; see `describe` for images."""
+        """Scale an image of any kind that `describe` takes to (3, height, width) uint8, for your own data loader."""
         describer = self.describer
         return describer.sizing(EncodedImage(image_file(image), describer.max_pixels), scaled=describer.scaled)
 
@@ -88,7 +88,7 @@ class DescriptorNetwork(
         return torch.cat(parts) if parts else torch.empty(0, self.dimensions)
 
     def write(self, folder: Path) -> None:
-        """Write the network for `load` into an existing folder."""
+        """Write the network into an existing folder, from which `distap.load` reads it."""
         described, network = self.describer, self.describer.retrieval_network
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
         backbone = {

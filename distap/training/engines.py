@@ -89,7 +89,7 @@ class DeepSpeedSettings(DDPSettings):
         return {
             "train_batch_size": ranks,
             "train_micro_batch_size_per_gpu": 1,
-            # It would divide gradients by the number of accumulation steps, so it is told of one.
+            # DeepSpeed would divide gradients by the number of accumulation steps, so the configuration says one.
             "gradient_accumulation_steps": 1,
             "managed_gradient_accumulation": True,
             "gradient_clipping": clip_norm or 0.0,  # since 0.19 an absent key means 1.0

@@ -90,7 +90,7 @@ class Learner:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Replace the parameters by their average, if there is one; enter it before `describing`."""
+        """Replace the parameters by their moving average, if one is kept; enter this before `describing`."""
         self._exchange()
         try:
             yield
@@ -170,7 +170,7 @@ class Learner:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of a step; loss and counts are of the global batch."""
+    """The outcome of a training step, with loss and counts of the whole global batch."""
 
     loss: float
     learning_rate: float
@@ -270,7 +270,7 @@ class LossScale:
             self.scale = 1.0
 
     def update(self, is_finite: bool) -> float:
-        """Halve the scale after a step that was not finite, double it after many finite ones; return it."""
+        """Halve the loss scale after a step that was not finite, double it after many finite steps; return it."""
         if self.precision == "fp16":
             self.growth = self.growth + 1 if is_finite else 0
             if not is_finite:

@@ -150,7 +150,7 @@ class RunState:
             self._beside.send()
 
     def is_best(self, score: float | None) -> bool:
-        """Tell whether this validation mAP is above that of each checkpoint written by the last `writer.wait`."""
+        """Tell whether a validation mAP exceeds that of each checkpoint written by the last `writer.wait`."""
         return score is not None and score > self.writer.best
 
     def _take_over(self, checkpoint: Checkpoint) -> None:

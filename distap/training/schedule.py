@@ -32,9 +32,9 @@ def as_written(number: float) -> Fraction:
 
 @dataclass(frozen=True)
 class RateSchedule:
-    """How the learning rate changes: it rises during warm-up, then follows the schedule `name`.
+    """A schedule of the learning rate: a rise during warm-up, then the curve that `name` chooses.
 
-    That is `constant`; `linear` (to zero, as Revaud et al. train); `cosine` (half a wave to zero); `step` (times
+    `name` is `constant`; `linear` (to zero, as Revaud et al. train); `cosine` (half a wave to zero); `step` (times
     `decay` after every so many steps); or `multistep` (times `decay` after each milestone). `step` and `multistep`
     count from the end of the warm-up.
     """

@@ -19,7 +19,7 @@ Named = Mapping[str, Tensor]
 
 
 class ZeroLearner(Learner):
-    """Leave clipping, the optimiser's step and its state to DeepSpeed."""
+    """A learner that leaves clipping, the optimiser's step and its state to DeepSpeed."""
 
     replica: ZeroReplica
 

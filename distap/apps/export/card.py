@@ -42,7 +42,7 @@ class Origin:
 
 
 def origin_of(checkpoint: Checkpoint, recipe: NetworkRecipe) -> Origin:
-    """Read a checkpoint's origin from its run's folder, without figures of other checkpoints."""
+    """Read what a run's folder records about one of its checkpoints: figures and settings."""
     run, state = checkpoint.path.absolute().parent.parent, checkpoint.state("recipe")
     score, settings = checkpoint.manifest.score, state["recipe"]
     name, fingerprint = (
@@ -65,7 +65,7 @@ class Exported:
 
 
 def model_card(origin: Origin, exported: Exported) -> str:
-    """Return the card as Markdown, with the fields that the Hugging Face hub reads at its top."""
+    """Return the model card as Markdown, headed by the fields that the Hugging Face hub reads."""
     settings, loss = copy.deepcopy(origin.settings), origin.settings["loss"]
     terms = loss.get("terms") or [(1, loss)]
     network = exported.describer.network.network

@@ -25,9 +25,9 @@ class Agreement:
 
 
 def cases_of(network: Describe, image_size: int, dynamic_size: bool = False) -> list[Case]:
-    """Return batches of images, described by a network in evaluation mode.
+    """Return batches of test images with their descriptors by a network in evaluation mode.
 
-    With `dynamic_size` there are upright and wide images too.
+    With `dynamic_size`, add upright and wide images.
     """
     longer = image_size * 4 // 3
     others = [(longer, image_size), (image_size, longer)] if dynamic_size else []

@@ -35,9 +35,9 @@ def exportable(network: MultiScaleNetwork) -> MultiScaleNetwork:
 
 
 def program_of(network: MultiScaleNetwork, image_size: int, dynamic_size: bool) -> ExportedProgram:
-    """Trace a result of `exportable` for any number of images, with `dynamic_size` of any size.
+    """Trace a network from `exportable` for any number of images, and for any size with `dynamic_size`.
 
-    A DistapError tells torch's reason.
+    Raise a DistapError with torch's reason if that fails.
     """
     # The lengths differ, so that torch takes none for another, and none is 1, which torch takes for a constant.
     shape = (2, 3, image_size, image_size + (image_size // 4 if dynamic_size else 0))
@@ -56,7 +56,7 @@ def program_of(network: MultiScaleNetwork, image_size: int, dynamic_size: bool) 
 
 
 def save_program(program: ExportedProgram, path: Path, about: Mapping[str, str]) -> None:
-    """Save a program for torch.export.load, with `texts` by name; raise a DistapError if torch cannot."""
+    """Save a program for torch.export.load with the texts `about` it; raise a DistapError if torch cannot."""
     try:
         with _without_warnings():
             torch.export.save(program, path, extra_files=dict(about))
@@ -70,9 +70,9 @@ def save_program(program: ExportedProgram, path: Path, about: Mapping[str, str])
 
 
 def save_onnx(program: ExportedProgram, path: Path, about: Mapping[str, str]) -> None:
-    """Write the trace of a result of `exportable` as ONNX with texts by name, and check that it is well formed.
+    """Write a program from `program_of` as ONNX with the texts `about` it, and check that the file is well formed.
 
-    Weights above 2 GB go to a file next to it. A DistapError names the operator that ONNX lacks.
+    Weights above 2 GB go to a second file next to the first. A DistapError names the operator that ONNX lacks.
     """
     import onnx
 

@@ -31,7 +31,7 @@ CONTEXT.set_forkserver_preload([__name__])  # what decoders need, and no network
 
 @dataclass(frozen=True)
 class DecodingJob:
-    """How an upload is decoded to pixels, with limits of time and memory."""
+    """Settings for decoding an upload to pixels, with limits of time and memory."""
 
     sizing: Sizing
     scaled: bool  # whether JPEG may be decoded at reduced scale
@@ -44,7 +44,7 @@ class DecodingJob:
 
 
 class Decoders:
-    """Processes that decode, for as many threads; one that takes too long, or dies, is replaced."""
+    """Decode uploads in one process per thread; replace a process that takes too long or dies."""
 
     def __init__(self, job: DecodingJob, count: int) -> None:
         self._job = job

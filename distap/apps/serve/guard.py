@@ -106,7 +106,7 @@ class Guard:
                 self._metrics.seconds.labels(route).observe(time.monotonic() - started)
 
     def _chosen(self, scope: Scope) -> ASGIApp:
-        """Return what answers a request, by its header Host."""
+        """Return the application that answers a request, chosen by the header Host."""
         try:
             host = urlsplit(f"//{Headers(scope=scope).get('host', '')}").hostname
         except ValueError:

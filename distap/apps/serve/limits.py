@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     from distap.retrieval.descriptor_files import DescribedBy
 
 DECODED_PIXELS = 50_000_000  # of an upload that is scaled down before the network sees it: 150 MB
-DESCRIBED_PIXELS = 4_000_000  # of an upload that the network sees whole: a ResNet takes some 150 bytes a pixel
+DESCRIBED_PIXELS = 4_000_000  # of an upload that the network sees whole: a ResNet takes some 150 bytes per pixel
 PIXELS = "50 million; 4 million where the gallery was described in original size"
-ALLOWED_HOST = "Another name or address of this server, *.DOMAIN, or * for any; repeat for several."
+ALLOWED_HOST = (
+    "Answer requests to this host name or address too, *.DOMAIN, or * (any). Repeat the option for several."
+)
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class ServeSettings:
     port: Annotated[int, Option(help="Port to listen on; 0 for any free one.", min=0, max=65535)] = 8000
     max_upload_bytes: Annotated[int, Option(help="Maximum size of a request, bytes.", min=1)] = 20_000_000
     max_pixels: Annotated[
-        int | None, Option(help="Maximum width times height of an upload.", min=1, show_default=PIXELS)
+        int | None, Option(help="Maximum width times height of an upload, pixels.", min=1, show_default=PIXELS)
     ] = None
     decode_seconds: Annotated[float, Option(help="Time limit of decoding an upload, seconds.", min=0.1)] = 10.0
     decode_bytes: Annotated[
@@ -45,7 +47,7 @@ class ServeSettings:
         return f"[{self.host}]" if ":" in self.host else self.host
 
     def pixels_of(self, maker: "DescribedBy") -> int:
-        """Return the most pixels that an upload may have, from how the gallery's images were described."""
+        """Return the most pixels that an upload may have, given how the gallery's images were described."""
         if self.max_pixels is not None:
             return self.max_pixels
         if maker.sizing == "original":

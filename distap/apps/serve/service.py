@@ -42,11 +42,11 @@ class Service:
         self._searcher, self._thumbnails = replace(searcher, pixels_of=self._decoders), thumbnails
 
     async def by_image(self, read: Callable[[], Awaitable[bytes]], k: int) -> list[Hit]:
-        """Return the k images most similar to the one that `read` gives."""
+        """Return the k gallery images most similar to the image file that `read` returns."""
         return await self._found(self._searcher.by_image, read, k)
 
     async def by_key(self, key: str, k: int) -> list[Hit]:
-        """Return the k images most similar to one of the gallery, without itself."""
+        """Return the k gallery images most similar to the gallery image with this key, without itself."""
         if key not in self._searcher.index.rows:
             raise RefusedError(404, "not_found", f"the index has no image with the key {key!r}")
 
@@ -68,7 +68,7 @@ class Service:
     async def _found(
         self, search: Callable[[T, int], list[Hit]], read: Callable[[], Awaitable[T]], k: int
     ) -> list[Hit]:
-        """Search in a thread for what `read` gives, which begins only when there is a place for it."""
+        """Search in a thread for the query that `read` returns; call `read` only when the queue has a place."""
         loop, seconds = asyncio.get_running_loop(), self.settings.timeout_seconds
         try:
             with ExitStack() as places:

@@ -26,7 +26,7 @@ UPLOAD_PROBLEMS = (  # the reasons of refused uploads
 
 
 class RefusedError(Exception):
-    """Answers a request with an HTTP status, a reason for programs, and a message for a person."""
+    """Raised to refuse a request with an HTTP status, a reason for programs, and a message for a person."""
 
     def __init__(self, status: int, reason: str, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ def refused_image(error: DamagedImageError) -> RefusedError:
 
 
 async def read_upload(request: Request, settings: ServeSettings) -> bytes:
-    """Return the bytes of the field `image`."""
+    """Return the image file that a request uploads in its form field `image`."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "multipart/form-data":
         raise RefusedError(415, "not_multipart", f"the body is {content_type or 'of no type'}: {UPLOAD_HELP}")

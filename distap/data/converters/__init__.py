@@ -1,1 +1,1 @@
-"""Converters of the papers' data sets to shards; see docs/guides/data-sets.md."""
+"""Convert published benchmark data sets to shards; docs/guides/data-sets.md lists them."""

@@ -1,4 +1,4 @@
-"""Convert a data set of the papers: read its lists, look for their images, and pack its splits into shards."""
+"""Convert a published data set: read its lists, look for the listed images, and pack its splits into shards."""
 
 import json
 import os
@@ -64,13 +64,13 @@ def convert(
     track: Track = untracked,
     **layout: Any,
 ) -> list[Converted]:
-    """Pack the splits of a data set into output/SPLIT, next to the JSON files that some of them have.
+    """Convert the splits of a data set into shards in output/SPLIT, with a JSON file for some of the splits.
 
     Args:
         source: folder of the files as the authors distribute them.
         output: folder that must not exist, or be empty, and appears when everything is in it.
-        only: names of splits; without any, all that are not on request.
-        strict: images that are not there are an error.
+        only: names of the splits to convert; by default all that are not marked as on request.
+        strict: raise a DistapError if listed images are missing.
         layout: see `pack_parts`.
     """
     guide = "docs/guides/data-sets.md says which files are needed and where they have to lie"

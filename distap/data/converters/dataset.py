@@ -72,7 +72,7 @@ class ListLine(NamedTuple):
         return int(text)
 
     def path(self, folder: Path, name: str) -> Path:
-        """Return the path of a file in the folder; refuse a name that leaves the folder."""
+        """Return the path of the file `name` in this folder; refuse a name that leaves the folder."""
         parts = PurePosixPath(name).parts
         if not name.isprintable():
             raise self.wrong(f"path {name[:200]!r} is no printable text")
@@ -101,7 +101,7 @@ def read_lines(file: Path, separator: str | None = None) -> Iterator[ListLine]:
 def read_table(
     file: Path, columns: Sequence[str], separator: str | None = None, *, heading: bool = True
 ) -> Iterator[ListLine]:
-    """Yield lines with one cell per column, below a heading that names the columns."""
+    """Yield the lines of a table below its heading; raise a DistapError unless it has these columns."""
     expected = (separator or " ").join(columns)
     lines = read_lines(file, separator)
     if heading:

@@ -36,13 +36,13 @@ class PlainValue:
         return PlainValue(self.file, f"{self.place}[{key!r}]" if self.place else key, self.value[key])
 
     def items(self) -> "list[PlainValue]":
-        """Return the items of a list, tuple or array; all methods raise a DistapError for any other value."""
+        """Return the items of a list, tuple or array; these methods raise a DistapError for any other value."""
         if not isinstance(self.value, list | tuple):
             raise self.wrong(f"is no list but {type(self.value).__name__}")
         return [PlainValue(self.file, f"{self.place}[{number}]", value) for number, value in enumerate(self.value)]
 
     def integers(self, below: int | None = None) -> list[int]:
-        """Return a list of whole numbers of 0 or more."""
+        """Return the value as a list of whole numbers of 0 or more."""
         items = self.items()
         for item in items:
             number = item.value
@@ -53,7 +53,7 @@ class PlainValue:
         return [int(item.value) for item in items]
 
     def names(self) -> list[str]:
-        """Return a list of different words without spaces."""
+        """Return the value as a list of different words without spaces."""
         for item in self.items():
             word = item.value
             if not isinstance(word, str) or word.split() != [word] or not word.isprintable():

@@ -1,4 +1,4 @@
-"""Converters of ILIAS, of person and vehicle re-identification, and of place recognition, each with its truth.
+"""Converters of ILIAS, of person and vehicle re-identification, and of place recognition, each with its ground truth.
 
 Every query and gallery image is a class of its own, called by its path, because the truth names images one by one.
 """
@@ -65,7 +65,7 @@ ILIAS = Dataset(  # Kordopatis-Zilos et al. 2025; distractors are shards of thei
 
 
 class Seen(NamedTuple):
-    """An image of re-identification."""
+    """An image of a re-identification data set: who was seen, and by which camera."""
 
     name: str  # path within the data set
     identity: str
@@ -73,7 +73,7 @@ class Seen(NamedTuple):
 
 
 def _seen(file: Path) -> Iterator[Seen]:
-    """Yield the images of a folder or of a list, by their names; identity -1 is what nobody should count."""
+    """Yield the images of a folder or of a list, by their names; identity -1 marks images that do not count."""
     if file.is_dir():
         names = sorted(path.name for path in file.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
         lines: Iterator[ListLine] = (ListLine(file, number, [name]) for number, name in enumerate(names, 1))

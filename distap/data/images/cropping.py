@@ -1,4 +1,4 @@
-"""Boxes of images: as their files store them, and how much smaller libjpeg may decode them."""
+"""Convert crop boxes to the orientation that a file stores, and choose the scale for libjpeg to decode at."""
 
 FACTORS = (8, 4, 2, 1)  # by which libjpeg can scale down while it decodes
 
@@ -8,7 +8,7 @@ Turns = tuple[bool, bool, bool]  # whether EXIF mirrors the stored image left to
 
 
 def reduction(box: Box, shape: Shape) -> int:
-    """Return the greatest of FACTORS that leaves a box at least as large as `shape`, or 1."""
+    """Return the greatest factor by which libjpeg may shrink a box that must stay as large as `shape`, or 1."""
     height, width = shape
     across, down = box[2] - box[0], box[3] - box[1]
     return next((factor for factor in FACTORS if across >= factor * width and down >= factor * height), 1)

@@ -62,7 +62,7 @@ class OutOfMemoryError(DistapError):
 
 
 def image_size(data: bytes, max_pixels: int = MAX_PIXELS, upright: bool = False) -> tuple[int, int]:
-    """Read width and height in pixels from a header of at most `max_pixels`; see `EncodedImage` for the errors.
+    """Read an image's width and height, pixels, from its file's header. `EncodedImage` lists the errors.
 
     `upright` applies EXIF's orientation, if EXIF stands before the pixels.
     """
@@ -72,7 +72,7 @@ def image_size(data: bytes, max_pixels: int = MAX_PIXELS, upright: bool = False)
 
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS, name: str = UNNAMED) -> Image.Image:
-    """Decode an image, upright and RGB; see `EncodedImage`."""
+    """Decode an image file, upright and RGB; `EncodedImage` lists the errors."""
     return EncodedImage(data, max_pixels, name).whole()
 
 
@@ -80,7 +80,7 @@ def image_file(image: Any) -> bytes:
     """Return the bytes of an image's file; pixels become a PNG, which is lossless.
 
     `image` is a PIL image, a path, the bytes of a file, or uint8 pixels: an array (height, width, 3), a tensor
-    (3, height, width). A DistapError says what else it is.
+    (3, height, width). Raise a DistapError for anything else.
     """
     if isinstance(image, bytes):
         return image
@@ -114,7 +114,7 @@ def image_file(image: Any) -> bytes:
 class EncodedImage:
     """An image file in memory, decoded as far as a crop needs; `size` is its upright width and height in pixels.
 
-    This and the methods raise DamagedImageError if it is no image of `readable_formats`, has more pixels than
+    All methods raise DamagedImageError if the file is no image of `readable_formats`, has more pixels than
     `max_pixels`, or cannot be decoded, and OutOfMemoryError if memory does not suffice.
     """
 

@@ -1,6 +1,6 @@
 """The image formats that distap reads: suffixes, first bytes, readers, and what viewers pass over.
 
-There are no others: decoders such as that of EPS run programs.
+Other formats are refused, because decoders such as that of EPS run programs.
 """
 
 import re
@@ -79,7 +79,7 @@ def readable_formats() -> tuple[str, ...]:
 
 
 def mended(data: bytes) -> bytes:
-    """Return an image file without line ends before it and, of a PNG, what `_without_comments` drops."""
+    """Return an image file without line ends at its start and, if it is a PNG, without large comments."""
     data = data.lstrip(b"\r\n") if data[:1] in (b"\r", b"\n") else data
     return _without_comments(data) if data.startswith(PNG) else data
 

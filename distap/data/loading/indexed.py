@@ -50,7 +50,7 @@ class Reader:
         self.storage: Storage | DatasetRows = storage_of(self.source.base, remote) if rows is None else rows
 
     def encoded(self, sample: int) -> EncodedImage:
-        """Return the image before decoding; raise DamagedImageError if its bytes have changed or are no image."""
+        """Return an image's file, not decoded yet; raise DamagedImageError if its bytes changed or are no image."""
         return EncodedImage(self.data(sample), self.max_pixels, self.where(sample))
 
     def data(self, sample: int) -> bytes:

@@ -20,7 +20,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class HeldPixels:
-    """Room for the pixels of `count` images of size x size; all shares of a rank reuse it in turn.
+    """A buffer for the pixels of `count` images of size x size, which all shares of a rank reuse in turn.
 
     If `pinned`, rows come back in page-locked memory, from which a GPU copies without waiting.
     """

@@ -29,7 +29,7 @@ NO_SAMPLE = -1
 
 @dataclass(frozen=True)
 class LoadingJob:
-    """Describe the images that a training asks of a source (`data.reading`); workers may get copies."""
+    """Settings by which a training reads images from a source (`data.reading`), copied into its workers."""
 
     source: Source
     sampling: Sampling
@@ -47,7 +47,7 @@ class LoadingJob:
     def chunks(
         self, images: Requested, workers: int, requests: Iterable[Any], where: Callable[[Any], str] = str
     ) -> Generator["Chunk"]:
-        """Read chunks of images in worker processes; see `handed_over`."""
+        """Yield chunks of images that worker processes read, in the order of `requests`."""
         wait, ahead = self.longest_wait, self.bytes_ahead
         return handed_over(images, requests, workers, self.prefetch, wait, ahead, where)
 

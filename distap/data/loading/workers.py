@@ -1,4 +1,4 @@
-"""Read images in worker processes, and explain why one was lost."""
+"""Read images in worker processes, and explain why a worker was lost."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ logger = logging.getLogger("distap")
 
 
 class Requested(Protocol):
-    """Images that are read by request."""
+    """Anything that returns images for a request: `images[request]`."""
 
     def __getitem__(self, request: Any, /) -> Any: ...
 

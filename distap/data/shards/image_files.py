@@ -1,6 +1,6 @@
 """List images to pack into shards: a folder with a sub-folder per class, or a CSV or Parquet file.
 
-Every file that is found is either an image of the list or told as left out, with the reason.
+Every file that is found is either listed as an image or reported as left out, with the reason.
 """
 
 import logging
@@ -35,7 +35,7 @@ class ImageFile(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """An image to pack, with size and time, which show later changes."""
+    """An image to pack, with its file's size and time, which reveal later changes."""
 
     image: ImageFile
     size: int  # bytes
@@ -53,7 +53,7 @@ class Entry(NamedTuple):
 
 
 def look_at_all(images: Sequence[ImageFile], about: str, track: Track) -> tuple[list[Entry], list[Skipped]]:
-    """Return the images with their sizes, and those that are broken links or no files."""
+    """Return the images with their file sizes, and apart from them those that are broken links or no files."""
     answers = ask_files(_look_at, images, about, track)
     left_out = [answer for answer in answers if isinstance(answer, Skipped)]
     return [answer for answer in answers if isinstance(answer, Entry)], left_out
@@ -86,7 +86,7 @@ class Listing(NamedTuple):
         return as_line(path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else str(path))
 
     def by_part(self) -> dict[str, "Listing"]:
-        """Return the images of each part by name; left-out files stay with the first part."""
+        """Split the listing into its parts (such as train) by name; left-out files stay with the first part."""
         found: dict[str, Listing] = {}
         for name in sorted(set(self.parts)):
             images = [image for image, part in zip(self.images, self.parts, strict=True) if part == name]
@@ -113,7 +113,7 @@ def list_images(
 ) -> Listing:
     """List the images of a folder with a sub-folder per class, or of a CSV or Parquet file.
 
-    Its columns are found by their names: path or filename, label or class, and optionally group (the super-category
+    The columns are found by their names: path or filename, label or class, and optionally group (the super-category
     of the class), split, and is_query and is_gallery, which cut the images into parts; others are ignored. A CSV has
     commas, semicolons or tabs between them. Paths are relative to the file. A CSV without a heading has the columns
     path,label or path,label,group with integers as labels. Files that are not there, and those without a class (see
@@ -232,7 +232,7 @@ def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
 
 
 class _Flags(NamedTuple):
-    """Hold what a row says of its image's part of the data set; None if it does not say it."""
+    """A row's answers to which part of the data set its image belongs to; None where the row has none."""
 
     split: str
     query: bool | None

@@ -34,7 +34,7 @@ def counted(left_out: Iterable[Skipped]) -> list[str]:
 
 @cache
 def warn_of(source: str, left_out: tuple[Skipped, ...]) -> None:
-    """Log once what was left out of a source."""
+    """Log one warning that counts the files left out of a source, by reason."""
     for line in counted(left_out):
         logger.warning("%s: left out: %s", source, line)
 

@@ -96,7 +96,7 @@ SAMPLE_COLUMNS = [name for name in COLUMNS if name not in (*SHARD_COLUMNS, *CLAS
 
 
 def index_place(source: Source, remote: RemoteSettings | None) -> tuple[Storage, str]:
-    """Return the storage that holds a data set's index, and its name there."""
+    """Return the storage that holds a data set's index, and the name of the index in this storage."""
     if source.kept_index is None:
         return storage_of(source.base, remote), source.index_name
     return storage_of(str(source.kept_index.parent)), source.kept_index.name

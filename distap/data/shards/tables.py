@@ -19,7 +19,7 @@ Row = tuple[str, dict[str, Any]]  # its place, for messages, and its cells by co
 
 
 def read_list(source: Path, renamed: Mapping[str, str]) -> tuple[Sequence[str], Iterator[Row]]:
-    """Return the columns that a list has, and its rows.
+    """Read a list of images, and return the columns that it has and its rows.
 
     `renamed` has the list's own names of columns. A DistapError shows the list's columns if some lack.
     """
@@ -31,7 +31,7 @@ def read_list(source: Path, renamed: Mapping[str, str]) -> tuple[Sequence[str], 
 
 
 def _places(source: Path, names: Sequence[str], renamed: Mapping[str, str]) -> dict[str, int]:
-    """Return the place of each column in a heading; raise a DistapError if one lacks or stands there twice."""
+    """Return the place of each column in a heading; raise a DistapError if one is missing or repeated."""
     lower, places = [name.strip().lower() for name in names], dict[str, int]()
     for column, usual in COLUMN_NAMES.items():
         found = [name for name in ((renamed[column].lower(),) if column in renamed else usual) if name in lower]

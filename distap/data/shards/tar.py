@@ -63,9 +63,9 @@ class Sample(NamedTuple):
 
 
 def read_samples(file: Readable, length: int, where: str) -> Iterator[Sample | Skipped]:
-    """Yield the samples of a shard as `read_groups` does, as Skipped if the image has no readable header.
+    """Yield each sample of a shard, or Skipped if its image has no readable header.
 
-    A sample that lacks its image or class is a DamagedShardError too.
+    `read_groups` lists arguments and errors. A sample that lacks its image or class is a DamagedShardError too.
     """
     for key, members in read_groups(file, length, where):
         try:

@@ -44,7 +44,7 @@ class BrokenOffError(Exception):
 
 @dataclass(frozen=True)
 class Describing:
-    """How all ranks describe the images of data sets."""
+    """Settings by which all ranks describe the images of data sets."""
 
     describer: ImageDescriber
     world: World
@@ -75,7 +75,7 @@ class Extraction:
 
     @cached_property
     def shapes(self) -> NDArray[np.int64]:
-        """Return (N, 2) expected height and width of each image, (0, 0) if unknown; ranks share the reading."""
+        """Return (N, 2) expected height and width of each image, (0, 0) if unknown; each rank reads a share."""
         sizing, world = self.how.describer.sizing, self.how.world
         if sizing.kind == "crop":
             return np.full((len(self.images), 2), sizing.shape(1, 1), dtype=np.int64)
@@ -103,7 +103,7 @@ class Extraction:
     def described(
         self, parts: Sequence[NDArray[np.int64]], missing: Sequence[int]
     ) -> Iterator[tuple[int, DescribedPart]]:
-        """Yield this rank's share of the parts numbered `missing`; workers read ahead from part to part."""
+        """Describe this rank's share of the parts numbered `missing`; workers read ahead from part to part."""
         how, images = self.how, self.images
         describer, world = how.describer, how.world
         limit = max(int(describer.batch_pixels / max(1.0, *describer.network.scales) ** 2), 1)

@@ -65,7 +65,7 @@ class ImageDescriber:
 
     @cached_property
     def described_by(self) -> DescribedBy:
-        """Return the record to store with descriptors. The network is hashed on first use."""
+        """Return a record of how descriptors are made, to store with them. Hash the network on first use."""
         whitening = None if self.whitening is None else self.whitening.fingerprint
         hashed = fingerprint(self.retrieval_network)
         scales, power = self.network.scales, self.network.power
@@ -91,7 +91,7 @@ class ImageDescriber:
         return self.describe_pixels(pixels, len(images))
 
     def describe_pixels(self, images: Iterable[Tensor], count: int) -> Tensor:
-        """Describe `count` scaled images (3, height, width) uint8; returns the same as `describe`."""
+        """Describe `count` scaled images (3, height, width) uint8 as (n, D) float32 of length 1."""
         descriptors = torch.empty(count, self.dimensions)
         with self.evaluating():
             for rows, batch in batches_of_one_shape(enumerate(images), self.batch_pixels):

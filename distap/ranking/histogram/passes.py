@@ -33,7 +33,7 @@ from distap.ranking.loss import Budget, Loss, LossValue
 
 @dataclass(frozen=True)
 class HistogramLoss(Loss):
-    """1 - a function of each query's soft counts in bins of similarity, averaged over queries.
+    """A loss: 1 - a function of each query's soft counts in bins of similarity, averaged over queries.
 
     A subclass writes `average_precision`, and autograd differentiates it by the counts.
     """
@@ -176,7 +176,7 @@ class Passes:
         return codes
 
     def value_and_gradient(self, gathered: Gathered) -> LossValue:
-        # What a memory remembers is not in the counts yet. It is no query, so that it only adds columns.
+        # Remembered descriptors are not in the counts yet. They are no queries, so they only add columns.
         remembered, labels = gathered.gallery[self.seen :], gathered.gallery_labels[self.seen :].cpu()
         if len(labels):
             self.add(remembered, labels, torch.zeros_like(labels, dtype=torch.bool))
@@ -246,7 +246,7 @@ def _add_in(table: Tensor, columns: Int64[Tensor, "r P"], is_real: Bool[Tensor, 
 def soft_counts(
     similarities: Float[Tensor, "r c"], high: float, width: float, bins: int
 ) -> Float[Tensor, "r slopes"]:
-    """Return cumulative soft counts per row in all bins but the last (Revaud et al. 2019, eq. 9), without -inf."""
+    """Return cumulative soft counts per row in all bins but the last (Revaud et al. 2019, eq. 9); skip -inf."""
     # With t = (high - s) / width, a pair adds clamp(m + 1 - t, 0, 1) to bin m, and from_high is -t:
     #
     #     1 |‾‾‾‾‾‾‾‾\

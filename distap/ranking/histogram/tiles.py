@@ -56,7 +56,7 @@ class Tile:
 
     @property
     def counts(self) -> slice:
-        """Return the rows of this tile's queries in a table of all own images."""
+        """Return the rows of this tile's queries in a table with a row per image of this rank."""
         first = self.queries.first_row
         return slice(first + self.rows.start, first + self.rows.stop)
 

@@ -17,7 +17,7 @@ from distap.ranking.gathered import Gathered, QueryWeights
 from distap.ranking.loss import Budget, Loss, LossValue, rank_on_rank_zero
 from distap.ranking.rankable import refuse_other_leaves
 
-# Of fewer rows the products of descriptors are slower; more leave the cache in the functions between them.
+# With fewer rows, products of descriptors are slower; more rows leave the cache in the functions between.
 TILES_OF_A_BLOCK = 4
 
 
@@ -41,17 +41,17 @@ class Rows:
 
     @cached_property
     def negatives(self) -> Float[Tensor, "r N"]:
-        """Return the similarities, with -inf within the query's class."""
+        """Return the similarities to negatives, with -inf in the columns of the query's class."""
         return self.similarities.scatter(1, self.same_class, -torch.inf)
 
     @cached_property
     def positives(self) -> Float[Tensor, "r P"]:
-        """Return the similarities of the columns `same_class`."""
+        """Return the similarities to images of the query's class, in the columns of `same_class`."""
         return self.similarities.gather(1, self.same_class)
 
     @cached_property
     def counted_positives(self) -> Float[Tensor, "r P"]:
-        """Return the similarities of columns `same_class`, with -inf for those that are no positives."""
+        """Return the similarities to positives, with -inf in the columns of `same_class` that are none."""
         return self.positives.masked_fill(~self.is_positive, -torch.inf)
 
     @cached_property
@@ -65,19 +65,19 @@ class Rows:
         return times.scatter_add_(1, self.same_class, self.is_positive.int()) > 0
 
     def without_query(self) -> "Rows":
-        """Return the same rows without each query among its own positives."""
+        """Return these rows with each query left out of its own positives."""
         return replace(self, is_positive=self.is_positive & (self.same_class != self.queries[:, None]))
 
     def with_positives(
         self, by_negative: Float[Tensor, "r N"], by_positive: Float[Tensor, "r P"]
     ) -> Float[Tensor, "r N"]:
-        """Combine derivatives by negatives (0 elsewhere) and by positives into one by each similarity."""
+        """Combine derivatives by negatives (0 elsewhere) and by positives into a derivative by all similarities."""
         return by_negative.scatter_add(1, self.same_class, by_positive * self.is_positive)
 
 
 @dataclass(frozen=True)
 class SimilarityLoss(Loss):
-    """A mean over queries of a function of each query's similarities to the whole gallery.
+    """A loss that averages, over queries, a function of each query's similarities to the whole gallery.
 
     A subclass writes `loss`, and autograd differentiates it; or it writes `value_and_slopes`, with a derivative by
     hand that takes less memory. The queries are ranked a block at a time, each rank its own.
@@ -149,7 +149,7 @@ class SimilarityLoss(Loss):
             if gathered.of_unit_length:  # the slope by s_qq = 1 would only change the descriptor's length
                 slopes[torch.arange(len(which), device=which.device), rows.queries] = 0
             of_queries[which] = slopes @ gathered.gallery
-            # What a memory remembers, behind the batch in the gallery, gets no gradient.
+            # Remembered descriptors, behind the batch in the gallery, get no gradient.
             of_gallery.addmm_(slopes[:, : len(descriptors)].t(), descriptors[rows.queries])
         own_weights = weights[gathered.own]
         loss = gathered.world.sum((own_weights * per_query).sum())
@@ -220,7 +220,7 @@ class DescriptorLoss(Loss):
 
 
 def gradients(value: Float[Tensor, ""], *by: Tensor) -> tuple[Tensor, ...]:
-    """Return the derivative by each tensor; zeros without one, such as from a loss with no pair left."""
+    """Return the derivative of a loss by each tensor; zeros if it has none, as when no pair is left."""
     refuse_other_leaves([value], by, "the loss closes over it; write the loss as a module that has it as a parameter")
     found = torch.autograd.grad(value, by, allow_unused=True) if value.requires_grad else [None] * len(by)
     return tuple(torch.zeros_like(each) if one is None else one for one, each in zip(found, by, strict=True))

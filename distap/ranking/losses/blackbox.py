@@ -33,7 +33,7 @@ class BlackBoxAP(SimilarityLoss):
     def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, Tensor]:
         positive = rows.positive_columns
         is_ranked = ~rows.negatives.isinf() | positive
-        # What is not ranked, the query itself, goes to the end and shifts nobody's rank.
+        # The query itself is not ranked: it goes to the end and shifts nobody's rank.
         scores = rows.similarities + self.margin * (0.5 - positive.to(rows.similarities.dtype))
         scores = scores.masked_fill(~is_ranked, -torch.inf)
         count = is_ranked.sum(1, keepdim=True)

@@ -23,7 +23,7 @@ def loss(function: Callable[..., Tensor]) -> type[Loss]:
 
     Args:
         function: of `similarities` (r, N-1) of r queries to all images but themselves, and `same_class` (r, N-1)
-            bool, with at least one True a row; it returns the loss of each query, (r,), and is called for some
+            bool, with at least one True per row; it returns the loss of each query, (r,), and is called for some
             queries at a time, on each rank for its own. Or of `descriptors` (B, C) of length 1 and `labels` (B,) of
             the whole batch; it returns a scalar, and rank 0 calls it once.
     Returns:

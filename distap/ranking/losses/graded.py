@@ -21,7 +21,7 @@ from distap.ranking.losses.steps import Step, StepSums, sigmoid_step
 
 
 class OfLevel(NamedTuple):
-    """The P images of one level of each of r queries."""
+    """The images, at most P, that share one level of classes with each of r queries."""
 
     columns: Int64[Tensor, "r P"]
     is_real: Bool[Tensor, "r P"]  # which are no padding
@@ -32,19 +32,19 @@ class OfLevel(NamedTuple):
 
 @dataclass(frozen=True)
 class GradedLoss(SimilarityLoss):
-    """A function of the smooth ranks of all images that share a class with the query at some level."""
+    """A loss from the smooth ranks of all images that share a class with the query at some level."""
 
     tau: PositiveFloat = 0.01
     """Temperature of the sigmoid, in units of similarity."""
     self_pair: Literal[True] = True
-    """A query is its own most relevant image."""
+    """Count a query as its own most relevant image."""
     query_level: ClassVar[int] = -1
     step: ClassVar[Step] = staticmethod(sigmoid_step)
     counts_exactly: ClassVar[bool] = False  # images of no less relevance, without gradient
 
     @abstractmethod
     def relevances(self, sizes: Float[Tensor, "r levels"]) -> Float[Tensor, "r levels"]:
-        """Return the relevance of each level from 0, given how many images a query has at each."""
+        """Return the relevance of each level from 0, given the number of a query's images at each level."""
 
     @abstractmethod
     def score(self, levels: list[OfLevel], sizes: Float[Tensor, "r levels"]) -> Float[Tensor, " r"]:
@@ -78,7 +78,7 @@ class GradedLoss(SimilarityLoss):
     def _levels(
         self, rows: Rows, level: Int64[Tensor, "r N"], relevance: Float[Tensor, "r levels"], sums: StepSums
     ) -> Iterator[tuple[Int64[Tensor, "r M"], Float[Tensor, "r M"], Float[Tensor, "r P"], OfLevel]]:
-        """Yield for levels 1 to L what counts smoothly, by column, how fast counts fall, and the level's images."""
+        """Yield, per level, the columns and similarities counted smoothly, how fast counts fall, and the images."""
         similarities = rows.similarities
         columns = [padded_columns(level == each, rows.queries) for each in range(1, relevance.shape[1])]
         ordered = [
@@ -104,7 +104,7 @@ class GradedLoss(SimilarityLoss):
 
 @dataclass(frozen=True)
 class HierarchicalAP(BoundingStep, GradedLoss):
-    """Hierarchical AP (Ramzi et al. 2022), whose precision at an image counts what both share of relevance.
+    """Hierarchical AP (Ramzi et al. 2022): in the precision at image k, image j counts min(rel(j), rel(k)).
 
     Images of no less relevance are counted exactly, without gradient, and others by SupAP's step.
     """
@@ -157,7 +157,7 @@ class SmoothNDCG(GradedLoss):
 
 @dataclass(frozen=True)
 class SupNDCG(BoundingStep, SmoothNDCG):
-    """NDCG whose ranks count images of no less relevance exactly, and others by SupAP's step."""
+    """NDCG of smooth ranks as in SupAP: less relevant images count by SupAP's step, and others exactly."""
 
     self_pair: Literal[True] = True
     presets: ClassVar[Presets] = {"released": {"offset": -3.56, "delta": 0.05}}

@@ -89,7 +89,7 @@ class Sigmoid(PairLoss):
 
 @dataclass(frozen=True)
 class MultiSimilarity(PairLoss):
-    """Multi-similarity loss (Wang et al. 2019, eq. 8 to 10) of pairs that are hard by `epsilon`."""
+    """Multi-similarity loss (Wang et al. 2019, eq. 8 to 10) of the hard pairs that `epsilon` selects."""
 
     alpha: PositiveFloat = 2.0
     """Sharpness of the weights of positives."""
@@ -113,7 +113,7 @@ class MultiSimilarity(PairLoss):
 
 @dataclass(frozen=True)
 class DistanceLoss(PairLoss):
-    """A loss of Euclidean distances, in float64: near 0, those of similarities in float32 are mostly rounding."""
+    """A loss of Euclidean distances, in float64, because distances near 0 are mostly rounding in float32."""
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
         exact = replace(gathered, gallery=normalize(gathered.gallery.double()))

@@ -49,7 +49,7 @@ class ProxyLoss(SizedLoss):
         return nn.ParameterDict({"proxies": nn.Parameter(drawn * self.spread(self.dimensions))})
 
     def totals(self, similarities: Float[Tensor, "r K"], labels: Int64[Tensor, " r"]) -> Float[Tensor, "T K"]:
-        """Return sums over images for each proxy that `value_and_slopes` needs of all images beforehand."""
+        """Return the sums over images, per proxy, that `value_and_slopes` needs over all images."""
         return similarities.new_zeros(0, similarities.shape[1])
 
     def value_and_slopes(
@@ -166,7 +166,7 @@ class ProxyAnchor(ProxyLoss):
 
     With s an image's similarity to a proxy, the loss is the mean over proxies with images of
     ln(1 + sum of e^(-scale (s - margin)) over them), plus the mean over all proxies of
-    ln(1 + sum of e^(scale (s + margin)) over other images). `per_query` is each image's share of it.
+    ln(1 + sum of e^(scale (s + margin)) over other images). `per_query` is each image's share of the loss.
     """
 
     scale: Annotated[float, Field(gt=0, le=64)] = 32.0  # more overflows float32
@@ -192,7 +192,7 @@ class ProxyAnchor(ProxyLoss):
     ) -> tuple[Float[Tensor, " r"], Float[Tensor, "r K"]]:
         pull, push = self._exponentials(similarities, labels)
         counts = (totals[0] > 0).sum(), similarities.shape[1]
-        # Of ln(1 + T), an image whose term of the sum is e has the share e / T, and the derivative e' / (1 + T).
+        # In ln(1 + T), an image whose term of the sum is e has the share e / T, and the derivative e' / (1 + T).
         values, slopes = torch.zeros_like(weights), torch.zeros_like(similarities)
         for term, total, count, sign in zip((pull, push), totals, counts, (-1, 1), strict=True):
             values += (term / total.clamp(min=torch.finfo().tiny) * total.log1p() / count).sum(1)

@@ -29,7 +29,7 @@ class QuantizedAP(HistogramLoss):
 
 @dataclass(frozen=True)
 class FastAP(QuantizedAP):
-    """FastAP (Cakir et al. 2019, eq. 9): AP_Q over intervals (one centre more), without the self pair."""
+    """FastAP (Cakir et al. 2019, eq. 9): AP from soft histograms of similarity, without the query itself."""
 
     bins: int = 10
     """Number of intervals between bin centres, 1 to 127."""

@@ -51,7 +51,7 @@ class BoundingStep(SimilarityLoss):
 
 
 def at_least(ordered: Float[Tensor, "r n"], positives: Float[Tensor, "r P"]) -> Float[Tensor, "r P"]:
-    """Count the similarities, in ascending order, that are not below each positive's or that tie with it."""
+    """Count, for each positive, the similarities (in ascending order) that exceed it or tie with it."""
     below = torch.searchsorted(ordered.contiguous(), (positives - tie_width(positives)).contiguous())
     return (ordered.shape[1] - below).to(positives.dtype)
 
@@ -104,7 +104,7 @@ class RankLoss(SimilarityLoss):
         return value.detach().double(), rows.with_positives(by_negative, by_positive)
 
     def step_numbers(self) -> tuple[float, ...]:
-        """Return what `step` takes next to the differences of similarities."""
+        """Return the parameters that `step` takes in addition to differences of similarities."""
         return (self.tau,)
 
 
@@ -145,7 +145,7 @@ class RecallAtK(RankLoss):
     rank, and at most k hits, over min(k, positives) (released); take the query as a positive (suprank); or that, by
     Euclidean distances, with k + 1 hits and ranks from 0.5 (oml)."""
     self_pair: Literal[True] = True
-    """Whether a query is a positive of its own: `form` says it."""
+    """Count a query among its own positives: set by `form`."""
     # yash0307/RecallatK_surrogate ed05202, elias-ramzi/SupRank d3d0e3c, OML-Team/open-metric-learning.
     presets: ClassVar[Presets] = {name: {"form": name} for name in ("paper", "released", "suprank")} | {
         "oml": {"form": "oml", "ks": (5,)}
@@ -182,7 +182,7 @@ class SupRecallAtK(BoundingStep, RecallAtK):
 
 @dataclass(frozen=True)
 class PNP(RankLoss):
-    """Penalise negatives before positives (Li et al. 2022): a function of the number R of negatives before each."""
+    """PNP (Li et al. 2022): penalise each positive by a function of the number R of negatives before it."""
 
     form: Literal["O", "I_u", "I_b", "D_s", "D_q"] = "D_q"
     """Take R (O), (1 + R) ln(1 + R) (I_u), (bR - ln(1 + bR)) / b² (I_b), ln(1 + R) (D_s) or 1 - (1 + R)^-alpha

@@ -62,10 +62,10 @@ def softplus_step(t: Tensor, sigmoid: Tensor, tau: float) -> tuple[Tensor, Tenso
 
 
 class StepSums:
-    """Sums of one step, compiled if the batch is large enough.
+    """Sums of a smooth step function over images, compiled if the batch is large enough.
 
     Args:
-        numbers: tau, and what the step takes behind it.
+        numbers: tau, and the step's further parameters.
         pairs: number of pairs of the whole batch.
         positives: number of positives of a query.
     """
@@ -77,7 +77,7 @@ class StepSums:
     def counts(
         self, similarities: Float[Tensor, "r N"], positives: Float[Tensor, "r P"]
     ) -> tuple[Float[Tensor, "r P"], Float[Tensor, "r P"]]:
-        """Return how much stands before each positive, and how fast that falls as the positive rises."""
+        """Return the smooth count of images before each positive, and how fast it falls as the positive rises."""
         counts, falls = torch.empty_like(positives), torch.empty_like(positives)
         for rows, columns, powers in self._parts(similarities, positives):
             own, function = positives[rows].gather(1, columns), self._functions[0 if powers is None else 1]
@@ -89,7 +89,7 @@ class StepSums:
     def slopes(
         self, similarities: Float[Tensor, "r N"], positives: Float[Tensor, "r P"], by_count: Float[Tensor, "r P"]
     ) -> Float[Tensor, "r N"]:
-        """Turn the derivative by each count into one by each of the similarities."""
+        """Turn derivatives of the loss by each count into derivatives by each similarity."""
         total = torch.zeros_like(similarities)
         for rows, columns, powers in self._parts(similarities, positives):
             # (P, r): with rows inside, the generated code goes along the gallery in vectors.

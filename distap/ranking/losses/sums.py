@@ -27,7 +27,7 @@ class SumOfLosses(Loss):
     @property
     @abstractmethod
     def parts(self) -> Sequence[tuple[float, Loss]]:
-        """Return weight and loss of each term."""
+        """Return the weight and the loss of each term of the sum."""
 
     @cached_property
     def learned(self) -> nn.Module | None:
@@ -181,7 +181,7 @@ class OfPrefix(Loss):
 
 
 class CounterOfPrefix(Counter):
-    """Count cut descriptors."""
+    """Cut descriptors to their first d numbers, and count them for a loss."""
 
     def __init__(self, loss: OfPrefix, counter: Counter) -> None:
         self._loss, self._counter, self.seen = loss, counter, 0

@@ -17,7 +17,7 @@ STATUS: dict[Outcome, str] = {"finished": "FINISHED", "stopped": "KILLED", "fail
 
 @dataclass
 class MLflow:
-    """`loggers.mlflow`, which has no keys; MLFLOW_TRACKING_URI is the server's address.
+    """Log to the MLflow server at MLFLOW_TRACKING_URI: a recipe's `loggers.mlflow`, which has no keys.
 
     Credentials come from MLFLOW_TRACKING_TOKEN, or _USERNAME and _PASSWORD. The experiment is MLFLOW_EXPERIMENT_NAME,
     or `distap`. The id of the run stays in RUN/loggers/mlflow.
@@ -25,7 +25,7 @@ class MLflow:
 
     def prepare(self) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would report to its maker
-        # Its own waits are two minutes, seven times, and a request for each line.
+        # MLflow's own waits are two minutes, seven times, and a request for each line.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_ASYNC_LOGGING_BUFFERING_SECONDS", "5")

@@ -12,7 +12,7 @@ FLUSH_SECONDS = 10
 
 @dataclass
 class TensorBoard:
-    """`loggers.tensorboard`, which has no keys: event files in RUN/tensorboard."""
+    """Log to event files in RUN/tensorboard: a recipe's `loggers.tensorboard`, which has no keys."""
 
     def prepare(self) -> None:
         for module in ("tensorboard", "torch.utils.tensorboard"):

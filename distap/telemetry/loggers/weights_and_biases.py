@@ -13,10 +13,10 @@ from distap.telemetry.loggers.loggers import LoggedRun, Outcome
 
 @dataclass
 class WeightsAndBiases:
-    """`loggers.wandb`, which has no keys; the API key comes from WANDB_API_KEY, another server from WANDB_BASE_URL.
+    """Log to Weights & Biases, with the key WANDB_API_KEY: a recipe's `loggers.wandb`, which has no keys.
 
-    The project is WANDB_PROJECT, or `distap`. WANDB_MODE=offline writes files to RUN/wandb for `wandb sync`. The user
-    or team is WANDB_ENTITY, the group of runs WANDB_RUN_GROUP. The id of the run stays in RUN/loggers/wandb.
+    Server, user or team, project (by default `distap`) and group are WANDB_BASE_URL, WANDB_ENTITY, WANDB_PROJECT and
+    WANDB_RUN_GROUP. With WANDB_MODE=offline, RUN/wandb gets files for `wandb sync`. RUN/loggers/wandb has the id.
     """
 
     def prepare(self) -> None:
