@@ -180,7 +180,7 @@ class Arrival:
 
 @contextmanager
 def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator[World]:
-    """Join the ranks that torchrun's environment describes, and leave at the end; without torchrun, be alone.
+    """Join the ranks that torchrun's environment describes, inside this context; without torchrun, be one rank.
 
     All ranks have `timeout_seconds` to join, and for each collective. Each rank takes the device that is `wanted`.
 

@@ -171,7 +171,7 @@ class Watchdog:
         self._store.set(f"beat/{self.party.rank}", json.dumps(said))
 
     def _look(self) -> None:
-        """Look for a verdict, or find one if this rank has claimed the case; after a while it need not have."""
+        """Look for a verdict, or find one if this rank has claimed the case; after a while, any rank may."""
         if self.verdict is None and self._store.check(["verdict"]):
             self._condemn(*json.loads(self._store.get("verdict")))
         if self.verdict is not None or not self._problem:

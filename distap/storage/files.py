@@ -97,7 +97,7 @@ class Storage:
         return data
 
     def mapped(self, name: str) -> bytes | mmap:
-        """Return a whole file, a large one on disk as a map of it."""
+        """Return a whole file; map a large file on disk into memory instead of reading it."""
         return self.read_whole(name)
 
     def open(self, name: str) -> BinaryIO:

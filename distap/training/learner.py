@@ -143,7 +143,7 @@ class Learner:
         return named in self._scalars or named.rpartition(".")[0] in self._scalars
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from whole tensors of any engine's `state_dict`, on any number of ranks."""
+        """Restore the learner from whole tensors of any engine's `state_dict`, on any number of ranks."""
         self.replica.release()
         present = self.network.state_dict()
         given: dict[str, Any] = {n: _like(present.get(n), t) for n, t in without_prefix("network.", state).items()}
