@@ -60,7 +60,7 @@ from distap.training.engines import DDPSettings, DeepSpeedSettings, FSDPSettings
 from distap.training.learner import TrainingStep
 from distap.world import CPU, World
 
-LOSSES = [name for name in REGISTRY["loss"] if name not in ("matryoshka", "metric_learning", "sum")]
+LOSSES = [name for name in REGISTRY["loss"] if name not in ("matryoshka", "sum")]
 ENGINES: dict[str, Any] = {
     "ddp": DDPSettings(),
     "fsdp": FSDPSettings(),

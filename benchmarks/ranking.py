@@ -63,9 +63,7 @@ class RankingBenchmark(harness.Benchmark):
 
     def report(self) -> harness.Report:
         """Measure every combination of batch, dimensions and ranks, one at a time."""
-        losses = self.loss or [
-            name for name in REGISTRY["loss"] if name not in ("matryoshka", "metric_learning", "sum")
-        ]
+        losses = self.loss or [name for name in REGISTRY["loss"] if name not in ("matryoshka", "sum")]
         for loss in losses:
             build_loss(loss, **OPTIONS.get(loss, {}))  # an unknown name is an error at once
         settings = [

@@ -55,7 +55,6 @@ REGISTRY: dict[str, dict[str, str]] = {
         "cos_face": "distap.ranking.losses.proxies:CosFace",
         "proxy_anchor": "distap.ranking.losses.proxies:ProxyAnchor",
         "normalized_softmax": "distap.ranking.losses.proxies:NormalizedSoftmax",
-        "metric_learning": "distap.ranking.losses.metric_learning:MetricLearning",
         "matryoshka": "distap.ranking.losses.sums:Matryoshka",
         "simix": "distap.ranking.losses.simix:SiMix",
         "sum": "distap.ranking.losses.sums:WeightedSum",

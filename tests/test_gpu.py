@@ -31,7 +31,7 @@ pytestmark = [
 ]
 DEVICE = torch.device("cuda")
 IMAGES = 40
-LOSSES = sorted(set(REGISTRY["loss"]) - {"metric_learning", "sum"})
+LOSSES = sorted(set(REGISTRY["loss"]) - {"sum"})
 
 
 def stepped(network, device, precision="float32", sizes=None, network_of=lambda network: network):

@@ -27,7 +27,7 @@ from distap.world import World
 IMAGES = 200
 BOUNDED = {"Event.synchronize in DeviceCopies.__call__"}  # the host may be two micro-batches ahead
 OF_STAGE = {"synchronize in Stopwatch._now"}  # at the begin and the end of a stage
-LOSSES = sorted(set(REGISTRY["loss"]) - {"matryoshka", "metric_learning", "sum"})
+LOSSES = sorted(set(REGISTRY["loss"]) - {"matryoshka", "sum"})
 
 
 def trained(device, keep=0):

@@ -3,14 +3,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.metric_learning import MetricLearning
 from distap.config.reading import RECIPES, load_recipe, recipe_from
 from distap.data.sampling.random import RandomSampling
 from distap.errors import DistapError
 from distap.ranking.losses.calibration import Calibration
-from distap.ranking.losses.metric_learning import MetricLearning
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.ranking.losses.smooth import SmoothAP, SupAP
 from distap.ranking.losses.sums import WeightedSum
+
+PML = "benchmarks.metric_learning:MetricLearning"  # a class that is none of ours
 
 
 @pytest.fixture
@@ -62,7 +64,7 @@ def test_a_recipe_in_a_checkpoint_is_read_again_as_the_same(recipe):
         ("{bins: 30}", QuantizedAP(bins=30)),
         ("{sup_ap: 0.25, calibration: 0.75}", WeightedSum(((0.25, SupAP()), (0.75, Calibration())))),
         ("{sup_ap: {weight: 2, preset: released}}", WeightedSum(((2.0, SupAP(offset=-3.56, delta=0.05)),))),
-        ("{name: metric_learning, function: ContrastiveLoss}", MetricLearning("ContrastiveLoss")),
+        (f"{{name: '{PML}', function: ContrastiveLoss}}", MetricLearning("ContrastiveLoss")),
     ],
 )
 def test_a_loss_is_a_name_or_options_or_a_preset_or_a_sum(recipe, text, loss):

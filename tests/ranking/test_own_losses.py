@@ -9,11 +9,11 @@ from problems import problem, rank_raw, remembering
 from ranks import on_ranks
 from torch.nn.functional import normalize
 
+from benchmarks.metric_learning import MetricLearning
 from distap.errors import DistapError
 from distap.ranking.loss import build_loss
 from distap.ranking.losses.base import DescriptorLoss, SimilarityLoss
 from distap.ranking.losses.calibration import Calibration
-from distap.ranking.losses.metric_learning import MetricLearning
 from distap.ranking.rank import rank
 
 

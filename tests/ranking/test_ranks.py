@@ -21,13 +21,13 @@ from distap.registry import REGISTRY
 from distap.world import World
 
 SLOTS = 23  # uneven on 2, 3 and 4 ranks
-NAMES = [name for name in REGISTRY["loss"] if name not in ("sum", "metric_learning", "matryoshka")]
+NAMES = [name for name in REGISTRY["loss"] if name not in ("sum", "matryoshka")]
 OTHERS = {
     "violating": build_loss("calibration", preset="released"),
     "5 negatives": build_loss("contrastive", negatives=5),
     "semi-hard": build_loss("triplet", mining="semi_hard", squared=True),
-    "of another package": build_loss("metric_learning", function="ContrastiveLoss"),
-    "proxies of another package": build_loss("metric_learning", function="ProxyAnchorLoss"),
+    "of another package": build_loss("benchmarks.metric_learning:MetricLearning", function="ContrastiveLoss"),
+    "proxies of another package": build_loss("benchmarks.metric_learning:MetricLearning", function="ProxyAnchorLoss"),
     "matryoshka": build_loss({"matryoshka": {"dimensions": [2, 5], "inner": {"ap_q": 1, "arc_face": 0.5}}}),
     "simix": build_loss({"simix": {"inner": "smooth_ap"}}),
     "sum": WeightedSum(((0.3, build_loss("proxy_nca")), (0.7, build_loss("triplet")))),

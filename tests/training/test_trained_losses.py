@@ -15,6 +15,7 @@ from distap.ranking.losses.function import FunctionLoss
 from distap.world import World
 
 OPTIMIZER = {"learning_rate": 1e-3, "loss": {"factor": 100.0, "weight_decay": 1e-4}}
+PML = "benchmarks.metric_learning:MetricLearning"  # a class that is none of ours
 PROXIES = {"loss": "proxy_nca", "optimizer": OPTIMIZER, "steps": 6, "checkpoint": {"every": 3}}
 # Gradient descent on a layer of 8 dimensions, so that no division amplifies rounding.
 DESCENT = {"name": "momentum", "momentum": 0.0, "learning_rate": 1e-4, "loss": {"factor": 1000.0}}
@@ -24,7 +25,11 @@ def of_loss(run):
     return found_checkpoint(run).tensors("loss.")
 
 
-@pytest.mark.parametrize("loss", ["proxy_nca", {"name": "metric_learning", "function": "ProxyAnchorLoss"}], ids=str)
+@pytest.mark.parametrize(
+    "loss",
+    ["proxy_nca", {"name": PML, "function": "ProxyAnchorLoss"}],
+    ids=str,
+)
 def test_a_training_goes_on_with_its_proxies_bit_for_bit(tmp_path, training_shards, loss):
     whole, resumed, checkpoint = tmp_path / "whole", tmp_path / "resumed", Path("checkpoints") / "step-00000003"
     train(World(), whole, training_shards, **PROXIES | {"loss": loss})

@@ -1,4 +1,4 @@
-"""Any loss of pytorch-metric-learning on the gathered descriptors: triplet, contrastive and the other baselines."""
+"""Any loss of pytorch-metric-learning on the gathered descriptors, for baselines."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
