@@ -27,6 +27,7 @@ TIMM_OPTIMIZERS = (
     *("adam", "adamw", "nadamw", "radam", "sgd", "momentum", "rmsprop", "lamb", "lars", "lion", "adafactor"),
     *("adopt", "adadelta", "adamax", "cadamw", "radamw", "sgdw"),
 )
+POOLINGS = ("native", "mean", "spoc", "max", "rmac", "cls", "cls_mean")
 REGISTRY: dict[str, dict[str, str]] = {
     "loss": {
         "ap_q": "distap.ranking.losses.quantized:QuantizedAP",
@@ -84,10 +85,9 @@ REGISTRY: dict[str, dict[str, str]] = {
     "pooling": {
         "auto": "distap.model.pooling:AutoPooling",
         "gem": "distap.model.pooling:GeMPooling",
-        **dict.fromkeys(
-            ("native", "mean", "spoc", "max", "rmac", "cls", "cls_mean"), "distap.model.pooling:NamedPooling"
-        ),
+        **dict.fromkeys(POOLINGS, "distap.model.pooling:NamedPooling"),
     },
+    "adapter": dict.fromkeys(("lora", "dora"), "distap.model.adapters:Adapter"),
     "optimizer": dict.fromkeys(TIMM_OPTIMIZERS, "distap.training.optimizer:TimmOptimizer"),
     "schedule": dict.fromkeys(
         ("constant", "linear", "cosine", "step", "multistep"), "distap.training.schedule:RateSchedule"
@@ -106,7 +106,7 @@ REGISTRY: dict[str, dict[str, str]] = {
 
 METHODS = dict.fromkeys(REGISTRY, "build") | {
     **{"loss": "value_and_gradient", "sampling": "batch", "augmentation": "transform", "source": "open"},
-    **{"weights": "load", "schedule": "factor", "logger": "open"},
+    **{"weights": "load", "adapter": "adapt", "schedule": "factor", "logger": "open"},
 }
 
 LOSS_BASE = "distap.ranking.loss:Loss"  # has methods that most losses do not write themselves

@@ -49,6 +49,8 @@ class ModelSection(Section):
     freeze: Literal["backbone"] | dict[Literal["blocks"], int] | list[str] | None = None
     """Do not train `backbone`; or {blocks: N}, the first N blocks and the stem (-N: all but the last N); or the
     parameters that a list of patterns names, such as [pooling.power, backbone.stem.*]."""
+    adapter: Annotated[Any, Chosen("adapter", otherwise="lora")] | None = None
+    """Matrices of low rank that are added to those of the backbone's layers, and learn in their place."""
     arguments: dict[str, Any] = Field({})
     """Further arguments of timm.create_model, such as {img_size: 448} or {drop_path_rate: 0.1}."""
     layer_norm: bool = False

@@ -119,6 +119,11 @@ class Recipe(NetworkRecipe):
             )
         if name_of("engine", self.engine) == "deepspeed":
             self._fits_deepspeed()
+        if self.model.adapter is not None and self.optimizer.layer_decay is not None:
+            raise ValueError(
+                "optimizer.layer_decay is set, but adapters stand in no layer that timm knows: leave it out, or "
+                "model.adapter"
+            )
         asked = next((key for key in ("every", "also") if getattr(self.evaluation, key)), None)
         if asked and self.data.validation is None:
             raise ValueError(f"evaluation.{asked} is set, but data.validation names no data set")

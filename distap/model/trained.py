@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from distap.checkpoint.finding import opened_checkpoint
 from distap.errors import DistapError
+from distap.model.adapters import merge
 from distap.model.backbone import architecture_of
 from distap.model.network import RetrievalNetwork, settings_of
 from distap.model.pooling import AutoPooling
@@ -39,7 +40,10 @@ class TrainedNetwork:
     folder: str | None = None  # that relative paths of the recipe were relative to
 
     def load(self, network: RetrievalNetwork) -> None:
-        """Load backbone, pooling and projection; a DistapError names each required key that differs."""
+        """Load backbone (with its adapters merged), pooling and projection.
+
+        A DistapError names each required key that differs.
+        """
         if others := self._others(network):
             raise DistapError(
                 f"{self.where}: this network is not the recipe's; to begin from it, the recipe needs\n"
@@ -47,11 +51,16 @@ class TrainedNetwork:
                 + "\nFor its backbone alone, `distap export --format safetensors` it and set model.weights to "
                 f"{{name: file, path: FOLDER/{BACKBONE}}}"
             )
+        adapter = self.settings["model"].get("adapter")
+        if adapter is not None:
+            build_part("adapter", **adapter).adapt(network, self.settings["data"]["image_size"])
         try:
             network.load_state_dict(self.tensors)
         except RuntimeError as error:
             why = shorten(str(error), 400)  # it lists every tensor that does not fit
             raise DistapError(f"{self.where}: its tensors are not those of its network: {why}") from error
+        if adapter is not None:
+            merge(network)
 
     def _others(self, network: RetrievalNetwork) -> dict[str, Any]:
         """Return the keys of section `model` whose value in this network differs, with that value."""

@@ -106,7 +106,7 @@ class DescriptorNetwork(
             "num_features": network.features,
             "pretrained_cfg": {name: about[name] for name in TIMM_KEYS if name in about},
             "distap": {
-                "model": self._model.model_dump(mode="json", exclude={"weights"}),
+                "model": self._model.model_dump(mode="json", exclude={"weights", "freeze", "adapter"}),
                 "sizing": str(described.sizing),
                 "scales": list(described.network.scales),
                 "scale_power": described.network.power,

@@ -9,6 +9,8 @@ from small_trainings import recipe, train
 from stores import found_checkpoint
 from torch.distributed.tensor import DTensor
 
+import distap
+from distap.apps.export.to_folder import export_to_folder
 from distap.errors import DistapError
 from distap.model.freezing import freeze
 from distap.randomness import seed_for
@@ -27,6 +29,8 @@ PARTS = {
     "head": {"freeze": "backbone", "projection": 6},
     "last blocks": {"freeze": {"blocks": -1}},
     "patterns": {"freeze": ["backbone.blocks.*.attn.*", "backbone.patch_embed.*"]},
+    "lora": {"adapter": {"rank": 4, "dropout": 0.3}, "projection": 6},
+    "dora": {"adapter": {"name": "dora", "rank": 2, "targets": ["fc1", "fc2"]}, "freeze": ["backbone.blocks.0.*"]},
 }
 
 
@@ -134,9 +138,45 @@ def test_a_training_of_a_part_goes_on_as_if_it_had_not_stopped(tmp_path, trainin
     assert not any(".state.backbone.blocks.0." in key for key in one)
 
 
+def test_adapters_are_merged_into_the_base_when_a_run_is_read(tmp_path, training_shards):
+    changes = {"model": OF_TIMM | PARTS["lora"], "ema": {"decay": DECAY}, "data__image_size": 32}
+    run, images = tmp_path / "run", noise(3, 32)
+    changes |= {"optimizer": {"learning_rate": 0.02}, "checkpoint": {"every": 1}, "steps": 3}
+    train(World(), run, training_shards, **changes | {"steps": 2})
+    trainer = Trainer(recipe(run, training_shards, **changes), World())
+    trainer.train()
+    network = trainer.network.eval()
+    with trainer.learner.averaged(), torch.no_grad():
+        expected = network(images)
+    base = network_of(recipe("run", ("none",), model=OF_TIMM | {"projection": 6}), World()).eval()
+    assert (base(images) - expected).abs().max() > 1e-3
+    distap.load(run, device="cpu").save_pretrained(tmp_path / "saved")
+    export_to_folder(run, tmp_path / "export", ("pt2", "safetensors"))
+    for source in (run, tmp_path / "saved", tmp_path / "export"):
+        torch.testing.assert_close(distap.load(source, device="cpu")(images), expected, rtol=1e-5, atol=1e-6)
+    weights = {"name": "run", "path": str(run)}
+    later = recipe(tmp_path / "later", training_shards, model=OF_TIMM | {"projection": 6, "weights": weights})
+    torch.testing.assert_close(network_of(later, World()).eval()(images), expected, rtol=1e-5, atol=1e-6)
+    kept = found_checkpoint(run).tensors()
+    assert sum(t.numel() for name, t in kept.items() if name.startswith("ema.")) < 0.2 * sum(
+        t.numel() for name, t in kept.items() if name.startswith("network.")
+    )
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
+        (
+            {"adapter": {"targets": ["query"]}},
+            "model.adapter.targets: query fits no layer of a block; they are qkv, proj",
+        ),
+        ({"adapter": {"rank": 0}}, "model.adapter.rank: 0: must be greater than 0"),
+        ({"adapter": {"dropout": 1}}, "model.adapter.dropout: 1"),
+        ({"adapter": {"name": "loar"}}, "did you mean lora?"),
+        (
+            {"adapter": "lora", "backbone": "eva02_tiny_patch14_224", "arguments": {"depth": 1}},
+            "Eva takes the weights of",
+        ),
         ({"freeze": "backbone"}, "model.freeze leaves nothing to train; freeze less, or set model.projection"),
         ({"freeze": {"blocks": 9}}, "model.freeze.blocks: 9, but VisionTransformer has 6 blocks"),
         ({"freeze": ["backbone.block.*"]}, r"model.freeze: backbone.block.\* fits no parameter; they are backbone\."),
@@ -152,6 +192,11 @@ def test_what_cannot_be_frozen_is_named(model, message):
     with pytest.raises(DistapError, match=message):
         read = recipe("run", ("none",), model=OF_TIMM | model)
         learner_of(read, network_of(read, World()), World())
+
+
+def test_layer_decay_with_adapters_is_refused():
+    with pytest.raises(DistapError, match=r"optimizer\.layer_decay is set, but adapters stand in no layer"):
+        recipe("run", ("none",), model=OF_TIMM | PARTS["lora"], optimizer={"layer_decay": 0.7})
 
 
 def test_a_factor_of_0_names_the_key_to_use():
