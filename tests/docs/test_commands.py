@@ -15,12 +15,13 @@ from launching import ROOT, Program, output_of, started
 from serving import url_when_ready
 from torch.distributed.run import get_args_parser
 
-from benchmarks.__main__ import command_line
+from benchmarks.__main__ import BENCHMARKS, command_line
 from benchmarks.study.grid import Study
 from distap.cli import app
 from distap.config.reading import RECIPES, load_recipe
 from distap.config.recipe import Recipe
 from distap.data.shards.packing import pack
+from docs.recipe_keys import recipe_keys
 
 README, TUTORIAL, GUIDES = ROOT / "README.md", ROOT / "docs/tutorial.md", ROOT / "docs/guides"
 DOCUMENTS = [
@@ -161,6 +162,36 @@ def test_the_keys_that_documents_name_are_those_of_recipes(tmp_path, monkeypatch
             shlex.split(span) if "=" in span.split(": ")[0] else [re.sub(": N$", ": 1", span).replace(": ", "=", 1)]
         )
         check_overrides([*(streams if "stream" in span else []), *words])
+
+
+def options_of(command):
+    options = {option for each in command.params for option in (*each.opts, *each.secondary_opts)}
+    return options.union(*map(options_of, getattr(command, "commands", {}).values()))
+
+
+@pytest.fixture(scope="module")
+def known():
+    """All options of commands, of torchrun and in scripts of launch/, and all keys of recipes and their sections."""
+    commands = [typer.main.get_command(each) for each in (app, command_line(BENCHMARKS))]
+    torchrun = {option for action in get_args_parser()._actions for option in action.option_strings}
+    scripts = [file.read_text() for file in (ROOT / "launch").rglob("*") if file.is_file() and file.suffix != ".txt"]
+    options = set().union(torchrun, *map(options_of, commands), *(re.findall(r"--[a-z-]+", text) for text in scripts))
+    keys = {key.path for key in recipe_keys()}
+    return options, keys | {key.rpartition(".")[0] for key in keys}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_option_and_key_that_a_document_names_exists(document, known):
+    options, keys = known
+    spans = re.findall(r"`([^`\s][^`\n]*)`", document.read_text())
+    others = {"--cascade", "--tmpfs"}  # of kubectl and docker
+    if document.name != "papers.md":  # which names the authors' own, and has tests of its keys
+        named = {option for span in spans for option in re.findall(r"^--[a-z-]+", span)}
+        assert named - options - others == set()
+        dotted = {key for span in spans for key in re.findall(r"^([a-z_]+\.[a-z_.]+)(?:[=:].*)?$", span)}
+        files = (".jsonl", ".json", ".py", ".safetensors", ".yaml")
+        named = {key for key in dotted if key.split(".")[0] in Recipe.model_fields and not key.endswith(files)}
+        assert named - keys == set()
 
 
 def test_the_yaml_of_guides_is_a_study_and_parts_of_recipes():
