@@ -30,7 +30,6 @@ EARTH_METRES = 6_371_008.8  # mean radius
 Name = Annotated[StrictInt | StrictStr, Field(union_mode="left_to_right")]  # of an image, or the number of its row
 Position = tuple[FiniteFloat, FiniteFloat]
 Grade = Annotated[int, Field(ge=1, le=64)]
-SIDES: tuple[tuple[int, Literal["left", "right"]], ...] = ((-1, "left"), (1, "right"))  # of a window of one axis
 
 
 class TrueQuery(BaseModel, extra="forbid", frozen=True):
@@ -153,16 +152,11 @@ def on_globe(degrees: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def within(
-    asking: NDArray[np.float64], among: NDArray[np.float64], radius: float, rows: Sequence[int] | None = None
+    asking: NDArray[np.float64], among: NDArray[np.float64], radius: float, rows: Sequence[int]
 ) -> list[list[int]]:
     """Return for each of (Q, d) points the `rows` of the (N, d) points within the radius."""
-    order = among[:, 0].argsort(kind="stable")
-    ordered, found = among[order], list[list[int]]()
-    starts, ends = (np.searchsorted(ordered[:, 0], asking[:, 0] + side * radius, of) for side, of in SIDES)
-    for point, start, end in zip(asking, starts, ends, strict=True):
-        near = order[start:end][np.linalg.norm(ordered[start:end] - point, axis=1) <= radius]
-        found.append([number if rows is None else rows[number] for number in sorted(near.tolist())])
-    return found
+    near = (np.flatnonzero(np.linalg.norm(among - point, axis=1) <= radius).tolist() for point in asking)
+    return [[rows[number] for number in own] for own in near]
 
 
 def read_truth(path: Path) -> GroundTruth:
@@ -185,8 +179,7 @@ def parsed_truth(truth: Mapping[str, Any], where: str) -> GroundTruth:
         found = GroundTruth.model_validate(truth)
     except ValidationError as error:
         first = error.errors()[0]
-        remedy = "; a folder converted before has to be converted again" if "easy" in first["loc"] else ""
-        raise DistapError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}{remedy}") from error
+        raise DistapError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
     figures_named(found.figures)
     name, times = Counter(query.name for query in found.queries).most_common(1)[0]
     if times > 1:

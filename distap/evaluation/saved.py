@@ -90,18 +90,8 @@ class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
         path = self.folder / RETRIEVED_FILE
         with reading(path, "distap eval"):
             columns: dict[str, Any] = read_columns(path.read_bytes(), COLUMNS)
-            sample, neighbours, label = columns["sample"], columns["neighbours"], columns["label"]
-            rows = len(sample)
-            if not (
-                all(len(columns[name]) == rows for name in COLUMNS if name not in ("class_name", "neighbours"))
-                and rows == self.images
-                and bool((np.diff(sample) > 0).all())
-                and len(neighbours) % max(rows, 1) == 0
-                and bool(((neighbours >= 0) & (neighbours < rows)).all())
-                and bool(((label >= -1) & (label < len(columns["class_name"]))).all())
-            ):
-                raise ValueError("its columns are not of one evaluation")
-        return Retrieved(**columns | {"neighbours": neighbours.reshape(rows, -1)})
+            neighbours = columns["neighbours"].reshape(self.images, -1)
+        return Retrieved(**columns | {"neighbours": neighbours})
 
 
 def read_evaluation(folder: Path) -> Evaluation:

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -57,16 +57,6 @@ class DescribedBy:
     def from_json(cls, values: dict[str, Any]) -> "DescribedBy":
         """Rebuild the record from JSON of `dataclasses.asdict`."""
         return cls(**{**values, "scales": tuple(values["scales"])})
-
-    def require_same(self, other: "DescribedBy", what: str, data: str) -> None:
-        """Raise a DistapError that lists the differences if `what` and `data` were described differently."""
-        differences = [
-            f"{field.name} is {getattr(other, field.name)!r}, not {getattr(self, field.name)!r}"
-            for field in fields(DescribedBy)
-            if getattr(other, field.name) != getattr(self, field.name)
-        ]
-        if differences:
-            raise DistapError(f"{what} cannot be compared with the descriptors of {data}: {'; '.join(differences)}")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from small_trainings import train
 from stores import found_checkpoint
 from torch import nn
 
-from distap import library as distap_library
 from distap.apps.export import formats
 from distap.apps.export.card import Exported, model_card, origin_of
 from distap.apps.export.checking import agreement, cases_of, onnx_describer
@@ -107,11 +106,6 @@ def test_both_programs_describe_as_the_checkpoint_does(exported, count):
         assert found.dtype == torch.float32 and found.shape == (count, 8)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
         torch.testing.assert_close(found.norm(dim=1), torch.ones(count))
-
-
-def test_an_export_can_be_loaded_again(exported):
-    network = distap_library.load(exported.output, device="cpu")
-    assert network.describer.described_by == exported.describer.described_by
 
 
 def test_every_program_says_what_made_it(exported):

@@ -57,10 +57,6 @@ def test_the_command_describes_a_folder_and_says_what_it_wrote(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["{photos}", "{tmp}/out", "evaluation.original=true", "evaluation.max_side=9"],
-            "exclude each other; keep one",
-        ),
         (["{photos}", "{tmp}/out", "evaluation.scales=[1,x]"], "evaluation.scales.1: 'x': must be a number"),
         (["--whitening", "{tmp}/none", "{photos}", "{tmp}/out"], "none"),
         (["{tmp}/nothing", "{tmp}/out"], "no such data set"),

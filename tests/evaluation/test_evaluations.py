@@ -297,18 +297,10 @@ def test_several_sets_are_evaluated_in_one_call(converted, training_shards, tmp_
     assert json.loads((tmp_path / "out/result.json").read_text())["protocol"] == "roxford5k"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"query": "../query"}, "is not the name of a folder next to it"),
-        ({"queries": [{"name": "bodleian_000107", "box": [1, 2]}]}, r"queries\.0\.box\.2: Field required"),
-        ({"gallery": None}, "gallery: Input should be a valid tuple"),
-    ],
-)
-def test_a_wrong_ground_truth_is_named(change, message, converted, tmp_path):
+def test_a_ground_truth_that_leads_out_of_its_folder_is_refused(converted, tmp_path):
     truth = json.loads((converted / "roxford5k/ground_truth.json").read_text())
-    (tmp_path / "ground_truth.json").write_text(json.dumps(truth | change))
-    with pytest.raises(DistapError, match=rf"ground_truth\.json: .*{message}"):
+    (tmp_path / "ground_truth.json").write_text(json.dumps(truth | {"query": "../query"}))
+    with pytest.raises(DistapError, match=r"ground_truth\.json: .*is not the name of a folder next to it"):
         open_set(str(tmp_path))
 
 

@@ -115,9 +115,6 @@ def sfm(root: Path) -> None:
 
     train, val = lists(1, [7, 7, 9, 9]), lists(101, [1, 1, 4, 4])
     dump(root / "retrieval-SfM-120k.pkl", {"train": train, "val": val})
-    whiten = {key: np.array(value) if key.endswith("idxs") else value for key, value in train.items()}
-    del whiten["cluster"]
-    dump(root / "retrieval-SfM-120k-whiten.pkl", whiten)
 
 
 def gldv2(root: Path) -> None:

@@ -10,7 +10,6 @@ from problems import problem, rank_raw, remembering
 from reference import listwise_gradient
 from torch.nn.functional import normalize
 
-from benchmarks.materialised import materialised_loss
 from distap.errors import DistapError
 from distap.ranking.loss import Budget, build_loss
 from distap.ranking.rank import rank
@@ -174,15 +173,6 @@ def test_the_loss_is_the_mean_of_the_losses_of_the_queries(name):
     assert ranking.per_query.nanmean().item() == pytest.approx(ranking.loss.item(), rel=1e-12)
 
 
-def test_class_weights_count_a_small_class_as_much_as_a_large_one():
-    raw, _ = problem(5, 22, 2)
-    labels = torch.tensor([0] * 20 + [1] * 2)
-    uniform = rank_raw(raw, labels, "ap_q")[0]
-    by_class = rank_raw(raw, labels, "ap_q", weights="class")[0]
-    mean = torch.stack([uniform.per_query[:20].mean(), uniform.per_query[20:].mean()]).mean()
-    assert by_class.loss.item() == pytest.approx(mean.item())
-
-
 def separated(seed=0):
     """Four classes, each image orthogonal to those of other classes and within 0.01 of its own, in float32."""
     generator = torch.Generator().manual_seed(seed)
@@ -205,14 +195,6 @@ def test_sup_ap_bounds_the_ap_loss_from_above(seed, images, classes):
     raw, labels = problem(seed, images, classes)
     bound = rank_raw(raw, labels, "sup_ap")[0].per_query
     assert (bound + 1e-12 >= exact_ap_loss(normalize(raw), labels)).logical_or(bound.isnan()).all()
-
-
-def test_a_tie_breaks_sup_aps_bound():
-    # The second image of class 0 has the similarity of both images of class 1 to the first: AP counts them before it.
-    descriptors = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
-    labels = torch.tensor([0, 0, 1, 1])
-    bound = rank(descriptors, labels, "sup_ap").per_query
-    assert bound[0] < exact_ap_loss(descriptors, labels)[0]
 
 
 def exact_ap_loss(descriptors, labels):
@@ -241,46 +223,20 @@ def test_in_bfloat16_autocast_the_gradient_is_that_of_float32(name):
     ("name", "options", "message"),
     [
         ("ap_q", {"bins": 1}, "bins is 1"),
-        ("ap_q", {"bins": 129}, "bins is 129"),
         ("fast_ap", {"bins": 0}, "bins is 0; 1 to 127"),
-        ("fast_ap", {"bins": 128}, "bins is 128; 1 to 127"),
         ("ap_q", {"bins": "many"}, "bins: 'many': must be a whole number"),
-        ("ap_q", {"bins": 20.5}, "bins: 20.5: must be a whole number"),
         ("calibration", {"alpha": math.nan}, "alpha: nan: must be a finite number"),
         ("ap_q", {"low": 1.0, "high": 0.0}, "low must be below high"),
         ("ap_t", {"form": "complete"}, "form: 'complete': must be 'simplified' or 'full'"),
         ("smooth_ap", {"tau": 0.0}, "tau: 0"),
-        ("sup_ap", {"rho": -1.0}, "rho: -1"),
-        ("sup_ap", {"delta": -1.0}, "delta: -1"),
-        ("calibration", {"form": "some"}, "must be 'all', 'violating' or 'sum'"),
         ("roadmap", {"lam": 1.5}, "lam: 1.5"),
-        ("blackbox_ap", {"lam": 0.0}, "lam: 0"),
         ("smooth_ap", {"taw": 0.1}, "taw: unknown key; did you mean tau"),
         ("smoth_ap", {}, "did you mean smooth_ap"),
         ("ap_q", {"preset": "dirtorsh"}, "did you mean dirtorch"),
-        ("smooth_ap", {"preset": "released"}, "it has none"),
         ("triplet", {"self_pair": True}, "self_pair: True: must be False"),
         ("triplet", {"mining": "easy"}, "mining: 'easy': must be 'all', 'hardest', 'hard_negative' or 'semi_hard'"),
-        ("ap_q", {"weights": "classes"}, "weights: 'classes': must be 'uniform' or 'class'"),
     ],
 )
 def test_settings_that_make_no_sense_are_named(name, options, message):
     with pytest.raises(DistapError, match=message):
         build_loss(name, **options)
-
-
-@pytest.mark.parametrize(
-    "name", ["ap_q", "ap_t", "fast_ap", "smooth_ap", "sup_ap", "calibration", "roadmap", "blackbox_ap"]
-)
-def test_the_form_that_benchmarks_compare_with_is_the_same_loss(name):
-    generator = torch.Generator().manual_seed(0)
-    rows = normalize(torch.randn(24, 6, generator=generator, dtype=torch.float64)).requires_grad_()
-    labels = torch.arange(24) // 4
-    value = materialised_loss(build_loss(name), rows, labels)
-    value.backward()
-    ranking = rank(rows.detach(), labels, name)
-    assert value.item() == pytest.approx(ranking.loss.item(), abs=1e-9)
-    # Up to the part along the descriptor, which a gradient may lack.
-    rows, difference = rows.detach(), ranking.gradient - rows.grad
-    difference -= (difference * rows).sum(1, keepdim=True) * rows
-    assert difference.abs().max() < 1e-9

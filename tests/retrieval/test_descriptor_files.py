@@ -97,20 +97,6 @@ def test_a_folder_that_was_not_finished_is_none(tmp_path):
         read_descriptors(tmp_path)
 
 
-def test_descriptors_of_another_maker_are_refused_with_every_difference(images):
-    other = DescribedBy("other", "crop 32", (1.0,), 1.0, "w")
-    with pytest.raises(DistapError) as refusal:
-        images.described_by.require_same(other, "queries", images.data)
-    for text in (
-        "queries cannot be compared",
-        "network is 'other', not 'net'",
-        "sizing",
-        "whitening is 'w', not None",
-    ):
-        assert text in str(refusal.value)
-    images.described_by.require_same(images.described_by, "queries", images.data)
-
-
 def test_keys_and_descriptors_have_one_number_of_rows(images):
     with pytest.raises(DistapError, match="for 49 keys and 50 classes"):
         replace(images, keys=images.keys[1:])

@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -70,19 +69,6 @@ def test_a_head_comes_first_whatever_its_similarity(seed, kept):
     assert all(len(set(row)) == 5 for row in result.neighbours.tolist())
 
 
-def test_a_memory_map_of_float16_is_read_as_it_is(tmp_path, monkeypatch):
-    descriptors = normalize(torch.randn(300, 8, generator=torch.Generator().manual_seed(2))).half()
-    np.save(tmp_path / "descriptors.npy", descriptors.numpy())
-    mapped = np.load(tmp_path / "descriptors.npy", mmap_mode="r")
-    labels = torch.arange(300) // 4
-    expected = evaluated(descriptors.float(), labels)
-    for resident in (2**30, 0):  # converted once, or by blocks
-        monkeypatch.setattr("distap.retrieval.evaluate.RESIDENT_BYTES", resident)
-        result = evaluated(mapped, labels)
-        assert torch.equal(result.first_positive, expected.first_positive)
-        assert result.summary() == pytest.approx(expected.summary(), abs=1e-12)
-
-
 @pytest.mark.parametrize(("bounds", "transposed"), [(3, False), (3, True), (FEW + 1, False)])
 def test_negatives_are_counted_by_comparing_or_by_sorting(bounds, transposed):
     generator = torch.Generator().manual_seed(5)
@@ -116,14 +102,6 @@ def test_the_query_is_removed_by_its_index_also_where_duplicates_exist():
     result = evaluated(descriptors, torch.tensor([0, 1, 0, 1, 2, 2]), 1)
     assert result.neighbours[:, 0].tolist() == [1, 0, 3, 2, 5, 4]
     assert result.first_positive[4:].tolist() == [1, 1]
-
-
-def test_descriptors_that_are_not_finite_are_an_error():
-    descriptors = torch.eye(4)
-    descriptors[2, 1] = torch.nan
-    for values in (descriptors, descriptors.numpy()):
-        with pytest.raises(DistapError, match="descriptor 2 is not finite"):
-            evaluated(values, torch.tensor([0, 0, 1, 1]))
 
 
 @pytest.mark.parametrize("labels", [torch.arange(4), torch.tensor([-1, -1, -1, 0])])

@@ -88,20 +88,13 @@ DISTRACTORS = Dataset(
 
 
 def _sfm_images(source: Path, file: Path, part: str) -> Iterator[ImageFile]:
-    lists = _lists(file, part)
-    identifiers = _identifiers(lists)
-    # Whitening needs no classes, so its list has no 3D models.
-    models = identifiers if part == "whiten" else [str(model) for model in lists["cluster"].integers()]
+    lists = read_plain_pickle(file)[part]
+    identifiers, models = _identifiers(lists), list(map(str, lists["cluster"].integers()))
     if len(models) != len(identifiers):
         raise lists.wrong(f"has {len(identifiers)} images, but clusters of {len(models)}")
     for identifier, model in zip(identifiers, models, strict=True):
         folders = identifier[-2:], identifier[-4:-2], identifier[-6:-4]
         yield ImageFile(source.joinpath("ims", *folders, identifier), model)
-
-
-def _lists(file: Path, part: str) -> PlainValue:
-    contents = read_plain_pickle(file)
-    return contents if part == "whiten" else contents[part]
 
 
 def _identifiers(lists: PlainValue) -> list[str]:
@@ -114,16 +107,15 @@ def _identifiers(lists: PlainValue) -> list[str]:
     return identifiers
 
 
-def _split(name: str, part: str, file: str, *published: Count) -> Split:
-    return Split(name, file, partial(_sfm_images, part=part), published, part == "whiten")
+def _split(name: str, part: str, published: Count) -> Split:
+    return Split(name, "retrieval-SfM-120k.pkl", partial(_sfm_images, part=part), (published,))
 
 
 SFM_120K = Dataset(  # Radenović et al. 2019: a class is a 3D model
     "retrieval-SfM-120k",
     "http://cmp.felk.cvut.cz/cnnimageretrieval",
     (
-        _split("train", "train", "retrieval-SfM-120k.pkl", Count(91_642, 551)),
-        _split("validation", "val", "retrieval-SfM-120k.pkl", Count(6_403, 162)),
-        _split("whiten", "whiten", "retrieval-SfM-120k-whiten.pkl"),
+        _split("train", "train", Count(91_642, 551)),
+        _split("validation", "val", Count(6_403, 162)),
     ),
 )
