@@ -144,7 +144,7 @@ class Trainer:
             self.learner.held = ("backbone",) if share.step < self.length.head_only else ()
             result = self.step(share, self.length.rate(share.step))
             self.done = share.step + 1
-            stopping = self._agree_on_requests(share, stop, images=(self.done - first) * self.images.size)
+            stopping, traced = self._agree_on_requests(share, stop, images=(self.done - first) * self.images.size)
             # Only a step shows what optimiser and activations take, and so what is left for kept graphs.
             if self.done == first + 1:
                 self._after_first_step()
@@ -160,7 +160,7 @@ class Trainer:
                 self._save(score=None)
                 break
             self._save_if_due(score)
-            if self.done < steps:
+            if traced and self.done < steps:
                 self.tracer.begin(self.done + 1)
             lap = time.perf_counter()  # an evaluation and a checkpoint do not count for the next step
         self._finish_checkpoint()
@@ -180,9 +180,10 @@ class Trainer:
             sizes.keep = fitting.kept_graphs(sizes.replay)
         logger.info("the first step was done after %.1f s of preparation", time.perf_counter() - self._began)
 
-    def _agree_on_requests(self, share: ShareOfBatch, stop: StopRequest, images: int) -> bool:
+    def _agree_on_requests(self, share: ShareOfBatch, stop: StopRequest, images: int) -> tuple[bool, bool]:
         # One sum per step carries all that a rank may know alone: damaged images, a request to stop or to trace, a
-        # lost lease. So all ranks act after the same step, or raise together. Returns whether any was asked to stop.
+        # lost lease. So all ranks act after the same step, or raise together. Returns whether any was asked to stop,
+        # and whether any was asked to trace.
         self.report.reading(self.done, share)
         mine = [len(share.failures), stop.requested, self.tracer.asked(), self.state.lease.problem != ""]
         damaged, stopping, traced, lost = self.world.sum(torch.tensor(mine, device=self.world.device)).tolist()
@@ -190,8 +191,6 @@ class Trainer:
             raise DistapError(
                 self.state.lease.problem or "another training has taken this run over; rank 0 says which one"
             )
-        if traced:
-            self.tracer.agreed()
         self.report.skipped_images += damaged
         data = self.recipe.data
         for key, count, of, limit in (
@@ -203,7 +202,7 @@ class Trainer:
                     f"{data.train}: {count} of {of} images are damaged, more than {key} ({limit}) allows; "
                     "this rank met " + (", ".join(sorted(self.report.damaged)[:10]) or "none of them")
                 )
-        return bool(stopping)
+        return bool(stopping), bool(traced)
 
     def _count_not_finite(self, share: ShareOfBatch, result: StepResult) -> None:
         # One such step may be bad luck and is not applied; many in a row will not end by themselves. The images are

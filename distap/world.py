@@ -13,7 +13,7 @@ import re
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore
 
 from distap.errors import DistapError
 from distap.processes.forks import die_with_parent
-from distap.processes.meeting import join, warn_of_loopback
+from distap.processes.meeting import join
 from distap.processes.watchdog import Watchdog
 
 # The process group waits this much longer than the watchdog, which can say which rank is missing.
@@ -210,10 +210,9 @@ def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator
         torch.cuda.set_device(device)
     # Two process groups connect every rank to every other one, and rank 0 serves the store besides.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with suppress(ValueError, OSError):  # macOS has a limit below the hard one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     party = join(rank, size, timeout_seconds)
-    if device.type == "cpu":
-        warn_of_loopback(party.members)
     watchdog = Watchdog(party, timeout_seconds)
     problem: BaseException | None = None
     try:

@@ -45,15 +45,6 @@ class Written:
     may_pass: bool = False  # whether starting again may help against the error
 
 
-@dataclass
-class _Job:
-    manifest: Manifest
-    tensors: dict[str, Tensor]
-    state: dict[str, Any]
-    blocked_seconds: float
-    where: str  # path or URL of the checkpoint
-
-
 @dataclass(eq=False)
 class CheckpointWriter:
     """Write checkpoints in a thread while training goes on; every rank has a writer and makes the same calls."""
@@ -93,10 +84,9 @@ class CheckpointWriter:
         # contiguous ones only, and the weights of convolutions may be channels-last.
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
         blocked = time.perf_counter() - started
-        where = self.checkpoints.where(f"step-{step:08d}")
-        job = _Job(Manifest(step, self.world.size, {}, about, score), copies, state, blocked, where)
+        manifest = Manifest(step, self.world.size, {}, about, score)
         # A daemon, since a collective that hangs must not keep a failed rank from ending.
-        self._writing = in_daemon(lambda: self._run(job), "distap-checkpoint")
+        self._writing = in_daemon(lambda: self._run(manifest, copies, state, blocked), "distap-checkpoint")
         return before
 
     def poll(self) -> Written | None:
@@ -123,13 +113,15 @@ class CheckpointWriter:
                 raise written.lost_rank
         return written
 
-    def _run(self, job: _Job) -> Written:
+    def _run(
+        self, manifest: Manifest, tensors: dict[str, Tensor], state: dict[str, Any], blocked_seconds: float
+    ) -> Written:
         started = time.perf_counter()
         outcome: dict[str, Any] = {}
         try:
-            outcome["bytes"] = self._write(job)
-            if job.manifest.score is not None:
-                self.best = max(self.best, job.manifest.score)
+            outcome["bytes"] = self._write(manifest, tensors, state)
+            if manifest.score is not None:
+                self.best = max(self.best, manifest.score)
         except Exception as error:  # training goes on after any error, and poll tells of it
             outcome = {"error": str(error) or type(error).__name__, "may_pass": isinstance(error, UnreachableError)}
             if self.world.size > 1 and is_of_the_network(error):
@@ -138,24 +130,25 @@ class CheckpointWriter:
                 # torch's writer hides a full disk behind an error of its own.
                 folder = self.checkpoints.path("")
                 disk = os.statvfs(next(each for each in (folder, *folder.parents) if each.is_dir()))
-                needed = sum(tensor.nbytes for tensor in job.tensors.values()) / 1e6
+                needed = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
                 free = f"{disk.f_bavail * disk.f_frsize / 1e6:,.1f} MB"
                 if disk.f_files and not disk.f_favail:  # its inodes are used up
                     free = "no further file"
                 outcome["error"] += f" (it takes {needed:,.1f} MB; the disk has room for {free})"
         seconds = time.perf_counter() - started
-        return Written(job.manifest.step, job.where, seconds, job.blocked_seconds, **outcome)
+        where = self.checkpoints.where(f"step-{manifest.step:08d}")
+        return Written(manifest.step, where, seconds, blocked_seconds, **outcome)
 
-    def _write(self, job: _Job) -> int:
+    def _write(self, manifest: Manifest, tensors: dict[str, Tensor], state: dict[str, Any]) -> int:
         """Write the files of all ranks, then the manifest; return the size in bytes. All ranks fail, or none."""
         is_first, ranks = self.world.rank == 0, self._ranks
         checkpoints = self.checkpoints
-        name = str(on_all(ranks, lambda: checkpoints.begin(job.manifest.step), mine=is_first)[0])
+        name = str(on_all(ranks, lambda: checkpoints.begin(manifest.step), mine=is_first)[0])
         with checkpoints.place(name, self.spool) as folder:
-            write_tensors(folder, job.tensors, ranks.group)
-            shares = on_all(ranks, lambda: self._send(checkpoints, name, folder, job))
+            write_tensors(folder, tensors, ranks.group)
+            shares = on_all(ranks, lambda: self._send(checkpoints, name, folder, state))
         files = {file: FileIdentity(**identity) for share in shares for file, identity in share.items()}
-        on_all(ranks, lambda: checkpoints.publish(name, replace(job.manifest, files=files)), mine=is_first)
+        on_all(ranks, lambda: checkpoints.publish(name, replace(manifest, files=files)), mine=is_first)
         if is_first:
             try:
                 checkpoints.remove_old(name, self.keep)
@@ -163,12 +156,14 @@ class CheckpointWriter:
                 logger.warning("%s: an old checkpoint cannot be removed: %s", checkpoints.storage.base, error)
         return sum(identity.bytes for identity in files.values())
 
-    def _send(self, checkpoints: Checkpoints, name: str, folder: Path, job: _Job) -> dict[str, dict[str, Any]]:
+    def _send(
+        self, checkpoints: Checkpoints, name: str, folder: Path, state: dict[str, Any]
+    ) -> dict[str, dict[str, Any]]:
         # Return the identities of this rank's files, which torch has brought to the disk already. Torch numbers the
         # ranks from 1 in the names.
         files = [path.name for path in folder.glob(f"shard-{self.world.rank + 1:05d}-*.safetensors")]
         if self.world.rank == 0:
-            write_whole(folder / STATE_FILE, json.dumps(job.state, indent=2))
+            write_whole(folder / STATE_FILE, json.dumps(state, indent=2))
             files.append(STATE_FILE)
         identities = {file: asdict(file_identity(folder / file)) for file in sorted(files)}
         checkpoints.send(name, folder, files)

@@ -1,7 +1,6 @@
 """Render the templates of HTML pages."""
 
 import base64
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -15,7 +14,7 @@ from distap.storage.atomic import write_whole
 from distap.storage.redact import without_secrets
 
 THUMBNAIL = 320  # longer side of a picture, pixels
-SIDES, WEBP_QUALITY, MOST_BYTES = (THUMBNAIL, 224, 160, 128, 96), 70, 570_000  # of the pictures in a page
+SIDE, WEBP_QUALITY = 224, 70  # of the pictures in a page, of which about two hundred take a megabyte
 
 
 def page_text(template: str, **values: Any) -> str:
@@ -33,13 +32,8 @@ def page_asset(name: str) -> bytes:
     return files("distap.pages").joinpath("templates", name).read_bytes()
 
 
-def _fitting(images: Iterable[bytes]) -> list[str]:
-    """Encode images as WebP in base64, at the largest size in SIDES at which they fit into MOST_BYTES."""
-    for side in SIDES:
-        files = [thumbnail(EncodedImage(image), side, "WEBP", WEBP_QUALITY) for image in images]
-        if sum(map(len, files)) <= MOST_BYTES:
-            break
-    return [base64.b64encode(file).decode() for file in files]
+def _as_webp(image: bytes) -> str:
+    return base64.b64encode(thumbnail(EncodedImage(image), SIDE, "WEBP", WEBP_QUALITY)).decode()
 
 
 def _percent(share: float | None) -> str:
@@ -55,7 +49,7 @@ TEMPLATES = Environment(
 )
 TEMPLATES.filters |= {
     "percent": _percent,
-    "fitting": _fitting,
+    "as_webp": _as_webp,
     "public": without_secrets,
     "date": lambda seconds: f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M}",
 }

@@ -59,7 +59,8 @@ def report(folder: Path, output: Path | None = None, reload: int | None = None) 
             version=version_with_commit(),
             reload=reload,
             run=run,
-            recipe_yaml=_recipe_text(run.recipe),
+            # Without access to its data, since a report is shown to others.
+            recipe_yaml=without_secrets(yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True)),
             problem=problem,
             evaluations=evaluations,
             training=training_charts(run) if seconds else {},
@@ -84,11 +85,6 @@ def contact_sheets(evaluations: dict[str, Evaluation], recipe: dict[str, Any]) -
         return ContactSheets(retrieved, _thumbnails(next(iter(evaluations.values())), recipe).jpeg).sheets(), ""
     except DistapError as error:
         return [], str(error)
-
-
-def _recipe_text(recipe: dict[str, Any]) -> str:
-    """Return the recipe as YAML without access to its data, since a report is shown to others."""
-    return without_secrets(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True))
 
 
 def _thumbnails(evaluation: Evaluation, recipe: dict[str, Any]) -> Thumbnails:

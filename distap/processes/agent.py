@@ -24,7 +24,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from distap.errors import FAILED, FINISHED, MISTAKE, RESTART, CollectiveError
+from distap.errors import FAILED, FINISHED, MISTAKE, RESTART
 from distap.processes.forks import die_with_parent, forking_context
 from distap.processes.stopping import MARGIN_SECONDS, SIGNALS, TRACE_SIGNAL, call_on_signal, go_deaf
 
@@ -77,8 +77,6 @@ class Agent:
                     break
             go_deaf()
             self._tell(status)
-        except CollectiveError as error:
-            logger.error("%s", error)
         finally:
             go_deaf()
             self._kill()
@@ -108,8 +106,6 @@ class Agent:
                 process = forking_context().Process(target=_be_rank, args=given)
                 process.start()
                 self._ranks[rank] = process
-        except OSError as error:
-            raise CollectiveError(f"rank {rank} cannot be started: {error}") from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -10,14 +10,12 @@ answers to the newest number, and when all have answered, rank 0 writes down who
 """
 
 import json
-import logging
 import os
 import socket
 import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import wait
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
@@ -30,7 +28,6 @@ POLL_SECONDS = 0.05
 FEW_RANKS = 128  # more of them ask the store less often
 LATE_SECONDS = 2.0  # beyond the time-out, before a call to the store counts as hanging
 NAMED = 8  # ranks that a message names
-logger = logging.getLogger("distap")
 
 
 @dataclass(frozen=True)
@@ -111,19 +108,6 @@ def _met(
             ranks = f"rank{'s' * (len(missing) > 1)} {listed(missing, ', ')} of {size}"
             raise CollectiveError(f"{ranks} did not join within {timeout_seconds:g} s; those that did: {joined}")
         time.sleep(POLL_SECONDS * max(1, size / FEW_RANKS))
-
-
-def warn_of_loopback(members: Sequence[RankProcess]) -> None:
-    """Warn if other hosts would connect to themselves, because gloo gives them this host's loopback address."""
-    if len({member.host for member in members}) < 2 or "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    with suppress(OSError):  # a name that nobody knows; gloo will say so
-        name = socket.gethostname()
-        if (address := socket.gethostbyname(name)).startswith("127."):
-            hint = "set GLOO_SOCKET_IFNAME to the network card that leads to them (`ip route`)"
-            logger.warning(
-                "this host calls itself %s, which is %s: other hosts cannot reach it; %s", name, address, hint
-            )
 
 
 def listed(items: Sequence[object], between: str = "; ") -> str:

@@ -153,7 +153,7 @@ def _explained(error: Exception, where: str, done: str, settings: RemoteSettings
     if isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) == 404:
         return MissingFileError(f"{where}: there is no such file")
     reason = str(cause) or str(cause.__cause__ or "") or type(cause).__name__
-    if isinstance(cause, TimeoutError) and not _answer_to_boto(cause)[0]:
+    if isinstance(cause, TimeoutError):
         reason = f"no answer within {settings.timeout_seconds:g} s"
     if not _may_pass(error):
         return DistapError(f"{where}: cannot be {done}: {reason}")
@@ -176,18 +176,16 @@ def _may_pass(error: Exception) -> bool:
         return False
     if isinstance(error, OSError) and error.errno in PERMANENT_NUMBERS:
         return False
-    status = getattr(error, "status", None) or getattr(error, "code", None) or _answer_to_boto(error)[1]
+    status = getattr(error, "status", None) or getattr(error, "code", None) or _status_of_boto(error)
     if status == 401 and "Invalid Credentials" in str(error):  # Google says so when a token has run out
         return True
     return status not in REFUSED and not str(error).startswith("Forbidden")  # as gcsfs says for 403
 
 
-def _answer_to_boto(error: Exception) -> tuple[str, int | None]:
-    """Return error code and HTTP status of an S3 answer behind an error of s3fs; ("", None) without one."""
+def _status_of_boto(error: Exception) -> int | None:
+    """Return the HTTP status of an S3 answer behind an error of s3fs; None without one."""
     cause = error.__cause__
     if isinstance(cause, TimeoutError):  # fsspec wraps it once more
         cause = cause.__cause__
     answer = getattr(cause, "response", None)
-    if not isinstance(answer, dict):
-        return "", None
-    return str(answer.get("Error", {}).get("Code", "")), answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None

@@ -24,8 +24,6 @@ from typing import Any, Literal
 from distap.storage.texts import printable
 
 LogFormat = Literal["text", "json"]
-LONGEST_TEXT = 1500  # characters of a message or of a traceback; ranks share a pipe, which takes 4 KiB in one piece
-CUT = "[...]"
 logger = logging.getLogger("distap")
 
 
@@ -83,10 +81,9 @@ class TextLines(_Formatter):
 
 
 class JsonLines(_Formatter):
-    """Format a record as one JSON object, as a rule short enough for a pipe to take it in one piece."""
+    """Format a record as one JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
-        message = record.getMessage()
         line: dict[str, Any] = {
             "time": self.formatTime(record),
             "level": record.levelname.lower(),
@@ -94,13 +91,12 @@ class JsonLines(_Formatter):
             "rank": origin.rank,
             "step": origin.step,
             "logger": record.name,
-            "message": message if len(message) <= LONGEST_TEXT else message[:LONGEST_TEXT] + CUT,
+            "message": record.getMessage(),
         }
         for name, figure in getattr(record, "figures", {}).items():
             line[name] = figure if math.isfinite(figure) else None
         if record.exc_info:
-            trace = self.formatException(record.exc_info)
-            line["exception"] = trace if len(trace) <= LONGEST_TEXT else CUT + trace[-LONGEST_TEXT:]
+            line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line)
 
 

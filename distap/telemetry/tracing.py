@@ -23,7 +23,7 @@ class Tracer:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
-        self._asked = self._agreed = False  # a signal came to this rank; all ranks trace the next step
+        self._asked = False
         self._profiler: profile | None = None
 
     def ask(self) -> None:
@@ -35,17 +35,10 @@ class Tracer:
         asked, self._asked = self._asked, False
         return asked
 
-    def agreed(self) -> None:
-        """Note that all ranks will trace the next step."""
-        self._agreed = True
-
     def begin(self, step: int) -> None:
-        """Start a trace of this step, counted from 1, if the ranks have agreed on one."""
-        if not self._agreed:
-            return
+        """Start a trace of this step, counted from 1, on which the ranks have agreed."""
         # The profiler's library would print its begin and end, and an error if there is no GPU.
         os.environ.setdefault("KINETO_LOG_LEVEL", KINETO_QUIET)
-        self._agreed = False
         gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         with self._surviving(step):
             profiler = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)

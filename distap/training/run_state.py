@@ -30,11 +30,6 @@ from distap.world import World
 # Files of the run folder that go to a store together with checkpoints.
 BESIDE = ("recipe.yaml", RUN_LOG, STARTS_LOG, NOT_FINITE_LOG, f"{EVALUATIONS}/*/*", "loggers/*", "tensorboard/*")
 MAY_CHANGE = ("learning_rate", "clip_norm", "head_only")  # of `optimizer`; its state does not depend on them
-CHANGES_FIGURES = (
-    *("steps", "epochs", "schedule", "ema", "precision", "memory", "evaluation"),
-    *(f"optimizer.{key}" for key in MAY_CHANGE),
-    *(f"data.{key}" for key in ("validation", "gallery", "image_size", "augmentation", "scaled_decoding")),
-)
 logger = logging.getLogger("distap")
 
 
@@ -176,7 +171,7 @@ class RunState:
         except (RuntimeError, KeyError, ValueError) as error:
             raise DamagedCheckpointError(checkpoint.where, f"it is of another network or loss: {error}") from error
         self.score = checkpoint.manifest.score
-        for line in _differences(_may_change(recorded), _may_change(self._settings)):
+        for line in _differences(recorded, self._settings):
             logger.warning("%s: the recipe has changed since: %s", checkpoint.where, line)
         logger.info("going on from %s", checkpoint.where)
 
@@ -191,12 +186,6 @@ def _identity(recipe: dict[str, Any], fingerprint: object) -> dict[str, Any]:
         # The optimiser's state depends on these.
         **{f"optimizer.{key}": optimizer[key] for key in optimizer.keys() - set(MAY_CHANGE)},
     }
-
-
-def _may_change(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that a run may change; each change is logged, since figures may not compare."""
-    parts = ((key, *key.rpartition(".")) for key in CHANGES_FIGURES)
-    return {key: (recipe[section] if section else recipe).get(name) for key, section, _, name in parts}
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

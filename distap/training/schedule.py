@@ -7,7 +7,7 @@ from fractions import Fraction
 from functools import cached_property
 from math import cos, pi
 
-from pydantic import NonNegativeFloat, PositiveFloat
+from pydantic import NonNegativeFloat
 
 from distap.config.images import EvaluationSection
 from distap.config.recipe import Recipe
@@ -15,14 +15,7 @@ from distap.config.sections import CheckpointSection
 from distap.config.validation import Unit
 from distap.errors import DistapError
 
-# Name -> the options that it needs (True) or takes (False) next to `warmup` and `unit`.
-_OPTIONS = {
-    "constant": {},
-    "linear": {"length": False},
-    "cosine": {"length": False},
-    "step": {"every": True, "decay": False},
-    "multistep": {"milestones": True, "decay": False},
-}
+SCHEDULES = ("constant", "linear", "cosine", "multistep")
 
 
 def as_written(number: float) -> Fraction:
@@ -34,9 +27,8 @@ def as_written(number: float) -> Fraction:
 class RateSchedule:
     """A schedule of the learning rate: a rise during warm-up, then the curve that `name` chooses.
 
-    `name` is `constant`; `linear` (to zero, as Revaud et al. train); `cosine` (half a wave to zero); `step` (times
-    `decay` after every so many steps); or `multistep` (times `decay` after each milestone). `step` and `multistep`
-    count from the end of the warm-up.
+    `name` is `constant`; `linear` (to zero, as Revaud et al. train); `cosine` (half a wave to zero); or `multistep`
+    (times `decay` after each milestone, counted from the end of the warm-up).
     """
 
     name: str = "linear"
@@ -44,30 +36,23 @@ class RateSchedule:
     """Unit of the schedule's numbers, and of optimizer.head_only."""
     warmup: NonNegativeFloat = 0
     """Length of a linear rise at the start; its first step has 1/warmup of the rate."""
-    length: PositiveFloat | None = None
-    """Length of the schedules `linear` and `cosine` with warm-up; null ends at the last step."""
-    every: PositiveFloat | None = None
-    """Interval between falls of the rate in the schedule `step`."""
     milestones: tuple[NonNegativeFloat, ...] | None = None
     """Times after which the rate falls in the schedule `multistep`."""
     decay: NonNegativeFloat | None = None
-    """Factor on the rate at each fall in the schedules `step` and `multistep`, 0.1 by default."""
+    """Factor on the rate at each milestone, 0.1 by default."""
 
     __pydantic_config__ = {"allow_inf_nan": False}  # noqa: RUF012 - pydantic reads it
 
     def __post_init__(self) -> None:
-        if self.name not in _OPTIONS:
-            raise ValueError(f"schedule {self.name!r} is unknown; expected one of {', '.join(_OPTIONS)}")
-        own = _OPTIONS[self.name]
-        for option in ("length", "every", "milestones", "decay"):
-            if getattr(self, option) is not None and option not in own:
+        if self.name not in SCHEDULES:
+            raise ValueError(f"schedule {self.name!r} is unknown; expected one of {', '.join(SCHEDULES)}")
+        if self.name == "multistep" and self.milestones is None:
+            raise ValueError("the schedule multistep needs milestones")
+        for option in ("milestones", "decay"):
+            if getattr(self, option) is not None and self.name != "multistep":
                 raise ValueError(f"{option} is set, but the schedule {self.name} does not use it")
-            if getattr(self, option) is None and own.get(option):
-                raise ValueError(f"the schedule {self.name} needs {option}")
         if list(self.milestones or ()) != sorted(self.milestones or ()):
             raise ValueError(f"milestones are {list(self.milestones or ())}; expected them in ascending order")
-        if self.length is not None and self.length <= self.warmup:
-            raise ValueError(f"length is {self.length:g}, which the warm-up ({self.warmup:g}) already fills")
 
     def factor(self, step: int, steps: int, epoch: Fraction = Fraction(1)) -> float:
         """Return the factor on the learning rate in a step, counted from 0, of a training of `steps`.
@@ -80,15 +65,12 @@ class RateSchedule:
             return min(float((step + 1) / (warmup * unit)), 1.0)
         # Exact fractions: as floats, a step at a milestone could fall on either side of it.
         done = step / unit - warmup
-        decay = 0.1 if self.decay is None else self.decay
-        if self.every is not None:
-            return float(decay ** (done // as_written(self.every)))
         if self.milestones is not None:
+            decay = 0.1 if self.decay is None else self.decay
             return float(decay ** bisect_right([*map(as_written, self.milestones)], done))
         if self.name == "constant":
             return 1.0
-        length = steps / unit if self.length is None else as_written(self.length)
-        share = min(float(done / max(length - warmup, 1 / unit)), 1.0)
+        share = min(float(done / max(steps / unit - warmup, 1 / unit)), 1.0)
         return 1 - share if self.name == "linear" else (1 + cos(pi * share)) / 2
 
 

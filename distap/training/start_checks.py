@@ -13,13 +13,12 @@ from distap.data.loading.share import TrainingImages
 from distap.errors import DistapError
 from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.sets import refuse_seen_classes
-from distap.model.backbone import RandomWeights, gives_signed
+from distap.model.backbone import gives_signed
 from distap.model.network import RetrievalNetwork
 from distap.model.pooling import GeM
 from distap.stages.micro_batches import is_out_of_memory
 from distap.stopwatch import Stopwatch
 from distap.training.build import images_of, network_of, sets_of
-from distap.training.schedule import Length
 from distap.world import World, device_of
 
 OF_DEVICE = re.compile("CUDA|cuDNN|NCCL|HIP")  # in errors that no network is to blame for
@@ -27,18 +26,9 @@ logger = logging.getLogger("distap")
 
 
 def check_start(recipe: Recipe, ranks: int) -> None:
-    """Look for mistakes that `ranks` ranks of this host would meet, without weights or computation."""
+    """Look for mistakes that `ranks` ranks of this host would meet, and a trainer alone would not."""
     device_of(ranks - 1, recipe.device)
-    images, _ = checked_data(recipe, World(ranks - 1, ranks), Stopwatch())  # as the last rank: rank 0 warns
-    Length(recipe, images.index, images.size)
-    size = recipe.data.image_size
-    try:
-        # Shapes alone: neither memory nor time of a large network, and a mistake is told before any rank starts.
-        with torch.device("meta"), torch.no_grad():
-            network = network_of(recipe, World(device=torch.device("meta")), RandomWeights())
-            network.eval()(torch.zeros(1, 3, size, size, dtype=torch.uint8))
-    except Exception:  # a backbone from elsewhere may need a real device
-        checked_network(recipe, World(), RandomWeights())
+    checked_data(recipe, World(ranks - 1, ranks), Stopwatch())  # as the last rank: rank 0 warns
 
 
 def checked_data(

@@ -1,6 +1,4 @@
-import os
 import socket
-from pathlib import Path
 
 import pytest
 from ranks import RankFailedError, on_ranks
@@ -19,12 +17,6 @@ from distap.storage.remotes import RemoteSettings, UnreachableError
 def s3():
     with s3_server():
         yield
-
-
-@pytest.fixture
-def store(tmp_path):
-    """A folder."""
-    return storage_at(f"file://{tmp_path}/store")
 
 
 def _another_store_on_each(world, folder):
@@ -75,19 +67,3 @@ def test_a_store_that_never_answers_fails_in_bounded_time(tmp_path, s3, monkeypa
 def test_a_url_where_nothing_can_be_kept_is_refused(url, message):
     with pytest.raises(DistapError, match=message):
         parse_store(url)
-
-
-def test_a_folder_is_on_the_disk_with_the_names_of_all_folders_that_were_made(tmp_path, store, monkeypatch):
-    (tmp_path / "file").write_bytes(b"data")
-    synced = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(Path(f"/proc/self/fd/{descriptor}").readlink()))
-    for name, send in (
-        ("a/b/sent", lambda name: store.upload(name, tmp_path / "file")),
-        ("c/d/written", lambda name: store.write(name, b"data")),
-    ):
-        send(name)
-        path = tmp_path / "store" / name
-        assert store.read_whole(name) == b"data"
-        assert {path.parent, path.parent.parent, tmp_path / "store"} <= set(synced)
-        assert any(one.parent == path.parent for one in synced)
-        synced.clear()

@@ -10,7 +10,7 @@ from stores import SHARD, beside, checkpoints_of, writer_to
 
 from distap.checkpoint.finding import newest_checkpoint
 from distap.errors import DistapError
-from distap.storage.files import LocalStorage, Storage
+from distap.storage.files import Storage
 from distap.storage.remotes import UnreachableError
 from distap.world import World
 
@@ -142,21 +142,6 @@ def test_checkpoints_of_later_steps_stay_and_do_not_push_new_ones_out(tmp_path, 
     assert store.names() == ["step-00000004.1", "step-00000009"]
 
 
-def test_a_store_that_fails_costs_one_checkpoint_and_the_next_one_goes_there(tmp_path, store, monkeypatch):
-    writer = writer_to(store, spool=tmp_path / "spool", timeout_seconds=60)
-    outcomes = []
-    for step in (1, 2, 3):
-        with monkeypatch.context() as patch:
-            if step == 2:
-                patch.setattr(Storage, "upload", lambda *_: (_ for _ in ()).throw(UnreachableError("it is away")))
-            writer.save(step, TENSORS, STATE, {})
-            outcomes.append(writer.wait())
-        assert list((tmp_path / "spool").iterdir()) == []
-    assert [outcome.error for outcome in outcomes] == [None, "it is away", None]
-    assert outcomes[1].may_pass
-    assert store.names() == ["step-00000001", "step-00000003"]
-
-
 def _two_hosts(world, folder):
     world, spool = dataclasses.replace(world, local_rank=0), folder / f"host-{world.rank}"
     store = checkpoints_of("s3://shards/hosts")
@@ -185,19 +170,6 @@ def test_two_hosts_share_nothing_but_the_store(tmp_path, s3):
         assert f"{SHARD.format(2)} was written" in failed.error
         assert "and is not there; do all hosts write to the same place?" in failed.error
         assert failed.may_pass
-
-
-def _program_fails_on_rank_1(world, folder):
-    if world.rank == 1:
-        Storage.upload = LocalStorage.upload = None
-    return save(checkpoints_of("s3://shards/fails"), folder, 1, world=world).error
-
-
-def test_an_error_of_the_program_on_one_rank_is_heard_by_all(tmp_path, s3):
-    first, second = on_ranks(2, _program_fails_on_rank_1, tmp_path)
-    assert first == f"rank 1: {second}"
-    assert "'NoneType' object is not callable" in second
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_next_to_checkpoints_go_there_and_come_back(tmp_path, store):

@@ -92,7 +92,7 @@ def test_a_loss_is_a_name_or_options_or_a_preset_or_a_sum(recipe, text, loss):
         ("optimizer.warmup=5", r"optimizer.warmup: unknown key; did you mean schedule.warmup\?"),
         ("optimizer.weight_decay=0.1", "weight_decay: unknown key; did you mean weight_decay of optimizer.backbone"),
         ("optimizer.momentum=0.9", "optimizer: momentum is set, but the optimiser adam has no momentum"),
-        ("schedule={name: step}", "schedule: the schedule step needs every"),
+        ("schedule={name: multistep}", "schedule: the schedule multistep needs milestones"),
         ("optimizer.learning_rate=-1", "optimizer.learning_rate: -1: must be greater than 0"),
         ("model.weights={name: file}", "model.weights.path: missing"),
         ("evaluation.also={oxford: {data: shards}}", "evaluation.also is set, but data.validation names no data set"),

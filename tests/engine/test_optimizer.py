@@ -1,4 +1,3 @@
-import math
 from fractions import Fraction
 
 import pytest
@@ -40,12 +39,10 @@ def of_torch(steps, warmup, build):
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        (RateSchedule("step", every=6, decay=0.5), of_torch(40, 0, lambda o: lr_scheduler.StepLR(o, 6, 0.5))),
         (
             RateSchedule("multistep", warmup=5, milestones=(10, 25), decay=0.3),
             of_torch(40, 5, lambda o: lr_scheduler.MultiStepLR(o, [10, 25], 0.3)),
         ),
-        (RateSchedule(length=25), of_torch(40, 0, lambda o: lr_scheduler.LinearLR(o, 1.0, 0.0, 25))),
         (RateSchedule("constant", warmup=4), of_torch(40, 4, lambda o: lr_scheduler.ConstantLR(o, 1.0))),
         (RateSchedule("linear", warmup=4), of_torch(40, 4, lambda o: lr_scheduler.LinearLR(o, 1.0, 0.0, 36))),
         (RateSchedule("cosine"), of_torch(40, 0, lambda o: lr_scheduler.CosineAnnealingLR(o, 40))),
@@ -57,8 +54,6 @@ def test_schedules_are_those_of_timm_and_torch_over_a_whole_run(schedule, expect
 
 def test_a_schedule_takes_numbers_as_they_are_written():
     # As floats, 0.1 is above a tenth and 0.3 is below three tenths.
-    falls = RateSchedule("step", unit="epochs", warmup=0.1, every=0.3, decay=0.5)
-    assert rates(falls, 8, Fraction(10)) == [1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.25]
     falls = RateSchedule("multistep", unit="epochs", milestones=(0.1, 0.3), decay=0.5)
     assert rates(falls, 5, Fraction(10)) == [1.0, 0.5, 0.5, 0.25, 0.25]
 
@@ -67,23 +62,16 @@ def test_a_schedule_in_epochs_changes_the_rate_where_an_epoch_ends():
     # ROADMAP's: times 0.3 after 30 and 70 epochs, here of 7 images in batches of 2, so of 3.5 steps.
     roadmap = RateSchedule("multistep", unit="epochs", milestones=(30, 70), decay=0.3)
     assert rates(roadmap, 350, Fraction(7, 2)) == pytest.approx([1.0] * 105 + [0.3] * 140 + [0.09] * 105)
-    falling, in_steps = RateSchedule(unit="epochs", warmup=2, length=10), RateSchedule(warmup=7, length=35)
-    assert rates(falling, 50, Fraction(7, 2)) == rates(in_steps, 50)
     whole, in_steps = RateSchedule("cosine", unit="epochs", warmup=1), RateSchedule("cosine", warmup=3.5)
     assert rates(whole, 50, Fraction(7, 2)) == pytest.approx(rates(in_steps, 50))
-    each = RateSchedule("step", unit="epochs", every=1, decay=math.exp(-0.01))  # Radenović's decay
-    assert rates(each, 350, Fraction(7, 2))[::7] == pytest.approx([math.exp(-0.02 * pair) for pair in range(50)])
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "options", "message"),
     [
-        ("schedule", "linear", {"every": 3}, "every is set, but the schedule linear does not use it"),
-        ("schedule", "step", {}, "the schedule step needs every"),
-        ("schedule", "step", {"every": 3, "length": 9}, "length is set, but the schedule step does not use it"),
+        ("schedule", "linear", {"decay": 3}, "decay is set, but the schedule linear does not use it"),
         ("schedule", "multistep", {"milestones": [5, 2]}, "expected them in ascending order"),
         ("schedule", "cosine", {"warmup": -1}, "warmup: -1"),
-        ("schedule", "cosine", {"warmup": 5, "length": 5}, r"length is 5, which the warm-up \(5\) already fills"),
         ("schedule", "cosine", {"unit": "epoch"}, "unit: 'epoch': must be 'steps' or 'epochs'"),
         ("optimizer", "adam", {"momentum": 0.9}, "momentum is set, but the optimiser adam has no momentum"),
         ("optimizer", "adm", {}, "unknown; did you mean adam?"),

@@ -1,9 +1,9 @@
 """A training with faults: `python -m faults CONFIG` does what `-m distap.train` does, but for what it is told.
 
 FAULTS holds texts such as `SIGKILL rank=1 step=3 stage=replay`, separated by semicolons. A fault happens once, where
-that stage of that step begins, and not again after a restart: describe, rank, replay, update, and after them
+that stage of that step begins, and not again after a restart: describe, rank, replay, and after them
 checkpoint (killed only) and evaluation; `start` comes before step 0. Actions: the name of a signal that the rank
-sends itself, `stand-still`, `nan-descriptor` (the first image of the rank is described as NaN) and `nan-gradient`.
+sends itself, and `stand-still`.
 
 RECORD names a folder in which each rank writes down the images of every step that it has done; the file RANK.ATTEMPT
 beside it holds the rank's process id.
@@ -17,15 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from distap.checkpoint import writer
 from distap.stages.micro_batches import Batch
 from distap.stages.step import Described, ThreeStages
 from distap.train import main
 from distap.trainer import Trainer
-from distap.training.learner import Learner, StepResult, TrainingStep
+from distap.training.learner import StepResult, TrainingStep
 from distap.training.run_state import RunState
 from distap.world import World
 
@@ -56,7 +53,7 @@ def inject(faults: list[Fault]) -> None:
         return [fault.action for fault in faults if fault.happens(world.rank, at, stage)]
 
     def act(world: World, stage: str) -> None:
-        """Send the signals of this place, or stand still; the other actions are the caller's."""
+        """Send the signals of this place, or stand still."""
         for action in actions(world, stage):
             if action.startswith("SIG"):
                 os.kill(os.getpid(), getattr(signal, action))
@@ -76,25 +73,12 @@ def inject(faults: list[Fault]) -> None:
         acting_before(ThreeStages, stage, stage)
     acting_before(Trainer, "evaluate", "evaluation")
     acting_before(RunState, "resume", "start")
-    describe, update, write_tensors = ThreeStages.describe, Learner.update, writer.write_tensors
+    describe, write_tensors = ThreeStages.describe, writer.write_tensors
 
     def faulty_describe(self: ThreeStages, batch: Batch) -> Described:
         nonlocal at
         at = batch.step
-        if "nan-descriptor" in actions(self.world, "describe"):
-
-            def spoil(network: object, images: object, descriptors: Tensor) -> Tensor:
-                once.remove()
-                return descriptors.index_fill(0, torch.tensor([0]), torch.nan)
-
-            once = self.replica.network.register_forward_hook(spoil)
         return describe(self, batch)
-
-    def faulty_update(self: Learner, learning_rate: float | None) -> float:
-        # On every rank, as a sum over ranks with one such gradient is.
-        if any(fault.action == "nan-gradient" and fault.step == at for fault in faults):
-            next(p for p in self.network.parameters() if p.grad is not None).grad.fill_(torch.nan)
-        return update(self, learning_rate)
 
     def faulty_saving(folder: Path, *given: object) -> None:
         write_tensors(folder, *given)
@@ -102,8 +86,7 @@ def inject(faults: list[Fault]) -> None:
         if any(fault.happens(int(os.environ.get("RANK", "0")), step, "checkpoint") for fault in faults):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    ThreeStages.describe, Learner.update = faulty_describe, faulty_update
-    writer.write_tensors = faulty_saving
+    ThreeStages.describe, writer.write_tensors = faulty_describe, faulty_saving
 
 
 def record(folder: Path) -> None:

@@ -3,14 +3,12 @@
 import os
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
 import torch
 
 from distap.errors import FAILED, FINISHED, RESTART, DistapError
-from distap.processes.stopping import TRACE_SIGNAL, StopRequest
 from distap.world import World, joined_world
 
 
@@ -63,20 +61,6 @@ def stop_when_asked(world: World, folder: Path, attempt: int) -> int:
     return FINISHED
 
 
-def trace_when_asked(world: World, folder: Path, attempt: int) -> int:
-    """Train until all ranks were asked for a trace; they may be asked again as long as they live."""
-    asked = threading.Event()
-    with StopRequest(600, asked.set):
-        for step in range(10**6):
-            exchange(world, step)
-            (folder / f"step-{world.rank}").write_text(str(step))
-            if world.all_agree(asked.is_set()):
-                break
-            time.sleep(0.02)
-    os.kill(os.getpid(), TRACE_SIGNAL)
-    return FINISHED
-
-
 def stuck(world: World, folder: Path, attempt: int) -> int:
     """Rank 1 does not come to a collective; nor does rank 2, which is busy, but would."""
     for step in range(10**6):
@@ -87,9 +71,7 @@ def stuck(world: World, folder: Path, attempt: int) -> int:
     return FINISHED
 
 
-BEHAVIOURS = {
-    function.__name__: function for function in (go_on, finish, mistake, stop_when_asked, trace_when_asked, stuck)
-}
+BEHAVIOURS = {function.__name__: function for function in (go_on, finish, mistake, stop_when_asked, stuck)}
 
 
 if __name__ == "__main__":

@@ -26,8 +26,7 @@ class WebServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), partial(_Handler, directory=str(folder)))
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.requests: list[str] = []  # path and range of each
-        # Of the next requests for bytes, one each: a status, or with a code of S3's after it, "cut", "short", "flip",
-        # "stall" or "shift".
+        # Of the next requests for bytes, one each: a status, "cut", "short", "flip" or "stall".
         self.faults: list[str] = []
         self.ranges = True
         self.released = threading.Event()
@@ -57,12 +56,8 @@ class _Handler(SimpleHTTPRequestHandler):
     def do_GET(self) -> None:
         wanted = self.headers.get("Range", "")
         fault = self.server.next_fault(f"{self.path} {wanted}")
-        status, _, code = fault.partition(" ")
-        if code:
-            self._send_s3_error(int(status), code)
-            return
-        if status.isdigit():
-            self.send_error(int(status))
+        if fault.isdigit():
+            self.send_error(int(fault))
             return
         if fault == "stall":
             self.server.released.wait()
@@ -84,8 +79,6 @@ class _Handler(SimpleHTTPRequestHandler):
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return
-            if fault == "shift":
-                first, last = first + 1, last + 1
             self.send_response(206)
             self.send_header("Content-Range", f"bytes {first}-{last}/{len(data)}")
             data = data[first : last + 1]
@@ -105,14 +98,6 @@ class _Handler(SimpleHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self._file()
         super().do_HEAD()
-
-    def _send_s3_error(self, status: int, code: str) -> None:
-        answer = f"<Error><Code>{code}</Code><Message>{code} it is</Message></Error>".encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/xml")
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
 
     def _file(self) -> Path:
         for prefix in (MEDIA, METADATA, "/bucket/"):

@@ -1,7 +1,5 @@
 """What a person does with the page of a report, in a real browser, and what it tells of older and restarted runs."""
 
-import base64
-import io
 import json
 import re
 
@@ -10,7 +8,6 @@ import pytest
 from browser import DESKTOP, PHONE
 from PIL import Image
 from run_folders import retrieved, write_retrieved, write_run
-from selenium.webdriver.common.keys import Keys
 
 from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack
@@ -39,23 +36,6 @@ def page(photos, tmp_path_factory):
     return report(run)[0]
 
 
-def pictures(page):
-    """The size in pixels of each picture in a page."""
-    found = re.findall('href="data:image/webp;base64,(.*?)"', page.read_text())
-    return [Image.open(io.BytesIO(base64.b64decode(each))).size for each in found]
-
-
-def test_pictures_are_as_large_as_a_page_of_less_than_a_megabyte_allows(page, photos, tmp_path, monkeypatch):
-    assert set(pictures(page)) == {(240, 320)}
-    monkeypatch.setattr("distap.pages.page.MOST_BYTES", 100_000)
-    run, index = write_run(tmp_path / "run"), load_index(photos)
-    write_retrieved(run, 24, retrieved(1, index), data=str(photos), fingerprint=index.fingerprint)
-    small = report(run)[0]
-    assert len(pictures(small)) > 30
-    assert small.stat().st_size < page.stat().st_size < 1_000_000
-    assert max(pictures(small)[0]) < 192
-
-
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])
 def test_the_contents_lead_to_every_part_and_unfold_it(page, browser, size):
     browser.open(page, size)
@@ -73,23 +53,6 @@ def test_the_contents_lead_to_every_part_and_unfold_it(page, browser, size):
         assert -1 <= top < size[1] and bottom > 0
         driver.execute_script("scrollTo(0, 0)")
     assert browser.sideways() <= 0 and not browser.errors()
-
-
-@pytest.mark.parametrize("size", [DESKTOP, PHONE])
-def test_a_thumbnail_opens_large_with_its_whole_name_and_closes_again(page, browser, size):
-    browser.open(page, size)
-    thumbnail = browser.driver.find_elements("css selector", ".hit .zoom > summary")[2]
-    shown = thumbnail.find_element("tag name", "svg")
-    before = shown.size["width"]
-    thumbnail.click()
-    assert before < 120 and shown.size["width"] >= 0.9 * min(size[0], 560)
-    caption = browser.driver.execute_script("return getComputedStyle(arguments[0], '::after').content", thumbnail)
-    assert re.fullmatch(r'"(right|wrong): class-\d, \d+-\d+"', caption)
-    thumbnail.click()
-    assert shown.size["width"] == before
-    thumbnail.send_keys(Keys.ENTER)
-    assert shown.size["width"] > before
-    assert browser.sideways() <= 0
 
 
 def starts(run, *hosts):

@@ -13,7 +13,6 @@ from ranks import skip_if_fast
 from distap.errors import FAILED, FINISHED, MISTAKE, RESTART, DistapError
 from distap.launcher import launch, launch_training
 from distap.processes.agent import status_of
-from distap.processes.stopping import TRACE_SIGNAL
 
 ASKED_WHILE_TORCH_IS_READ = """
 import os, signal, sys
@@ -30,18 +29,6 @@ class Finder:
 sys.meta_path.insert(0, Finder)
 from distap.launcher import main
 main()
-"""
-NO_FORK_FOR_A_RANK = """
-import os
-forks, fork = [], os.fork
-
-def limited():
-    forks.append(1)
-    if len(forks) > 2:  # those that count ranks and serve the store are let through
-        raise BlockingIOError("no more processes")
-    return fork()
-
-os.fork = limited
 """
 COMPUTE = """
 from distap.launcher import launch
@@ -125,13 +112,6 @@ def test_a_signal_that_comes_when_the_ranks_have_left_does_not_hide_how(tmp_path
         assert "not all ranks finished" not in job.said  # an ordinary pre-emption is no error
 
 
-def test_a_trace_is_asked_for_though_numpy_has_threads_that_could_take_the_signal(tmp_path):
-    with started(launcher(TWO, "trace_when_asked", tmp_path).command, tmp_path, OMP_NUM_THREADS="4") as job:
-        job.wait_for_step(1, 5)
-        os.kill(job.process.pid, TRACE_SIGNAL)
-        assert job.status() == FINISHED, job.said
-
-
 def test_the_end_of_a_killed_torchrun_is_that_of_its_ranks(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", *TWO.split(), "-m", "launched"]
     command += ["go_on", str(tmp_path), "5"]
@@ -166,12 +146,6 @@ def test_a_mistake_of_one_rank_goes_before_a_request_to_another_and_that_before_
 def test_ranks_compute_with_their_threads_whatever_their_supervisor_ignores(before):
     ended = launched_after(before, OMP_NUM_THREADS="2,1")
     assert ended.stdout.split("\n") == ["computed with 2 threads", "status 0", ""], ended.stderr
-
-
-def test_a_rank_that_cannot_be_forked_is_told_and_not_waited_for():
-    ended = launched_after(NO_FORK_FOR_A_RANK)
-    assert "rank 0 cannot be started: no more processes" in ended.stderr
-    assert "status 1" in ended.stdout
 
 
 def launched_after(code, **environment):

@@ -1,12 +1,10 @@
 import os
 import signal
-import socket
 
 from launching import launcher, started
 from servers import free_ports
 
 from distap.errors import FINISHED, RESTART
-from distap.processes.meeting import RankProcess, warn_of_loopback
 
 
 def test_a_host_that_waits_for_another_can_be_stopped(tmp_path):
@@ -32,17 +30,3 @@ def test_hosts_meet_as_an_operator_tells_them_by_the_environment(tmp_path):
     ):
         assert (first.status(), second.status()) == (FINISHED, FINISHED)
     assert {path.name for path in tmp_path.glob("?.?")} == {"0.0", "1.0"}
-
-
-def test_a_host_that_calls_itself_a_loopback_address_gets_a_hint_if_there_are_others(monkeypatch, caplog):
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
-    here, there = RankProcess(0, "here"), RankProcess(1, "there")
-    warn_of_loopback([here, RankProcess(1, "here")])
-    assert not caplog.text
-    warn_of_loopback([here, there])
-    assert "which is 127.0.1.1: other hosts cannot reach it; set GLOO_SOCKET_IFNAME" in caplog.text
-    caplog.clear()
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
-    warn_of_loopback([here, there])
-    assert not caplog.text

@@ -174,23 +174,6 @@ def test_no_logger_is_told_a_secret_of_an_address(tmp_path, monkeypatch):
         assert any(place in name for name in shown), shown
 
 
-def test_mlflow_is_told_how_the_run_ended(tmp_path, monkeypatch):
-    store = f"file://{tmp_path / 'mlruns'}"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
-    client = mlflow_client(store)
-
-    def status() -> str:
-        return client.get_run((tmp_path / "run" / "loggers" / "mlflow").read_text()).info.status
-
-    log_steps({"mlflow": MLflow()}, logged_run(tmp_path), [1])
-    assert status() == "KILLED"  # it was asked to stop
-    with pytest.raises(ArithmeticError):
-        log_steps({"mlflow": MLflow()}, logged_run(tmp_path, 1), (1 // step for step in (2, 0)))
-    assert status() == "FAILED"
-    log_steps({"mlflow": MLflow()}, logged_run(tmp_path, 1), [2, 3])
-    assert status() == "FINISHED"
-
-
 class Recorder:
     """A logger that writes down what it is told, and cannot take some steps."""
 
@@ -219,26 +202,6 @@ def test_a_line_that_a_logger_refuses_is_counted_and_the_others_arrive(tmp_path,
     assert log_steps({"one": recorder}, logged_run(tmp_path), [1, 2, 3, 4]) == ["one", "one"]
     assert recorder.steps == [1, 4]
     assert caplog.messages == [f"loggers.one: figures are lost: {error.__name__}: no step 2; training goes on"]
-
-
-@pytest.fixture
-def silent_server() -> Iterator[str]:
-    """One that takes connections and never answers."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
-
-
-def test_a_server_that_does_not_answer_costs_its_lines_and_not_the_training(
-    tmp_path, silent_server, monkeypatch, caplog
-):
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", silent_server)
-    lost = log_steps({"mlflow": MLflow()}, logged_run(tmp_path), [1, 2, 3])
-    assert lost == ["mlflow"] * 4  # nothing could be opened either
-    assert "loggers.mlflow: figures are lost: MlflowException" in caplog.text
 
 
 def test_what_a_server_refuses_later_is_counted_when_mlflow_is_closed(tmp_path, monkeypatch, caplog):

@@ -12,7 +12,7 @@ from launching import Program, started
 from small_trainings import recipe
 
 from distap.errors import RESTART
-from distap.telemetry.logs import JsonLines, TextLines
+from distap.telemetry.logs import TextLines
 
 SPEAKING = """
     import logging, sys, threading, warnings
@@ -107,16 +107,6 @@ def test_a_name_cannot_command_the_terminal_that_shows_a_log():
         "distap", logging.WARNING, "", 0, "%s: damaged", ("\x1b]0;mine\x07\x9b2J\r\tab\n",), None
     )
     assert TextLines().format(record).endswith(r"\x1b]0;mine\x07\x9b2J\x0d" + "\tab\n: damaged")
-
-
-def test_a_long_line_is_cut_and_keeps_what_happened():
-    try:
-        raise ValueError("é" * 5000 + "the cause")
-    except ValueError:
-        record = logging.LogRecord("distap", logging.ERROR, "", 0, "it" * 5000, (), sys.exc_info())
-    told = json.loads(JsonLines().format(record))
-    assert told["message"].startswith("itit") and told["message"].endswith("it[...]")
-    assert told["exception"].startswith("[...]é") and told["exception"].endswith("the cause")
 
 
 LAUNCHER = "-m", "distap.launcher", "--standalone"

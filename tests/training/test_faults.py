@@ -1,12 +1,10 @@
 """What a run does when something goes wrong: each test injects one fault into a real run of several ranks."""
 
-import json
 import os
 import re
 import shutil
 import signal
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +12,10 @@ import torch
 from faults import recorded_batches
 from launching import started
 from small_trainings import losses, parameters
-from stores import found_checkpoint, list_checkpoints
+from stores import list_checkpoints
 from trainings import STEPS, Run
 
 from distap.config.reading import load_recipe
-from distap.data.shards.load_index import load_index
 from distap.errors import FAILED, RESTART
 from distap.telemetry.runlog import read_run_log
 from distap.training.build import network_of
@@ -127,16 +124,6 @@ def test_before_the_first_step_there_is_nothing_to_save_and_the_status_is_the_sa
         assert job.status(120) == RESTART, job.said
 
 
-def test_a_launcher_that_is_asked_to_stop_stops_its_ranks_in_the_same_way(tmp_path, training_shards):
-    run = Run(tmp_path, training_shards, steps=10_000, checkpoint={"every": 10_000})
-    with run.started(2) as job:
-        job.wait_until(lambda: run.has_done(1))
-        job.process.send_signal(signal.SIGINT)
-        assert job.status(120) == RESTART, job.said
-        stopped = int(re.search(r"stopped after step (\d+) of 10000", job.said)[1])
-    assert [path.name for path in list_checkpoints(run.folder / "checkpoints")] == [f"step-{stopped:08d}"]
-
-
 def test_one_of_two_launchers_that_is_asked_to_stop_stops_both(tmp_path, training_shards):
     run = Run(tmp_path, training_shards, steps=10_000, checkpoint={"every": 10_000})
     options = "--nnodes=2 --nproc-per-node=1 --master-port=29471 --node-rank="
@@ -183,32 +170,3 @@ def test_the_grace_time_is_a_hard_limit(tmp_path, training_shards):
     assert "the grace time of 2 s (stop.grace_seconds) is over" in output
     assert status in (FAILED, RESTART), output  # the other rank lost its peer, or was asked in time by the launcher
     assert [path.name for path in list_checkpoints(run.folder / "checkpoints")] == ["step-00000002"]
-
-
-def test_an_image_that_gives_nan_is_left_out_of_its_step(tmp_path, training_shards):
-    run = Run(tmp_path, training_shards)
-    status, output = run.go(2, "nan-descriptor rank=1 step=3 stage=describe")
-    assert status == 0, output
-    image = run.batches()[3][1]  # rank 1's first
-    index = load_index(training_shards[0])
-    name = f"{index.shard_name[index.shard[image]]}:{index.names[image]}"
-    assert f"step 4: 1 descriptors are not finite; their images are left out: {name}" in output
-    assert all(np.isfinite(losses(run.folder)))
-
-
-def test_a_step_that_is_not_finite_is_not_applied_but_written_down(tmp_path, training_shards):
-    run = Run(tmp_path, training_shards, checkpoint={"every": 1, "keep": 99})
-    status, output = run.go(2, "nan-gradient rank=0 step=3 stage=update")
-    assert status == 0, output
-    assert "step 4: the gradient is not finite; the parameters stay as they are" in output
-    (entry,) = [json.loads(line) for line in (run.folder / "not_finite.jsonl").read_text().splitlines()]
-    index = load_index(training_shards[0])
-    images = [f"{index.shard_name[index.shard[image]]}:{index.names[image]}" for image in run.batches()[3]]
-    assert (entry["step"], entry["what"], entry["samples"]) == (4, "gradient", images)
-    before, after = ((run.folder / "checkpoints" / f"step-{step:08d}") for step in (3, 4))
-    assert parameters_equal(before, after)
-
-
-def parameters_equal(first: Path, second: Path) -> bool:
-    ours, theirs = (found_checkpoint(path).tensors() for path in (first, second))
-    return all(torch.equal(ours[name], theirs[name]) for name in ours)

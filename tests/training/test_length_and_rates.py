@@ -20,7 +20,7 @@ from distap.training.schedule import Length, RateSchedule
 from distap.world import World
 
 # 54 images in batches of 25: an epoch is 2.16 steps, and three of them are 6.48.
-EPOCHS = {"steps": None, "epochs": 3, "schedule": {"name": "cosine", "unit": "epochs", "warmup": 1, "length": 2.5}}
+EPOCHS = {"steps": None, "epochs": 3, "schedule": {"name": "cosine", "unit": "epochs", "warmup": 1}}
 RATES = {
     "name": "adamw",
     "learning_rate": 1e-2,
@@ -50,12 +50,12 @@ def test_a_training_in_epochs_has_the_schedule_and_the_evaluations_of_its_steps(
     assert "an epoch is 2.16 steps, the training 2.78 epochs or 6 steps" in caplog.text
     assert "and every 1 epochs" in caplog.text
     log = read_run_log(tmp_path / "run")
-    in_steps = RateSchedule("cosine", warmup=2.16, length=5.4)
+    in_steps = RateSchedule("cosine", warmup=2.16)
     found = [entry["learning_rate"] for entry in log if "loss" in entry]
     assert found == pytest.approx([0.1 * in_steps.factor(step, 6) for step in range(6)])
     assert [entry["step"] for entry in log if "validation" in entry] == [0, 3, 5, 6]
     assert [path.name[-1] for path in list_checkpoints(tmp_path / "run" / "checkpoints")][-2:] == ["5", "6"]
-    as_steps = {"steps": 6, "schedule": {"name": "cosine", "warmup": 2.16, "length": 5.4}}
+    as_steps = {"steps": 6, "schedule": {"name": "cosine", "warmup": 2.16}}
     train(World(), tmp_path / "steps", training_shards, **as_steps, optimizer={"learning_rate": 0.1})
     assert losses(tmp_path / "steps") == pytest.approx(losses(tmp_path / "run"), abs=1e-5)
 

@@ -7,10 +7,8 @@ import signal
 
 import pytest
 import torch
-from ranks import on_ranks
-from servers import s3_files, s3_server
+from servers import s3_server
 from small_trainings import losses, parameters, recipe, train
-from stores import SHARD
 
 from distap.checkpoint.finding import opened_checkpoint
 from distap.errors import FINISHED, RESTART, DistapError
@@ -41,15 +39,6 @@ def undisturbed(tmp_path_factory, training_shards):
 
 def evaluated(shards):
     return {"data__validation": str(shards[1]), "evaluation": {"every": 2}}
-
-
-def same(first, second):
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
-def at(url):
-    with opened_checkpoint(url) as checkpoint:
-        return checkpoint.tensors("network.")
 
 
 def stopped_in(trainer, number):
@@ -117,30 +106,3 @@ def test_the_images_of_a_loss_that_is_not_finite_are_in_the_store_though_no_chec
     with pytest.raises(DistapError, match="the loss was not finite in 1 steps in a row"):
         trainer.train()
     assert len(json.loads((tmp_path / "store/not_finite.jsonl").read_text())["samples"]) == 25
-
-
-def _train_on_a_host_of_its_own(world, folder, shards, changes):
-    world = dataclasses.replace(world, local_rank=0)
-    train(world, folder / f"host-{world.rank}", shards, **changes)
-
-
-@pytest.mark.slow
-def test_two_hosts_that_share_nothing_else_go_on_bit_for_bit(tmp_path, training_shards, s3):
-    url = "s3://shards/two-hosts"
-    changes = {**STEPS, "checkpoint__store": url}
-    on_ranks(2, _train_on_a_host_of_its_own, tmp_path / "first", training_shards, changes)
-    undisturbed = at(url)
-    files = s3_files()
-    newest = max(path for path in files.ls("shards/two-hosts/checkpoints"))
-    assert {path.rpartition("/")[2] for path in files.ls(newest)} == {
-        SHARD.format(1),
-        SHARD.format(2),
-        "manifest.json",
-        "state.json",
-    }
-    files.rm(newest, recursive=True)
-    on_ranks(2, _train_on_a_host_of_its_own, tmp_path / "second", training_shards, changes)
-    assert same(at(url), undisturbed)
-    assert losses(tmp_path / "second/host-0") == losses(tmp_path / "first/host-0")
-    # Nothing but checkpoints on their way was ever on the other host.
-    assert [path.name for path in (tmp_path / "first/host-1").iterdir()] == ["checkpoints"]

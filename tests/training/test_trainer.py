@@ -21,7 +21,6 @@ from distap.errors import FINISHED, RESTART, DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.saved import folder_of_step, read_evaluation, saved_steps
 from distap.stopwatch import Stopwatch
-from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 from distap.training.build import trained_network
@@ -301,14 +300,6 @@ def start_apart(world, run, shards):
 def test_ranks_that_see_different_data_are_refused_on_every_rank(tmp_path, training_shards):
     for answer in on_ranks(2, start_apart, tmp_path, training_shards):
         assert "the ranks see different data" in answer
-
-
-def test_a_start_that_fails_early_has_been_seen(tmp_path):
-    endpoint = Endpoint()
-    with pytest.raises(DistapError, match=r"no \.tar file"):
-        Trainer(recipe(tmp_path / "run", [tmp_path]), World(), endpoint)
-    seen = endpoint.registry.get_sample_value
-    assert (seen("distap_planned_steps"), seen("distap_world_size_ranks"), seen("distap_step")) == (10, 1, 0)
 
 
 def test_the_log_tells_where_the_seconds_of_a_step_went(tmp_path, training_shards):

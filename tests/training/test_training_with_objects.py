@@ -173,13 +173,13 @@ def described_file(path):
 
 
 def test_overrides_are_nested_or_dotted_and_a_name_chooses_anew(tmp_path, folders):
-    settings = recipe(tmp_path / "run", schedule={"name": "step", "every": 2})
+    settings = recipe(tmp_path / "run", schedule={"name": "multistep", "milestones": [2]})
     changes = {"steps": 1, "data": {"workers": 0}, "optimizer.clip_norm": 1.0, "schedule": {"name": "cosine"}}
     run = distap.train(settings, changes, data=ImageFolder(folders / "train"))
     record = yaml.safe_load((run / "recipe.yaml").read_text())
     assert (record["steps"], record["data"]["workers"], record["data"]["image_size"]) == (1, 0, 32)
     assert record["optimizer"]["clip_norm"] == 1 and record["optimizer"]["learning_rate"] == 1e-3
-    assert record["schedule"]["name"] == "cosine" and settings["schedule"] == {"name": "step", "every": 2}
+    assert record["schedule"]["name"] == "cosine" and settings["schedule"] == {"name": "multistep", "milestones": [2]}
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(record))
     assert distap.train(path, {"run": tmp_path / "again"}, data=ImageFolder(folders / "train")).name == "again"

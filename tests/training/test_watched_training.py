@@ -80,3 +80,12 @@ def test_an_evaluation_between_the_request_and_the_traced_step_is_not_in_the_tra
 def test_a_trace_that_is_asked_for_in_the_last_step_is_not_begun(tmp_path, training_shards):
     assert not traced(tmp_path, training_shards, steps=1).exists()
     assert not torch.autograd._profiler_enabled()
+
+
+def test_a_profiler_that_fails_costs_a_trace_and_not_the_training(tmp_path, training_shards, monkeypatch, caplog):
+    def fail(_):
+        raise AssertionError("CUPTI is taken")
+
+    monkeypatch.setattr(torch.profiler.profile, "start", fail)
+    assert not traced(tmp_path, training_shards, steps=2).exists()
+    assert "CUPTI is taken" in caplog.text
