@@ -45,7 +45,7 @@ def write_repeated(folder: Path, images: int, classes: int) -> None:
         shard_size=np.tile(one.shard_size, shards),
         shard_sha256=np.tile(one.shard_sha256, shards),
         class_name=_numbered(np.arange(classes)),
-        class_group=np.array([f"group {number}" for number in range(GROUPS)])[np.arange(classes) % GROUPS],
+        class_levels=np.array([f"group {number}" for number in range(GROUPS)])[np.arange(classes) % GROUPS, None],
     ).save(folder / SHARDS)
 
 

@@ -31,9 +31,12 @@ INDEX = Annotated[
 WORKERS = Annotated[int, typer.Option(help="Number of worker processes.", min=1, show_default="one for each core")]
 CORES = usable_cores()
 IMAGES_PER_SHARD = Annotated[int, typer.Option(help="Maximum number of images in a shard.", min=1)]
-NESTED = "Name classes in nested folders by the top folder, the innermost (leaf), equal leaves merged, or the path."
+NESTED = "Name classes in nested folders by the top folder, the leaf, equal leaves merged, the path, or a level each."
 SPLIT = "Pack this share of the classes into OUTPUT/validation, and the others into OUTPUT/train."
-COLUMNS = "Names of the CSV's or Parquet file's columns for path, label, group, split, query, gallery: label=sku,..."
+COLUMNS = (
+    "Names of the list's columns for path, label, level1 to level9, split, query, gallery: label=sku,level1=kind"
+)
+KEYS = "Keys of samples' .json members that name the coarser classes of their class, finer first."
 LEFT_OUT = Annotated[
     Path | None,
     typer.Option(
@@ -93,7 +96,8 @@ def pack_command(
     images_per_shard: IMAGES_PER_SHARD = 1000,
     shuffle: SHUFFLE = None,
     nested: Annotated[
-        Literal["top", "leaf", "merge", "path"] | None, typer.Option(help=NESTED, show_default="refuse them")
+        Literal["top", "leaf", "merge", "path", "levels"] | None,
+        typer.Option(help=NESTED, show_default="refuse them"),
     ] = None,
     columns: Annotated[str | None, typer.Option(help=COLUMNS, show_default="by their usual names")] = None,
     split: Annotated[float | None, typer.Option(help=SPLIT, min=0, max=1, show_default="no split")] = None,
@@ -104,8 +108,8 @@ def pack_command(
     """Pack images into WebDataset tar shards with an index next to them.
 
     A CSV (with commas, semicolons or tabs) or a Parquet file has columns by these names: path or filename, relative
-    to the file; label or class; and optionally group (the super-category of the class) and split, each of which is
-    packed as OUTPUT/SPLIT, or by is_query or is_gallery as OUTPUT/SPLIT-query and OUTPUT/SPLIT-gallery. Images are
+    to the file; label or class; and optionally level1 (or group) to level9, ever coarser classes that hold the class,
+    and split, each packed as OUTPUT/SPLIT, or is_query or is_gallery, as OUTPUT/SPLIT-query and -gallery. Images are
     packed byte for byte. Every file that is left out, such as an image that is cut short or missing, is counted by
     the reason. OUTPUT appears when it is complete.
     """
@@ -129,15 +133,22 @@ def pack_command(
 
 
 @data.command("index")
-def index_shards_command(source: SOURCE, path: INDEX = None, workers: WORKERS = CORES) -> None:
+def index_shards_command(
+    source: SOURCE,
+    path: INDEX = None,
+    levels: Annotated[str, typer.Option(help=KEYS, show_default="from classes.txt, if it names some")] = "",
+    workers: WORKERS = CORES,
+) -> None:
     """Write the index of existing WebDataset shards: read every byte once and list all damaged tars.
 
     Each sample needs one image and a .cls member with its class number. A file classes.txt next to shards may name
-    the classes, one per line: the name and, after a tab, the super-category.
+    the classes, one per line: the name and, after tabs, those of the coarser classes that hold it, finer first.
     """
     from distap.data.shards.indexing import index_shards
 
-    index, skipped = index_shards(parse_source(source, path), track, workers)
+    index, skipped = index_shards(
+        parse_source(source, path), track, workers, levels=levels.split(",") if levels else ()
+    )
     _print_indexed(source, index)
     _print_left_out(skipped)
 

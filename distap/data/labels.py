@@ -1,12 +1,15 @@
 """One rule for labels, wherever they come from: lists, data sets in Python, streams and `distap.evaluate`."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from distap.errors import DistapError
 
 # Texts that pandas, R, Excel and people write for a missing label.
 NO_CLASS = frozenset({"", "-1", "nan", "-nan", "none", "null", "na", "n/a", "#n/a", "<na>", "nat"})
@@ -50,3 +53,29 @@ def class_numbers(labels: Iterable[Any]) -> NDArray[np.int64]:
     names = np.array([class_name(value) for value in values.tolist()], dtype=np.str_)
     classes, numbers = np.unique(names, return_inverse=True)
     return (numbers.reshape(-1).astype(np.int64) - ("" in classes))[places.reshape(-1)]
+
+
+def nesting(rows: Iterable[tuple[Any, str, tuple[str, ...]]]) -> dict[str, tuple[str, ...]]:
+    """Return the coarser classes that hold each class, from rows of its place, its name and their names, finer first.
+
+    "" stands for no class. A DistapError tells the place where a class is in another one of the next level.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    known: dict[tuple[int, str], str] = {}
+    for where, name, levels in rows:
+        if found.get(name) == levels:
+            continue
+        for level, (own, above) in enumerate(pairwise((name, *levels, ""))):
+            if own and (before := known.setdefault((level, own), above)) != above:
+                problem = (
+                    f"class {own!r} of level {level} is in {above!r} of level {level + 1}, but in {before!r} before"
+                )
+                raise DistapError(f"{where}: {problem}")
+        found[name] = levels
+    return found
+
+
+def table_of_levels(rows: Collection[tuple[str, ...]]) -> NDArray[np.str_]:
+    """Return (K, L - 1) the coarser classes of K classes; "" stands for none."""
+    columns = list(zip_longest(*rows, fillvalue=""))
+    return np.ascontiguousarray(np.array(columns, dtype=np.str_).reshape(len(columns), len(rows)).T)

@@ -4,7 +4,7 @@ The plan is a pure function of (data set, sampling, seed, step), and knows no ra
 is the same on any number of ranks, and resumes at any step without losing or repeating an image.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Protocol
@@ -21,17 +21,17 @@ Samples = NDArray[np.int64]
 
 
 class Classes:
-    """Samples by class, and classes by super-category.
+    """Samples by class, and classes by coarser classes.
 
-    `labels` is the (N,) class of each sample, 0 .. K-1, and `groups` the (K,) super-category of each class or "".
-    Classes `with_pairs` can hold a query.
+    `labels` is the (N,) class of each sample, 0 .. K-1, and `levels` the (K, L - 1) names of the coarser classes that
+    hold each class, finer first; "" for none. Classes `with_pairs` can hold a query.
     """
 
-    def __init__(self, labels: NDArray[np.int64], groups: Sequence[str] | NDArray[np.str_] | None = None) -> None:
+    def __init__(self, labels: NDArray[np.int64], levels: NDArray[np.str_] | None = None) -> None:
         self.labels = labels
         self.sizes = np.bincount(labels)  # (K,) number of samples of each class
         self.count = len(self.sizes)
-        self.groups = np.full(self.count, "") if groups is None else np.asarray(groups)
+        self.levels = np.full((self.count, 0), "") if levels is None else levels
         self.with_pairs = np.flatnonzero(self.sizes > 1)
         # Samples class by class, ascending in each, and where class k - 1 ends among them.
         self._order, self._ends = np.argsort(labels, kind="stable"), np.concatenate([[0], np.cumsum(self.sizes)])
@@ -53,12 +53,22 @@ class Classes:
 
     @cached_property
     def by_group(self) -> dict[str, NDArray[np.int64]]:
-        """Return classes with two or more samples by name of super-category; omit empty super-categories."""
-        of_class = self.groups[self.with_pairs]
+        """Return classes with two or more samples by the name of their class of level 1; omit those without one."""
+        of_class = np.hstack([self.levels, np.full((self.count, 1), "")])[self.with_pairs, 0]
         order = np.argsort(of_class, kind="stable")
         names, starts = np.unique(of_class[order], return_index=True)
         members = np.split(self.with_pairs[order], starts[1:])
         return {name: own for name, own in zip(names.tolist(), members, strict=False) if name}
+
+    @cached_property
+    def numbers(self) -> NDArray[np.int64]:
+        """Return (K,), or (K, L) with coarser levels, the number of the class of each level that holds each class."""
+        found = [np.arange(self.count)]
+        for names in self.levels.T:
+            # Without a name, what is one class on the level below is one here, alone.
+            own = np.where(names == "", np.char.add("\t", found[-1].astype(np.str_)), names)
+            found.append(np.unique(own, return_inverse=True)[1].reshape(-1))
+        return np.stack(found, axis=1) if len(found) > 1 else found[0]
 
 
 class Sampling(Protocol):

@@ -29,7 +29,7 @@ def read_columns(data: Buffer, dtypes: dict[str, str]) -> dict[str, Column]:
 
     Args:
         data: contents of the file.
-        dtypes: numpy type by name, "str" or "U" for text of any length; "scalar" is one int64, others have one axis.
+        dtypes: numpy type by name, "str" or "U" for any text; "scalar" is one int64, "table" text of two axes.
     """
     columns, where = {}, ""
     try:
@@ -59,7 +59,7 @@ def _column(contents: memoryview, expected: str) -> Column:
     head = io.BytesIO(contents[:LONGEST_HEADER])
     npy.read_magic(head)
     shape, _, dtype = npy.read_array_header_1_0(head)
-    name, dimensions = ("int64", 0) if expected == "scalar" else (expected, 1)
+    name, dimensions = {"scalar": ("int64", 0), "table": ("str", 2)}.get(expected, (expected, 1))
     text = np.dtype(name).kind == "U"
     if dtype.hasobject or (dtype.kind != "U" if text else dtype.newbyteorder("=") != np.dtype(name)):
         raise ValueError(f"of type {dtype}, expected {name}")
@@ -69,7 +69,7 @@ def _column(contents: memoryview, expected: str) -> Column:
         raise ValueError(f"of texts of {dtype.itemsize // 4:,} letters; at most {MAX_NAME:,} are read")
     # This refuses a shape that the values do not have.
     column = np.frombuffer(contents[head.tell() :], dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
-    points = column.view(np.uint32) if text else np.empty(0, np.uint32)
+    points = column.reshape(-1).view(np.uint32) if text else np.empty(0, np.uint32)
     for start in range(0, len(points), PIECE):  # comparing all at once would take as much memory again
         piece = points[start : start + PIECE]
         # Numbers below the first of a range become very large, and 0 fills up short texts.

@@ -17,7 +17,8 @@ def odd_names(tmp_path):
     folder = write_images(tmp_path / "images", {"a": 3, "b": 2, "c": 1})
     names = {"a": "<script>alert(1)</script>", "b": "[red]b[/nothing]", "c": "c"}
     images = [
-        ImageFile(path, names[path.parent.name], f"<i>{path.parent.name}") for path in sorted(folder.rglob("*.png"))
+        ImageFile(path, names[path.parent.name], (f"<i>{path.parent.name}",))
+        for path in sorted(folder.rglob("*.png"))
     ]
     pack(images, tmp_path / "shards")
     return tmp_path / "shards"

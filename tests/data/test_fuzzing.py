@@ -21,7 +21,7 @@ from starlette.requests import Request
 from distap.apps.serve.limits import ServeSettings
 from distap.apps.serve.uploads import RefusedError, read_upload
 from distap.data.labels import NO_CLASS, class_name, class_numbers
-from distap.data.shards.image_files import group_of_each_class, list_images
+from distap.data.shards.image_files import levels_of_each_class, list_images
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import parse_index
 from distap.data.shards.tar import read_samples
@@ -38,7 +38,7 @@ quick = settings(
 
 SHARD = 10_000  # bytes
 COLUMNS = {
-    "version": np.array(4),
+    "version": np.array(5),
     "shard": np.array([0, 0, 1], dtype=np.int32),
     "offset": np.array([512, 2048, 512], dtype=np.int64),
     "size": np.array([100, 200, 300], dtype=np.int64),
@@ -52,7 +52,7 @@ COLUMNS = {
     "shard_size": np.array([SHARD, SHARD], dtype=np.int64),
     "shard_sha256": np.array(["0" * 64, "f" * 64]),
     "class_name": np.array(["x", "y"]),
-    "class_group": np.array(["", "g"]),
+    "class_levels": np.array([["", ""], ["g", "h"]]),
 }
 
 
@@ -93,7 +93,7 @@ def check_is_sound(index):
     """Nothing in an index that was accepted leads outside its shards, its classes or its folder."""
     assert ((index.shard >= 0) & (index.shard < len(index.shard_name))).all()
     assert ((index.label >= 0) & (index.label < len(index.class_name))).all()
-    assert len(index.class_group) == len(index.class_name)
+    assert len(index.class_levels) == len(index.class_name)
     ends = [int(offset) + int(size) for offset, size in zip(index.offset, index.size, strict=True)]
     assert all(end <= int(index.shard_size[shard]) for end, shard in zip(ends, index.shard, strict=True))
     assert (index.offset >= 0).all()
@@ -152,7 +152,8 @@ def test_columns_of_any_type_shape_and_range_are_refused_or_sound(changes):
         ({"label": np.array([0, 1, 1], dtype=np.int32)}, "column label: of type int32, expected int64"),
         ({"key": np.array([b"a", b"b", b"c"])}, r"column key: of type \|S1, expected str"),
         ({"label": None}, "column label: .*no item named"),
-        ({"version": np.array(7)}, "version 7 of the index, expected 4"),
+        ({"version": np.array(7)}, "version 7 of the index, expected 5"),
+        ({"class_levels": np.array(["", "g"])}, r"column class_levels: of shape \(2,\)"),
         ({"shard_size": np.array([-5, SHARD])}, "negative size"),
         ({"shard_sha256": np.array(["0" * 64, "../../../etc/passwd"])}, "no SHA-256"),
         ({"shard_name": np.array(["0.tar", "0.tar"])}, "two shards of one name"),
@@ -325,7 +326,7 @@ def test_any_list_is_read_or_refused_by_its_line(image_folder, head, rows, delim
     table.write_bytes(text.encode(errors="replace") + junk)
     try:
         listing = list_images(table)
-        group_of_each_class(listing.images)
+        levels_of_each_class(listing.images)
     except DistapError as error:
         assert len(str(error)) < 4000
         return

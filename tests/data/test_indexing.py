@@ -2,6 +2,7 @@ import bz2
 import gzip
 import io
 import itertools
+import json
 import lzma
 import mmap
 import shutil
@@ -332,14 +333,33 @@ def test_samples_without_a_readable_image_are_left_out_and_listed(tmp_path):
         assert isinstance(skipped[0], Skipped)
 
 
-def test_super_categories_are_read_from_the_names_of_classes(shards):
+def test_coarser_classes_are_read_from_the_names_of_classes(shards):
     plain = load_index(shards)
-    assert plain.class_group.tolist() == ["", "", ""]
+    assert plain.class_levels.shape == (3, 0)
     (shards / "classes.txt").write_text("apple\tfruit\nbear\ncar\tthing\n")
     index, _ = index_shards(shards)
     assert index.class_name.tolist() == ["apple", "bear", "car"]
-    assert load_index(shards).class_group.tolist() == ["fruit", "", "thing"]
+    assert load_index(shards).class_levels.tolist() == [["fruit"], [""], ["thing"]]
     assert index.fingerprint != plain.fingerprint
+
+
+def with_levels(key, label, **levels):
+    return [*sample_members(key, label=label), member(f"{key}.json", json.dumps(levels).encode())]
+
+
+def test_coarser_classes_are_read_from_json_members(tmp_path):
+    first = [*with_levels("a", 7, genus="Pica", family="Corvidae"), *with_levels("b", 2, genus="Parus", family=None)]
+    (tmp_path / "0.tar").write_bytes(archive(first))
+    (tmp_path / "1.tar").write_bytes(archive(with_levels("c", 7, genus="Pica", family="Corvidae")))
+    index, _ = index_shards(tmp_path, levels=["genus", "family"])
+    assert index.class_levels.tolist() == [["Parus", ""], ["Pica", "Corvidae"]]
+    (tmp_path / "1.tar").write_bytes(archive(with_levels("c", 7, genus="Corvus", family="Corvidae")))
+    with pytest.raises(
+        DistapError, match=r"1\.tar: class '7' of level 0 is in 'Corvus' of level 1, but in 'Pica' before"
+    ):
+        index_shards(tmp_path, levels=["genus", "family"])
+    with pytest.raises(DistapError, match=r"key 'a' lacks levels in its \.json: KeyError"):
+        index_shards(tmp_path, levels=["order"])
 
 
 @pytest.mark.parametrize("name", ["apple", ""])

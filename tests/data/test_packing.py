@@ -67,16 +67,40 @@ def test_the_number_of_workers_changes_no_byte(tmp_path, image_folder):
         assert contents(output) == contents(tmp_path / "one")
 
 
-def test_groups_of_classes_are_kept(tmp_path, image_folder):
+LEVELS = {"apple": ("fruit", "food"), "bear": ("", "animal")}
+
+
+def test_levels_of_classes_are_kept(tmp_path, image_folder):
     images = [
-        ImageFile(path, path.parent.name, {"apple": "food", "bear": "animal"}.get(path.parent.name, ""))
+        ImageFile(path, path.parent.name, LEVELS.get(path.parent.name, ()))
         for path in sorted(image_folder.rglob("*.png"))
     ]
     index, _ = pack(images, tmp_path / "out")
-    assert (tmp_path / "out" / "classes.txt").read_text() == "apple\tfood\nbear\tanimal\ncar\n"
-    assert index.class_group.tolist() == ["food", "animal", ""]
-    with pytest.raises(DistapError, match=r"1\.png: class 'apple' is in group 'tool', but in 'food' before"):
-        pack([images[0], ImageFile(images[1].path, "apple", "tool")], tmp_path / "other")
+    assert (tmp_path / "out" / "classes.txt").read_text() == "apple\tfruit\tfood\nbear\t\tanimal\ncar\n"
+    assert index.class_levels.tolist() == [["fruit", "food"], ["", "animal"], ["", ""]]
+    again = load_index(tmp_path / "out")
+    assert again.class_levels.tolist() == index.class_levels.tolist() and again.fingerprint == index.fingerprint
+    assert again.classes.numbers.tolist() == [[0, 2, 2], [1, 0, 1], [2, 1, 0]]  # without a name, alone
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (("apple", ("tool", "food")), "class 'apple' of level 0 is in 'tool' of level 1, but in 'fruit' before"),
+        (("pear", ("fruit", "tool")), "class 'fruit' of level 1 is in 'tool' of level 2, but in 'food' before"),
+        (("pear", ("fruit",)), "class 'fruit' of level 1 is in '' of level 2, but in 'food' before"),
+    ],
+)
+def test_levels_that_cross_are_refused_by_name(tmp_path, image_folder, other, message):
+    first, second = sorted((image_folder / "apple").iterdir())[:2]
+    with pytest.raises(DistapError, match=f"1\\.png: {message}"):
+        pack([ImageFile(first, "apple", LEVELS["apple"]), ImageFile(second, *other)], tmp_path / "other")
+    pack([ImageFile(first, "apple", LEVELS["apple"]), ImageFile(second, "pear", LEVELS["apple"])], tmp_path / "out")
+    (tmp_path / "out" / "classes.txt").write_text(
+        "\n".join("\t".join(line) for line in (("apple", *LEVELS["apple"]), (other[0], *other[1])))
+    )
+    with pytest.raises(DistapError, match=r"classes\.txt, line 2: "):
+        index_shards(tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["a\tb", "a\nb", "a\x85b", " a", "a\udcff", ""])
@@ -95,13 +119,17 @@ def test_a_name_that_is_no_line_of_text_is_refused(tmp_path, image_folder, name)
         ('\ufeffpath, class, group\napple/0.png,"a, b",food\ncar/0.png,c,\n', [("a, b", "food"), ("c", "")]),
         ("id;Class;group;filename\n1;a, b;food;apple/0.png\n2;c;;car/0.png\n", [("a, b", "food"), ("c", "")]),
         ("label\tx_1\tpath\n07\t3\tapple/0.png\ncat 7\t4\tcar/0.png\n", [("07", ""), ("cat 7", "")]),
+        (
+            "path,label,level2,level1\napple/0.png,pippin,food,apple\ncar/0.png,coupe,,car\n",
+            [("pippin", "apple/food"), ("coupe", "car/")],
+        ),
         ("Path,LABEL,sku\napple/0.png,1,x y\ncar/0.png,1,012\n", [("1", ""), ("1", "")]),
     ],
 )
 def test_a_csv_may_name_classes_and_groups(image_folder, text, expected):
     table = image_folder / "list.csv"
     table.write_text(text, encoding="utf-8")
-    assert [(image.class_name, image.group) for image in list_images(table).images] == expected
+    assert [(image.class_name, "/".join(image.levels)) for image in list_images(table).images] == expected
 
 
 @pytest.mark.parametrize(

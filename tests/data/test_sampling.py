@@ -66,7 +66,7 @@ def super_labels(groups):
     """Classes over super-categories: for each group, the sizes of its classes."""
     sizes = [size for group in groups for size in group]
     names = [f"group-{number}" for number, group in enumerate(groups) for _ in group]
-    return Classes(labels_of(sizes), names)
+    return Classes(labels_of(sizes), np.array(names)[:, None])
 
 
 @st.composite
@@ -81,7 +81,7 @@ def plans_within_pairs(draw):
 
 
 def groups_in(plan, batch):
-    return Counter(plan.classes.groups[plan.classes.labels[batch]].tolist())
+    return Counter(plan.classes.levels[plan.classes.labels[batch], 0].tolist())
 
 
 @settings(deadline=None)
@@ -123,6 +123,7 @@ ALL = [
     RandomSampling(batch_size=24),
     ClassesSampling(batch_size=24),
     PByKSampling(classes=6, images=4),
+    PByKSampling(classes=6, images=4, balance=1),
     SuperPByKSampling(classes=6, images=4),
 ]
 
@@ -160,7 +161,7 @@ def test_stand_ins_of_every_sampling_are_of_the_class_and_of_one_slot_only(sampl
 
 
 MANY = np.array([c for c in range(40) for _ in range(1 + c % 7)])
-SIX = Classes(np.repeat(np.arange(6), 7), [*"aabbcc"])
+SIX = Classes(np.repeat(np.arange(6), 7), np.array([[*"aabbcc"]]).T)
 
 
 @pytest.mark.parametrize(
@@ -242,6 +243,23 @@ def test_p_by_k_takes_k_images_of_each_class_that_has_them_and_no_singleton():
     assert drawn == set(plan.classes.with_pairs.tolist())
 
 
+@settings(deadline=None)
+@given(groups=st.lists(st.integers(1, 9), min_size=1, max_size=5), share=st.integers(0, 100), seed=st.integers(0, 3))
+def test_balanced_p_by_k_takes_as_many_classes_of_each_coarser_class_as_can_be(groups, share, seed):
+    sampling = PByKSampling(classes=1 + share * (sum(groups) - 1) // 100, images=3, balance=1)
+    plan = Plan(super_labels([[4] * group for group in groups]), sampling, seed)
+    met = [Counter() for _ in groups]
+    for step in range(20):
+        labels = set(plan.classes.labels[plan.batch(step)].tolist())
+        by_group = Counter(int(plan.classes.numbers[label, 1]) for label in labels)
+        assert sorted(by_group[group] for group in range(len(groups))) == even_shares(groups, sampling.classes)
+        for label in labels:
+            met[plan.classes.numbers[label, 1]][label] += 1
+    for group, counts in enumerate(met):  # each has its turn before any has another
+        uses = [counts[label] for label in np.flatnonzero(plan.classes.numbers[:, 1] == group).tolist()]
+        assert max(uses) - min(uses) <= 1
+
+
 @pytest.mark.parametrize(
     ("classes", "sampling", "message"),
     [
@@ -252,6 +270,7 @@ def test_p_by_k_takes_k_images_of_each_class_that_has_them_and_no_singleton():
         (MANY, PByKSampling(classes=36, images=2), "only 34 classes have two images or more"),
         (MANY, PByKSampling(classes=34, images=7), "the data set has only"),
         (MANY, PByKSampling(classes=3, images=1), "images of at least 2"),
+        (SIX, PByKSampling(classes=4, balance=2), "sampling.balance is 2; the index has 1 levels of coarser"),
         (labels_of([5] * 8), SuperPByKSampling(), "the index has 0, and 8 classes without"),
         (super_labels([[3, 3], [4, 4]]), SuperPByKSampling(classes=1, images=4), "classes of at least 2"),
         (super_labels([[3, 3]]), SuperPByKSampling(classes=2, images=2), "the index has 1, and 0 classes without"),

@@ -61,7 +61,7 @@ def oddly_named_shards(folder: Path) -> Path:
     """40 images of 5 classes whose names and keys are markup, packed."""
     images = write_images(folder / "images", {f"{number}": 8 for number in range(5)}, size=24)
     files = sorted(images.rglob("*.png"))
-    pack([ImageFile(path, ODD + path.parent.name, ODD) for path in files], folder / "shards")
+    pack([ImageFile(path, ODD + path.parent.name, (ODD,)) for path in files], folder / "shards")
     return folder / "shards"
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from distap.data.converters.dataset import Count, Dataset, ListLine, Split, find_list, read_lines, read_table
 from distap.data.shards.image_files import ImageFile
 from distap.errors import DistapError
+from distap.storage.texts import parsed_json
 
 
 def _stanford(source: Path, file: Path) -> Iterator[ImageFile]:
@@ -14,7 +15,7 @@ def _stanford(source: Path, file: Path) -> Iterator[ImageFile]:
         line.integer(2, "super class")
         path = line.path(source, line.cells[3])
         # Super-classes are numbers in the list, but the folders have their names: bicycle_final.
-        yield ImageFile(path, str(line.integer(1, "class")), line.cells[3].split("/")[0].removesuffix("_final"))
+        yield ImageFile(path, str(line.integer(1, "class")), (line.cells[3].split("/")[0].removesuffix("_final"),))
 
 
 STANFORD_ONLINE_PRODUCTS = Dataset(  # Song et al. 2016
@@ -82,13 +83,29 @@ CARS = Dataset(  # Krause et al. 2013; split by classes like CUB, not by the lis
 )
 
 
+TAXA = ["kingdom", "phylum", "class", "order", "family", "genus"]
+
+
+def _tree(file: Path) -> dict[str, tuple[str, ...]]:
+    """Return genus to kingdom by the number of a species, with all above it: a plant and an animal share a genus."""
+    try:
+        listed = parsed_json(file.read_bytes(), list)
+        paths = {str(one["id"]): [one[rank] for rank in TAXA] for one in listed}
+        return {number: tuple("/".join(path[:end]) for end in range(6, 0, -1)) for number, path in paths.items()}
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise DistapError(f"{file}: no list of categories with id, {', '.join(TAXA)}: {error!r}") from error
+
+
 def _inaturalist(source: Path, file: Path) -> Iterator[ImageFile]:
+    tree = _tree(source / "categories.json") if (source / "categories.json").exists() else None
     for line in read_table(file, ("path",), heading=False):
         path = line.path(source, line.cells[0])
         parts = line.cells[0].split("/")
         if len(parts) != 4 or not parts[2].isdigit():
             raise line.wrong(f"{line.cells[0][:200]!r}: expected train_val2018/SUPER-CATEGORY/NUMBER/IMAGE.jpg")
-        yield ImageFile(path, parts[2], parts[1])
+        if tree is not None and parts[2] not in tree:
+            raise line.wrong(f"species {parts[2]} is not in categories.json")
+        yield ImageFile(path, parts[2], (parts[1],) if tree is None else tree[parts[2]])
 
 
 INATURALIST = Dataset(  # Van Horn et al. 2018, with the split of Brown et al. 2020, which ROADMAP uses too
@@ -142,7 +159,7 @@ def _in_shop(source: Path, file: Path, status: str) -> Iterator[ImageFile]:
         path = line.path(folder, name)
         if its_status == status:
             # The category is the two folders under img, such as MEN/Denim. An item has one.
-            yield ImageFile(path, item, groups.setdefault(item, "/".join(name.split("/")[1:3])))
+            yield ImageFile(path, item, (groups.setdefault(item, "/".join(name.split("/")[1:3])),))
     if found != listed:
         raise line.wrong(f"the list ends after {found:,} images, but its first line says {listed:,}")
 

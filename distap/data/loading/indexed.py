@@ -155,7 +155,9 @@ class SlotImages:
             sample = self._read(request, pixels[row], failures)
             samples.append(sample)
             names.append(self.reader.where(request[2] if sample == NO_SAMPLE else sample))
-        labels = [-1 if sample == NO_SAMPLE else int(self.plan.classes.labels[sample]) for sample in samples]
+        classes = self.plan.classes
+        labels = torch.from_numpy(classes.numbers[classes.labels[samples]])
+        labels[torch.tensor(samples) == NO_SAMPLE] = -1
         return Chunk(pixels, samples, labels, names, failures, self.reader.storage.meter.take())
 
     def _read(self, request: Request, pixels: Tensor, failures: list[Failure]) -> int:

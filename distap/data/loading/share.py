@@ -92,7 +92,7 @@ class Chunk(NamedTuple):
 
     pixels: Tensor  # (n, 3, size, size) uint8, zero in the place of a missing image
     samples: list[int]  # (n,) numbers of the images, NO_SAMPLE for a missing one
-    labels: list[int]  # (n,) their classes, -1 for a missing image
+    labels: Tensor  # (n,), or (n, L) from the finest level: their classes, -1 for a missing image
     names: list[str]  # (n,) their shards and keys; of the damaged image if nothing stands in for it
     failures: list[Failure]  # images, and those that were to stand in for them, that could not be used
     traffic: Traffic  # of reading them
@@ -108,7 +108,9 @@ class ShareOfBatch:
         self._chunks, self._stopwatch = chunks, stopwatch
         # Filled as images are read: the step asks for rows of them at each micro-batch.
         self.samples = torch.full((count,), NO_SAMPLE)  # numbers of the images in the data set
-        self.labels = torch.full((count,), -1)  # their classes; -1 for a missing image
+        self.labels = torch.full(
+            (count,), -1
+        )  # their classes, or (b, L) from the finest level; -1 for a missing image
         self.present = torch.zeros(count, dtype=torch.bool)  # False for a missing image
         self.names: list[str] = []  # of the images that were read so far
         self.failures: list[Failure] = []
@@ -133,7 +135,9 @@ class ShareOfBatch:
         self.held.keep(start, chunk.pixels)
         rows = slice(start, start + len(chunk.names))
         self.samples[rows] = torch.tensor(chunk.samples)
-        self.labels[rows] = torch.tensor(chunk.labels)
+        if self.labels.ndim < chunk.labels.ndim:
+            self.labels = self.labels[:, None].repeat(1, chunk.labels.shape[1])
+        self.labels[rows] = chunk.labels
         self.present[rows] = self.samples[rows] != NO_SAMPLE
         self.names += chunk.names
         self.failures += chunk.failures

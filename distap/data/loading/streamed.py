@@ -157,7 +157,7 @@ class StreamImages:
                     labels.append(label)
                     names.append(name)
                     break
-        return Chunk(torch.stack(pixels), samples, labels, names, failures, self.shards.meter.take())
+        return Chunk(torch.stack(pixels), samples, torch.tensor(labels), names, failures, self.shards.meter.take())
 
 
 def _class_number(value: Any) -> int:

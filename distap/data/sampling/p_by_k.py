@@ -3,26 +3,24 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distap.data.plan import Classes, Samples, turns
+from distap.data.sampling.classes import ClassesSampling
 from distap.errors import DistapError
-from distap.randomness import shuffled
+from distap.randomness import permutation, shuffled
 
-CLASSES, WITHIN_CLASS, PAIRS, GROUP = 18, 12, 16, 17  # first words of random keys; no two uses share one
+# First words of random keys; no two uses share one.
+CLASSES, WITHIN_CLASS, PAIRS, GROUP, MIXED = 18, 12, 16, 17, 19
 COUNTED = 65_536  # pairs of super-categories
 
 
 @dataclass(frozen=True)
-class PByKSampling:
-    """Take P classes and K images of each, as Smooth-AP and ROADMAP train, with a new order of classes each epoch.
-
-    Classes with fewer than K images give all they have, and the classes that follow fill the rest. Each class has its
-    turn once in an epoch, also if P does not divide their number. With fewer than 2 P classes there are no epochs:
-    each batch draws its classes anew.
-    """
+class SomeOfEach:
+    """Take P classes and K images of each."""
 
     classes: int = 64
     """Number P of classes in a global batch."""
@@ -42,9 +40,25 @@ class PByKSampling:
             given = f"{self.classes} and {self.images}"
             raise DistapError(f"sampling needs classes of at least {classes} and images of at least 2, not {given}")
 
+
+@dataclass(frozen=True)
+class PByKSampling(SomeOfEach):
+    """Take P classes and K images of each, as Smooth-AP and ROADMAP train, with a new order of classes each epoch.
+
+    Classes with fewer than K images give all they have, and the classes that follow fill the rest. Each class has its
+    turn once in an epoch, also if P does not divide their number. With fewer than 2 P classes there are no epochs:
+    each batch draws its classes anew.
+    """
+
+    balance: int | None = None
+    """Level of coarser classes, from 1, each of which provides as many of the P classes as the others, or all it has;
+    null takes no account of them."""
+
     def check(self, data: Classes) -> None:
         self._require_least(1)
-        usable = data.with_pairs
+        usable, levels = data.with_pairs, data.levels.shape[1]
+        if self.balance is not None and not 1 <= self.balance <= levels:
+            raise DistapError(f"sampling.balance is {self.balance}; the index has {levels} levels of coarser classes")
         if self.classes > len(usable):
             problem = f"only {len(usable)} classes have two images or more: set it to {len(usable)} or less"
             raise DistapError(f"sampling.classes is {self.classes}, but {problem}")
@@ -56,12 +70,20 @@ class PByKSampling:
     def batch(self, data: Classes, seed: int, step: int) -> Samples:
         """Return (B,) sample numbers, class by class."""
         usable = data.with_pairs
-        order = (usable[places] for places in turns(len(usable), self.classes, step, CLASSES, seed))
+        if self.balance is None:
+            places = turns(len(usable), self.classes, step, CLASSES, seed)
+        else:
+            # The classes of this level share out the P classes as classes share out the images of a batch.
+            level, evenly = _of_level(data, self.balance), ClassesSampling(self.classes)
+            places = (
+                evenly.batch(level, seed, turn)[permutation(self.classes, MIXED, seed, turn)] for turn in count(step)
+            )
+        order = (usable[chosen] for chosen in places)
         return _some_of_each(data, order, self.images, self.size, seed, step)
 
 
 @dataclass(frozen=True)
-class SuperPByKSampling(PByKSampling):
+class SuperPByKSampling(SomeOfEach):
     """Take P classes and K images of each from two super-categories, so that negatives are hard to tell apart.
 
     Brown et al. 2020 (Smooth-AP) and Ramzi et al. 2021 (ROADMAP) train like this on Stanford Online Products, after
@@ -80,7 +102,7 @@ class SuperPByKSampling(PByKSampling):
             raise DistapError(
                 f"sampling by super_p_by_k needs two super-categories or more, and one for each class: the index has "
                 f"{len(data.by_group)}, and {without} classes without; `distap data pack` takes them from the "
-                "column `group` of a CSV file, or choose p_by_k"
+                "column `level1` of a CSV file, or choose p_by_k"
             )
         paired = set(np.unique(_pairs(self, data)).tolist())
         for group, name in enumerate(data.by_group):
@@ -111,6 +133,12 @@ class SuperPByKSampling(PByKSampling):
             following = (members[places] for places in turns(len(members), cut, met, GROUP, seed, group))
             chosen.append(_some_of_each(data, following, self.images, images, seed, step))
         return np.concatenate(chosen)
+
+
+@lru_cache(maxsize=2)
+def _of_level(data: Classes, level: int) -> Classes:
+    """Return the classes with two or more samples as samples of their classes of a coarser level."""
+    return Classes(np.unique(data.numbers[data.with_pairs, level], return_inverse=True)[1].reshape(-1))
 
 
 @lru_cache(maxsize=2)

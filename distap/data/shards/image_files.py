@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from distap.data.images.formats import readable_formats
-from distap.data.labels import NO_CLASS, class_name
+from distap.data.labels import NO_CLASS, class_name, nesting
 from distap.data.shards.image_folders import Skipped, counted, walk_images
 from distap.data.shards.parallel import Track, ask_files, untracked
 from distap.data.shards.tables import read_list
@@ -22,7 +22,7 @@ from distap.errors import DistapError
 from distap.randomness import permutation
 from distap.storage.texts import as_line, is_line
 
-Nested = Literal["top", "leaf", "merge", "path"]
+Nested = Literal["top", "leaf", "merge", "path", "levels"]
 NOT_THERE = "listed images that are not there"
 TRUE, FALSE = ("true", "1", "1.0", "yes"), ("false", "0", "0.0", "no")
 logger = logging.getLogger("distap")
@@ -31,7 +31,7 @@ logger = logging.getLogger("distap")
 class ImageFile(NamedTuple):
     path: Path
     class_name: str
-    group: str = ""  # super-category of the class, "" for none
+    levels: tuple[str, ...] = ()  # the coarser classes that hold the class, finer first; "" for none
 
 
 class Entry(NamedTuple):
@@ -113,16 +113,16 @@ def list_images(
 ) -> Listing:
     """List the images of a folder with a sub-folder per class, or of a CSV or Parquet file.
 
-    The columns are found by their names: path or filename, label or class, and optionally group (the super-category
-    of the class), split, and is_query and is_gallery, which cut the images into parts; others are ignored. A CSV has
-    commas, semicolons or tabs between them. Paths are relative to the file. A CSV without a heading has the columns
-    path,label or path,label,group with integers as labels. Files that are not there, and those without a class (see
-    `class_name`), are left out.
+    The columns are found by their names: path or filename, label or class, and optionally level1 (or group),
+    level2 and so on (coarser classes that hold the class), split, and is_query and is_gallery, which cut the images
+    into parts; others are ignored. A CSV has commas, semicolons or tabs between them. Paths are relative to the file.
+    A CSV without a heading has the columns path,label or path,label,level1 with integers as labels. Files that are
+    missing, and those without a class (see `class_name`), are left out.
 
     Args:
         nested: what names the class of an image deeper in a folder: `top`, its folder in `source`; `leaf`, the
             innermost folder, no two of which may have one name; `merge`, the same, but folders of one name are one
-            class; `path`, all folders. None refuses such images.
+            class; `path`, all folders; `levels`, as `leaf`, in coarser classes that those above name. None refuses.
         renamed: the list's own names of columns, such as {"label": "sku", "query": "is_query"}.
     """
     if source.is_dir():
@@ -176,12 +176,13 @@ def _in_folders(source: Path, nested: Nested | None) -> Listing:
         raise DistapError(
             f"{source}: images lie in folders of folders, such as {deep.relative_to(source)}: say with `distap data "
             f"pack --nested` what its class is: `leaf` {leaf!r}, `top` {top!r}, `path` {'/'.join(found[deep])!r}; "
-            "`merge` is leaf with folders of one name as one class"
+            "`merge` is leaf with folders of one name as one class, `levels` leaf with those above as coarser classes"
         )
-    if nested == "leaf":
+    if nested in ("leaf", "levels"):
         _require_different_names(source, set(found.values()))
     named = {"top": lambda folders: folders[0], "path": "/".join}.get(nested or "", lambda folders: folders[-1])
-    return Listing([ImageFile(path, named(folders)) for path, folders in sorted(found.items())], left_out, source)
+    above = {path: folders[-2::-1] if nested == "levels" else () for path, folders in found.items()}
+    return Listing([ImageFile(path, named(found[path]), above[path]) for path in sorted(found)], left_out, source)
 
 
 def _require_different_names(source: Path, places: Iterable[tuple[str, ...]]) -> None:
@@ -198,6 +199,7 @@ def _require_different_names(source: Path, places: Iterable[tuple[str, ...]]) ->
 def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
     """List the images of a CSV or Parquet file by its columns, without those that are missing or have no class."""
     columns, rows = read_list(source, renamed)
+    wanted = ["label", "split", *(column for column in columns if column.startswith("level"))]
     found, flags, lines = list[ImageFile](), list[_Flags](), dict[Path, str]()
     left_out = list[Skipped]()
     for where, row in rows:
@@ -205,7 +207,7 @@ def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
             raise DistapError(f"{where}: {str(row['path'])[:60]!r} is no path, which is one line of text")
         path, line = source.parent / str(row["path"]), where.rpartition(", ")[2]
         try:
-            name, group, split = (class_name(row.get(column)) for column in ("label", "group", "split"))
+            name, split, *above = (class_name(row.get(column)) for column in wanted)
         except ValueError as error:
             raise DistapError(f"{where}: {error}") from error
         if path in lines:
@@ -216,7 +218,7 @@ def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
             told = as_line(str(row["label"]))
             left_out.append(Skipped(str(path), f"images without a class: the label on {line} is {told!r}"))
             continue
-        found.append(ImageFile(path, name, group))
+        found.append(ImageFile(path, name, tuple(above)))
         flags.append(_flags(where, split, row))
     names = {image.class_name for image in found}
     if codes := [name for name in names if name.isdecimal() and name.startswith("0") and name.lstrip("0") in names]:
@@ -280,17 +282,13 @@ def _parts(source: Path, columns: Sequence[str], flags: Sequence[_Flags]) -> lis
     return parts
 
 
-def group_of_each_class(images: Sequence[ImageFile]) -> dict[str, str]:
-    """Return groups by class; raise a DistapError if a class has two, or a name cannot be a line of classes.txt."""
-    groups: dict[str, str] = {}
-    for path, name, group in images:
-        known = groups.setdefault(name, group)
-        if known != group:
-            raise DistapError(f"{path}: class {name!r} is in group {group!r}, but in {known!r} before")
-    if "" in groups:
+def levels_of_each_class(images: Sequence[ImageFile]) -> dict[str, tuple[str, ...]]:
+    """Return coarser classes by class; raise a DistapError if levels cross, or a name is no cell of classes.txt."""
+    levels = nesting(images)
+    if "" in levels:
         raise DistapError("a class has an empty name")
-    for name in chain(groups, groups.values()):  # classes.txt has a line for each class, with a tab before its group
+    for name in chain(levels, *levels.values()):  # classes.txt has tabs between them
         if name and not (is_line(name) and name == name.strip()):
             unfit = "tabs, line breaks, control characters, outer spaces and bytes that are no UTF-8"
-            raise DistapError(f"{name[:60]!r} cannot name a class or group: {unfit} are not allowed")
-    return groups
+            raise DistapError(f"{name[:60]!r} cannot name a class: {unfit} are not allowed")
+    return levels

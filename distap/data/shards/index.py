@@ -20,7 +20,7 @@ from distap.storage.files import Storage, storage_of
 from distap.storage.locations import Source, parse_source, safe_name
 from distap.storage.remotes import RemoteSettings
 
-INDEX_VERSION = 4
+INDEX_VERSION = 5
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -41,7 +41,7 @@ class Index:
     shard_size: NDArray[np.int64]  # (S,) bytes
     shard_sha256: NDArray[np.str_]  # (S,) hexadecimal
     class_name: NDArray[np.str_]  # (K,)
-    class_group: NDArray[np.str_]  # (K,) name of the class's super-category, or ""
+    class_levels: NDArray[np.str_]  # (K, L - 1) names of the coarser classes that hold each, finer first; "" for none
     left_out: tuple[Skipped, ...] = ()  # files of a folder of images that are not in it, and why
 
     def __len__(self) -> int:
@@ -66,7 +66,7 @@ class Index:
     @cached_property
     def classes(self) -> Classes:
         """Return the samples by class, for the plan of batches."""
-        return Classes(self.label, self.class_group)
+        return Classes(self.label, self.class_levels)
 
     @property
     def shard_counts(self) -> NDArray[np.int64]:
@@ -93,6 +93,7 @@ TYPES = {name: get_args(hint)[-1] for name, hint in HINTS.items()}
 COLUMNS = {name: np.dtype((get_args(of) or (of,))[0]).name for name, of in TYPES.items()}
 SHARD_COLUMNS, CLASS_COLUMNS = ([name for name in COLUMNS if name.startswith(of)] for of in ("shard_", "class_"))
 SAMPLE_COLUMNS = [name for name in COLUMNS if name not in (*SHARD_COLUMNS, *CLASS_COLUMNS)]
+COLUMNS["class_levels"] = "table"
 
 
 def index_place(source: Source, remote: RemoteSettings | None) -> tuple[Storage, str]:

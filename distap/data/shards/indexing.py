@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from distap.data.labels import nesting, table_of_levels
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import COLUMNS, SAMPLE_COLUMNS, SHARD_COLUMNS, Index
 from distap.data.shards.parallel import Track, map_in_processes, untracked
@@ -20,7 +21,7 @@ from distap.storage.locations import LISTABLE, Source, parse_source, shard_names
 from distap.storage.remotes import MissingFileError, RemoteSettings
 from distap.storage.texts import is_line
 
-NAMES_FILE = "classes.txt"  # line k: the name of class k and, after a tab, its super-category if it has one
+NAMES_FILE = "classes.txt"  # line k: the name of class k and, after tabs, those of coarser classes that hold it
 PATHS_FILE = "paths.txt"  # a line for each image: its key and, after a tab, the path of the file that was packed
 LARGE_COLUMN = 2**30  # bytes of all keys
 logger = logging.getLogger("distap")
@@ -30,11 +31,16 @@ Scan = tuple[Index, list[Skipped]]
 
 
 def index_shards(
-    source: Source | Path | str, track: Track = untracked, workers: int = 1, remote: RemoteSettings | None = None
+    source: Source | Path | str,
+    track: Track = untracked,
+    workers: int = 1,
+    remote: RemoteSettings | None = None,
+    levels: Sequence[str] = (),
 ) -> tuple[Index, list[Skipped]]:
     """Read every byte of a source's tar shards once and write their index.
 
-    The samples whose image has no readable header are returned next to the index.
+    The samples whose image has no readable header are returned next to the index. `levels` are the keys of samples'
+    .json members that name the coarser classes of their class, finer first; without them classes.txt may name them.
 
     Raises:
         DistapError: there are no shards, or some cannot be used; the message lists all such shards.
@@ -45,7 +51,7 @@ def index_shards(
     settings = remote or RemoteSettings()
     storage = storage_of(source.base, settings)
     names = shard_names(source, storage)
-    scan = partial(_scan, source.base, settings)
+    scan = partial(_scan, source.base, settings, levels)
     scans = map_in_processes(scan, names, workers, "indexing shards", track)
     sound = [scan for scan in scans if not isinstance(scan, str)]
     if damaged := [scan for scan in scans if isinstance(scan, str)]:
@@ -56,12 +62,13 @@ def index_shards(
     return index, [image for _, skipped in sound for image in skipped]
 
 
-def scan_shard(file: Readable, name: str, length: int, where: str) -> Scan:
+def scan_shard(file: Readable, name: str, length: int, where: str, levels: Sequence[str] = ()) -> Scan:
     """Index one shard under the name `name`; see `read_samples` for the other arguments and errors."""
     hashed = Hashed(file)
-    found = list(read_samples(hashed, length, where))
+    found = list(read_samples(hashed, length, where, levels))
     samples = [sample for sample in found if isinstance(sample, Sample)]
     rows: dict[str, Any] = {field: [sample[at] for sample in samples] for at, field in enumerate(Sample._fields)}
+    above = nesting((f"{where}: key {one.key!r}", str(one.label), one.levels) for one in samples)
     present, label = np.unique(np.array(rows["label"], dtype=np.int64), return_inverse=True)
     rows |= {"label": label, "shard": [0] * len(samples)}
     rows["path"] = [""] * len(samples)
@@ -72,7 +79,7 @@ def scan_shard(file: Readable, name: str, length: int, where: str) -> Scan:
         shard_size=np.array([length], dtype=np.int64),
         shard_sha256=np.array([hashed.sha256]),
         class_name=present.astype(np.str_),
-        class_group=np.zeros(len(present), dtype="<U1"),
+        class_levels=table_of_levels([above[name] for name in present.astype(np.str_).tolist()]),
     )
     return index, [Skipped(f"{name}:{image.name}", image.reason) for image in found if isinstance(image, Skipped)]
 
@@ -95,8 +102,15 @@ def merge_scans(source: Source, storage: Storage, parts: Sequence[Index]) -> Ind
     columns["shard"] = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts])
     columns["label"] = label.astype(np.int64)
     columns["path"] = _paths(storage, columns["key"])
-    class_names, groups = _class_names(storage, present.tolist())
-    return Index(**columns, class_name=np.array(class_names), class_group=np.array(groups))
+    class_names, levels = _class_names(storage, present.tolist())
+    if any(part.class_levels.size for part in parts):  # as the samples say
+        known = nesting(
+            (storage.where(part.shard_name.item()), name, tuple(above))
+            for part in parts
+            for name, above in zip(part.class_name.tolist(), part.class_levels.tolist(), strict=True)
+        )
+        levels = [known[str(number)] for number in present.tolist()]
+    return Index(**columns, class_name=np.array(class_names), class_levels=table_of_levels(levels))
 
 
 def _paths(storage: Storage, keys: NDArray[np.str_]) -> NDArray[np.str_]:
@@ -124,30 +138,32 @@ def _lines(storage: Storage, name: str) -> list[str] | None:
         raise DistapError(f"{storage.where(name)}: not UTF-8: {error}") from error
 
 
-def _class_names(storage: Storage, numbers: list[int]) -> tuple[list[str], list[str]]:
-    """Return names and super-categories of the classes with these ascending numbers."""
+def _class_names(storage: Storage, numbers: list[int]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Return names and coarser classes of the classes with these ascending numbers."""
     if (lines := _lines(storage, NAMES_FILE)) is None:
-        return [str(number) for number in numbers], [""] * len(numbers)
+        return [str(number) for number in numbers], [()] * len(numbers)
     if numbers[-1] >= len(lines):
         raise DistapError(f"{storage.where(NAMES_FILE)}: {len(lines)} names, but a shard has class {numbers[-1]}")
-    pairs = [lines[number].partition("\t") for number in numbers]
+    rows = [lines[number].split("\t") for number in numbers]
     seen = {""}  # an evaluation tells classes apart by their names
-    for number, (name, _, group) in zip(numbers, pairs, strict=True):
-        if name in seen or not is_line(name + group):
+    for number, (name, *above) in zip(numbers, rows, strict=True):
+        if name in seen or not all(map(is_line, filter(None, (name, *above)))):
             wrong = "empty" if not name else "used twice" if name in seen else "no line of text, or too long"
             problem = f"class name {name[:60]!r} is {wrong}; each class needs its own"
             raise DistapError(f"{storage.where(NAMES_FILE)}, line {number + 1}: {problem}")
         seen.add(name)
-    return [name for name, _, _ in pairs], [group for _, _, group in pairs]
+    where = (f"{storage.where(NAMES_FILE)}, line {number + 1}" for number in numbers)
+    levels = nesting((place, name, tuple(above)) for place, (name, *above) in zip(where, rows, strict=True))
+    return list(levels), list(levels.values())
 
 
-def _scan(base: str, remote: RemoteSettings, name: str) -> Scan | str:
+def _scan(base: str, remote: RemoteSettings, levels: Sequence[str], name: str) -> Scan | str:
     """Scan a shard; return the reason if it is unusable."""
     storage = storage_of(base, remote)
     try:
         about = storage.about(name)
         with storage.open(name) as file:
-            scan = scan_shard(file, name, about.size, storage.where(name))
+            scan = scan_shard(file, name, about.size, storage.where(name), levels)
         if storage.about(name) != about:
             raise DamagedShardError(f"{storage.where(name)}: it has changed while it was read")
     except (DamagedShardError, MissingFileError) as error:

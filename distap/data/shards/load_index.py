@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from distap.data.labels import nesting, table_of_levels
 from distap.data.map_style import rows_behind
 from distap.data.shards.image_files import (
     ImageFile,
-    group_of_each_class,
+    levels_of_each_class,
     list_images,
     list_unlabelled,
     look_at_all,
@@ -59,11 +60,11 @@ def load_index(source: Source | Path | str, remote: RemoteSettings | None = None
 
 
 def index_of_folder(source: Source, labelled: bool = True) -> Index:
-    """Make an index of images that are not packed, in a folder with a sub-folder per class, or in any folder."""
+    """Make an index of images in any folder; or in a folder for each class, in those of coarser classes if any."""
     folder = Path(source.base)
     if not folder.is_dir():
         raise DistapError(f"{source}: no such folder")
-    listing = list_images(folder) if labelled else list_unlabelled(folder)
+    listing = list_images(folder, "levels") if labelled else list_unlabelled(folder)
     entries, broken = look_at_all(listing.images, "", untracked)
     of_name = {entry.image.path.relative_to(folder).as_posix(): entry for entry in entries}
     names, unfit = ([name for name in of_name if is_line(name) is fits] for fits in (True, False))
@@ -73,7 +74,10 @@ def index_of_folder(source: Source, labelled: bool = True) -> Index:
     index = index_of_files(source, names, names, classes, sizes, times)
     told = [(os.path.relpath(name, folder), reason) for name, reason in (*listing.left_out, *broken)]
     told += [(name, "names that are no line of text in UTF-8") for name in unfit]
-    return replace(index, left_out=tuple(Skipped(as_line(name), reason) for name, reason in told))
+    levels = nesting(entry.image for entry in entries)
+    table = table_of_levels([levels[name] for name in index.class_name.tolist()])
+    left_out = tuple(Skipped(as_line(name), reason) for name, reason in told)
+    return replace(index, class_levels=table, left_out=left_out)
 
 
 def index_of_files(
@@ -87,7 +91,7 @@ def index_of_files(
         if not is_line(key):
             raise DistapError(f"{source}: {key!r}: rename it without tabs, line breaks and bytes that are no UTF-8")
     classes = sort_classes(of_class)
-    group_of_each_class([ImageFile(Path(source.base), name) for name in classes if classes != [""]])
+    levels_of_each_class([ImageFile(Path(source.base), name) for name in classes if classes != [""]])
     numbers = {name: number for number, name in enumerate(classes)}
     count, zeros = len(names), np.zeros(len(names), dtype=np.int32)
     size = np.broadcast_to(np.asarray(sizes, dtype=np.int64), count).copy()
@@ -105,7 +109,7 @@ def index_of_files(
         shard_size=size,
         shard_sha256=np.broadcast_to(np.asarray(digests), count).copy(),
         class_name=np.array(classes),
-        class_group=np.full(len(classes), ""),
+        class_levels=np.full((len(classes), 0), ""),
     )
 
 

@@ -20,7 +20,7 @@ from distap.data.shards.image_files import (
     Entry,
     ImageFile,
     Listing,
-    group_of_each_class,
+    levels_of_each_class,
     list_images,
     look_at_all,
     sort_classes,
@@ -83,12 +83,12 @@ def pack_parts(
         shuffle: seed of a random order, which streamed reading needs. The given order is faster to read by an index.
         files: texts to write into the output folder, by name.
     Raises:
-        DistapError: no image is usable, a class is in two groups, the output holds something already, an image cannot
+        DistapError: no image is usable, levels of classes cross, the output holds something already, an image cannot
             be read or has changed meanwhile, or the output cannot be written.
     """
     require_free(output)
     for part in parts.values():
-        group_of_each_class(part.images)  # raises before anything is written
+        levels_of_each_class(part.images)  # raises before anything is written
     with replacing_folder(output) as whole:
         packed = [
             _pack(whole / name, part, images_per_shard, shuffle, workers, f"{name}: " if name else "", track)
@@ -117,12 +117,11 @@ def _pack(
     entries, broken = look_at_all(listing.images, f"{about}listing images", track)
     if shuffle is not None:
         entries = [entries[place] for place in permutation(len(entries), shuffle)]
-    groups = group_of_each_class(listing.images)
+    levels = levels_of_each_class(listing.images)
     # The labels of a CSV are numbers already; other classes are numbered in the order of their names. Those without a
     # sound image keep their number in the shards, and the index leaves it out.
     names = sort_classes(entry.image.class_name for entry in entries)
-    lines = [f"{name}\t{groups[name]}\n" if groups[name] else f"{name}\n" for name in names]
-    write_whole(folder / NAMES_FILE, "".join(lines))
+    write_whole(folder / NAMES_FILE, "".join("\t".join((name, *levels[name])).rstrip("\t") + "\n" for name in names))
     numbers = {name: number for number, name in enumerate(names)}
     jobs = list(_jobs(folder, entries, numbers, images_per_shard))
     written = map_in_processes(_write_shard, jobs, workers, f"{about}packing shards", track)

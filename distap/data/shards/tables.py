@@ -10,8 +10,9 @@ from distap.errors import DistapError
 
 # The columns of a list, and the names that they may have: the first that is there wins.
 COLUMN_NAMES = {
-    **{"path": ("path", "filename"), "label": ("label", "class"), "group": ("group",), "split": ("split",)},
-    **{"query": ("is_query",), "gallery": ("is_gallery",)},
+    **{"path": ("path", "filename"), "label": ("label", "class"), "split": ("split",)},
+    **{"query": ("is_query",), "gallery": ("is_gallery",), "level1": ("level1", "group")},
+    **{f"level{n}": (f"level{n}",) for n in range(2, 10)},  # ever coarser classes that hold the class
 }
 HEADLESS = ["path", "label", "group"]  # columns of a CSV without a heading
 
@@ -43,7 +44,8 @@ def _places(source: Path, names: Sequence[str], renamed: Mapping[str, str]) -> d
             wanted = renamed.get(column) or " or ".join(usual)
             raise DistapError(
                 f"{source}: no column {wanted}; the columns found are {', '.join(names)}; expected path or filename, "
-                "and label or class, optionally group, split, is_query and is_gallery, or other names by --columns"
+                "and label or class, optionally level1 or group, level2 to level9, split, is_query and is_gallery, "
+                "or other names by --columns"
             )
     return places
 

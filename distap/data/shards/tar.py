@@ -7,16 +7,16 @@ headers here, and this module checks that what it took for the end is one.
 
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, image_size
 from distap.data.images.formats import IMAGE_SUFFIXES
-from distap.data.labels import NO_CLASS
+from distap.data.labels import NO_CLASS, class_name
 from distap.data.shards.image_folders import Skipped
 from distap.errors import DistapError
-from distap.storage.texts import MAX_NAME, is_line
+from distap.storage.texts import MAX_NAME, is_line, parsed_json
 
 TAR_BLOCK = 512  # bytes of a tar block; two blocks of zeros end an archive
 MAX_MEMBER = 2**30  # bytes; no image is larger
@@ -60,24 +60,30 @@ class Sample(NamedTuple):
     crc32: int
     width: int
     height: int
+    levels: tuple[str, ...] = ()  # names of the coarser classes of its class, finer first
 
 
-def read_samples(file: Readable, length: int, where: str) -> Iterator[Sample | Skipped]:
+def read_samples(file: Readable, length: int, where: str, levels: Sequence[str] = ()) -> Iterator[Sample | Skipped]:
     """Yield each sample of a shard, or Skipped if its image has no readable header.
 
-    `read_groups` lists arguments and errors. A sample that lacks its image or class is a DamagedShardError too.
+    `read_groups` lists arguments and errors. A sample that lacks its image, its class or one of the keys `levels` of
+    its .json member is a DamagedShardError too.
     """
     for key, members in read_groups(file, length, where):
         try:
             label, image, (width, height) = labelled_image(key, members)
+            known = parsed_json(members["json"].data, dict) if levels else {}
+            above = tuple(class_name(known[each]) for each in levels)
         except UnlabelledError as error:
             yield Skipped(key, str(error).partition(": ")[2])
         except DamagedImageError as error:
             if error.reason == "missing_field":
                 raise DamagedShardError(f"{where}: {error}") from error
             yield Skipped(key, str(error))
+        except (KeyError, ValueError) as error:
+            raise DamagedShardError(f"{where}: key {key!r} lacks levels in its .json: {error!r}") from error
         else:
-            yield Sample(key, label, image.offset, len(image.data), zlib.crc32(image.data), width, height)
+            yield Sample(key, label, image.offset, len(image.data), zlib.crc32(image.data), width, height, above)
 
 
 def read_groups(file: Readable, length: int, where: str) -> Iterator[Group]:

@@ -1,3 +1,4 @@
+import json
 import sys
 from collections import Counter
 from urllib.parse import unquote
@@ -182,12 +183,35 @@ def test_the_authors_files_become_a_data_set_a_split(name, tree, tmp_path):
     for split, classes in splits.items():
         assert counts(output / split) == classes
         index = load_index(output / split)
-        assert dict(zip(index.class_name.tolist(), index.class_group.tolist(), strict=True)) == {
-            label: groups.get(label, "") for label in classes
+        assert dict(zip(index.class_name.tolist(), index.class_levels.tolist(), strict=True)) == {
+            label: [groups[label]] if groups else [] for label in classes
         }
         reader = Reader(output / split, index)
         assert {reader.data(sample) for sample in range(len(index))} <= originals
     assert not any(part.left_out for part in converted)
+
+
+def test_the_species_of_inaturalist_have_their_whole_tree_if_it_lies_there(tree, tmp_path):
+    source, genera = tree("inaturalist"), {2761: "Pieris", 5: "Amanita", 11: "Parus", 7000: "Pieris"}
+    names = {
+        number: ["Plantae" if number > 2761 else "Animalia", "P", "C", "O", "F", one]
+        for number, one in genera.items()
+    }
+    ranks = ["kingdom", "phylum", "class", "order", "family", "genus"]
+    listed = [{"id": number, **dict(zip(ranks, path, strict=True))} for number, path in names.items()]
+    (source / "categories.json").write_text(json.dumps(listed))
+    convert(DATASETS["inaturalist"], source, tmp_path / "out")
+    index = load_index(tmp_path / "out" / "test")
+    assert index.class_name.tolist() == ["11", "7000"]
+    assert index.class_levels[:, 0].tolist() == ["Animalia/P/C/O/F/Parus", "Plantae/P/C/O/F/Pieris"]
+    assert index.class_levels[:, 5].tolist() == ["Animalia", "Plantae"]
+    for left, message in (
+        (listed[:1], "line 1: species 11 is not in"),
+        ([{"id": 1}], "no list of categories with id"),
+    ):
+        (source / "categories.json").write_text(json.dumps(left))
+        with pytest.raises(DistapError, match=message):
+            convert(DATASETS["inaturalist"], source, tmp_path / "other", only=["test"])
 
 
 @pytest.mark.parametrize("name", ["sop", "landmarks-clean"])
