@@ -56,7 +56,9 @@ class Adapter:
             )
 
     def _layers(self, backbone: nn.Module) -> list[str]:
-        layers = [name for name, one in backbone.named_modules() if isinstance(one, nn.Linear | nn.Conv2d)]
+        # Not convolutions in groups: peft cannot merge their adapters.
+        fits = lambda one: isinstance(one, nn.Linear) or (isinstance(one, nn.Conv2d) and one.groups == 1)  # noqa: E731
+        layers = [name for name, one in backbone.named_modules() if fits(one)]
         chosen = list[str]()
         for target in self.targets:
             # In blocks alone: timm calls a layer of the patch embedding `proj` too.

@@ -188,7 +188,7 @@ class TimmWeights:
                 "copy of the folder of a machine that has loaded them (and HF_HUB_OFFLINE=1, so that nothing is "
                 "asked), or model.weights to {name: file, path: FILE} or {name: package, package: NAME}"
             ) from error
-        _load(backbone, _adapted(backbone, pretrained.state_dict()), f"timm's weights of {name}", self.allow)
+        _load(backbone, pretrained.state_dict(), f"timm's weights of {name}", self.allow)
 
 
 @dataclass(frozen=True)
@@ -209,11 +209,7 @@ class FileWeights:
     """Patterns of tensors, such as attn_pool.*, that may be left out or stay random."""
 
     def load(self, backbone: nn.Module) -> None:
-        own = backbone.state_dict()
-        state = _without_prefix(read_state(self.path), own)
-        if any(key not in state or state[key].shape != value.shape for key, value in own.items()):
-            state = _adapted(backbone, state)
-        _load(backbone, state, self.path, self.allow)
+        _load(backbone, _without_prefix(read_state(self.path), backbone.state_dict()), self.path, self.allow)
 
 
 @dataclass(frozen=True)
@@ -229,8 +225,7 @@ class PackageWeights:
         if len(own) != len(state):
             told = f"not the weights of this backbone: {len(state)} tensors, expected {len(own)}"
             raise DistapError(f"{path}: {told}")
-        renamed = dict(zip(own, state.values(), strict=True))
-        _load(backbone, {key: renamed[key] for key in backbone.state_dict()}, path)
+        _load(backbone, dict(zip(own, state.values(), strict=True)), path)
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
@@ -279,14 +274,12 @@ def _adapted(backbone: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]
 
 def _load(backbone: nn.Module, state: dict[str, Tensor], where: Path | str, allow: Collection[str] = ()) -> None:
     """Load tensors; name those that would be lost or stay random, but for the classifier and those of `allow`."""
-    own, about = backbone.state_dict(), getattr(backbone, "pretrained_cfg", None) or {}
-    layers = about.get("classifier") or ()  # one name or several, of what retrieval leaves out
-    patterns = [*allow, *(f"{name}.*" for name in ([layers] if isinstance(layers, str) else layers))]
-    problems = []
-    for told, keys in (("has no place for", state.keys() - own.keys()), ("lacks", own.keys() - state.keys())):
+    state, own, about = _adapted(backbone, state), backbone.state_dict(), getattr(backbone, "pretrained_cfg", None)
+    layers = (about or {}).get("classifier") or ()  # one name or several, of what retrieval leaves out
+    patterns, problems = [*allow, *(f"{name}.*" for name in ([layers] if isinstance(layers, str) else layers))], []
+    for told, keys in (("has no place for", state.keys() - own.keys()), ("needs", own.keys() - state.keys())):
         if lost := sorted(key for key in keys if not any(fnmatch(key, pattern) for pattern in patterns)):
-            owner = "the network" if "place" in told else "it"
-            problems.append(f"{owner} {told} {len(lost)} tensors ({shorten(', '.join(lost), 150)})")
+            problems.append(f"the network {told} {len(lost)} tensors ({shorten(', '.join(lost), 150)})")
     problems += [
         f"{key} is {tuple(state[key].shape)}, expected {tuple(value.shape)}"
         for key, value in own.items()

@@ -179,9 +179,8 @@ def learner_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Learn
     optimizer = recipe.optimizer
     if recipe.model.adapter is not None:
         recipe.model.adapter.adapt(network, recipe.data.image_size, recipe.seed)
-        for parameter in network.parameters():
-            if parameter.requires_grad:
-                parameter.data.copy_(world.broadcast(parameter.data.contiguous()))
+        for parameter in (one for one in network.parameters() if one.requires_grad):
+            parameter.data.copy_(world.broadcast(parameter.data.contiguous()))
     if recipe.model.freeze is not None:
         freeze(network, recipe.model.freeze)
     trained = {name.partition(".")[0] for name, one in network.named_parameters() if one.requires_grad}

@@ -169,7 +169,7 @@ def test_weights_that_would_be_lost_or_stay_random_are_named(tmp_path):
     other = TimmBackbone("vit_base_patch16_siglip_gap_224")
     given = {"arguments": SMALL, "pooling": NamedPooling("native")}
     save_file({k: v for k, v in load_file(file).items() if not k.startswith(("attn", "norm"))}, file)
-    with pytest.raises(DistapError, match=r"it lacks 2 tensors \(norm\.bias, norm\.weight\)"):
+    with pytest.raises(DistapError, match=r"the network needs 2 tensors \(norm\.bias, norm\.weight\)"):
         build_network(other, FileWeights(file), **given)
     assert build_network(other, FileWeights(file, ("norm.*",)), **given).backbone.norm.weight.eq(1).all()
 
