@@ -207,11 +207,15 @@ def shard_names(source: Source, storage: "Storage") -> list[str]:
 
 def _expanded(source: Source) -> Iterator[str]:
     pattern = source.pattern or ""
+    # The library holds the whole of a range before it gives the first name, so look at its ends first.
+    is_long = any(
+        abs(int(end) - int(start)) >= MAX_SHARDS for start, end in re.findall(r"\{(-?\d+)\.\.(-?\d+)", pattern)
+    )
     try:
-        patterns = list(islice(braceexpand(pattern), MAX_SHARDS + 1))
+        patterns = [] if is_long else list(islice(braceexpand(pattern), MAX_SHARDS + 1))
     except (ValueError, RecursionError) as error:
         raise DistapError(f"{source}: not a brace pattern: {error}; expected one such as {{000..009}}.tar") from error
-    if len(patterns) > MAX_SHARDS:
+    if is_long or len(patterns) > MAX_SHARDS:
         raise DistapError(f"{source}: the pattern names more than {MAX_SHARDS:,} shards")
     yield from patterns
 
