@@ -40,10 +40,7 @@ class TrainedNetwork:
     folder: str | None = None  # that relative paths of the recipe were relative to
 
     def load(self, network: RetrievalNetwork) -> None:
-        """Load backbone (with its adapters merged), pooling and projection.
-
-        A DistapError names each required key that differs.
-        """
+        """Load the network, merging its adapters; a DistapError names each required key that differs."""
         if others := self._others(network):
             raise DistapError(
                 f"{self.where}: this network is not the recipe's; to begin from it, the recipe needs\n"
