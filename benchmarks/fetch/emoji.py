@@ -4,10 +4,12 @@ A class is an emoji that at least five vendors draw, with an image by each. As i
 half of the classes (by name) trains and the rest tests.
 """
 
+import csv
 import json
 import tarfile
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -40,6 +42,8 @@ VENDORS = {  # version of each npm package, and its SHA-512 in base64
     ),
     "fxemoji": ("1.2.2", "UAasRaxzFUKfIGSmLwnoarsssA4LX0VLLuEmplIqM6ZNQqIQRtav8tZ4H1neTlBreXuMQyAifr5jP4kn78DpiQ=="),
 }
+# Unicode's groups and subgroups of emoji, in JSON by emojibase (MIT licence).
+EMOJIBASE = ("17.0.0", "Yvgb5AWoHViHV/gq1qr5ZAarcBip+B27/ZLRsUJkbgAEaLlZ/fof9g882LTpmEpyhBNEC0m2SEmItljHsTygjA==")
 MIN_VENDORS = 5
 TRAIN_CLASSES = 795
 COMPLETE = "emoji.json"  # written last: if it is there, so is every image
@@ -58,7 +62,8 @@ class Vendor(NamedTuple):
 def fetch_emoji(output: Path, size: int = 128, track: Track = untracked) -> dict[str, Any]:
     """Fetch and draw the set into output/{train,test}/CLASS/VENDOR.png; images that are there already are kept.
 
-    Images have `size` x `size` pixels. Returns the contents of output/emoji.json: versions, licences and counts.
+    Images have `size` x `size` pixels. The lists output/{train,test}.csv name each image's class, its subgroup of
+    Unicode (level1) and its group (level2). Returns the contents of output/emoji.json: versions, licences and counts.
     """
     if found := finished(output / COMPLETE, size):
         return found
@@ -66,6 +71,9 @@ def fetch_emoji(output: Path, size: int = 128, track: Track = untracked) -> dict
         raise DistapError("the emoji set is drawn by resvg-py, which is missing: pip install 'distap[emoji]'")
     with tempfile.TemporaryDirectory() as folder:
         vendors = download(VENDORS, Path(folder), track)
+        (tree,) = fetch_packages([f"emojibase-data@{EMOJIBASE[0]}"], Path(folder), track)
+        require_sha512(tree, EMOJIBASE[1])
+        levels = read_levels(tree, (Path(folder) / f"iconify-json-{name}-{VENDORS[name][0]}.tgz" for name in VENDORS))
     names = shared_icons([set(vendor.drawings) for vendor in vendors])
     jobs = [
         (vendor.drawings[name], size, output / part / name / f"{vendor.name}.png")
@@ -75,6 +83,11 @@ def fetch_emoji(output: Path, size: int = 128, track: Track = untracked) -> dict
         if name in vendor.drawings
     ]
     map_in_processes(draw, jobs, usable_cores(), "drawing", track)
+    for part in ("train", "test"):
+        paths = sorted(path.relative_to(output) for _, _, path in jobs if path.parent.parent.name == part)
+        with (output / f"{part}.csv").open("w", newline="") as file:
+            rows = ((path.as_posix(), name := path.parent.name, *levels.get(name, ("", ""))) for path in paths)
+            csv.writer(file).writerows([("path", "label", "level1", "level2"), *rows])
     train = min(TRAIN_CLASSES, len(names))
     record = {
         "size": size,
@@ -114,6 +127,34 @@ def read_vendor(archive: Path, name: str, version: str) -> Vendor:
     box = {"left": 0, "top": 0, "width": 16, "height": 16}
     drawings = {icon: SVG.format_map({**box, **package, **entry}) for icon, entry in package["icons"].items()}
     return Vendor(name, info["license"]["spdx"], drawings)
+
+
+def read_levels(tree: Path, vendors: Iterable[Path]) -> dict[str, tuple[str, str]]:
+    """Return Unicode's subgroup and group of each icon, from the archives of emojibase and of the vendors.
+
+    Vendors name the characters of their icons; icons whose characters Unicode does not list have no levels.
+    """
+    with tarfile.open(tree) as tar:
+        files = [tar.extractfile(f"package/{name}.json") for name in ("en/data", "meta/groups")]
+        listed, meta = (json.load(file) for file in files if file)
+    of_characters = {
+        plain(one["hexcode"]): (meta["subgroups"][str(one["subgroup"])], meta["groups"][str(one["group"])])
+        for one in listed
+        if "subgroup" in one
+    }
+    found: dict[str, tuple[str, str]] = {}
+    for archive in vendors:
+        with tarfile.open(archive) as tar:
+            if "package/chars.json" in tar.getnames() and (file := tar.extractfile("package/chars.json")):
+                for characters, name in json.load(file).items():
+                    if plain(characters) in of_characters:
+                        found.setdefault(name, of_characters[plain(characters)])
+    return found
+
+
+def plain(characters: str) -> str:
+    """Return hexadecimal characters without those that choose a picture, which not every vendor writes."""
+    return "-".join(one for one in characters.lower().split("-") if one != "fe0f")
 
 
 def draw(job: tuple[str, int, Path]) -> None:

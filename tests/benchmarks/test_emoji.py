@@ -33,6 +33,24 @@ def test_an_icon_of_a_package_is_drawn_whole_on_white(tmp_path):
     assert image.getpixel((16, 16)) == (0, 0, 0)
 
 
+def test_icons_have_the_groups_and_subgroups_of_unicode(tmp_path):
+    listed = [{"hexcode": "2764-FE0F", "subgroup": 7, "group": 0}, {"hexcode": "1F1E6", "order": 1}]
+    files = {
+        "tree": {"en/data": listed, "meta/groups": {"groups": {"0": "smileys"}, "subgroups": {"7": "heart"}}},
+        "x": {"chars": {"2764": "red-heart", "1f1e6": "letter-a"}},
+        "y": {"icons": {}},
+        "z": {"chars": {"2764-fe0f": "heart"}},
+    }
+    for archive, contents in files.items():
+        with tarfile.open(tmp_path / archive, "w:gz") as tar:
+            for name, content in contents.items():
+                info, data = tarfile.TarInfo(f"package/{name}.json"), json.dumps(content).encode()
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+    found = emoji.read_levels(tmp_path / "tree", [tmp_path / name for name in "xyz"])
+    assert found == dict.fromkeys(("red-heart", "heart"), ("heart", "smileys"))
+
+
 def test_a_finished_set_is_not_fetched_again(tmp_path, monkeypatch):
     record = {"size": 64, "images": 1}
     (tmp_path / emoji.COMPLETE).write_text(json.dumps(record))

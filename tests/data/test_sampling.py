@@ -170,6 +170,7 @@ SIX = Classes(np.repeat(np.arange(6), 7), np.array([[*"aabbcc"]]).T)
         (Classes(MANY), RandomSampling(batch_size=8), 3, [125, 46, 86, 60, 132, 150, 18, 0]),
         (Classes(MANY), PByKSampling(classes=2, images=4), 3, [58, 57, 36, 37, 35, 34, 60, 61]),
         (SIX, ClassesSampling(batch_size=14), 9, [1, 5, 6, 8, 12, 20, 19, 24, 25, 29, 28, 33, 35, 37]),
+        (SIX, PByKSampling(classes=3, images=4, balance=1), 9, [39, 36, 40, 38, 6, 0, 1, 3, 14, 20, 18, 15]),
         (SIX, SuperPByKSampling(classes=4, images=3), 9, [7, 13, 12, 6, 0, 1, 32, 30, 34, 39, 36, 40]),
     ],
 )
