@@ -118,24 +118,19 @@ class Halving:
         return 0.5 ** (step // self.every)
 
 
-@dataclass(frozen=True)
+@dataclass
 class LinesInFile:
     file: Path
 
     def prepare(self) -> None:
         pass
 
-    def open(self, run):
-        return _Lines(self.file)
-
-
-class _Lines:
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a")
+    def open(self, run) -> None:
+        self._opened = self.file.open("a")
 
     def log(self, step: int, time: float, figures: Mapping[str, float]) -> None:
-        print(json.dumps({"step": step, **figures}), file=self._file)
+        print(json.dumps({"step": step, **figures}), file=self._opened)
 
     def close(self, outcome: str) -> None:
-        print(json.dumps({"outcome": outcome}), file=self._file)
-        self._file.close()
+        print(json.dumps({"outcome": outcome}), file=self._opened)
+        self._opened.close()
