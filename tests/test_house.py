@@ -15,14 +15,13 @@ from benchmarks.trace import traced_step
 
 ROOT = Path(__file__).parents[1]
 MODULES = {path.relative_to(ROOT): path.read_text() for path in sorted((ROOT / "distap").rglob("*.py"))}
-MOST_LINES, MOST_OF_A_FILE, MOST_LAYERS = 26_784, 300, 10
+MOST_LINES, MOST_OF_A_FILE, MOST_LAYERS = 25_652, 300, 10
 MOST_FILES_OF_A_STEP, MOST_LINES_OF_A_STEP = 40, 720
 MOST_ROOMS, MOST_FLOORS = 26, 10
 # Names of constants that stand in several files with several meanings. Shorten this list; never add to it.
 AMBIGUOUS = """
-BATCH_PIXELS BLOCK CHECKPOINT CHUNK CLASSES COLUMNS COMPARE CONFIG EXTRA FACTORS FIRST FOLDER FORMAT GALLERY IMAGES
-INDEX INDEX_FILE KEPT KEY LEAVE_SECONDS LOOKED_AT NAMED NEIGHBOURS OUTPUT PAIRS PART PLAIN PLAN_VERSION POLL_SECONDS
-RECIPE SHARDS SHUFFLE SOURCE UNKNOWN VERSION
+CHECKPOINT CHUNK COLUMNS CONFIG EXTRA FOLDER FORMAT GALLERY IMAGES INDEX INDEX_FILE KEPT LEAVE_SECONDS NAMED
+NEIGHBOURS OUTPUT PART POLL_SECONDS RECIPE SHUFFLE SOURCE VERSION
 """
 
 
@@ -30,6 +29,7 @@ def test_the_package_stays_small():
     lines = {path: text.count("\n") for path, text in MODULES.items()}
     assert sum(lines.values()) <= MOST_LINES
     assert [path for path in lines if lines[path] > MOST_OF_A_FILE] == []
+    assert sum(path.read_text().count("\n") for path in (ROOT / "tests").rglob("*.py")) <= sum(lines.values())
 
 
 def test_no_public_name_is_defined_twice():
