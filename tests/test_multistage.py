@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 
+import newer_losses
 import pytest
 import torch
 from batches import small_images, small_network
@@ -50,9 +51,16 @@ def hinge_of_batch(descriptors, labels, margin=0.1):
     return torch.stack(losses).mean()
 
 
+def levels(labels):
+    """Labels of two levels, of which the coarser joins pairs of classes."""
+    return torch.stack([labels, labels // 2], dim=1)
+
+
 LOSSES = {
     "ap_q": ("ap_q", lambda d, y: listwise_loss("ap_q", d, y)),
     "smooth_ap": ("smooth_ap", lambda d, y: listwise_loss("smooth_ap", d, y)),
+    "recall_at_k": ("recall_at_k", lambda d, y: newer_losses.by_query("recall_at_k", d, y, d[:0], y[:0], "uniform")),
+    "h_ap": ("h_ap", lambda d, y: newer_losses.graded("h_ap", d, levels(y), d[:0], levels(y[:0]), "uniform")),
     "function": (contrastive, contrastive),
     "decorated": (hinge(margin=0.3), lambda d, y: hinge_of_batch(d, y, 0.3)),
     "pytorch-metric-learning": (ContrastiveLoss(), ContrastiveLoss()),
@@ -100,10 +108,10 @@ def one_case(world, wrapper, loss, sizes):
     """Loss, gradients and large collectives of a batch on this rank's share."""
     network, _, outer = wrapped(wrapper, LOSSES[loss][0], sizes)
     images, labels = (tensor[share_of(world.rank, world.size)] for tensor in small_images(IMAGES))
-    values = []
+    values, asked = [], levels(labels) if loss == "h_ap" else labels
 
     def backward():
-        values.append(outer(images, labels))
+        values.append(outer(images, asked))
         values[0].backward()
 
     collectives = collectives_of(backward)
@@ -171,7 +179,7 @@ def test_the_gradient_is_that_of_one_pass_over_the_batch(name, size):
     loss, reference = LOSSES[name]
     network = small_network()
     images, labels = small_images(IMAGES)
-    value = Multistage(network, loss, size)(images, labels)
+    value = Multistage(network, loss, size)(images, levels(labels) if name == "h_ap" else labels)
     (3 * value).backward()
     expected, gradients = full_batch(small_network(), images, labels, reference)
     assert value.item() == pytest.approx(expected, rel=NEAR)
