@@ -4,7 +4,7 @@ import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
@@ -18,6 +18,14 @@ from distap.ranking.loss import Budget, LossValue, SizedLoss, strips
 from distap.ranking.losses.base import gradients
 
 
+class Block(NamedTuple):
+    """A block of r images against all K proxies."""
+
+    similarities: Float[Tensor, "r K"]
+    labels: Int64[Tensor, " r"]
+    weights: Float[Tensor, " r"]  # of the images; they sum to 1 over all blocks and ranks
+
+
 @dataclass(frozen=True)
 class ProxyLoss(SizedLoss):
     """A mean over images of a function of similarities to K proxies, which are trained with the network.
@@ -28,10 +36,7 @@ class ProxyLoss(SizedLoss):
     weights: QueryWeights = "uniform"
     """Weigh all images alike (uniform), or all classes of the batch (class)."""
     needs_positives: ClassVar[bool] = False
-
-    @abstractmethod
-    def loss(self, similarities: Float[Tensor, "r K"], labels: Int64[Tensor, " r"]) -> Float[Tensor, " r"]:
-        """Return the loss of each of r images, differentiable by its similarities to the proxies."""
+    number_of_totals: ClassVar[int] = 0  # sums over images, per proxy, that `value_and_slopes` needs over all images
 
     def spread(self, dimensions: int) -> float:
         """Standard deviation of initial proxies, as in a linear layer; longer proxies turn more slowly."""
@@ -48,23 +53,15 @@ class ProxyLoss(SizedLoss):
         drawn = torch.randn(self.classes, self.dimensions, generator=torch.Generator().manual_seed(self.seed or 0))
         return nn.ParameterDict({"proxies": nn.Parameter(drawn * self.spread(self.dimensions))})
 
-    def totals(self, similarities: Float[Tensor, "r K"], labels: Int64[Tensor, " r"]) -> Float[Tensor, "T K"]:
-        """Return the sums over images, per proxy, that `value_and_slopes` needs over all images."""
-        return similarities.new_zeros(0, similarities.shape[1])
+    def totals(self, block: Block) -> Float[Tensor, "T K"]:
+        """Return this block's part of the T sums per proxy."""
+        return block.similarities.new_zeros(self.number_of_totals, block.similarities.shape[1])
 
+    @abstractmethod
     def value_and_slopes(
-        self,
-        similarities: Float[Tensor, "r K"],
-        labels: Int64[Tensor, " r"],
-        weights: Float[Tensor, " r"],
-        totals: Float[Tensor, "T K"],
+        self, block: Block, totals: Float[Tensor, "T K"]
     ) -> tuple[Float[Tensor, " r"], Float[Tensor, "r K"]]:
         """Return each image's loss, and the derivative of the weighted sum by its similarities."""
-        with torch.inference_mode(False), torch.enable_grad():
-            similarities = similarities.clone().requires_grad_()
-            values = self.loss(similarities, labels.clone())
-            (slopes,) = gradients((values * weights.clone()).sum(), similarities)
-        return values.detach(), slopes
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
         descriptors, labels, own = gathered.descriptors, gathered.labels, gathered.own
@@ -76,23 +73,25 @@ class ProxyLoss(SizedLoss):
             )
         with torch.inference_mode(False), torch.enable_grad():
             proxies = normalize(parameter.to(descriptors))
-        weights = gathered.query_weights(self.weights, smallest=1)[own]
+        mine, weights = descriptors[own], gathered.query_weights(self.weights, smallest=1)[own]
         # With Q a block's descriptors, P the proxies and G = dL/d(Q Pᵀ), (r, K): dL/dQ = G P, and dL/dP = Gᵀ Q summed
-        # over blocks and ranks. Autograd differentiates a block's loss, and at the end the proxies' normalisation.
-        per_query, of_images = torch.zeros_like(weights), torch.zeros_like(descriptors[: len(own)])
+        # over blocks and ranks. Autograd differentiates the proxies' normalisation at the end.
+        per_query, of_images = torch.zeros_like(weights), torch.zeros_like(mine)
         of_proxies, fixed = torch.zeros_like(proxies), proxies.detach()
         blocks = list(strips(0, len(own), max(1, budget.pairs(descriptors.element_size()) // len(proxies))))
-        totals = self.totals(fixed[:0] @ fixed.t(), labels[:0])
-        if len(totals):
+
+        def block_of(rows: slice) -> Block:
+            return Block(mine[rows] @ fixed.t(), labels[own[rows]], weights[rows].to(mine))
+
+        totals = fixed.new_zeros(self.number_of_totals, len(fixed))
+        if self.number_of_totals:
             for rows in blocks:
-                totals += self.totals(descriptors[own[rows]] @ fixed.t(), labels[own[rows]])
+                totals += self.totals(block_of(rows))
             totals = gathered.world.sum(totals)
         for rows in blocks:
-            block = descriptors[own[rows]]
-            of_block = block @ fixed.t(), labels[own[rows]], weights[rows].to(block)
-            values, slopes = self.value_and_slopes(*of_block, totals)
+            values, slopes = self.value_and_slopes(block_of(rows), totals)
             per_query[rows], of_images[rows] = values.double(), slopes @ fixed
-            of_proxies.addmm_(slopes.t(), block)
+            of_proxies.addmm_(slopes.t(), mine[rows])
         of_proxies = gathered.world.sum(of_proxies)
         with torch.inference_mode(False):
             found = torch.autograd.grad(proxies, self.parameters, of_proxies.clone()) if self.parameters else ()
@@ -100,7 +99,25 @@ class ProxyLoss(SizedLoss):
 
 
 @dataclass(frozen=True)
-class ProxyNCA(ProxyLoss):
+class ClassifierLoss(ProxyLoss):
+    """A mean over images of a function of each image's similarities to the proxies, which autograd differentiates."""
+
+    @abstractmethod
+    def loss(self, similarities: Float[Tensor, "r K"], labels: Int64[Tensor, " r"]) -> Float[Tensor, " r"]:
+        """Return the loss of each of r images, differentiable by its similarities to the proxies."""
+
+    def value_and_slopes(
+        self, block: Block, totals: Float[Tensor, "T K"]
+    ) -> tuple[Float[Tensor, " r"], Float[Tensor, "r K"]]:
+        with torch.inference_mode(False), torch.enable_grad():
+            similarities = block.similarities.clone().requires_grad_()
+            values = self.loss(similarities, block.labels.clone())
+            (slopes,) = gradients((values * block.weights.clone()).sum(), similarities)
+        return values.detach(), slopes
+
+
+@dataclass(frozen=True)
+class ProxyNCA(ClassifierLoss):
     """ProxyNCA++ (Teh et al. 2020): a softmax over squared distances to the proxies.
 
     In the paper the proxies learn faster than the network, by their own `optimizer.loss.factor`.
@@ -117,7 +134,7 @@ class ProxyNCA(ProxyLoss):
 
 
 @dataclass(frozen=True)
-class NormalizedSoftmax(ProxyLoss):
+class NormalizedSoftmax(ClassifierLoss):
     """Normalised softmax (Zhai and Wu 2019): a softmax over similarities to the proxies."""
 
     temperature: PositiveFloat = 0.05
@@ -128,7 +145,7 @@ class NormalizedSoftmax(ProxyLoss):
 
 
 @dataclass(frozen=True)
-class ArcFace(ProxyLoss):
+class ArcFace(ClassifierLoss):
     """ArcFace (Deng et al. 2019): a softmax over similarities, with a margin of the angle to an image's own proxy."""
 
     scale: PositiveFloat = 30.0
@@ -176,32 +193,24 @@ class ProxyAnchor(ProxyLoss):
     weights: Literal["uniform"] = "uniform"
     """Weigh all images alike."""
 
-    def loss(self, similarities: Float[Tensor, "r K"], labels: Int64[Tensor, " r"]) -> Float[Tensor, " r"]:
-        raise NotImplementedError("value_and_slopes computes it from sums over all images")
+    number_of_totals: ClassVar[int] = 2
 
-    def totals(self, similarities: Float[Tensor, "r K"], labels: Int64[Tensor, " r"]) -> Float[Tensor, "T K"]:
-        pull, push = self._exponentials(similarities, labels)
-        return torch.stack([pull.sum(0), push.sum(0)])
+    def totals(self, block: Block) -> Float[Tensor, "T K"]:
+        return torch.stack([term.sum(0) for term in self._exponentials(block)])
 
     def value_and_slopes(
-        self,
-        similarities: Float[Tensor, "r K"],
-        labels: Int64[Tensor, " r"],
-        weights: Float[Tensor, " r"],
-        totals: Float[Tensor, "T K"],
+        self, block: Block, totals: Float[Tensor, "T K"]
     ) -> tuple[Float[Tensor, " r"], Float[Tensor, "r K"]]:
-        pull, push = self._exponentials(similarities, labels)
-        counts = (totals[0] > 0).sum(), similarities.shape[1]
+        terms, counts = self._exponentials(block), ((totals[0] > 0).sum(), totals.shape[1])
         # In ln(1 + T), an image whose term of the sum is e has the share e / T, and the derivative e' / (1 + T).
-        values, slopes = torch.zeros_like(weights), torch.zeros_like(similarities)
-        for term, total, count, sign in zip((pull, push), totals, counts, (-1, 1), strict=True):
+        values, slopes = torch.zeros_like(block.weights), torch.zeros_like(block.similarities)
+        for term, total, count, sign in zip(terms, totals, counts, (-1, 1), strict=True):
             values += (term / total.clamp(min=torch.finfo().tiny) * total.log1p() / count).sum(1)
             slopes += sign * self.scale * term / (1 + total) / count
-        return values / weights, slopes
+        return values / block.weights, slopes
 
-    def _exponentials(
-        self, similarities: Float[Tensor, "r K"], labels: Int64[Tensor, " r"]
-    ) -> tuple[Float[Tensor, "r K"], Float[Tensor, "r K"]]:
-        is_own = torch.zeros_like(similarities, dtype=torch.bool).scatter_(1, labels[:, None], True)
+    def _exponentials(self, block: Block) -> tuple[Float[Tensor, "r K"], Float[Tensor, "r K"]]:
+        similarities = block.similarities
+        is_own = torch.zeros_like(similarities, dtype=torch.bool).scatter_(1, block.labels[:, None], True)
         pull = (-self.scale * (similarities - self.margin)).exp() * is_own
         return pull, (self.scale * (similarities + self.margin)).exp() * ~is_own

@@ -4,18 +4,18 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Int64
-from torch import Tensor, nn
+from torch import Tensor
 
 from distap.ranking.gathered import Gathered
-from distap.ranking.loss import Budget, Loss, LossValue
+from distap.ranking.loss import Budget, LossValue
 from distap.ranking.losses.base import SimilarityLoss
 from distap.ranking.losses.pairs import DistanceLoss
 from distap.ranking.losses.smooth import RecallAtK
-from distap.ranking.losses.sums import Inner
+from distap.ranking.losses.sums import Inner, WrappedLoss
 
 
 @dataclass(frozen=True)
-class SiMix(Loss):
+class SiMix(WrappedLoss):
     """A loss of similarities over a batch and virtual images of its classes (Patel et al. 2022).
 
     Every pair a, b of a class gives one virtual descriptor α a + (1 - α) b with α uniform in 0 to 1, which is not
@@ -30,18 +30,6 @@ class SiMix(Loss):
         by_distance = isinstance(self.inner, DistanceLoss) or getattr(self.inner, "form", "") == "oml"
         if by_distance or not isinstance(self.inner, SimilarityLoss):
             raise ValueError(f"inner is {type(self.inner).__name__}; a loss of similarities by query is expected")
-
-    @property
-    def learned(self) -> nn.Module | None:
-        return self.inner.learned
-
-    @property
-    def needs_positives(self) -> bool:  # type: ignore[override]
-        return self.inner.needs_positives
-
-    @property
-    def query_level(self) -> int:  # type: ignore[override]
-        return self.inner.query_level
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
         first, second = _pairs_of_classes(gathered.labels)

@@ -21,6 +21,24 @@ from distap.registry import Chosen, sum_in_full
 Inner = Annotated[Any, Chosen("loss", at_once=True), BeforeValidator(sum_in_full)]
 
 
+class WrappedLoss(Loss):
+    """A loss that gives another one, `inner`, a changed batch, and asks of a batch what that one asks."""
+
+    inner: Any
+
+    @property
+    def learned(self) -> nn.Module | None:
+        return self.inner.learned
+
+    @property
+    def needs_positives(self) -> bool:  # type: ignore[override]
+        return self.inner.needs_positives
+
+    @property
+    def query_level(self) -> int:  # type: ignore[override]
+        return self.inner.query_level
+
+
 class SumOfLosses(Loss):
     """A sum of losses, each multiplied by a weight."""
 
@@ -139,23 +157,11 @@ class Matryoshka(SumOfLosses):
 
 
 @dataclass(frozen=True)
-class OfPrefix(Loss):
+class OfPrefix(WrappedLoss):
     """A loss of the first d numbers of each descriptor, normalised again."""
 
     d: int
     inner: Loss
-
-    @property
-    def learned(self) -> nn.Module | None:
-        return self.inner.learned
-
-    @property
-    def needs_positives(self) -> bool:  # type: ignore[override]
-        return self.inner.needs_positives
-
-    @property
-    def query_level(self) -> int:  # type: ignore[override]
-        return self.inner.query_level
 
     def counter(self, pairs: int, budget: Budget) -> Counter | None:
         counter = self.inner.counter(pairs, budget)
