@@ -21,12 +21,11 @@ from typer import Option
 
 from benchmarks import harness
 from benchmarks.measuring import peak_bytes
-from distap.data.converters.revisited import DIFFICULTIES
+from distap.data.converters.revisited import DIFFICULTIES, OF_REVISITED
 from distap.errors import DistapError
 from distap.evaluation.given_descriptors import evaluate
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.retrieval.evaluate import evaluate_descriptors
-from distap.retrieval.figures import REVISITED
 from distap.retrieval.nearest import bounded_threads, nearest
 from distap.retrieval.truth import ListedTruth
 from distap.world import World
@@ -39,7 +38,7 @@ EASY, HARD, JUNK = 40, 60, 40
 ROWS_WRITTEN, ROWS_MULTIPLIED = 8192, 1024  # at once
 FOUND = 100  # neighbours that Faiss looks for
 LIBRARY, PRODUCT = "pytorch-metric-learning", "one dense product"
-GALLERY_HEADINGS = ("", *REVISITED)
+GALLERY_HEADINGS = ("", *OF_REVISITED)
 
 
 class EvaluationBenchmark(harness.Benchmark):
@@ -104,7 +103,7 @@ class EvaluationBenchmark(harness.Benchmark):
             figures: dict[str, Any] = {}
             started = time.perf_counter()
             peak = peak_bytes(
-                lambda: figures.update(evaluate_descriptors(queries, described, truth, REVISITED).summary()), CPU
+                lambda: figures.update(evaluate_descriptors(queries, described, truth, OF_REVISITED).summary()), CPU
             )
             seconds = time.perf_counter() - started
             started = time.perf_counter()

@@ -34,6 +34,7 @@ from benchmarks.photos import jpeg, packed, photo
 from benchmarks.ranking import dense_product
 from benchmarks.step import TWO_PASSES, StepBenchmark
 from distap.config.recipe import PrecisionName
+from distap.data.converters.landmarks import OF_LANDMARKS
 from distap.data.images.augmentation import CropFlipColour
 from distap.data.images.whole_images import Sizing
 from distap.data.loading.indexed import IndexedSource
@@ -49,7 +50,7 @@ from distap.ranking.losses.quantized import QuantizedAP
 from distap.ranking.rank import rank_descriptors
 from distap.registry import REGISTRY
 from distap.retrieval.evaluate import evaluate_descriptors
-from distap.retrieval.figures import LANDMARKS, labelled_figures
+from distap.retrieval.figures import labelled_figures
 from distap.retrieval.nearest import installed_faiss, nearest
 from distap.retrieval.truth import ClassTruth, ListedTruth
 from distap.stages.micro_batches import MicroBatchSizes
@@ -291,7 +292,7 @@ class GPUBenchmark(harness.Benchmark):
                     evaluate_descriptors, own, own, ClassTruth(theirs), labelled_figures(), 10
                 ),
                 f"70 queries, {gallery:,} images": partial(
-                    evaluate_descriptors, queries, on_device, truth, LANDMARKS
+                    evaluate_descriptors, queries, on_device, truth, OF_LANDMARKS
                 ),
             }
             if (gpus := _gpus_of_faiss(device)) is not None:

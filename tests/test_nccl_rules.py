@@ -13,12 +13,13 @@ from test_on_a_device import LOSSES
 from torch.nn.functional import normalize
 from twin_device import twin_device, values
 
+from distap.data.converters.landmarks import OF_LANDMARKS
 from distap.evaluation.extraction.extracting import SharedProgress
 from distap.ranking.gather import gather
 from distap.ranking.loss import build_loss
 from distap.ranking.rank import rank_descriptors
 from distap.retrieval import evaluate
-from distap.retrieval.figures import LANDMARKS, labelled_figures
+from distap.retrieval.figures import labelled_figures
 from distap.retrieval.truth import ClassTruth, ListedTruth
 
 IMAGES = 91  # uneven on two ranks
@@ -52,7 +53,7 @@ def shared(world):
         found["figures"] = figures.summary()
         evaluate.MOST_QUERIES = 20  # a single block: ranks share the gallery
         asked = gallery[:15]
-        found["truth"] = evaluate.evaluate_descriptors(asked, gallery, listed, LANDMARKS, world=world).summary()
+        found["truth"] = evaluate.evaluate_descriptors(asked, gallery, listed, OF_LANDMARKS, world=world).summary()
         found["values"] = world.gather_values({"rank": world.rank})
         shown = []
         SharedProgress(world, shown.append, lambda: False).finish()

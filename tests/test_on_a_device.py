@@ -11,14 +11,15 @@ from steps import learning, step_with
 from torch.nn.functional import normalize
 from twin_device import twin_device, values, watching
 
-from distap.data.converters.revisited import DIFFICULTIES
+from distap.data.converters.landmarks import OF_LANDMARKS
+from distap.data.converters.revisited import DIFFICULTIES, OF_REVISITED
 from distap.ranking.gather import gather
 from distap.ranking.loss import build_loss
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.ranking.rank import rank_descriptors
 from distap.registry import REGISTRY
 from distap.retrieval.evaluate import evaluate_descriptors
-from distap.retrieval.figures import LANDMARKS, REVISITED, labelled_figures
+from distap.retrieval.figures import labelled_figures
 from distap.retrieval.truth import ClassTruth, ListedTruth
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stopwatch import Stopwatch
@@ -122,7 +123,7 @@ def all_figures(device):
     graded = ListedTruth(60, [own[:2] for own in positives], junk, [[1, 2]] * 15, DIFFICULTIES, device=device)
     parts = ["Public" if row % 2 else "Private" for row in range(15)]
     landmarks = ListedTruth(60, positives, parts=parts, device=device)
-    for truth, protocol in ((graded, REVISITED), (landmarks, LANDMARKS)):
+    for truth, protocol in ((graded, OF_REVISITED), (landmarks, OF_LANDMARKS)):
         found.append(evaluate_descriptors(descriptors[:15], descriptors, truth, protocol))
     return [{name: plain(value) for name, value in vars(one).items() if name != "leading"} for one in found]
 

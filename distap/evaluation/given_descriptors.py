@@ -75,18 +75,19 @@ def evaluate(
         refuse_crossing(classes[(classes >= 0).all(1)])
     parts = np.array([] if domains is None else domains, np.str_)  # of the queries
     if domain is not None:
-        both = classes * (len(rows) + 1) + (domain[:, None] if classes.ndim == 2 else domain)
-        classes = both.masked_fill((classes < 0) | ((domain if classes.ndim == 1 else domain[:, None]) < 0), -1)
+        of_levels = domain[:, None] if classes.ndim == 2 else domain
+        classes = (classes * (len(rows) + 1) + of_levels).masked_fill((classes < 0) | (of_levels < 0), -1)
         parts[domain.cpu().numpy() < 0] = ""
+    figures = figures or labelled_figures()
     if asks is None:
         by_class = ClassTruth(classes, None, None if camera is None else (camera, camera), parts.tolist())
-        found = evaluate_descriptors(rows, rows, by_class, figures or labelled_figures(), ties=ties)
+        found = evaluate_descriptors(rows, rows, by_class, figures, ties=ties)
     else:
         mask = torch.from_numpy(asks).to(classes.device)
         asking, among = (taken(rows, some.nonzero()[:, 0]) for some in (mask, ~mask))
         by_camera = None if camera is None else (camera[mask], camera[~mask])
         by_class = ClassTruth(classes[mask], classes[~mask], by_camera, parts[asks[: len(parts)]].tolist())
-        found = evaluate_descriptors(asking, among, by_class, figures or labelled_figures(), ties=ties)
+        found = evaluate_descriptors(asking, among, by_class, figures, ties=ties)
     return _summary(found)
 
 

@@ -40,9 +40,8 @@ class TrueQuery(BaseModel, extra="forbid", frozen=True):
     grades: tuple[Grade, ...] | None = None  # of each positive: its relevance, or the number of its group
     junk: tuple[Name, ...] = ()  # images that are taken out of this query's ranking
     part: str = ""  # of the queries, such as a domain, with figures of its own
-    box: tuple[FiniteFloat, FiniteFloat, FiniteFloat, FiniteFloat] | None = (
-        None  # left, top, right, bottom of the part to describe, pixels
-    )
+    # Left, top, right and bottom of the part to describe, in pixels.
+    box: tuple[FiniteFloat, FiniteFloat, FiniteFloat, FiniteFloat] | None = None
 
 
 class GroundTruth(BaseModel, extra="forbid", frozen=True):
@@ -103,19 +102,21 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
             return [row.get(name, NONE) for name in listed]
 
         near = self._near(asking, names)
-        own = [[row[query.name]] if is_of_itself and query.name in row else [] for query in asking]
         graded = list[dict[int, int]]()  # grades by row: what is named twice counts once
-        for query, places, out in zip(asking, near, own, strict=True):
+        ignored = list[set[int]]()  # rows of junk, and of the query itself
+        for query, places in zip(asking, near, strict=True):
             found = [*rows(query, "positives"), *places]
             grades = (1,) * len(found) if query.grades is None else query.grades
             if len(grades) != len(found):
                 raise DistapError(f"query {query.name}: {len(grades)} grades for {len(found)} positives")
-            ignored = {NONE, *out, *rows(query, "junk")}
-            graded.append({row: grade for row, grade in zip(found, grades, strict=True) if row not in ignored})
+            itself = [row[query.name]] if is_of_itself and query.name in row else []
+            ignored.append({*rows(query, "junk"), *itself})
+            taken_out = ignored[-1] | {NONE}
+            graded.append({one: grade for one, grade in zip(found, grades, strict=True) if one not in taken_out})
         return ListedTruth(
             len(names),
             [[*each] for each in graded],
-            [[*{*rows(query, "junk"), *out} - {NONE}] for query, out in zip(asking, own, strict=True)],
+            [[*each - {NONE}] for each in ignored],
             [[*each.values()] for each in graded],
             self.groups or {"": None},
             [query.part for query in asking] if any(query.part for query in asking) else (),
@@ -131,12 +132,10 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
         missing = [str(query.name) for query in asking if str(query.name) not in self.positions]
         if missing:
             raise DistapError(f"query {missing[0]} and {len(missing) - 1} more have no position")
-        return within(
-            self._metres([str(query.name) for query in asking]),
-            self._metres([str(names[number]) for number in known]),
-            self.radius,
-            known,
-        )
+        among = self._metres([str(names[number]) for number in known])
+        asked = self._metres([str(query.name) for query in asking])
+        near = (np.flatnonzero(np.linalg.norm(among - point, axis=1) <= self.radius).tolist() for point in asked)
+        return [[known[number] for number in own] for own in near]
 
     def _metres(self, names: Sequence[str]) -> NDArray[np.float64]:
         given = np.array([(self.positions or {})[name] for name in names]).reshape(-1, 2)
@@ -149,14 +148,6 @@ def on_globe(degrees: NDArray[np.float64]) -> NDArray[np.float64]:
     across = np.cos(latitude)
     points = np.stack([across * np.cos(longitude), across * np.sin(longitude), np.sin(latitude)], axis=1)
     return EARTH_METRES * points
-
-
-def within(
-    asking: NDArray[np.float64], among: NDArray[np.float64], radius: float, rows: Sequence[int]
-) -> list[list[int]]:
-    """Return for each of (Q, d) points the `rows` of the (N, d) points within the radius."""
-    near = (np.flatnonzero(np.linalg.norm(among - point, axis=1) <= radius).tolist() for point in asking)
-    return [[rows[number] for number in own] for own in near]
 
 
 def read_truth(path: Path) -> GroundTruth:

@@ -37,8 +37,6 @@ from torch import Tensor
 from distap.errors import DistapError
 
 AT = (1, 5, 10)  # the k of R@k and mP@k unless others are asked for
-REVISITED = ("mAP/trapezoids", *(f"mP@{k}/last" for k in AT))
-LANDMARKS = ("mAP@100", "mP@10")
 LAST_RANK = torch.iinfo(torch.int64).max
 
 

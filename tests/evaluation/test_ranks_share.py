@@ -7,9 +7,10 @@ from ranks import on_ranks
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from distap.data.converters.revisited import DIFFICULTIES
+from distap.data.converters.landmarks import OF_LANDMARKS
+from distap.data.converters.revisited import DIFFICULTIES, OF_REVISITED
 from distap.retrieval import evaluate, ranks
-from distap.retrieval.figures import LANDMARKS, REVISITED, labelled_figures
+from distap.retrieval.figures import labelled_figures
 from distap.retrieval.truth import ClassTruth, ListedTruth
 from distap.world import World
 
@@ -37,9 +38,9 @@ def evaluations(world):
             (None, gallery, gallery, ClassTruth(labels), protocol, 10),
             (None, gallery[:200], gallery[200:], ClassTruth(labels[:200], labels[200:]), protocol, 10),
             (None, gallery[:20], gallery, ClassTruth(labels[:20], labels), protocol),
-            (None, queries, gallery, graded, REVISITED),
-            (head, queries, half, graded, REVISITED),
-            (None, queries, gallery, landmarks, LANDMARKS),
+            (None, queries, gallery, graded, OF_REVISITED),
+            (head, queries, half, graded, OF_REVISITED),
+            (None, queries, gallery, landmarks, OF_LANDMARKS),
         )
     ]
     return [*map(vars, results)]

@@ -12,11 +12,12 @@ from retrieval_reference import mean, order_of, precision_at, trapezoid_average_
 from torch.nn.functional import normalize
 
 import distap
-from distap.data.converters.revisited import DIFFICULTIES
+from distap.data.converters.landmarks import OF_LANDMARKS
+from distap.data.converters.revisited import DIFFICULTIES, OF_REVISITED
 from distap.errors import DistapError
 from distap.evaluation.ground_truth import EARTH_METRES, parsed_truth
 from distap.retrieval.evaluate import evaluate_descriptors
-from distap.retrieval.figures import AT, LANDMARKS, REVISITED
+from distap.retrieval.figures import AT
 from distap.retrieval.truth import ListedTruth
 
 CPU = torch.device("cpu")
@@ -77,7 +78,7 @@ def test_three_groups_equal_those_of_sorting_without_junk(seed, gallery, tied, k
     queries, described, lists = problem(seed, 4, gallery, tied)
     generator = torch.Generator().manual_seed(seed)
     head = torch.stack([torch.randperm(gallery, generator=generator)[:kept] for _ in range(4)]) if kept else None
-    result = evaluate_descriptors(queries, described, graded(gallery, *lists), REVISITED, head=head)
+    result = evaluate_descriptors(queries, described, graded(gallery, *lists), OF_REVISITED, head=head)
     require_equal(result, rights(queries, described, lists, head))
 
 
@@ -89,7 +90,7 @@ def test_a_gallery_read_in_blocks_gives_the_same_three_groups(tmp_path, monkeypa
     monkeypatch.setattr("distap.retrieval.evaluate.BLOCK_PAIRS", pairs)
     monkeypatch.setattr("distap.retrieval.evaluate.RESIDENT_BYTES", 0)
     monkeypatch.setattr("distap.retrieval.ranks.CONVERTED_NUMBERS", 9)
-    result = evaluate_descriptors(queries.float(), mapped, graded(50, *lists), REVISITED)
+    result = evaluate_descriptors(queries.float(), mapped, graded(50, *lists), OF_REVISITED)
     require_equal(result, rights(queries, described, lists))
 
 
@@ -97,7 +98,7 @@ def test_one_perfect_query_and_one_known_by_hand():
     gallery = normalize(torch.tensor([[1.0, 0.0], [1.0, 0.1], [1.0, 0.2], [1.0, 0.3], [1.0, 0.4]]))
     # The ranking is 0 1 2 3 4; without the junk 1 the hard image 2 comes second and the easy one 4 comes fourth.
     truth = graded(5, ([4], [2], [1]), ([0], [], []))
-    result = evaluate_descriptors(gallery[:1].repeat(2, 1), gallery, truth, REVISITED)
+    result = evaluate_descriptors(gallery[:1].repeat(2, 1), gallery, truth, OF_REVISITED)
     assert result.values["Easy mAP/trapezoids"].tolist() == pytest.approx([(0 / 2 + 1 / 3) / 2, 1])
     assert result.values["Medium mAP/trapezoids"].tolist() == pytest.approx(
         [((0 + 1 / 2) / 2 + (1 / 3 + 2 / 4) / 2) / 2, 1]
@@ -110,7 +111,9 @@ def test_one_perfect_query_and_one_known_by_hand():
 
 
 def test_queries_without_any_positive_have_no_figure():
-    result = evaluate_descriptors(torch.eye(4)[:2], torch.eye(4), graded(4, ([], [], []), ([], [], [1])), REVISITED)
+    result = evaluate_descriptors(
+        torch.eye(4)[:2], torch.eye(4), graded(4, ([], [], []), ([], [], [1])), OF_REVISITED
+    )
     assert result.left_out == {"Easy": 2, "Medium": 2, "Hard": 2} and np.isnan(result.summary()["Hard mP@1/last"])
 
 
@@ -119,7 +122,7 @@ def test_a_truth_that_does_not_fit_is_an_error():
         with pytest.raises(DistapError, match=message):
             graded(4, lists)
     with pytest.raises(DistapError, match="a truth for 0 queries and a gallery of 4, and descriptors of 1 and 4"):
-        evaluate_descriptors(torch.eye(4)[:1], torch.eye(4), ListedTruth(4, []), LANDMARKS)
+        evaluate_descriptors(torch.eye(4)[:1], torch.eye(4), ListedTruth(4, []), OF_LANDMARKS)
 
 
 @pytest.mark.parametrize("resident", [2**30, 0])
@@ -127,12 +130,12 @@ def test_a_gallery_of_another_network_or_with_a_hole_is_an_error(monkeypatch, re
     monkeypatch.setattr("distap.retrieval.evaluate.RESIDENT_BYTES", resident)
     truth = ListedTruth(4, [[0]])
     with pytest.raises(DistapError, match="5 dimensions and the gallery 4"):
-        evaluate_descriptors(torch.eye(5)[:1], torch.eye(4), truth, LANDMARKS)
+        evaluate_descriptors(torch.eye(5)[:1], torch.eye(4), truth, OF_LANDMARKS)
     gallery = np.eye(4, dtype=np.float16)
     gallery[2, 1] = np.inf
     for values in (gallery, torch.from_numpy(gallery)):
         with pytest.raises(DistapError, match="gallery descriptor 2 is not finite"):
-            evaluate_descriptors(torch.eye(4)[:1], values, truth, LANDMARKS)
+            evaluate_descriptors(torch.eye(4)[:1], values, truth, OF_LANDMARKS)
 
 
 def test_a_truth_names_gallery_rows():

@@ -10,6 +10,7 @@ from distap.data.converters.dataset import GROUND_TRUTH_FILE, Count, Dataset, Li
 from distap.data.shards.image_files import ImageFile
 
 IDENTIFIER = re.compile(r"[0-9a-f]{16}")
+OF_LANDMARKS = ["mAP@100", "mP@10"]
 USAGES = ("Public", "Private", "Ignored")
 
 
@@ -86,7 +87,7 @@ def _ground_truth(file: Path) -> dict[str, Any]:
     for line in _solutions(file):
         name, *positives = (_identifier(line, each) for each in (line.cells[0], *line.cells[1].split()))
         queries.append({"name": name, "part": line.cells[2], "positives": positives})
-    about = {"dataset": "gldv2", "figures": ["mAP@100", "mP@10"], "query": "query", "gallery": ["index"]}
+    about = {"dataset": "gldv2", "figures": OF_LANDMARKS, "query": "query", "gallery": ["index"]}
     return {**about, "queries": queries}
 
 

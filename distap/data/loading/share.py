@@ -108,9 +108,8 @@ class ShareOfBatch:
         self._chunks, self._stopwatch = chunks, stopwatch
         # Filled as images are read: the step asks for rows of them at each micro-batch.
         self.samples = torch.full((count,), NO_SAMPLE)  # numbers of the images in the data set
-        self.labels = torch.full(
-            (count,), -1
-        )  # their classes, or (b, L) from the finest level; -1 for a missing image
+        # Their classes, or (b, L) from the finest level; -1 for a missing image.
+        self.labels = torch.full((count,), -1)
         self.present = torch.zeros(count, dtype=torch.bool)  # False for a missing image
         self.names: list[str] = []  # of the images that were read so far
         self.failures: list[Failure] = []
