@@ -18,7 +18,7 @@ from distap.ranking.loss import Budget, LossValue, SizedLoss, strips
 from distap.ranking.losses.base import gradients
 
 
-class Block(NamedTuple):
+class ImageBlock(NamedTuple):
     """A block of r images against all K proxies."""
 
     similarities: Float[Tensor, "r K"]
@@ -53,13 +53,13 @@ class ProxyLoss(SizedLoss):
         drawn = torch.randn(self.classes, self.dimensions, generator=torch.Generator().manual_seed(self.seed or 0))
         return nn.ParameterDict({"proxies": nn.Parameter(drawn * self.spread(self.dimensions))})
 
-    def totals(self, block: Block) -> Float[Tensor, "T K"]:
+    def totals(self, block: ImageBlock) -> Float[Tensor, "T K"]:
         """Return this block's part of the T sums per proxy."""
         return block.similarities.new_zeros(self.number_of_totals, block.similarities.shape[1])
 
     @abstractmethod
     def value_and_slopes(
-        self, block: Block, totals: Float[Tensor, "T K"]
+        self, block: ImageBlock, totals: Float[Tensor, "T K"]
     ) -> tuple[Float[Tensor, " r"], Float[Tensor, "r K"]]:
         """Return each image's loss, and the derivative of the weighted sum by its similarities."""
 
@@ -80,8 +80,8 @@ class ProxyLoss(SizedLoss):
         of_proxies, fixed = torch.zeros_like(proxies), proxies.detach()
         blocks = list(strips(0, len(own), max(1, budget.pairs(descriptors.element_size()) // len(proxies))))
 
-        def block_of(rows: slice) -> Block:
-            return Block(mine[rows] @ fixed.t(), labels[own[rows]], weights[rows].to(mine))
+        def block_of(rows: slice) -> ImageBlock:
+            return ImageBlock(mine[rows] @ fixed.t(), labels[own[rows]], weights[rows].to(mine))
 
         totals = fixed.new_zeros(self.number_of_totals, len(fixed))
         if self.number_of_totals:
@@ -107,7 +107,7 @@ class ClassifierLoss(ProxyLoss):
         """Return the loss of each of r images, differentiable by its similarities to the proxies."""
 
     def value_and_slopes(
-        self, block: Block, totals: Float[Tensor, "T K"]
+        self, block: ImageBlock, totals: Float[Tensor, "T K"]
     ) -> tuple[Float[Tensor, " r"], Float[Tensor, "r K"]]:
         with torch.inference_mode(False), torch.enable_grad():
             similarities = block.similarities.clone().requires_grad_()
@@ -195,11 +195,11 @@ class ProxyAnchor(ProxyLoss):
 
     number_of_totals: ClassVar[int] = 2
 
-    def totals(self, block: Block) -> Float[Tensor, "T K"]:
+    def totals(self, block: ImageBlock) -> Float[Tensor, "T K"]:
         return torch.stack([term.sum(0) for term in self._exponentials(block)])
 
     def value_and_slopes(
-        self, block: Block, totals: Float[Tensor, "T K"]
+        self, block: ImageBlock, totals: Float[Tensor, "T K"]
     ) -> tuple[Float[Tensor, " r"], Float[Tensor, "r K"]]:
         terms, counts = self._exponentials(block), ((totals[0] > 0).sum(), totals.shape[1])
         # In ln(1 + T), an image whose term of the sum is e has the share e / T, and the derivative e' / (1 + T).
@@ -209,7 +209,7 @@ class ProxyAnchor(ProxyLoss):
             slopes += sign * self.scale * term / (1 + total) / count
         return values / block.weights, slopes
 
-    def _exponentials(self, block: Block) -> tuple[Float[Tensor, "r K"], Float[Tensor, "r K"]]:
+    def _exponentials(self, block: ImageBlock) -> tuple[Float[Tensor, "r K"], Float[Tensor, "r K"]]:
         similarities = block.similarities
         is_own = torch.zeros_like(similarities, dtype=torch.bool).scatter_(1, block.labels[:, None], True)
         pull = (-self.scale * (similarities - self.margin)).exp() * is_own
