@@ -10,7 +10,7 @@ from small_trainings import losses, parameters, train
 from distap.data.images.decoding import DamagedImageError
 from distap.data.images.image_sets import open_images
 from distap.data.loading.checking import check
-from distap.data.loading.streams import StreamedShards
+from distap.data.loading.streamed import StreamedShards
 from distap.data.shards.indexing import index_shards
 from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack

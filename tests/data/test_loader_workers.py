@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from images import indexed_images, started
 
-from distap.data.loading.workers import LostWorkerError, handed_over
 from distap.data.pixel_settings import PixelSettings
 from distap.data.shards.load_index import load_index
+from distap.data.shards.parallel import LostWorkerError, handed_over
 from distap.errors import DistapError
 
 
@@ -158,28 +158,27 @@ def test_shared_memory_that_is_too_small_is_said_at_once(shards, tmp_path):
     assert "/dev/shm has 0.0 MB free" in found.stdout and "--shm-size" in found.stdout, found
 
 
-class _Unpicklable:
-    def __getitem__(self, request):
-        return lambda: request
+def _unpicklable(request):
+    return lambda: request
 
 
 def test_an_item_that_cannot_be_handed_over_ends_its_worker_and_is_not_waited_for():
     with pytest.raises(LostWorkerError, match="ended with status 1"):
-        list(handed_over(_Unpicklable(), [[1]], workers=1, prefetch=1))
+        list(handed_over(_unpicklable, [[1]], workers=1, prefetch=1))
 
 
 def test_a_folder_for_temporary_files_whose_path_is_too_long_for_sockets_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", f"{tmp_path}/{'x' * 100}")
     with pytest.raises(DistapError, match=r"x: the folder for temporary files has .* set TMPDIR to a shorter"):
-        list(handed_over(_Unpicklable(), [[1]], workers=1, prefetch=1))
+        list(handed_over(_unpicklable, [[1]], workers=1, prefetch=1))
 
 
 @own_shared_memory
 def test_images_are_read_without_workers_where_shared_memory_is_read_only():
-    program = "import numpy; from distap.data.loading.workers import handed_over as read; "
-    program += "print(*read(numpy.arange(3), [[0], [2]], 1, 1))"
+    program = "from distap.data.shards.parallel import handed_over as read; "
+    program += "print(*read(abs, [0, -2], 1, 1))"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     read_only = 'mount -t tmpfs -o ro tmpfs /dev/shm && exec "$@"'
     command = ["unshare", "--mount", "sh", "-c", read_only, "sh", sys.executable, "-c", program]
     found = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert found.stdout.split() == ["[0]", "[2]"] and "is read-only" in found.stderr, found
+    assert found.stdout.split() == ["0", "2"] and "is read-only" in found.stderr, found

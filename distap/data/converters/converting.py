@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distap.data.converters import landmarks, metric_learning, protocols, revisited
-from distap.data.converters.dataset import Count, Dataset, MissingListError, Split, find_list
+from distap.data.converters.dataset import GROUND_TRUTH_FILE, Count, Dataset, MissingListError, Split, find_list
 from distap.data.shards.image_files import NOT_THERE, ImageFile, Listing
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index
@@ -83,14 +83,14 @@ def convert(
             raise DistapError(f"{dataset.title} has no split {name!r}; expected some of {', '.join(known)}")
     require_free(output)
     chosen = [split for split in dataset.splits if (split.name in only if only else not split.on_request)]
-    listed, counts, records = dict[str, Listing](), list[Count](), dict[str, str]()
+    listed, counts, truths = dict[str, Listing](), list[Count](), dict[str, str]()
     try:
         for split in chosen:
             file = find_list(source, split.file, dataset.folders)
             listed[split.name], count = _listing(split, source, file, track)
             counts.append(count)
-            if split.record:
-                records[split.record[0]] = json.dumps(split.record[1](file), indent=1) + "\n"
+            if split.truth:
+                truths[GROUND_TRUTH_FILE] = json.dumps(split.truth(file), indent=1) + "\n"
     except MissingListError as error:
         raise DistapError(f"{error}; {remedy}") from error
     for name, listing in listed.items():
@@ -100,7 +100,7 @@ def convert(
             raise DistapError(f"{name}: {len(absent):,} of its {total:,} images are not there, first {absent[0]}")
         if not listing.images:
             raise DistapError(f"{name}: its list names no image")
-    packed = pack_parts(listed, output, track=track, files=records, **layout)
+    packed = pack_parts(listed, output, track=track, files=truths, **layout)
     return [
         Converted(split, count.images or 0, count.classes or 0, index, left_out)
         for split, count, (index, left_out) in zip(chosen, counts, packed, strict=True)

@@ -32,7 +32,7 @@ class Split:
     images: Callable[[Path, Path], Iterator[ImageFile]]  # yields the images in the list, from (source folder, list)
     published: tuple[Count, ...] = ()  # several if the authors' paper and files differ
     on_request: bool = False  # converted only when it is named
-    record: tuple[str, Callable[[Path], Any]] | None = None  # a JSON file to write, and its contents from the list
+    truth: Callable[[Path], dict[str, Any]] | None = None  # makes the contents of GROUND_TRUTH_FILE of the list
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ class Dataset:
     site: str  # where its authors offer it
     splits: tuple[Split, ...]
     folders: tuple[str, ...] = ("",)  # places in the source folder where the lists may lie
+
+
+def ground_truth(queries: list[dict[str, Any]], gallery: str = "gallery", **about: Any) -> dict[str, Any]:
+    """Return the contents of GROUND_TRUTH_FILE for the splits `query` and `gallery`."""
+    return {**about, "query": "query", "gallery": [gallery], "queries": queries}
 
 
 class MissingListError(DistapError):

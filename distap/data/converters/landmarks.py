@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from distap.data.converters.dataset import GROUND_TRUTH_FILE, Count, Dataset, ListLine, Split, read_lines, read_table
+from distap.data.converters.dataset import Count, Dataset, ListLine, Split, ground_truth, read_lines, read_table
 from distap.data.shards.image_files import ImageFile
 
 IDENTIFIER = re.compile(r"[0-9a-f]{16}")
@@ -60,7 +60,7 @@ def _clean(source: Path, file: Path) -> Iterator[ImageFile]:
     for line in read_table(file, ("landmark_id", "images"), ","):
         landmark = str(line.integer(0, "landmark"))
         for name in line.cells[1].split():
-            yield ImageFile(_google_path(line, source / "train", name), landmark)
+            yield _google(line, source / "train", name, landmark)
 
 
 def _full(source: Path, file: Path) -> Iterator[ImageFile]:
@@ -68,18 +68,17 @@ def _full(source: Path, file: Path) -> Iterator[ImageFile]:
     for line in read_table(file, columns, ",", heading=False):
         if line.number == 1 and line.cells == columns:
             continue  # a heading, which this list need not have
-        yield ImageFile(_google_path(line, source / "train", line.cells[0]), str(line.integer(2, "landmark")))
+        yield _google(line, source / "train", line.cells[0], str(line.integer(2, "landmark")))
 
 
 def _unlabelled(source: Path, file: Path) -> Iterator[ImageFile]:
-    """Yield each image as a class of its own, named by the id that the ground truth uses."""
     for line in read_table(file, ("id",), ","):
-        yield ImageFile(_google_path(line, source / file.stem, line.cells[0]), line.cells[0])
+        yield _google(line, source / file.stem, line.cells[0])
 
 
 def _queries(source: Path, file: Path) -> Iterator[ImageFile]:
     for line in _solutions(file):
-        yield ImageFile(_google_path(line, source / "test", line.cells[0]), line.cells[0])
+        yield _google(line, source / "test", line.cells[0])
 
 
 def _ground_truth(file: Path) -> dict[str, Any]:
@@ -87,8 +86,7 @@ def _ground_truth(file: Path) -> dict[str, Any]:
     for line in _solutions(file):
         name, *positives = (_identifier(line, each) for each in (line.cells[0], *line.cells[1].split()))
         queries.append({"name": name, "part": line.cells[2], "positives": positives})
-    about = {"dataset": "gldv2", "figures": OF_LANDMARKS, "query": "query", "gallery": ["index"]}
-    return {**about, "queries": queries}
+    return ground_truth(queries, "index", dataset="gldv2", figures=OF_LANDMARKS)
 
 
 def _solutions(file: Path) -> Iterator[ListLine]:
@@ -100,9 +98,9 @@ def _solutions(file: Path) -> Iterator[ListLine]:
             yield line
 
 
-def _google_path(line: ListLine, folder: Path, name: str) -> Path:
-    first = _identifier(line, name)
-    return folder.joinpath(first[0], first[1], first[2], f"{name}.jpg")
+def _google(line: ListLine, folder: Path, name: str, landmark: str = "") -> ImageFile:
+    """Return an image of a landmark; otherwise it is a class of its own, by the name that the ground truth uses."""
+    return ImageFile(folder.joinpath(*_identifier(line, name)[:3], f"{name}.jpg"), landmark or name)
 
 
 def _identifier(line: ListLine, name: str) -> str:
@@ -117,7 +115,7 @@ GOOGLE_LANDMARKS = Dataset(  # Weyand et al. 2020; the queries are those of grou
     (
         Split("train", "train_clean.csv", _clean, (Count(1_580_470, 81_313),)),
         Split("index", "index.csv", _unlabelled, (Count(761_757, 761_757),)),
-        Split("query", "retrieval_solution_v2.1.csv", _queries, record=(GROUND_TRUTH_FILE, _ground_truth)),
+        Split("query", "retrieval_solution_v2.1.csv", _queries, truth=_ground_truth),
         Split("train_full", "train.csv", _full, (Count(4_132_914, 203_094),), on_request=True),
         Split("test", "test.csv", _unlabelled, (Count(117_577, 117_577),), on_request=True),
     ),

@@ -9,13 +9,12 @@ import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from distap.errors import DistapError
 
-ARRAY_CLASS = object()  # stands for numpy.ndarray, which pickles name but never call
 PLAIN_TYPE = re.compile(r"[?biuf]\d{1,2}|\?|[SUO]\d{0,9}")
 
 
@@ -68,16 +67,18 @@ class ForbiddenGlobalError(pickle.UnpicklingError):
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Look every name up in STAND_INS; `pickle.load` would import and call whatever a pickle names."""
+    """Look every name up in STAND_INS; `pickle.load` would import and call whatever a pickle names.
+
+    numpy's own classes are none of them: dtype lets a pickle set flags with which the bytes of an array are taken for
+    pointers to objects, which would run what they point to.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         try:
-            return STAND_INS[module, name]
+            # Older pickles have older names of the same modules.
+            return STAND_INS[module.replace("numpy.core", "numpy._core").replace("__builtin__", "builtins"), name]
         except KeyError:
             raise ForbiddenGlobalError(f"{module}.{name}") from None
-
-    def persistent_load(self, identifier: Any) -> NoReturn:
-        raise pickle.UnpicklingError("reference to something outside the file")
 
 
 def read_plain_pickle(path: Path) -> PlainValue:
@@ -102,46 +103,27 @@ class _Type:
         self.code, self.order = code, "="
 
     def __setstate__(self, state: Any) -> None:
-        _, order, subtype, names, fields, size, *_ = state
-        if order not in ("<", ">", "=", "|") or subtype is not None or names is not None or fields is not None:
-            raise pickle.UnpicklingError("array of records")
-        self.order = order
-        if self.code[0] in "SU" and isinstance(size, int) and 0 < size < 2**20:
-            self.code = f"{self.code[0]}{size // (4 if self.code[0] == 'U' else 1)}"
+        self.order = state[1]
 
-    def parse(self, data: Any) -> list[Any]:
-        raw = data.encode("latin1") if isinstance(data, str) else bytes(memoryview(data))
-        values: list[Any] = np.frombuffer(raw, np.dtype(self.order + self.code)).tolist()
-        return values
+    def values(self, data: Any, shape: Any = (1,), columns_first: bool = False) -> list[Any]:
+        """Return an array's values, row after row."""
+        if not self.code.startswith("O"):
+            raw = data.encode("latin1") if isinstance(data, str) else data
+            data = np.frombuffer(raw, np.dtype(self.order + self.code)).tolist()
+        if len(data) != math.prod(shape) or (columns_first and len(shape) > 1):
+            raise pickle.UnpicklingError(f"array of shape {shape!r:.60} with {len(data)} values")
+        return list(data)
 
 
 class _Array(list[Any]):
-    """Stand-in for a numpy array: a list of its values, row after row."""
+    """Stand-in for a numpy array: a list of its values."""
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
 
     def __setstate__(self, state: Any) -> None:
         _, shape, kind, columns_first, data = state
-        if not isinstance(kind, _Type) or not isinstance(shape, tuple) or (columns_first and len(shape) > 1):
-            raise pickle.UnpicklingError("array of an unknown layout")
-        self[:] = data if kind.code.startswith("O") else kind.parse(data)
-        if len(self) != math.prod(shape):
-            raise pickle.UnpicklingError(f"array of shape {shape!r:.60} with {len(self)} values")
-
-
-def _reconstruct(subtype: Any, shape: Any, kind: Any) -> _Array:
-    if subtype is not ARRAY_CLASS:
-        raise pickle.UnpicklingError("array of an unknown class")
-    return _Array()
-
-
-def _from_buffer(data: Any, kind: Any, shape: Any, order: Any) -> _Array:
-    array = _Array()
-    array.__setstate__((1, shape, kind, order == "F", data))
-    return array
-
-
-def _scalar(kind: _Type, data: Any) -> Any:
-    (value,) = kind.parse(data)
-    return value
+        self[:] = kind.values(data, shape, columns_first)
 
 
 def _encode(text: Any, encoding: Any) -> bytes:
@@ -152,12 +134,11 @@ def _encode(text: Any, encoding: Any) -> bytes:
 
 
 STAND_INS: dict[tuple[str, str], Any] = {
-    ("numpy", "ndarray"): ARRAY_CLASS,
+    ("numpy", "ndarray"): None,  # which pickles name but never call
     ("numpy", "dtype"): _Type,
     ("_codecs", "encode"): _encode,
-    # Protocol 2 writes the bytes of an empty array as a call without arguments.
-    **{(builtins, "bytes"): lambda: b"" for builtins in ("__builtin__", "builtins")},
-    **{(f"numpy.{core}.multiarray", "_reconstruct"): _reconstruct for core in ("core", "_core")},
-    **{(f"numpy.{core}.multiarray", "scalar"): _scalar for core in ("core", "_core")},
-    **{(f"numpy.{core}.numeric", "_frombuffer"): _from_buffer for core in ("core", "_core")},
+    ("builtins", "bytes"): lambda: b"",  # protocol 2 writes the bytes of an empty array as such a call
+    ("numpy._core.multiarray", "_reconstruct"): _Array,
+    ("numpy._core.multiarray", "scalar"): lambda kind, data: kind.values(data)[0],
+    ("numpy._core.numeric", "_frombuffer"): lambda data, kind, shape, order: kind.values(data, shape, order == "F"),
 }

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distap.data.converters.dataset import GROUND_TRUTH_FILE, Count, Dataset, ListLine, Split, read_lines
+from distap.data.converters.dataset import Count, Dataset, ListLine, Split, ground_truth, read_lines
 from distap.data.images.formats import IMAGE_SUFFIXES
 from distap.data.shards.image_files import ImageFile
 from distap.errors import DistapError
@@ -21,10 +21,6 @@ SCALES, CLUTTERS = (0.06880213760855043, 0.13526567164179104, 0.2729876723163842
 PERSON = re.compile(r"(-1|\d{4,})_c(\d+)")  # identity and camera at the beginning of a file's name
 
 UTM = re.compile(r"@(\d+(?:\.\d+)?)@(\d+(?:\.\d+)?)@")  # east and north
-
-
-def _written(queries: list[dict[str, Any]], figures: list[str], **more: Any) -> dict[str, Any]:
-    return {"figures": figures, **more, "query": "query", "gallery": ["gallery"], "queries": queries}
 
 
 def _listed(source: Path, file: Path) -> Iterator[ImageFile]:
@@ -50,23 +46,32 @@ def _ilias(file: Path) -> dict[str, Any]:
     groups = {"": list(range(1, 17))}
     groups |= {f"scale {number + 1}": [1 + 4 * number + each for each in range(4)] for number in range(4)}
     groups |= {f"clutter {number + 1}": [1 + 4 * each + number for each in range(4)] for number in range(4)}
-    return _written(queries, ["mAP@1000"], dataset="ilias", groups=groups)
+    return ground_truth(queries, dataset="ilias", figures=["mAP@1000"], groups=groups)
 
 
 ILIAS = Dataset(  # Kordopatis-Zilos et al. 2025; distractors are shards of their own
     "ILIAS",
     "https://vrg.fel.cvut.cz/ilias",
     (
-        Split("query", "image_query_ids.txt", _listed, (Count(1_232, 1_232),), record=(GROUND_TRUTH_FILE, _ilias)),
+        Split("query", "image_query_ids.txt", _listed, (Count(1_232, 1_232),), truth=_ilias),
         Split("gallery", "positive_ids.txt", _listed, (Count(4_715, 4_715),)),
     ),
     ("image_ids", ""),
 )
 
 
+def _in_folder(folder: Path) -> Iterator[ListLine]:
+    """Yield the images of a folder as the lines of a list."""
+    if not folder.is_dir():
+        raise DistapError(f"{folder}: no such folder")
+    names = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
+    yield from (ListLine(folder, number, [name]) for number, name in enumerate(names, 1))
+
+
 class Seen(NamedTuple):
     """An image of a re-identification data set: who was seen, and by which camera."""
 
+    line: ListLine
     name: str  # path within the data set
     identity: str
     camera: str
@@ -74,30 +79,24 @@ class Seen(NamedTuple):
 
 def _seen(file: Path) -> Iterator[Seen]:
     """Yield the images of a folder or of a list, by their names; identity -1 marks images that do not count."""
-    if file.is_dir():
-        names = sorted(path.name for path in file.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
-        lines: Iterator[ListLine] = (ListLine(file, number, [name]) for number, name in enumerate(names, 1))
-        folder = file.name
-    else:
-        lines, folder = read_lines(file), file.stem.replace("name_", "image_")
-    for line in lines:
+    folder = file.stem.replace("name_", "image_")
+    for line in _in_folder(file) if file.is_dir() else read_lines(file):
         if file.stem.startswith("list_"):  # MSMT17: 0001/0001_000_07_0303morning_0020.jpg 1
             parts = Path(line.cells[0]).stem.split("_")
             if len(line.cells) != 2 or len(parts) < 3:
                 raise line.wrong("expected the path of an image, such as 0001/0001_000_07_x.jpg, and its identity")
             folder = "train" if file.stem in ("list_train", "list_val") else "test"
-            yield Seen(f"{folder}/{line.cells[0]}", line.cells[1], parts[2])
+            yield Seen(line, f"{folder}/{line.cells[0]}", line.cells[1], parts[2])
         elif found := PERSON.match(line.cells[0]):
             if found[1] != "-1":
-                yield Seen(f"{folder}/{line.cells[0]}", found[1], found[2])
+                yield Seen(line, f"{folder}/{line.cells[0]}", found[1], found[2])
         else:
             raise line.wrong(f"{line.cells[0][:200]!r}: expected a name such as 0002_c1s1_000451_03.jpg")
 
 
 def _people(source: Path, file: Path, by_identity: bool) -> Iterator[ImageFile]:
-    for number, each in enumerate(_seen(file), 1):
-        path = ListLine(file, number, []).path(source, each.name)
-        yield ImageFile(path, each.identity if by_identity else each.name)
+    for each in _seen(file):
+        yield ImageFile(each.line.path(source, each.name), each.identity if by_identity else each.name)
 
 
 def _met_again(file: Path, gallery: str) -> dict[str, Any]:
@@ -111,16 +110,15 @@ def _met_again(file: Path, gallery: str) -> dict[str, Any]:
         same = [each.name for each in found if each.camera == query.camera]
         positives = [each.name for each in found if each.camera != query.camera]
         queries.append({"name": query.name, "positives": positives, "junk": same})
-    return _written(queries, OF_PEOPLE, dataset="re-identification")
+    return ground_truth(queries, dataset="re-identification", figures=OF_PEOPLE)
 
 
 def _reidentification(title: str, site: str, lists: tuple[str, str, str], *counts: Count) -> Dataset:
     train, query, gallery = lists
-    record = GROUND_TRUTH_FILE, partial(_met_again, gallery=gallery)
     own = partial(_people, by_identity=False)
     splits = (
         Split("train", train, partial(_people, by_identity=True), counts[:1]),
-        Split("query", query, own, counts[1:2], record=record),
+        Split("query", query, own, counts[1:2], truth=partial(_met_again, gallery=gallery)),
         Split("gallery", gallery, own, counts[2:]),
     )
     return Dataset(title, site, splits)
@@ -147,31 +145,27 @@ VERI = _reidentification(  # Liu et al. 2016
 
 
 def _views(source: Path, file: Path) -> Iterator[ImageFile]:
-    if not file.is_dir():
-        raise DistapError(f"{file}: no such folder")
-    for path in sorted(file.iterdir()):
-        if path.suffix.lower() in IMAGE_SUFFIXES:
-            yield ImageFile(path, path.name)
+    return (ImageFile(file / line.cells[0], line.cells[0]) for line in _in_folder(file))
 
 
 def _places(file: Path) -> dict[str, Any]:
     """Return the truth of place recognition: names begin with @EAST@NORTH@, in metres of UTM."""
-    positions, names = dict[str, tuple[float, float]](), list[str]()
+    positions: dict[str, tuple[float, float]] = {}
     for folder in (file, file.with_name("database")):
-        for number, image in enumerate(_views(file, folder), 1):
-            name = image.class_name
+        for line in _in_folder(folder):
+            name = line.cells[0]
             if (found := UTM.match(name)) is None:
-                raise ListLine(folder, number, []).wrong(f"{name!r}: expected @EAST@NORTH@....jpg")
+                raise line.wrong(f"{name!r}: expected @EAST@NORTH@....jpg")
             positions[name] = float(found[1]), float(found[2])
-            names += [name] if folder == file else []
-    return _written([{"name": name} for name in names], OF_PLACES, dataset="places", positions=positions)
+    queries = [{"name": line.cells[0]} for line in _in_folder(file)]
+    return ground_truth(queries, dataset="places", figures=OF_PLACES, positions=positions)
 
 
 PLACE_RECOGNITION = Dataset(  # the layout of Berton et al. 2022 for Pitts30k, MSLS, Tokyo 24/7, SF-XL and others
     "place recognition by UTM in file names",
     "https://github.com/gmberton/VPR-datasets-downloader",
     (
-        Split("query", "queries", _views, record=(GROUND_TRUTH_FILE, _places)),
+        Split("query", "queries", _views, truth=_places),
         Split("gallery", "database", _views),
     ),
     ("", "images/test", "test"),

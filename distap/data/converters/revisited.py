@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distap.data.converters.dataset import GROUND_TRUTH_FILE, Count, Dataset, ListLine, Split, read_table
+from distap.data.converters.dataset import Count, Dataset, ListLine, Split, ground_truth, read_table
 from distap.data.converters.pickles import PlainValue, read_plain_pickle
 from distap.data.images.formats import IMAGE_SUFFIXES
 from distap.data.shards.image_files import ImageFile
@@ -31,34 +31,24 @@ def _ground_truth(file: Path, dataset: str) -> dict[str, Any]:
     judgements = contents["gnd"].items()
     if len(judgements) != len(queries):
         raise contents.wrong(f"has {len(queries)} queries, but ground truth of {len(judgements)}")
-    records = []
+    truths = []
     for query, judgement in zip(queries, judgements, strict=True):
         easy, hard, junk = (
             [gallery[place] for place in judgement[grade].integers(len(gallery))]
             for grade in ("easy", "hard", "junk")
         )
-        grades = [1] * len(easy) + [2] * len(hard)
-        records.append(
-            {"name": query, "box": _box(judgement["bbx"]), "positives": easy + hard, "grades": grades, "junk": junk}
-        )
-    about = {
-        "dataset": dataset,
-        "figures": OF_REVISITED,
-        "groups": DIFFICULTIES,
-        "query": "query",
-        "gallery": ["gallery"],
-    }
-    return {**about, "queries": records}
+        positives, grades = easy + hard, [1] * len(easy) + [2] * len(hard)
+        box = _box(judgement["bbx"])
+        truths.append({"name": query, "box": box, "positives": positives, "grades": grades, "junk": junk})
+    return ground_truth(truths, dataset=dataset, figures=OF_REVISITED, groups=DIFFICULTIES)
 
 
 def _box(box: PlainValue) -> list[float]:
     edges = [edge.value for edge in box.items()]
-    if len(edges) != 4 or not all(isinstance(edge, int | float) for edge in edges):
-        raise box.wrong(f"is {edges!r:.80}, expected left, top, right and bottom")
-    left, top, right, bottom = map(float, edges)
-    if not (left < right and top < bottom):
-        raise box.wrong(f"is empty: {edges!r:.80}")
-    return [left, top, right, bottom]
+    are_numbers = len(edges) == 4 and all(isinstance(edge, int | float) for edge in edges)
+    if not are_numbers or not (edges[0] < edges[2] and edges[1] < edges[3]):
+        raise box.wrong(f"is {edges!r:.80}, expected left, top, right and bottom, with something between them")
+    return list(map(float, edges))
 
 
 def _distractors(source: Path, file: Path) -> Iterator[ImageFile]:
@@ -72,8 +62,8 @@ def _with_suffix(name: str) -> str:
 
 
 def _revisited(dataset: str, title: str, gallery: int) -> Dataset:
-    file, record = f"gnd_{dataset}.pkl", (GROUND_TRUTH_FILE, partial(_ground_truth, dataset=dataset))
-    queries = Split("query", file, partial(_images, key="qimlist"), (Count(70, 70),), record=record)
+    file, truth = f"gnd_{dataset}.pkl", partial(_ground_truth, dataset=dataset)
+    queries = Split("query", file, partial(_images, key="qimlist"), (Count(70, 70),), truth=truth)
     images = Split("gallery", file, partial(_images, key="imlist"), (Count(gallery, gallery),))
     return Dataset(title, SITE, (queries, images))
 
@@ -89,33 +79,21 @@ DISTRACTORS = Dataset(
 
 def _sfm_images(source: Path, file: Path, part: str) -> Iterator[ImageFile]:
     lists = read_plain_pickle(file)[part]
-    identifiers, models = _identifiers(lists), list(map(str, lists["cluster"].integers()))
+    identifiers, models = lists["cids"].names(), lists["cluster"].integers()
     if len(models) != len(identifiers):
         raise lists.wrong(f"has {len(identifiers)} images, but clusters of {len(models)}")
-    for identifier, model in zip(identifiers, models, strict=True):
-        folders = identifier[-2:], identifier[-4:-2], identifier[-6:-4]
-        yield ImageFile(source.joinpath("ims", *folders, identifier), model)
-
-
-def _identifiers(lists: PlainValue) -> list[str]:
-    identifiers = lists["cids"].names()
-    for place, identifier in enumerate(identifiers):
+    for item, name, model in zip(lists["cids"].items(), identifiers, models, strict=True):
         # Its last six letters are folders, so it must hold nothing but letters and digits.
-        if len(identifier) < 6 or not (identifier.isascii() and identifier.isalnum()):
-            place_of_it = lists["cids"].items()[place]
-            raise place_of_it.wrong(f"is {identifier[:60]!r}, expected six or more letters and digits")
-    return identifiers
-
-
-def _split(name: str, part: str, published: Count) -> Split:
-    return Split(name, "retrieval-SfM-120k.pkl", partial(_sfm_images, part=part), (published,))
+        if len(name) < 6 or not (name.isascii() and name.isalnum()):
+            raise item.wrong(f"is {name[:60]!r}, expected six or more letters and digits")
+        yield ImageFile(source.joinpath("ims", name[-2:], name[-4:-2], name[-6:-4], name), str(model))
 
 
 SFM_120K = Dataset(  # Radenović et al. 2019: a class is a 3D model
     "retrieval-SfM-120k",
     "http://cmp.felk.cvut.cz/cnnimageretrieval",
     (
-        _split("train", "train", Count(91_642, 551)),
-        _split("validation", "val", Count(6_403, 162)),
+        Split("train", "retrieval-SfM-120k.pkl", partial(_sfm_images, part="train"), (Count(91_642, 551),)),
+        Split("validation", "retrieval-SfM-120k.pkl", partial(_sfm_images, part="val"), (Count(6_403, 162),)),
     ),
 )

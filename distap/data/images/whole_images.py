@@ -20,7 +20,7 @@ from torchvision.transforms.v2 import functional as F
 from distap.data.images.augmentation import central_box
 from distap.data.images.cropping import Box, Shape
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage
-from distap.data.loading.workers import handed_over
+from distap.data.shards.parallel import handed_over
 from distap.errors import DistapError
 
 PREFETCH = 2  # chunks that each worker reads ahead
@@ -132,7 +132,7 @@ class SizedImages:
     boxes: Mapping[int, Box] = field(default_factory=dict)  # the part of an image that counts; the whole of others
     scaled: bool = True  # whether JPEG may be decoded at reduced scale
 
-    def __getitem__(self, samples: list[int]) -> SizedChunk:
+    def chunk(self, samples: list[int]) -> SizedChunk:
         present, damaged = dict[int, Tensor](), dict[int, str]()
         for sample in samples:
             try:
@@ -146,7 +146,7 @@ class SizedImages:
 
 def sized_chunks(images: SizedImages, requests: Iterable[list[int]], workers: int) -> Generator[SizedChunk]:
     """Yield the images of each request in order; one worker (or, with 0, this process) reads a whole request."""
-    return handed_over(images, requests, workers, PREFETCH)
+    return handed_over(images.chunk, requests, workers, PREFETCH)
 
 
 def batches_of_one_shape(

@@ -132,7 +132,7 @@ class IndexedImages:
                     yield [(step, slot, int(batch[slot])) for slot in slots[start : start + job.chunk]]
 
         images = SlotImages(job, self._reader, self.plan)
-        chunks = job.chunks(images, job.workers, requests(), lambda asked: self._reader.where(asked[0][2]))
+        chunks = job.chunks(images.chunk, job.workers, requests(), lambda asked: self._reader.where(asked[0][2]))
         return shares_of(job, self._world, self._stopwatch, steps, chunks)
 
 
@@ -147,7 +147,7 @@ class SlotImages:
     reader: Reader
     plan: Plan
 
-    def __getitem__(self, requests: list[Request]) -> Chunk:
+    def chunk(self, requests: list[Request]) -> Chunk:
         size = self.job.image_size
         pixels = torch.zeros(len(requests), 3, size, size, dtype=torch.uint8)
         samples, names, failures = list[int](), list[str](), list[Failure]()

@@ -11,10 +11,10 @@ from torch import Tensor
 from distap.data.images.augmentation import Croppable, Transform, seeded
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, NoReaderError, Reason
 from distap.data.loading.pixels import HeldPixels
-from distap.data.loading.workers import LONGEST_WAIT, Requested, handed_over
 from distap.data.pixel_settings import PixelSettings
 from distap.data.plan import Sampling
 from distap.data.shards.index import Index
+from distap.data.shards.parallel import LONGEST_WAIT, handed_over
 from distap.errors import DistapError
 from distap.randomness import seed_for
 from distap.stopwatch import Stopwatch
@@ -45,16 +45,11 @@ class LoadingJob:
     remote: RemoteSettings | None = None
 
     def chunks(
-        self, images: Requested, workers: int, requests: Iterable[Any], where: Callable[[Any], str] = str
+        self, read: Callable[[Any], "Chunk"], workers: int, requests: Iterable[Any], name: Callable[[Any], str] = str
     ) -> Generator["Chunk"]:
         """Yield chunks of images that worker processes read, in the order of `requests`."""
-        wait, ahead = self.longest_wait, self.bytes_ahead
-        return handed_over(images, requests, workers, self.prefetch, wait, ahead, where)
-
-    @property
-    def bytes_ahead(self) -> int:
-        """Return the bytes of pixels that workers prepare ahead of their use."""
-        return self.workers * self.prefetch * self.chunk * 3 * self.image_size**2
+        bytes_ahead = self.workers * self.prefetch * self.chunk * 3 * self.image_size**2
+        return handed_over(read, requests, workers, self.prefetch, self.longest_wait, bytes_ahead, name)
 
     def augmented(self, image: Croppable, step: int, slot: int) -> Tensor:
         """Augment an image for a slot of a step to (3, size, size) uint8; only seed, step and slot decide how."""

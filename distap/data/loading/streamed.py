@@ -1,7 +1,10 @@
 """Streamed reading: read whole shards in sequence, for shards without an index.
 
-Each loader worker of each rank has shards of its own, a stream, and walks them in webdataset's pipeline: in a new
-random order each pass, and shuffled within a shard. It promises less than indexed reading:
+Each loader worker of each rank has shards of its own, a stream, and walks them in a new random order each
+pass, shuffled within a shard by webdataset's buffer. distap's strict tar reader replaces webdataset's, which loses
+samples without a word: at a changed bit in a header, or a cut at a block's end.
+
+It promises less than indexed reading:
 - Batches are a function of (shards, seed, first step) for one number of ranks and of workers alone. A run that goes
   on begins a new pass over all shards, in an order of its own.
 - A batch holds what stands together in the shards, whatever its classes, so write the shards in a random order.
@@ -10,29 +13,39 @@ random order each pass, and shuffled within a shard. It promises less than index
 - The numbers of images and classes, the damage and the classes shared with validation are unknown before reading.
 """
 
-from collections.abc import Generator
-from dataclasses import dataclass
+import hashlib
+import random
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 from typing import Any
 
 import torch
+import webdataset
 from torch import Tensor
 
 from distap.data.images.decoding import DamagedImageError, EncodedImage
 from distap.data.labels import class_name
 from distap.data.loading.share import Chunk, Failure, LoadingJob, ShareOfBatch, shares_of
-from distap.data.loading.streams import Members, Stream, StreamedShards, number_of
 from distap.data.sampling.random import RandomSampling
 from distap.data.shards.index import Index
 from distap.data.shards.load_index import load_index
-from distap.data.shards.tar import LABEL_FIELD, MAX_DIGITS, TarMember, labelled_image
+from distap.data.shards.tar import LABEL_FIELD, MAX_DIGITS, Group, TarMember, labelled_image, read_groups
 from distap.errors import DistapError
+from distap.randomness import permutation, seed_for
 from distap.stopwatch import Stopwatch
+from distap.storage.files import storage_of
+from distap.storage.locations import Source, shard_names
+from distap.storage.remotes import RemoteSettings
 from distap.storage.texts import parsed_json
 from distap.world import World
 
 KEY = "__key__"  # webdataset's name for the name of a sample
+SHARD_ORDER, WITHIN_SHARD = 18, 19  # first words of random keys; no two uses share one
+
+Members = dict[str, TarMember]  # the files of a sample by their endings
+Found = tuple[str, str, Members]  # shard and key of a sample, its key alone, its members
 
 
 @dataclass(frozen=True)
@@ -98,13 +111,87 @@ class StreamedImages:
             return None
 
     def shares(self, steps: range) -> Generator[ShareOfBatch]:
-        return shares_of(self._job, self._world, self._stopwatch, steps, self._chunks(steps.start))
+        job, shards, first = self._job, self._shards, steps.start
+        every = len(self._streams) * self._world.size
+        streams = [
+            Stream(shards, range(number, len(shards.names), every), number, job.seed, self._source.shuffle, first)
+            for number in self._streams
+        ]
+        images = StreamImages(self._source, job, self._world.slots(self.size), streams)
+        chunks = job.chunks(images.chunk, min(job.workers, len(streams)), count(first * images.parts))
+        return shares_of(job, self._world, self._stopwatch, steps, chunks)
 
-    def _chunks(self, first: int) -> Generator[Chunk]:
-        """Yield this rank's images from step `first` on, in the order of slots."""
-        job, slots = self._job, self._world.slots(self.size)
-        images = StreamImages(self._source, job, self._shards, slots, self._streams, first)
-        return job.chunks(images, min(job.workers, len(self._streams)), count(first * images.parts))
+
+class StreamedShards:
+    """Read shards from first to last byte; safe to copy into loader workers."""
+
+    def __init__(self, source: Source, remote: RemoteSettings | None = None) -> None:
+        self.source = source
+        self._storage = storage_of(source.base, remote)
+        self.meter = self._storage.meter
+        self.names = shard_names(source, self._storage)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the shards' names, since their contents are unknown before reading."""
+        return hashlib.sha256("\0".join(self.names).encode(errors="backslashreplace")).hexdigest()
+
+    def samples(self, shard: int, shuffle: int, seed: int) -> Iterator[Group]:
+        """Yield key and members of a shard's samples, shuffled through webdataset's buffer of `shuffle` samples."""
+        name = self.names[shard]
+        length = self._storage.about(name).size
+        with self._storage.open(name) as file:
+            groups = read_groups(file, length, self._storage.where(name))
+            yield from webdataset.shuffle(shuffle, initial=shuffle, rng=random.Random(seed))(groups)
+
+
+@dataclass
+class Stream:
+    """Samples of one stream, which one worker reads."""
+
+    shards: StreamedShards
+    own: range  # numbers of its shards
+    number: int  # of the stream, unlike all others
+    seed: int
+    shuffle: int
+    first: int  # step
+    _step: int = -1
+    _in_batch: set[str] = field(default_factory=set)  # names of the images of a step that were used
+
+    @cached_property
+    def _walked(self) -> Iterator[Found | None]:
+        return self._walk()
+
+    def candidates(self, step: int) -> Iterator[Found]:
+        """Yield further samples that the batch does not hold yet; stop after the first that can be used.
+
+        At the seam of two passes an image may come up again within a batch, as its own positive: it is left out.
+        """
+        if step != self._step:
+            self._step, self._in_batch = step, set()
+        ends = 0  # of passes; between two of them lies a whole one
+        while ends < 2:
+            sample = next(self._walked)
+            if sample is None:
+                ends += 1
+            elif sample[0] not in self._in_batch:
+                self._in_batch.add(sample[0])
+                yield sample
+        raise DistapError(
+            f"{self.shards.source}: a loader worker has only {len(self._in_batch)} images in its {len(self.own)} "
+            "shards, too few for its part of a batch, in which no image may be twice, or too many of them damaged: "
+            "set sampling.batch_size or data.workers lower"
+        )
+
+    def _walk(self) -> Iterator[Found | None]:
+        """Yield each sample of each pass from number `first` on, and None at the end of a pass; without end."""
+        for turn in count(self.first):
+            for place in permutation(len(self.own), SHARD_ORDER, self.seed, self.number, turn).tolist():
+                shard = self.own[place]
+                name, seed = self.shards.names[shard], seed_for(WITHIN_SHARD, self.seed, turn, shard)
+                for key, members in self.shards.samples(shard, self.shuffle, seed):
+                    yield f"{name}:{key}", key, members
+            yield None
 
 
 @dataclass(frozen=True)
@@ -116,36 +203,21 @@ class StreamImages:
 
     source: StreamedSource
     job: LoadingJob
-    shards: StreamedShards
     slots: range  # of the rank
-    streams: range  # numbers of the rank's streams
-    first: int  # step
+    streams: list[Stream]
 
     @property
     def parts(self) -> int:
         """Return the number of chunks in the rank's share of a batch."""
         return -(-len(self.slots) // self.job.chunk)
 
-    @cached_property
-    def _opened(self) -> dict[int, Stream]:
-        return {}
-
-    def __getitem__(self, number: int) -> Chunk:
-        place = number % len(self.streams)
-        if place not in self._opened:
-            every = len(self.streams) * self.streams.step
-            shards, own = self.shards, range(self.streams[place], len(self.shards.names), every)
-            self._opened[place] = Stream(
-                shards, own, self.streams[place], self.job.seed, self.source.shuffle, self.first
-            )
+    def chunk(self, number: int) -> Chunk:
+        stream = self.streams[number % len(self.streams)]
         step, part = divmod(number, self.parts)
         start = part * self.job.chunk
-        return self._chunk(self._opened[place], step, self.slots[start : start + self.job.chunk])
-
-    def _chunk(self, stream: Stream, step: int, slots: range) -> Chunk:
         pixels, samples, labels, names = list[Tensor](), list[int](), list[int](), list[str]()
         failures: list[Failure] = []
-        for slot in slots:
+        for slot in self.slots[start : start + self.job.chunk]:
             for name, key, members in stream.candidates(step):
                 try:
                     label, image, _ = labelled_image(key, self.source.labelled(key, members))
@@ -157,7 +229,12 @@ class StreamImages:
                     labels.append(label)
                     names.append(name)
                     break
-        return Chunk(torch.stack(pixels), samples, torch.tensor(labels), names, failures, self.shards.meter.take())
+        return Chunk(torch.stack(pixels), samples, torch.tensor(labels), names, failures, stream.shards.meter.take())
+
+
+def number_of(name: str) -> int:
+    """Hash a name to 63 bits, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(name.encode(errors="backslashreplace"), digest_size=8).digest()) >> 1
 
 
 def _class_number(value: Any) -> int:

@@ -1,8 +1,11 @@
 """Spread work over processes that end with their parent, and show its progress."""
 
 import gc
+import logging
 import os
+import shutil
 import sys
+import tempfile
 import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
@@ -12,6 +15,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.pool import ThreadPool
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Any, TypeVar
 
 from distap.errors import FAILED, DistapError
@@ -21,6 +25,10 @@ from distap.processes.stopping import go_deaf
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 STAT_THREADS, STAT_CHUNK = 32, 256  # a network file system answers slowly, but many questions at once
+SHARED_MEMORY = "/dev/shm"  # through which workers hand images over
+LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")  # of a socket in it
+LONGEST_WAIT = 600.0  # seconds for the next images
+logger = logging.getLogger("distap")
 
 # Wraps a loop over (items, description, total): yields the items unchanged and shows the progress.
 Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
@@ -68,6 +76,58 @@ def map_in_processes(
                 f"{error} in the middle of its work; unless a reason is printed above, memory most likely ran out: "
                 "call again with fewer --workers"
             ) from error
+
+
+def handed_over(
+    read: Callable[[Job], Result],
+    requests: Iterable[Job],
+    workers: int,
+    prefetch: int,
+    longest_wait: float = LONGEST_WAIT,
+    bytes_ahead: int = 0,
+    name: Callable[[Job], str] = str,
+) -> Generator[Result]:
+    """Yield the images that `read` returns for each request, from worker processes or, with 0, from this one.
+
+    See `in_processes`. `bytes_ahead` are the bytes that workers prepare before use, which shared memory must hold.
+
+    Raises:
+        DistapError: a worker raised it, or shared memory is too small.
+        LostWorkerError: a worker was lost.
+    """
+    if workers and Path(SHARED_MEMORY).is_dir() and os.statvfs(SHARED_MEMORY).f_flag & os.ST_RDONLY:
+        logger.warning("%s is read-only: images are read without data.workers, one after the other", SHARED_MEMORY)
+        workers = 0
+    if not workers:
+        yield from map(read, requests)
+        return
+    _require_shared_memory(bytes_ahead)
+    try:
+        yield from in_processes(read, requests, workers, prefetch, longest_wait, name)
+    except LostWorkerError as error:
+        raise LostWorkerError(
+            f"a process that reads images was lost: {error}. Usual causes: the storage hangs; the host's memory was "
+            "used up (see its kernel log): set data.workers or data.prefetch lower, or data.pixels.hold to spool; or "
+            "/dev/shm is too small: a container has 64 MB there unless its --shm-size, or a volume of medium Memory, "
+            "says more"
+        ) from error
+
+
+def _require_shared_memory(size: int) -> None:
+    """Raise a DistapError if workers cannot hand images over: through shared memory, named by sockets."""
+    if not Path(SHARED_MEMORY).is_dir():
+        return  # another system than Linux
+    if len(folder := tempfile.gettempdir()) > LONGEST_FOLDER:
+        raise DistapError(
+            f"{folder}: the folder for temporary files has a path of {len(folder)} characters, and the sockets that "
+            f"hand images over take {LONGEST_FOLDER}: set TMPDIR to a shorter one, or data.workers to 0"
+        )
+    if (free := shutil.disk_usage(SHARED_MEMORY).free) < size:
+        raise DistapError(
+            f"{SHARED_MEMORY} has {free / 1e6:,.1f} MB free, but the processes that read images hand over "
+            f"{size / 1e6:,.1f} MB ahead: give the container more (--shm-size, or a volume of medium Memory), or set "
+            "data.prefetch or data.workers lower"
+        )
 
 
 def in_processes(

@@ -104,7 +104,7 @@ def test_a_place_is_right_within_25_metres(tmp_path):
         (lambda c: c.update(qimlist=["q", "r"]), "the file has 2 queries, but ground truth of 1"),
         (lambda c: c["gnd"][0].update(easy=[2]), r"gnd\[0\]\['easy'\]\[0\] is 2, expected a whole number below 2"),
         (lambda c: c["gnd"][0].update(bbx=[1, 2, 3]), r"gnd\[0\]\['bbx'\] is \[1, 2, 3\], expected left, top"),
-        (lambda c: c["gnd"][0].update(bbx=[4, 0, 4, 4]), r"gnd\[0\]\['bbx'\] is empty"),
+        (lambda c: c["gnd"][0].update(bbx=[4, 0, 4, 4]), r"gnd\[0\]\['bbx'\] is \[4, 0, 4, 4\], expected"),
     ],
 )
 def test_a_wrong_ground_truth_of_revisited_is_named(change, message, tmp_path):
