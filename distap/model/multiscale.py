@@ -77,12 +77,15 @@ class MultiScaleNetwork(nn.Module):
             return normalize(linear(descriptors - self.mean, self.projection))
 
     def _at(self, images: UInt8[Tensor, "n 3 height width"], scale: float) -> Tensor:
-        pixels: Tensor = images
-        if scale != 1:
-            # Python's int and max would write the lengths of the traced example into an export.
-            size: list[Any] = [torch.sym_max(torch.sym_int(length * scale), 1) for length in images.shape[-2:]]
-            pixels = interpolate(images.to(self.network.mean.dtype), size, mode="bilinear", antialias=self.antialias)
-        return self.network(pixels)
+        if scale == 1:
+            return self.network(images)
+        pixels = images.to(self.network.mean.dtype)
+        if not self.antialias:
+            # As in the code of Radenović et al.: where the new length is not whole, pixels are still `scale` apart.
+            return self.network(interpolate(pixels, scale_factor=scale, mode="bilinear"))
+        # Python's int and max would write the lengths of the traced example into an export.
+        size: list[Any] = [torch.sym_max(torch.sym_int(length * scale), 1) for length in images.shape[-2:]]
+        return self.network(interpolate(pixels, size, mode="bilinear", antialias=True))
 
 
 def default_power(network: RetrievalNetwork) -> float:
