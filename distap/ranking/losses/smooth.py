@@ -129,6 +129,7 @@ class SupAP(BoundingStep, SmoothAP):
     """
 
     # elias-ramzi/ROADMAP: roadmap/losses/smooth_rank_ap.py has rho (t - delta) + 1.44 since November 2022.
+    # Where rounding parts exact duplicates, that code adds `start` by chance; here they tie (see BoundingStep).
     presets: ClassVar[Presets] = {"released": {"offset": -3.56, "delta": 0.05}}
 
 
