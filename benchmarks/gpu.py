@@ -36,11 +36,11 @@ from benchmarks.step import TWO_PASSES, StepBenchmark
 from distap.config.recipe import PrecisionName
 from distap.data.converters.landmarks import OF_LANDMARKS
 from distap.data.images.augmentation import CropFlipColour
-from distap.data.images.whole_images import Sizing
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob, ShareOfBatch
 from distap.data.pixel_settings import PixelSettings
 from distap.data.sampling.random import RandomSampling
+from distap.data.sizing import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.ranking import compiling

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from distap.config.reading import load_recipe
-from distap.data.images.whole_images import Sizing
 from distap.data.map_style import source_of
 from distap.data.shards.parallel import untracked
 from distap.errors import FINISHED, DistapError, checked
@@ -25,9 +24,6 @@ from distap.trainer import trained
 from distap.training.build import GIVEN_PARTS, describing_of, trained_network
 from distap.training.descriptor_network import DescriptorNetwork
 from distap.world import World
-
-CHUNK = 128  # images that are decoded before they are described
-TIMM_KEYS = ("input_size", "interpolation", "crop_pct", "mean", "std", "first_conv", "classifier", "license")
 
 
 @checked
@@ -123,7 +119,6 @@ def load(
         return found
     world = World(device=place)
     recipe, whole = trained_network(source, world, best, given=network)
-    how = None if sizing is None else Sizing.parse(sizing), tuple(map(float, scales or recipe.evaluation.scales))
-    describer = describing_of(recipe, whole, world, *how).describer
+    describer = describing_of(recipe, whole, world, sizing, scales and [*map(float, scales)]).describer
     learned = None if whitening is None else load_whitening(Path(whitening))
     return DescriptorNetwork(replace(describer, whitening=learned), recipe.model)

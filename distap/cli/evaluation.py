@@ -62,7 +62,7 @@ def eval_command(
     In shards with classes, every image is a query against all others, or against the images of --gallery. A folder
     that `distap data convert` wrote for Revisited Oxford or Paris, or for Google Landmarks v2, is evaluated by its
     ground truth. Give a recipe to evaluate the network that training starts from, or --checkpoint for a trained one,
-    whose recipe KEY=VALUE changes: evaluation.max_side=1024 takes whole images. To use several ranks, run
+    whose recipe KEY=VALUE changes: evaluation.sizing='side 1024' takes whole images. To use several ranks, run
     `torchrun [...] -m distap.cli eval`. With --json: `network`, `sizing` and `scales`, and in `sets`, by name, the
     figures from 0 to 1 of each refinement (`plain` is none).
     """

@@ -35,7 +35,7 @@ def ranks_to_start(asked: int, device: str = "auto") -> int:
 EACH_GPU = "Number of processes to start on this machine; auto starts one for each GPU."
 RANKS = Annotated[int, typer.Option(help=EACH_GPU, parser=parse_ranks, metavar="N|auto")]
 RECIPE = "Recipe: a YAML file, or a name of `distap recipes`."
-CHANGES = "Changes to the recipe, such as evaluation.max_side=1024 or optimizer.learning_rate=1e-4."
+CHANGES = "Changes to the recipe, such as evaluation.sizing='side 1024' or optimizer.learning_rate=1e-4."
 CONFIG = Annotated[Path, typer.Argument(help=RECIPE, show_default=False)]
 OVERRIDES = Annotated[
     list[str] | None,

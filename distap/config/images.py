@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from distap.config.validation import Section, Shards, Unit
+from distap.config.validation import Section, Shards, SizingText, Unit
 from distap.data.pixel_settings import PixelSettings
 from distap.registry import Chosen
 from distap.storage.locations import Source, parse_source
@@ -72,37 +72,13 @@ class DataSection(ImagesSection):
         return parse_source(self.train, self.train_index)
 
 
-class SizedSection(Section):
-    """Keys by which evaluation scales and crops images; by default it crops the largest square."""
-
-    resize: PositiveInt | tuple[PositiveInt, PositiveInt] | None = None
-    """Scale the shorter side to this many pixels, or all to [height, width], before cropping; null crops the largest
-    square."""
-    crop: PositiveInt | None = None
-    """Side of the crop, pixels; null takes data.image_size."""
-    max_side: PositiveInt | None = None
-    """Take whole images, scaled down to at most this many pixels on the longer side."""
-    original: bool = False
-    """Take whole images at their original size."""
-
-    @model_validator(mode="after")
-    def _one_way(self) -> "SizedSection":
-        ways = {"resize or crop": self.resize or self.crop, "max_side": self.max_side, "original": self.original}
-        if len(given := [key for key, value in ways.items() if value]) > 1:
-            raise ValueError(f"{' and '.join(given)} exclude each other; keep one")
-        return self
-
-    def sizing(self, image_size: int) -> str:
-        """Return these keys as text for `distap.data.images.whole_images.Sizing`; `image_size` is data.image_size."""
-        if self.original or self.max_side is not None:
-            return "original" if self.original else f"side {self.max_side}"
-        resize = "x".join(map(str, self.resize)) if isinstance(self.resize, tuple) else self.resize
-        return f"{'' if resize is None else f'resize {resize} '}crop {self.crop or image_size}"
-
-
-class DescribingSection(SizedSection):
+class DescribingSection(Section):
     """Keys of the evaluation section for describing images."""
 
+    sizing: SizingText | None = None
+    """Scale whole images (`side N`: the longer side to N pixels at most; `original`), or crop the largest square
+    (`crop N`) or the centre of a scaled image (`resize M crop N`, `resize HxW crop N`); null is `crop` of
+    data.image_size."""
     scales: Scales = (1.0,)
     """Describe each image at these scales."""
     antialias: bool = True
@@ -113,7 +89,7 @@ class DescribingSection(SizedSection):
     """Number of images that evaluation describes at once. Lower it if memory runs out."""
 
 
-class EvaluatedSet(SizedSection):
+class EvaluatedSet(Section):
     """A data set to evaluate on next to data.validation, with its images scaled alike unless a key here differs."""
 
     data: str
@@ -124,14 +100,10 @@ class EvaluatedSet(SizedSection):
     """Draw a gallery of one image per class this many times, query the others, and average the figures."""
     distractors: tuple[str, ...] = ()
     """Shards to add to the gallery of a data set with a ground truth."""
+    sizing: SizingText | None = None
+    """Scale images in this way; null takes evaluation.sizing."""
     scales: Scales | None = None
     """Describe each image at these scales; null takes evaluation.scales."""
-
-    def within(self, evaluation: DescribingSection) -> DescribingSection:
-        """Return the keys for describing this set: those set here, and the others from `evaluation`."""
-        says = self.original or any((self.resize, self.crop, self.max_side))
-        own = self.model_dump(include=set(SizedSection.model_fields)) if says else {}
-        return evaluation.model_copy(update=own | ({} if self.scales is None else {"scales": self.scales}))
 
 
 class EvaluationSection(DescribingSection):

@@ -5,35 +5,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
+    NonNegativeInt,
     PositiveInt,
     SerializerFunctionWrapHandler,
     field_serializer,
-    model_serializer,
     model_validator,
 )
 
 from distap.config.validation import Section
 from distap.registry import REGISTRY, Chosen, name_of
-
-
-class ProjectionSection(Section):
-    """A linear layer after pooling. A number stands for its dimensions."""
-
-    dimensions: PositiveInt
-    """Number of dimensions of the descriptors."""
-    start: Literal["random", "whitening"] = "random"
-    """Start with random weights, or with a PCA whitening of training images."""
-    images: PositiveInt = 10_000
-    """Number of training images to learn the whitening from."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_number(cls, settings: Any) -> Any:
-        return settings if isinstance(settings, Mapping) else {"dimensions": settings}
-
-    @model_serializer(mode="wrap")
-    def _shortest(self, handler: SerializerFunctionWrapHandler) -> Any:
-        return self.dimensions if self.start == "random" else handler(self)
 
 
 class ModelSection(Section):
@@ -55,8 +35,10 @@ class ModelSection(Section):
     """Further arguments of timm.create_model, such as {img_size: 448} or {drop_path_rate: 0.1}."""
     layer_norm: bool = False
     """Apply layer normalisation to the pooled vector, as in ROADMAP's code."""
-    projection: ProjectionSection | None = None
-    """Number of dimensions of a linear layer after pooling, or a mapping; null for no layer."""
+    projection: PositiveInt | None = None
+    """Number of dimensions of a linear layer after pooling; null for no layer."""
+    whitening: NonNegativeInt = 0
+    """Start the projection with the PCA whitening of this many training images; 0 starts it at random."""
     batchnorm: Literal["frozen", "batch"] = "frozen"
     """Normalise BatchNorm layers by the stored statistics (frozen) or by the micro-batch's (batch)."""
 

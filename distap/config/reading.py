@@ -25,11 +25,7 @@ PLACES = {
     "weight_decay": "weight_decay of optimizer.backbone, optimizer.pooling or optimizer.head",
 }
 
-# By section, keys that say the same thing in several ways: an override by one way replaces the others.
-ALTERNATIVES = {
-    "": (("steps",), ("epochs",)),
-    "evaluation": (("resize", "crop"), ("max_side",), ("original",)),
-}
+LENGTHS = ("steps", "epochs")  # two ways to say one thing: an override of one replaces the other
 R = TypeVar("R", bound=NetworkRecipe)
 Place = Callable[[str], str]  # where a dotted key stands, such as recipe.yaml:3
 
@@ -162,20 +158,15 @@ def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _overridden(settings: dict[str, Any], overrides: Sequence[str | Mapping[str, Any]]) -> dict[str, Any]:
     """Apply overrides to settings in order, and return the settings."""
-    before = _copied(settings)
+    before = {key: settings.get(key) for key in LENGTHS}
     for override in overrides:
         if isinstance(override, Mapping):
             _merge(settings, override)
         else:
             _override(settings, override)
-    for section, ways in ALTERNATIVES.items():
-        now, was = ((of.get(section) or {}) if section else of for of in (settings, before))
-        if not isinstance(now, dict) or not isinstance(was, dict):
-            continue
-        changed = [way for way in ways if any(now.get(key) not in (None, False, was.get(key)) for key in way)]
-        if len(changed) == 1:
-            for key in {key for way in ways for key in way} - set(changed[0]):
-                now.pop(key, None)
+    changed = [key for key in LENGTHS if settings.get(key) not in (None, before[key])]
+    if len(changed) == 1:
+        settings.pop(LENGTHS[1 - LENGTHS.index(changed[0])], None)
     return settings
 
 

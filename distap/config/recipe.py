@@ -40,6 +40,11 @@ class NetworkRecipe(Section):
     data: ImagesSection = ImagesSection()
     evaluation: DescribingSection = DescribingSection()
 
+    @property
+    def sizing(self) -> str:
+        """Scaling of images in evaluations, as text for `Sizing.parse`."""
+        return self.evaluation.sizing or f"crop {self.data.image_size}"
+
 
 class Recipe(NetworkRecipe):
     """A recipe: the settings of one training."""

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, PlainSerializer, PlainValidator
 from pydantic_core import PydanticCustomError
 
+from distap.data.sizing import Sizing
 from distap.errors import DistapError
 from distap.storage.locations import Source, parse_source, parse_store
 
@@ -35,4 +36,5 @@ def _parsed(parse: Callable[[str], object]) -> Callable[[object], str | Source]:
 
 
 Shards = Annotated[str | Source, PlainValidator(_parsed(parse_source)), PlainSerializer(str)]
+SizingText = Annotated[str, AfterValidator(_parsed(Sizing.parse))]
 StoreURL = Annotated[str, AfterValidator(_parsed(parse_store))]

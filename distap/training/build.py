@@ -12,8 +12,8 @@ from torch import nn
 from distap.checkpoint.agreement import first_on_rank_0, on_all
 from distap.config.reading import recorded_recipe
 from distap.config.recipe import NetworkRecipe, Recipe
-from distap.data.images.whole_images import Sizing
 from distap.data.loading.share import LoadingJob, TrainingImages
+from distap.data.sizing import Sizing
 from distap.errors import DistapError
 from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.extraction.extracting import Describing
@@ -80,8 +80,9 @@ def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> Retr
             if getattr(weights, "whole", False):
                 weights.load(built[0])
             return
-        dimensions = None if model.projection is None else model.projection.dimensions
-        built.append(build_network(model.backbone, weights, model.pooling, dimensions, model.batchnorm, **options))
+        built.append(
+            build_network(model.backbone, weights, model.pooling, model.projection, model.batchnorm, **options)
+        )
 
     if world.size == 1:
         build(weights or model.weights)
@@ -119,7 +120,7 @@ def describing_of(
     recipe: NetworkRecipe,
     network: RetrievalNetwork,
     world: World,
-    sizing: Sizing | None = None,
+    sizing: str | None = None,
     scales: Sequence[float] | None = None,
     antialias: bool | None = None,
     *,
@@ -130,7 +131,7 @@ def describing_of(
     data, evaluation = recipe.data, recipe.evaluation
     describer = ImageDescriber(
         network,
-        sizing or Sizing.parse(evaluation.sizing(data.image_size)),
+        Sizing.parse(sizing or recipe.sizing),
         scales or evaluation.scales,
         max_pixels=data.max_pixels,
         scaled=data.scaled_decoding,
@@ -165,10 +166,8 @@ def evaluations_of(
     """Pair each set with a function that describes its images, since GeM's power differs at each evaluation."""
     evaluations: dict[str, tuple[EvaluationSet, Callable[[], Describing]]] = {}
     for name, images in sets.items():
-        of_all, other = recipe.evaluation, recipe.evaluation.also.get(name)
-        own = of_all if other is None else other.within(of_all)
-        sizing = Sizing.parse(own.sizing(recipe.data.image_size))
-        how = partial(describing_of, recipe, network, world, sizing, own.scales)
+        own = recipe.evaluation.also.get(name, recipe.evaluation)
+        how = partial(describing_of, recipe, network, world, own.sizing, own.scales)
         how()  # raises for images that the network does not take, before it trains
         evaluations[name] = images, how
     return evaluations

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from distap.config.network import ModelSection
 from distap.config.reading import recorded_recipe
 from distap.data.images.decoding import EncodedImage, image_file
-from distap.data.images.whole_images import Sizing
+from distap.data.sizing import Sizing
 from distap.errors import DistapError, tensor_given
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.backbone import architecture_of

@@ -27,17 +27,17 @@ def whiten_projection(recipe: Recipe, network: RetrievalNetwork, world: World, o
     Raises:
         DistapError: the images, or what pooling gives, are too few for so many dimensions.
     """
-    projection = recipe.model.projection
-    if projection is None or projection.start != "whitening" or getattr(recipe.model.weights, "whole", False):
+    model, dimensions = recipe.model, recipe.model.projection
+    if dimensions is None or not model.whitening or getattr(model.weights, "whole", False):
         return
     images = images_of(recipe, world, Stopwatch())  # another reader than the training's, which has a state
-    wanted = projection.images if images.index is None else min(projection.images, len(images.index))
+    wanted = model.whitening if images.index is None else min(model.whitening, len(images.index))
     steps, layer = -(-wanted // images.size), network.head
     assert isinstance(layer, torch.nn.Linear)
-    if projection.dimensions > (most := min(layer.in_features, steps * images.size - 1)):
+    if dimensions > (most := min(layer.in_features, steps * images.size - 1)):
         raise DistapError(
             f"model.projection: {steps * images.size} images of {layer.in_features} features give a whitening of at "
-            f"most {most} dimensions, not {projection.dimensions}; ask for fewer, or begin with random weights"
+            f"most {most} dimensions, not {dimensions}; ask for fewer, or begin with random weights"
         )
     if only_check:
         return
@@ -63,7 +63,7 @@ def whiten_projection(recipe: Recipe, network: RetrievalNetwork, world: World, o
         names = np.arange(len(found)).astype(str)
         described_by = DescribedBy("", f"crop {recipe.data.image_size}")
         told = DescriptorSet(found, names, names, described_by, f"model.projection: {recipe.data.train}")
-        mean, directions = learn_pca(told, dimensions=projection.dimensions).tensors
+        mean, directions = learn_pca(told, dimensions=dimensions).tensors
         with torch.no_grad():
             layer.weight.copy_(directions)
             layer.bias.copy_(-directions @ mean)

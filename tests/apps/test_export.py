@@ -24,7 +24,7 @@ from distap.apps.export.checking import agreement, cases_of, onnx_describer
 from distap.apps.export.formats import exportable, program_of, save_onnx, save_program
 from distap.apps.export.to_folder import export_to_folder
 from distap.config.reading import recorded_recipe
-from distap.data.images.whole_images import Sizing
+from distap.data.sizing import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.saved import folder_of_step, read_evaluation
@@ -76,7 +76,7 @@ def exported(tmp_path_factory, training_shards):
     whitening = learn_pca(DescriptorSet(described, names, names, describer.described_by, "noise"), dimensions=8)
     save_whitening(folder / "whitening.safetensors", whitening)
     output = folder / "output"
-    export_to_folder(run, output, ALL, folder / "whitening.safetensors", overrides=[f"evaluation.crop={SIZE}"])
+    export_to_folder(run, output, ALL, folder / "whitening.safetensors", overrides=[f"evaluation.sizing=crop {SIZE}"])
     return SimpleNamespace(
         run=run,
         output=output,
@@ -215,7 +215,7 @@ def test_an_earlier_export_is_replaced_whole_or_not_at_all(exported, tmp_path, m
     output = tmp_path / "output"
     backbone = ("--best", "--format", "safetensors")
     for size in (32, 40):
-        assert distap(monkeypatch, "export", exported.run, output, *backbone, f"evaluation.crop={size}") == 0
+        assert distap(monkeypatch, "export", exported.run, output, *backbone, f"evaluation.sizing=crop {size}") == 0
         assert f"images as `crop {size}`" in capfd.readouterr().out
     assert distap(monkeypatch, "export", exported.run, output, "evaluation.scales=two") == 2
     assert distap(monkeypatch, "export", exported.run, output, "--format", "tflite") == 2

@@ -32,7 +32,7 @@ def run(tmp_path_factory, training_shards) -> Path:
 def test_the_command_describes_a_folder_and_says_what_it_wrote(tmp_path, monkeypatch, capsys, run, photos):
     out = tmp_path / "out"
     options = "--checkpoint", run, "--dtype", "float16", "--part-images", 8
-    keys = "evaluation.max_side=40", "evaluation.scales=[1,0.5]", "data.workers=0"
+    keys = "evaluation.sizing=side 40", "evaluation.scales=[1,0.5]", "data.workers=0"
     assert distap(monkeypatch, "extract", *options, photos, out, *keys) == 0
     printed = "".join(capsys.readouterr())
     assert "31 descriptors of 96 dimensions, float16" in printed
@@ -77,7 +77,7 @@ def test_ranks_that_are_asked_to_stop_leave_whole_parts_to_go_on_from(tmp_path, 
         for path in photos.rglob("*.png"):
             (images / f"{number}-{path.name}").write_bytes(path.read_bytes())
     options = ["--checkpoint", str(run), "--part-images", "8", str(images), str(out)]
-    options += ["evaluation.original=true", "data.workers=1"]
+    options += ["evaluation.sizing=original", "data.workers=1"]
     with started(Program(("-m", "distap.cli", "extract", "--ranks", "2", *options)), tmp_path) as job:
         job.wait_until(lambda: len(list((out / "parts").glob("*.npz"))) >= 4, seconds=120)
         os.kill(job.process.pid, signal.SIGTERM)

@@ -1,7 +1,6 @@
 from pathlib import Path
 
 import pytest
-import yaml
 
 from benchmarks.metric_learning import MetricLearning
 from distap.config.reading import RECIPES, load_recipe, recipe_from
@@ -125,12 +124,6 @@ def test_a_mistake_in_a_file_is_told_with_its_line_and_one_of_an_override_withou
 
 def test_an_override_of_one_way_to_say_a_thing_replaces_the_others(recipe):
     assert load_recipe(recipe, ["epochs=2"]).steps is None
-    sized = {"resize": 40, "crop": 36}
-    assert load_recipe(recipe, [{"evaluation": sized}]).evaluation.sizing(32) == "resize 40 crop 36"
-    settings = yaml.safe_load(recipe.read_text()) | {"evaluation": sized}
-    assert load_recipe(settings, ["evaluation.max_side=9"]).evaluation.sizing(32) == "side 9"
-    with pytest.raises(DistapError, match="exclude each other"):
-        load_recipe(settings, ["evaluation.max_side=9", "evaluation.original=true"])
 
 
 def test_a_hash_in_a_value_of_the_command_line_is_no_comment(recipe):

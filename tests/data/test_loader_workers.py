@@ -90,7 +90,8 @@ import os, sys
 from multiprocessing import active_children
 from pathlib import Path
 from distap.data.shards.load_index import load_index
-from distap.data.images.whole_images import SizedImages, Sizing, sized_chunks
+from distap.data.images.whole_images import SizedImages, sized_chunks
+from distap.data.sizing import Sizing
 from distap.data.loading.indexed import Reader
 
 folder = Path(sys.argv[1])

@@ -7,7 +7,7 @@ from torchvision.transforms import v2
 from benchmarks.photos import jpeg, photo
 from distap.data.images.augmentation import CropFlipColour, TorchvisionSteps, seeded
 from distap.data.images.decoding import EncodedImage
-from distap.data.images.whole_images import Sizing
+from distap.data.sizing import Sizing
 from distap.errors import DistapError
 from distap.registry import build_part
 

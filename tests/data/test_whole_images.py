@@ -11,9 +11,10 @@ from torchvision.transforms import v2
 from benchmarks.photos import photo
 from distap.data.images.decoding import DamagedImageError, EncodedImage, image_size
 from distap.data.images.image_sets import open_images
-from distap.data.images.whole_images import SizedImages, Sizing, batches_of_one_shape, sized_chunks
+from distap.data.images.whole_images import SizedImages, batches_of_one_shape, sized_chunks
 from distap.data.shards.indexing import index_shards
 from distap.data.shards.packing import pack
+from distap.data.sizing import Sizing
 from distap.errors import DistapError
 
 ORIENTATION = 0x0112

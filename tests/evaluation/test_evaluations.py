@@ -21,7 +21,6 @@ from small_trainings import recipe, train
 import benchmarks.photos
 from distap.data.converters.converting import DATASETS, convert
 from distap.data.images.decoding import EncodedImage
-from distap.data.images.whole_images import Sizing
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.packing import pack
 from distap.errors import DistapError
@@ -50,7 +49,7 @@ def converted(tmp_path_factory) -> Path:
 def describing(folder, shards, world=None, sizing="original", **settings):
     configuration = recipe(folder / "run", shards)
     world = world or World()
-    return describing_of(configuration, network_of(configuration, world), world, Sizing.parse(sizing), **settings)
+    return describing_of(configuration, network_of(configuration, world), world, sizing, **settings)
 
 
 def ranking(similarities: list[float], positives: set[int], junk: set[int]) -> list[bool]:
@@ -220,19 +219,11 @@ def test_descriptors_are_found_again_and_distractors_lower_figures(converted, tr
         opened.describe(describing(tmp_path, training_shards, sizing="side 8", kept_in=tmp_path / "kept"))
 
 
-@pytest.mark.parametrize(
-    ("resize", "asked", "sizing"),
-    [
-        (40, "evaluation.resize=40", "resize 40 crop 36"),
-        ([40, 48], "evaluation.resize=[40, 48]", "resize 40x48 crop 36"),
-    ],
-)
-def test_a_trained_network_remembers_how_it_was_evaluated(
-    training_shards, tmp_path, monkeypatch, resize, asked, sizing
-):
+@pytest.mark.parametrize("sizing", ["resize 40 crop 36", "resize 40x48 crop 36"])
+def test_a_trained_network_remembers_how_it_was_evaluated(training_shards, tmp_path, monkeypatch, sizing):
     own, run = str(training_shards[1]), tmp_path / "run"
-    also = {"same": {"data": own}, "square": {"data": own, "crop": 32, "scales": [1.0]}}
-    settings = {"resize": resize, "crop": 36, "scales": [1.0, 0.75], "every": 1, "also": also, "recall_at": [1, 3]}
+    also = {"same": {"data": own}, "square": {"data": own, "sizing": "crop 32", "scales": [1.0]}}
+    settings = {"sizing": sizing, "scales": [1.0, 0.75], "every": 1, "also": also, "recall_at": [1, 3]}
     settings |= {"antialias": False}
     train(World(), run, training_shards, steps=1, data__validation=own, evaluation=settings)
     last = [entry for entry in read_run_log(run) if "validation" in entry][-1]
@@ -244,14 +235,13 @@ def test_a_trained_network_remembers_how_it_was_evaluated(
     figures = {}
     for name, options in {
         "remembered": [],
-        "asked for": [asked, "evaluation.scales=[1,0.75]"],
-        "by override": ["evaluation.resize=null", "evaluation.crop=32", "evaluation.scales=[1]"],
+        "asked for": [f"evaluation.sizing={sizing}", "evaluation.scales=[1,0.75]"],
+        "by override": ["evaluation.sizing=null", "evaluation.scales=[1]"],
     }.items():
         assert distap(monkeypatch, "eval", "--checkpoint", run, *options, "--output", tmp_path / name) == 0
         figures[name] = read_evaluation(tmp_path / name).figures
     assert figures["remembered"] == figures["asked for"] == pytest.approx(last["validation"])
     assert figures["by override"] == pytest.approx(last["also"]["square"])
-    assert distap(monkeypatch, "eval", "--checkpoint", run, "evaluation.max_side=40", "evaluation.original=true") == 2
     assert distap(monkeypatch, "extract", own, tmp_path / "descriptors", "--checkpoint", run) == 0
     assert read_descriptors(tmp_path / "descriptors").described_by.sizing == sizing
     assert distap(monkeypatch, "export", run, tmp_path / "export", "--format=safetensors") == 0
@@ -265,13 +255,10 @@ def test_a_trained_network_remembers_how_it_was_evaluated(
     assert torch.equal(names["pixels"](tmp_path / "photo.png")[0], found.sizing(image))
 
 
-def test_ways_of_taking_images_exclude_each_other(training_shards, tmp_path):
-    for wrong in ({"crop": 224, "original": True}, {"resize": 256, "max_side": 800}, {"scales": []}):
-        with pytest.raises(DistapError, match=r"exclude each other|at least 1 item"):
+def test_a_wrong_way_of_taking_images_is_refused_when_the_recipe_is_read(training_shards, tmp_path):
+    for wrong in ({"sizing": "crop"}, {"sizing": "resize 24 crop 32"}, {"scales": []}):
+        with pytest.raises(DistapError, match=r"evaluation\.sizing: .*M of N or more|at least 1 item"):
             recipe(tmp_path, training_shards, evaluation=wrong)
-    configuration = recipe(tmp_path, training_shards, evaluation={"resize": 24})  # below data.image_size
-    with pytest.raises(DistapError, match=r"sizing `resize 24 crop 32`: .*M of N or more"):
-        describing_of(configuration, network_of(configuration, World()), World())
 
 
 def test_several_sets_are_evaluated_in_one_call(converted, training_shards, tmp_path, monkeypatch):
@@ -279,7 +266,7 @@ def test_several_sets_are_evaluated_in_one_call(converted, training_shards, tmp_
     (tmp_path / "recipe.yaml").write_text(json.dumps(configuration.model_dump(mode="json")))
     sets = [f"--data=oxford={converted / 'roxford5k'}", f"--data=own={training_shards[1]}"]
     expanded = "--query-expansion=2"
-    options = [expanded, "evaluation.original=true", f"--output={tmp_path / 'out'}"]
+    options = [expanded, "evaluation.sizing=original", f"--output={tmp_path / 'out'}"]
     configured = ["eval", tmp_path / "recipe.yaml"]
     assert distap(monkeypatch, *configured, *sets[:1], *options, f"--descriptors={tmp_path / 'kept'}") == 0
     assert distap(monkeypatch, *configured, *sets, expanded, f"--output={tmp_path / 'both'}") == 0
@@ -319,7 +306,7 @@ def test_a_folder_of_photographs_is_evaluated_by_a_truth_of_a_few_lines(
             "queries": [{"name": "mug.png", "positives": ["mug-again.png"], "junk": ["mug-behind.png"]},
                         {"name": "pen.png", "positives": ["pen-again.png"], "part": "pens"}]}"""
     )
-    configured = ["eval", tmp_path / "recipe.yaml", f"--data={tmp_path / 'photos'}", "evaluation.original=true"]
+    configured = ["eval", tmp_path / "recipe.yaml", f"--data={tmp_path / 'photos'}", "evaluation.sizing=original"]
     assert distap(monkeypatch, *configured, f"--truth={tmp_path / 'truth.json'}", "--json") == 0
     figures = json.loads(capsys.readouterr().out)["sets"]["photos"]["plain"]
     how = describing(tmp_path, training_shards)

@@ -12,9 +12,9 @@ from ranks import on_ranks
 from benchmarks.photos import photo
 from distap.data.images.decoding import DamagedImageError
 from distap.data.images.image_sets import open_images
-from distap.data.images.whole_images import Sizing
 from distap.data.loading.indexed import Reader
 from distap.data.shards.packing import pack
+from distap.data.sizing import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction import extracted_folder, extracting
 from distap.evaluation.extraction.extracting import BrokenOffError, Describing, Extraction, extract_descriptors

@@ -7,7 +7,7 @@ from extractions import describer, extract, network, one_by_one, write_photos
 from torch.nn.functional import normalize
 
 from distap.data.images.decoding import DamagedImageError
-from distap.data.images.whole_images import Sizing
+from distap.data.sizing import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber, describer_like
 from distap.retrieval.descriptor_files import DescriptorSet, read_descriptors

@@ -10,7 +10,7 @@ from PIL import Image
 
 from benchmarks.photos import photo
 from distap.data.images.image_sets import open_images
-from distap.data.images.whole_images import Sizing
+from distap.data.sizing import Sizing
 from distap.evaluation.extraction.extracted_folder import extract_to_folder
 from distap.evaluation.extraction.extracting import Describing, Extraction
 from distap.evaluation.extraction.image_describer import ImageDescriber

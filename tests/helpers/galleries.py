@@ -10,8 +10,8 @@ from PIL import Image
 from small_trainings import recipe
 
 from distap.data.images.image_sets import open_images
-from distap.data.images.whole_images import Sizing
 from distap.data.shards.packing import pack
+from distap.data.sizing import Sizing
 from distap.evaluation.extraction.extracted_folder import extract_to_folder
 from distap.evaluation.extraction.extracting import Describing, Extraction
 from distap.evaluation.extraction.image_describer import ImageDescriber

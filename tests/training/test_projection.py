@@ -12,7 +12,7 @@ from distap.trainer import Trainer
 from distap.training.build import images_of
 from distap.world import World
 
-MODEL = {"backbone": "test_resnet", "weights": "random", "projection": {"dimensions": 8, "start": "whitening"}}
+MODEL = {"backbone": "test_resnet", "weights": "random", "projection": 8, "whitening": 10_000}
 
 
 def begun(world, run, shards, **changes):
@@ -57,6 +57,6 @@ def test_a_run_that_goes_on_keeps_what_it_has_learned(tmp_path, training_shards)
 
 
 def test_too_few_images_for_so_many_dimensions_are_named(tmp_path, training_shards):
-    model = {**MODEL, "projection": {"dimensions": 500, "start": "whitening", "images": 30}}
+    model = {**MODEL, "projection": 500, "whitening": 30}
     with pytest.raises(DistapError, match=r"projection: 50 images of 96 features .* at most 49 dimensions, not 500"):
         Trainer(recipe(tmp_path, training_shards, model=model), World(), only_check=True)

@@ -28,13 +28,12 @@ def made_small(name: str) -> list[str]:
     changes = ["precision=float32", "data.image_size=32", "data.workers=0", "replay.size=1", "checkpoint.every=1"]
     changes += ["model.weights=random", f"model.backbone={'test_vit' if is_transformer else 'test_resnet'}"]
     changes += ["sampling.batch_size=4"] if "batch_size" in sampling else ["sampling.classes=2", "sampling.images=2"]
-    if isinstance(model.get("projection"), dict):
-        changes.append("model.projection.dimensions=2")  # fewer than there are images to whiten
+    if "whitening" in model:
+        changes.append("model.projection=2")  # fewer than there are images to whiten
     if "every" in evaluation:
         changes.append("evaluation.every=1")
-    if "resize" in evaluation:
-        resize = [36, 36] if isinstance(evaluation["resize"], list) else 36
-        changes += [f"evaluation.resize={resize}", "evaluation.crop=32"]
+    if "resize" in evaluation.get("sizing", ""):
+        changes += [f"evaluation.sizing=resize {'36x36' if 'x' in evaluation['sizing'] else 36} crop 32"]
     if name == "gldv2":
         changes += ["data.augmentation.steps=[{Resize: [32, 32]}, RandomHorizontalFlip]"]
     return changes

@@ -14,7 +14,7 @@ from torch import nn
 from torchvision.datasets import ImageFolder
 
 import distap
-from distap.data.images.whole_images import Sizing
+from distap.data.sizing import Sizing
 from distap.errors import RESTART, DistapError
 from distap.ranking.losses.smooth import SmoothAP
 from distap.telemetry.runlog import read_run_log

@@ -11,7 +11,6 @@ from distap.apps.export import checking
 from distap.apps.export.card import Exported, Origin, model_card, origin_of
 from distap.apps.export.formats import exportable, missing_for_onnx, program_of, save_onnx, save_program
 from distap.checkpoint.finding import opened_checkpoint
-from distap.data.images.whole_images import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.multiscale import required_size
@@ -70,9 +69,7 @@ def export_to_folder(
         # Take this checkpoint's own path, since a training may write a newer one meanwhile.
         recipe, network = trained_network(found.path, World(), overrides=overrides)
         origin = origin_of(found, recipe)
-    sizing = Sizing.parse(recipe.evaluation.sizing(recipe.data.image_size))
-    if sizing.kind != "crop" and not dynamic_size:
-        sizing = Sizing("crop", recipe.data.image_size)
+    sizing = recipe.sizing if dynamic_size or "crop" in recipe.sizing else f"crop {recipe.data.image_size}"
     if dynamic_size and (required := required_size(network)) is not None:
         name = recipe.model.architecture
         raise DistapError(f"--dynamic-size: {name} takes images of {required[1]} x {required[0]} pixels only")

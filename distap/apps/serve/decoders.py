@@ -22,7 +22,7 @@ from torch import Tensor
 from distap.apps.serve.uploads import RefusedError, refused_image
 from distap.data.images.decoding import DamagedImageError, EncodedImage, OutOfMemoryError, image_file
 from distap.data.images.formats import readable_formats
-from distap.data.images.whole_images import Sizing
+from distap.data.sizing import Sizing
 
 OUT_OF_MEMORY = re.compile("memory|could not create decoder", re.IGNORECASE)  # as libraries say it
 CONTEXT = multiprocessing.get_context("forkserver")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 
-from distap.data.images.cropping import Box, Shape
+from distap.data.images.cropping import Box, Shape, central_box
 from distap.errors import DistapError
 from distap.registry import suggestion
 
@@ -162,13 +162,6 @@ class Blank:
 
     def crop(self, box: Box, shape: Shape, scaled: bool) -> Tensor:
         return torch.zeros(3, *shape, dtype=torch.uint8)
-
-
-def central_box(width: int, height: int) -> Box:
-    """Return the largest square in the middle of an image."""
-    side = min(width, height)
-    left, top = (width - side) // 2, (height - side) // 2
-    return left, top, left + side, top + side
 
 
 def _centre(shape: Shape, width: int, height: int) -> tuple[Box, Shape]:

@@ -7,6 +7,13 @@ Shape = tuple[int, int]  # height and width, pixels
 Turns = tuple[bool, bool, bool]  # whether EXIF mirrors the stored image left to right, top to bottom, transposes it
 
 
+def central_box(width: int, height: int) -> Box:
+    """Return the largest square in the middle of an image."""
+    side = min(width, height)
+    left, top = (width - side) // 2, (height - side) // 2
+    return left, top, left + side, top + side
+
+
 def reduction(box: Box, shape: Shape) -> int:
     """Return the greatest factor by which libjpeg may shrink a box that must stay as large as `shape`, or 1."""
     height, width = shape

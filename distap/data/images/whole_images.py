@@ -2,106 +2,30 @@
 
 import io
 import logging
-import re
 import threading
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
-from torchvision.transforms.v2 import functional as F
 
-from distap.data.images.augmentation import central_box
 from distap.data.images.cropping import Box, Shape
-from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage
+from distap.data.images.decoding import DamagedImageError, EncodedImage
 from distap.data.shards.parallel import handed_over
+from distap.data.sizing import Sizing
 from distap.errors import DistapError
 
 PREFETCH = 2  # chunks that each worker reads ahead
 HELD = 4  # batches whose pixels may wait for others of their shape, all shapes together
-SIZINGS = re.compile(
-    r"(?:resize (?P<resize>[0-9]+(?:x[0-9]+)?) )?(?:(?P<kind>crop|side) (?P<pixels>[0-9]+)|original)"
-)
-EXPECTED = (
-    "expected `crop N`, `side N` or `original`, N pixels, or `resize M crop N` or `resize HxW crop N` with M of N or "
-    "more, and so H and W"
-)
 QUALITY = 82  # of a thumbnail, from 1 to 95
 KEPT = 1024  # thumbnails in memory, of about 10 kB each
 logger = logging.getLogger("distap")
-
-
-@dataclass(frozen=True)
-class Sizing:
-    """How to scale an image; `str` and `parse` convert it to text and back.
-
-    `crop` takes the central square at `pixels` by `pixels`: the largest one, or with `resize` the one that is left of
-    the image once its shorter side is scaled to `resize` pixels, or all of it to a height and width. `side` takes the
-    whole image, scaled down so that its longer side is `pixels` at most; `original` the whole image as it is, and has
-    no `pixels`.
-    """
-
-    kind: Literal["crop", "side", "original"]
-    pixels: int | None = None
-    resize: tuple[int, ...] = ()  # pixels of the shorter side, or height and width
-
-    def __post_init__(self) -> None:
-        fits = not self.resize or (self.kind == "crop" and min(self.resize) >= (self.pixels or 0))
-        wanted = self.kind != "original"
-        if not fits or wanted != (self.pixels is not None) or (self.pixels is not None and self.pixels < 1):
-            raise DistapError(f"sizing `{self}`: {EXPECTED}")
-
-    def __str__(self) -> str:
-        resize = f"resize {'x'.join(map(str, self.resize))} " if self.resize else ""
-        return resize + (self.kind if self.pixels is None else f"{self.kind} {self.pixels}")
-
-    @classmethod
-    def parse(cls, text: str) -> "Sizing":
-        found = SIZINGS.fullmatch(text)
-        if found is None:
-            raise DistapError(f"sizing {text!r}: {EXPECTED}")
-        pixels = None if found["pixels"] is None else int(found["pixels"])
-        resize = tuple(map(int, found["resize"].split("x"))) if found["resize"] else ()
-        return cls(found["kind"] or "original", pixels, resize)  # type: ignore[arg-type]
-
-    def shape(self, width: int, height: int) -> Shape:
-        """Return the height and width to scale an image, or a box of one, to."""
-        if self.kind == "original":
-            return height, width
-        assert self.pixels is not None
-        if self.kind == "crop":
-            return self.pixels, self.pixels
-        scale = min(self.pixels / max(width, height), 1.0)
-        return max(round(height * scale), 1), max(round(width * scale), 1)
-
-    def __call__(self, image: EncodedImage, box: Box | None = None, scaled: bool = True) -> Tensor:
-        """Scale an image, or a part in a box, to (3, height, width) uint8; see `EncodedImage` for the errors.
-
-        `scaled` allows decoding JPEG at reduced scale, except with `resize`: its pixels are, bit for bit, those of
-        torchvision's Resize(resize) and CenterCrop(pixels) on the image as a uint8 tensor.
-        """
-        width, height = image.size
-        left, top, right, bottom = box or (0, 0, width, height)
-        left, top, right, bottom = max(left, 0), max(top, 0), min(right, width), min(bottom, height)
-        if left >= right or top >= bottom:
-            raise DamagedImageError("missing_field", f"nothing of its {width} x {height} pixels is in the box {box}")
-        if self.resize and self.pixels is not None:
-            shape = bottom - top, right - left
-            if len(self.resize) == 1 and self.resize[0] ** 2 * max(shape) > MAX_PIXELS * min(shape):
-                raise DamagedImageError("too_large", f"too narrow for `{self}`: {shape[1]} x {shape[0]} pixels")
-            whole = F.resize(image.crop((left, top, right, bottom), shape, False), [*self.resize], antialias=True)
-            return F.center_crop(whole, [self.pixels]).contiguous()
-        shape = self.shape(right - left, bottom - top)
-        if self.kind == "crop":
-            inner = central_box(right - left, bottom - top)
-            left, top, right, bottom = left + inner[0], top + inner[1], left + inner[2], top + inner[3]
-        return image.crop((left, top, right, bottom), shape, scaled)
 
 
 class EncodedImages(Protocol):

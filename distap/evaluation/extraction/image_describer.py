@@ -11,7 +11,8 @@ from torch import Tensor
 
 from distap.config.recipe import PrecisionName
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage
-from distap.data.images.whole_images import Sizing, batches_of_one_shape
+from distap.data.images.whole_images import batches_of_one_shape
+from distap.data.sizing import Sizing
 from distap.errors import DistapError
 from distap.model.multiscale import MultiScaleNetwork, required_size
 from distap.model.network import RetrievalNetwork, fingerprint
@@ -113,7 +114,7 @@ class ImageDescriber:
             if is_out_of_memory(error):
                 raise TooLittleMemoryError(
                     f"{count} images of {width} x {height} at scales {list(self.network.scales)} take more memory "
-                    f"than {self.device} has: set evaluation.batch_size or evaluation.max_side lower"
+                    f"than {self.device} has: set evaluation.batch_size lower, or evaluation.sizing to `side N`"
                 ) from error
             if min(height, width) * min(1.0, *self.network.scales) < SAFE_SIDE:
                 message = f"{width} x {height} pixels are too few for the network"
