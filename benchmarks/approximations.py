@@ -25,7 +25,7 @@ from distap.model.network import RetrievalNetwork
 from distap.multistage import Multistage
 from distap.ranking.loss import build_loss
 from distap.ranking.rank import rank
-from distap.stages.precision import computing_in
+from distap.stages.replica import computing_in
 from distap.stopwatch import Stopwatch
 from distap.telemetry.terminal import track
 from distap.training.build import images_of, network_of

@@ -28,8 +28,7 @@ from distap.model.network import RetrievalNetwork, build_network
 from distap.model.pooling import GeMPooling
 from distap.ranking.loss import Loss
 from distap.stages.micro_batches import Batch, MicroBatchSizes, Rows, cut
-from distap.stages.precision import autocast, computing_in
-from distap.stages.replica import Replica
+from distap.stages.replica import Replica, autocast, computing_in
 from distap.stages.step import ThreeStages
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import parse_source

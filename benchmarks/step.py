@@ -37,7 +37,7 @@ from distap.errors import DistapError
 from distap.model.folding import fold_batchnorm
 from distap.model.network import RetrievalNetwork
 from distap.ranking.losses.quantized import QuantizedAP
-from distap.stages.precision import autocast
+from distap.stages.replica import autocast
 from distap.stages.sizes import free_memory
 from distap.world import World
 

@@ -6,7 +6,7 @@
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -24,10 +24,10 @@ from distap.ranking.memory import CrossBatchMemory
 from distap.stopwatch import Stopwatch
 from distap.storage.remotes import UnreachableError
 from distap.telemetry.endpoint import Endpoint
-from distap.telemetry.logs import at_step
+from distap.telemetry.logs import origin
 from distap.telemetry.runlog import NOT_FINITE_LOG
 from distap.telemetry.terminal import set_up_run_logging
-from distap.telemetry.tracing import Tracer
+from distap.telemetry.tracing import traced
 from distap.training.build import (
     evaluations_of,
     fitting_of,
@@ -36,7 +36,6 @@ from distap.training.build import (
     loss_of,
     step_of,
 )
-from distap.training.learner import StepResult
 from distap.training.projection import whiten_projection
 from distap.training.run_report import RunReport, logger
 from distap.training.run_state import RunState, is_begun
@@ -83,7 +82,6 @@ class Trainer:
         self.recipe, self.world = recipe, world
         self.endpoint, self._began = endpoint or Endpoint(world.rank), time.perf_counter()
         self.endpoint.watchdog = world.watchdog
-        self.tracer = Tracer(recipe.run / TRACES, world.rank)
         # The report comes first, so that metrics show a start that takes long or fails again and again.
         self.report = RunReport(recipe, world, recipe.sampling.size, self.endpoint)
         self.stopwatch = Stopwatch(world.device)
@@ -108,13 +106,14 @@ class Trainer:
         self.state = RunState(recipe, world, self.images, self.learner, memory, loss_learner)
         self.done = 0  # steps that have led to the present parameters
         self.not_finite = 0  # steps in a row whose loss or gradient was not finite
+        self.trace_asked = False  # on this rank
 
     def train(self) -> int:
         """Train from the newest checkpoint, if any, to the last step, and return FINISHED.
 
         If a rank is asked to stop, write a checkpoint and return RESTART.
         """
-        with self.state.leased(), StopRequest(self.recipe.stop.grace_seconds, self.tracer.ask) as stop:
+        with self.state.leased(), StopRequest(self.recipe.stop.grace_seconds, self.ask_for_trace) as stop:
             self.done = self.state.resume()
             if self.is_begun and self.done == 0:
                 raise DistapError(
@@ -137,21 +136,23 @@ class Trainer:
                 return self._train(stop)
 
     def _train(self, stop: StopRequest) -> int:
-        lap, first, stopping = time.perf_counter(), self.done, False
-        steps = self.length.steps
+        lap, first, stopping, tracing = time.perf_counter(), self.done, False, False
+        steps, folder = self.length.steps, self.recipe.run / TRACES
         for share in self.images.shares(range(self.done, steps)):
-            at_step(share.step + 1)
+            origin.step = share.step + 1
             self.learner.held = ("backbone",) if share.step < self.length.head_only else ()
-            result = self.step(share, self.length.rate(share.step))
+            with traced(folder, self.world.rank, share.step + 1) if tracing else nullcontext():
+                result = self.step(share, self.length.rate(share.step))
             self.done = share.step + 1
-            stopping, traced = self._agree_on_requests(share, stop, images=(self.done - first) * self.images.size)
+            stopping, tracing = self._agree_on_requests(share, stop, images=(self.done - first) * self.images.size)
             # Only a step shows what optimiser and activations take, and so what is left for kept graphs.
             if self.done == first + 1:
                 self._after_first_step()
             self.report.step(self.done, share, result, self.stopwatch, time.perf_counter() - lap)
-            self.report.checkpoint(self.state.writer.poll())
-            self.tracer.step_done(self.done)
-            self._count_not_finite(share, result)
+            self._report_checkpoints()
+            self.not_finite = 0 if result.skipped is None else self.not_finite + 1
+            if result.skipped is not None:
+                self._tell_not_finite(share, result.skipped)
             score = None
             if self._owes_evaluation() and not stopping:
                 score = self.evaluate(stop)
@@ -160,14 +161,16 @@ class Trainer:
                 self._save(score=None)
                 break
             self._save_if_due(score)
-            if traced and self.done < steps:
-                self.tracer.begin(self.done + 1)
             lap = time.perf_counter()  # an evaluation and a checkpoint do not count for the next step
         self._finish_checkpoint()
         if stopping and (self.done < steps or self._owes_evaluation()):
             logger.warning("stopped after step %d of %d, with a checkpoint", self.done, steps)
             return RESTART
         return FINISHED
+
+    def ask_for_trace(self) -> None:
+        """Request a trace of the next step, from any thread; the ranks then agree on it."""
+        self.trace_asked = True
 
     def _owes_evaluation(self) -> bool:
         return bool(self.evaluations) and self.length.is_due(self.recipe.evaluation, self.done)
@@ -185,12 +188,18 @@ class Trainer:
         # lost lease. So all ranks act after the same step, or raise together. Returns whether any was asked to stop,
         # and whether any was asked to trace.
         self.report.reading(self.done, share)
-        mine = [len(share.failures), stop.requested, self.tracer.asked(), self.state.lease.problem != ""]
-        damaged, stopping, traced, lost = self.world.sum(torch.tensor(mine, device=self.world.device)).tolist()
+        asked, self.trace_asked = self.trace_asked, False
+        mine = [len(share.failures), stop.requested, asked, self.state.lease.problem != ""]
+        damaged, stopping, tracing, lost = self.world.sum(torch.tensor(mine, device=self.world.device)).tolist()
         if lost:
             raise DistapError(
                 self.state.lease.problem or "another training has taken this run over; rank 0 says which one"
             )
+        if damaged:
+            self._count_damaged(damaged, images)
+        return bool(stopping), bool(tracing)
+
+    def _count_damaged(self, damaged: int, images: int) -> None:
         self.report.skipped_images += damaged
         data = self.recipe.data
         for key, count, of, limit in (
@@ -202,23 +211,18 @@ class Trainer:
                     f"{data.train}: {count} of {of} images are damaged, more than {key} ({limit}) allows; "
                     "this rank met " + (", ".join(sorted(self.report.damaged)[:10]) or "none of them")
                 )
-        return bool(stopping), bool(traced)
 
-    def _count_not_finite(self, share: ShareOfBatch, result: StepResult) -> None:
+    def _tell_not_finite(self, share: ShareOfBatch, what: str) -> None:
         # One such step may be bad luck and is not applied; many in a row will not end by themselves. The images are
         # written down in the order of slots, so that the step can be looked into.
-        if result.skipped is None:
-            self.not_finite = 0
-            return
-        self.not_finite += 1
         read = [name if present else "" for name, present in zip(share.names, share.present.tolist(), strict=True)]
         by_slot = zip_longest(*self.world.gather_values(read))
         keys = [name for names in by_slot for name in names if name]
-        self.report.not_finite(self.done, result.skipped, keys)
+        self.report.not_finite(self.done, what, keys)
         if self.not_finite >= self.recipe.step.max_not_finite:
             self.state.send_beside()
             raise DistapError(
-                f"step {self.done}: the {result.skipped} was not finite in {self.not_finite} steps in a row "
+                f"step {self.done}: the {what} was not finite in {self.not_finite} steps in a row "
                 f"(step.max_not_finite); their images are listed in {self.recipe.run / NOT_FINITE_LOG}. "
                 f"Usual causes: {CAUSES}"
             )
@@ -247,19 +251,24 @@ class Trainer:
 
     def _save_if_due(self, score: float | None) -> None:
         if score is not None:  # what counts as the best is written: the ranks must agree on that
-            self.report.checkpoint(self.state.writer.wait())
-        if self.length.is_due(self.recipe.checkpoint, self.done) or self.state.is_best(score):
+            self.state.writer.wait()
+        is_best = score is not None and score > self.state.writer.best
+        if self.length.is_due(self.recipe.checkpoint, self.done) or is_best:
             self._save(score)
 
     def _save(self, score: float | None) -> None:
         self.world.note(f"checkpoint after step {self.done}")
         self._average_statistics()
-        self.report.checkpoint(self.state.save(self.done, score))
+        self.state.save(self.done, score)
+
+    def _report_checkpoints(self) -> None:
+        while self.state.writer.outcomes:
+            self.report.checkpoint(self.state.writer.outcomes.popleft())
 
     def _finish_checkpoint(self) -> None:
         """Wait for the last checkpoint, without which the run is not complete."""
         written = self.state.writer.wait()
-        self.report.checkpoint(written)
+        self._report_checkpoints()
         if written is not None and written.error is not None:
             kind = UnreachableError if written.may_pass else DistapError
             raise kind(f"{written.where}: the last checkpoint cannot be written: {written.error}")

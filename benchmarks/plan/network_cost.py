@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from distap.config.recipe import Recipe
 from distap.model.backbone import RandomWeights
-from distap.stages.precision import autocast
+from distap.stages.replica import autocast
 from distap.stages.sizes import SavedBytes
 from distap.training.build import network_of
 from distap.world import World

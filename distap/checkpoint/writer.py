@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
@@ -63,6 +64,7 @@ class CheckpointWriter:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_seconds))
         self._ranks = replace(self.world, device=CPU, group=group, watchdog=None)
         self._writing: Future[Written] | None = None
+        self.outcomes: deque[Written] = deque()  # for the caller to take and report
         self.best = float("-inf")  # highest validation mAP of a checkpoint that is there
 
     def save(
@@ -72,14 +74,14 @@ class CheckpointWriter:
         state: dict[str, Any],
         about: dict[str, Any],
         score: float | None = None,
-    ) -> Written | None:
-        """Wait for the last checkpoint and return its outcome, then copy the state and start to write it.
+    ) -> None:
+        """Wait for the last checkpoint, then copy the state and start to write it.
 
         Tensors of one name are written once. The `state`, which JSON can hold, and the parts of the `Manifest` are
         the same on every rank.
         """
         started = time.perf_counter()
-        before = self.wait()
+        self.wait()
         # One copy for each name, even if two names share a tensor, so that training may change it. Safetensors takes
         # contiguous ones only, and the weights of convolutions may be channels-last.
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
@@ -87,29 +89,23 @@ class CheckpointWriter:
         manifest = Manifest(step, self.world.size, {}, about, score)
         # A daemon, since a collective that hangs must not keep a failed rank from ending.
         self._writing = in_daemon(lambda: self._run(manifest, copies, state, blocked), "distap-checkpoint")
-        return before
-
-    def poll(self) -> Written | None:
-        """Return the outcome of the last checkpoint once, when its writing has ended; otherwise None."""
-        if self._writing is None or not self._writing.done():
-            return None
-        written, self._writing = self._writing.result(), None
-        return written
 
     def wait(self) -> Written | None:
-        """Wait until the last checkpoint is written and return its outcome, as `poll` does.
+        """Wait until the last checkpoint is written and return its outcome; None if there is none.
 
         Raises:
             UnreachableError: the checkpoint is not written in time.
         """
         with self.world.collective("writing of the checkpoint"):
+            if self._writing is None:
+                return None
             limit = WAIT_SHARE * self.timeout_seconds
-            if wait([self._writing] if self._writing else [], limit).not_done:
+            if wait([self._writing], limit).not_done:
                 hangs = f"training has waited {limit:g} s for a checkpoint (timeout_seconds {self.timeout_seconds:g})"
                 base = self.checkpoints.storage.base
                 raise UnreachableError(f"{base}: {hangs}: the disk, the network or a rank hangs or is slow")
-            written = self.poll()
-            if written is not None and written.lost_rank is not None:
+            written = self._writing.result()
+            if written.lost_rank is not None:
                 raise written.lost_rank
         return written
 
@@ -122,7 +118,7 @@ class CheckpointWriter:
             outcome["bytes"] = self._write(manifest, tensors, state)
             if manifest.score is not None:
                 self.best = max(self.best, manifest.score)
-        except Exception as error:  # training goes on after any error, and poll tells of it
+        except Exception as error:  # training goes on after any error, which the outcome tells
             outcome = {"error": str(error) or type(error).__name__, "may_pass": isinstance(error, UnreachableError)}
             if self.world.size > 1 and is_of_the_network(error):
                 outcome["lost_rank"] = error
@@ -137,7 +133,9 @@ class CheckpointWriter:
                 outcome["error"] += f" (it takes {needed:,.1f} MB; the disk has room for {free})"
         seconds = time.perf_counter() - started
         where = self.checkpoints.where(f"step-{manifest.step:08d}")
-        return Written(manifest.step, where, seconds, blocked_seconds, **outcome)
+        written = Written(manifest.step, where, seconds, blocked_seconds, **outcome)
+        self.outcomes.append(written)
+        return written
 
     def _write(self, manifest: Manifest, tensors: dict[str, Tensor], state: dict[str, Any]) -> int:
         """Write the files of all ranks, then the manifest; return the size in bytes. All ranks fail, or none."""

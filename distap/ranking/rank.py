@@ -144,7 +144,8 @@ def rank_descriptors(
     images are of one class, every rank raises a DistapError.
     """
     batch = len(gathered.images)
-    refuse_crossing(gathered.gallery_levels)
+    if gathered.gallery_levels.shape[1] > 1:
+        refuse_crossing(gathered.gallery_levels)
     queries = int((gathered.class_sizes[:batch, loss.query_level] > 1).sum()) if loss.needs_positives else batch
     # Every rank finds this out for itself: the others would wait if rank 0 alone did.
     if not queries:

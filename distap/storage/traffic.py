@@ -1,15 +1,13 @@
 """Count bytes and retries of reading, for the metrics."""
 
 import os
+from operator import add
 from typing import NamedTuple
 
 
 class Traffic(NamedTuple):
     read_bytes: int = 0
     retries: int = 0
-
-    def plus(self, other: "Traffic") -> "Traffic":
-        return Traffic(*(mine + others for mine, others in zip(self, other, strict=True)))
 
 
 class Meter:
@@ -22,7 +20,7 @@ class Meter:
         return Meter, ()
 
     def add(self, traffic: Traffic) -> None:
-        self._total = self.take().plus(traffic)
+        self._total = Traffic(*map(add, self.take(), traffic))
 
     def take(self) -> Traffic:
         """Return the counts since the last call."""

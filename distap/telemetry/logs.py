@@ -34,10 +34,10 @@ class LogOrigin:
     run: str = ""
     rank: int | None = None
     step: int | None = None
-    form: LogFormat | None = None  # None: this process logs no lines
+    form: LogFormat | None = None  # None: messages are text at a terminal, not log lines
 
 
-origin = LogOrigin()
+origin = LogOrigin()  # of this process; the training sets `step`, counted from 1
 
 
 def log_lines(form: LogFormat, run: str, rank: int | None) -> None:
@@ -55,16 +55,6 @@ def log_lines(form: LogFormat, run: str, rank: int | None) -> None:
     logging.captureWarnings(True)
     sys.excepthook = _log_uncaught
     threading.excepthook = lambda arguments: _log_uncaught(*arguments)
-
-
-def is_logging_lines() -> bool:
-    """Tell whether messages become log lines rather than text at a terminal."""
-    return origin.form is not None
-
-
-def at_step(step: int) -> None:
-    """Add the number of this step, counted from 1, to all further log lines."""
-    origin.step = step
 
 
 class _Formatter(logging.Formatter):

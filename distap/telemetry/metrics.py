@@ -86,7 +86,10 @@ class TrainingMetrics(SimpleNamespace):
         # Each request runs in a thread of its own, where CUDA's current GPU is always the first, so name this one.
         gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
         self.device_utilization.set_function(lambda: _utilization(gpu))
+        if gpu is not None:
+            self.device_memory.set_function(lambda: torch.cuda.max_memory_allocated(gpu))
         self.memory_used.set_function(memory_used)
+        self.host_memory.set_function(host_memory_peak)
         self.restarts.set(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
         # Series that exist from the start can be alerted on before their first event.
         for metric, values in (
@@ -113,14 +116,10 @@ class TrainingMetrics(SimpleNamespace):
         self.images_per_second.set(images / seconds["step"])
         for stage in STAGES:
             self.stage_seconds.labels(stage).observe(seconds.get(stage, 0.0))
-        self.skipped_queries.inc(figures["skipped_queries"])
-        for name in figures.keys() - {"skipped_queries"}:
-            getattr(self, name).set(figures[name])
+        for name, figure in figures.items():
+            getattr(self, name).set(figure)
         if skipped:
             self.nonfinite.labels(skipped).inc()
-        self.host_memory.set(host_memory_peak())
-        if torch.cuda.is_available():
-            self.device_memory.set(torch.cuda.max_memory_allocated())
 
 
 def _utilization(gpu: int | None) -> float:

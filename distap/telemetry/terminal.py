@@ -23,7 +23,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from distap.storage.texts import printable
-from distap.telemetry.logs import LogFormat, is_logging_lines, log_lines
+from distap.telemetry.logs import LogFormat, log_lines, origin
 
 T = TypeVar("T")
 TELL_SECONDS = 30.0  # from one line about progress to the next, without a terminal
@@ -73,18 +73,20 @@ def progress(
     Without a text, it shows speed and time left, for which the `done` items of an earlier run do not count.
     """
     started = told = time.monotonic()
-    first, draws = done, console.is_terminal and not is_logging_lines()
+    first, draws, description = done, console.is_terminal and origin.form is None, printable(description)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not shown or not draws) as bar:
-        task = bar.add_task(escape(printable(description)), total=total, completed=done)
+        task = bar.add_task(escape(description), total=total, completed=done)
 
         def show(now: int, text: str = "", **figures: float) -> None:
             nonlocal done, told
             done = now
-            speed = max(done - first, 1e-9) / max(time.monotonic() - started, 1e-9)
-            text = text or f"{speed:,.3g} a second, {timedelta(seconds=round((total - done) / speed))} left"
-            bar.update(task, completed=done, description=escape(printable(f"{description}  {text}")))
-            if shown and not draws and time.monotonic() - told >= seconds:
+            if not text:
+                speed = max(done - first, 1e-9) / max(time.monotonic() - started, 1e-9)
+                text = f"{speed:,.3g} a second, {timedelta(seconds=round((total - done) / speed))} left"
+            if draws:
+                bar.update(task, completed=done, description=escape(f"{description}  {text}"))
+            elif shown and time.monotonic() - told >= seconds:
                 told = time.monotonic()
                 tell(f"{description} {done}/{total}  {text}", **figures)
 
@@ -94,11 +96,11 @@ def progress(
 
 
 def tell(text: str, **figures: float) -> None:
-    """Print a message about progress."""
-    if is_logging_lines():
+    """Print a message about progress, which holds no control characters."""
+    if origin.form is not None:
         logger.info("%s", text, extra={"figures": figures})
     else:
-        console.print(text, markup=False)
+        console.print(Text(text))
 
 
 def figures_table(columns: dict[str, dict[str, float]]) -> Table:
@@ -147,7 +149,7 @@ def print_error(error: Exception) -> None:
     """Print an error for a person, without a traceback; once per host if all ranks met it."""
     if getattr(error, "is_on_all_ranks", False) and os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    if is_logging_lines():
+    if origin.form is not None:
         logger.error("%s", error)
     else:
         console.print(f"error: {error}", markup=False, style="red")

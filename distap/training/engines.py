@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from distap.config.recipe import PrecisionName
 from distap.stages.fsdp import FSDPReplica, make_contiguous, shard
-from distap.stages.precision import computing_in
-from distap.stages.replica import Replica
+from distap.stages.replica import Replica, computing_in
 from distap.training.learner import Learner
 from distap.world import World
 

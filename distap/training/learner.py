@@ -76,7 +76,8 @@ class Learner:
         is_finite = length < float("inf")  # False for NaN as well
         if is_finite:
             self._optimizer.step()
-            self._follow()
+            if self._average:
+                self._follow()
         self.replica.scale = self._scale.update(is_finite)
         self.replica.discard()
         self._optimizer.zero_grad()
@@ -108,13 +109,12 @@ class Learner:
 
     def _follow(self) -> None:
         # An average of each number by itself, so that each rank averages its shards.
-        if pairs := self._pairs():
-            get_ema_multi_avg_fn(self._decay)(*map(list, zip(*pairs, strict=True)), None)
+        get_ema_multi_avg_fn(self._decay)(*map(list, zip(*self._pairs(), strict=True)), None)
 
     @torch.no_grad()
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Return each parameter's average with the parameter, as far as this rank holds them."""
-        present = dict(self.network.named_parameters()) if self._average else {}
+        present = dict(self.network.named_parameters())
         return [(local(mean), local(present[name])) for name, mean in self._average.items()]
 
     def state_dict(self) -> dict[str, Tensor]:

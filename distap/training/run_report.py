@@ -27,7 +27,7 @@ from distap.registry import name_of
 from distap.stopwatch import Stopwatch
 from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.loggers.loggers import LoggedRun, opened_loggers, prepare_loggers
-from distap.telemetry.logs import at_step
+from distap.telemetry.logs import origin
 from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
 from distap.telemetry.runlog import RUN_LOG, append_line, cut_run_log, log_not_finite, log_start
 from distap.telemetry.terminal import progress
@@ -36,6 +36,13 @@ from distap.training.schedule import Length
 from distap.world import DRIVER, World, without_gpu
 
 COLLAPSED, COLLAPSED_STEPS = 1e-5, 5  # mean squared distance of descriptors to their mean, and steps that it lasts
+STEP_FIGURES = (
+    "loss",
+    "learning_rate",
+    "gradient_norm",
+    "spread",
+    "replay_drift",
+)  # of a StepResult and of the metrics
 NAMED = 10  # images of a step whose descriptor is not finite that are named
 RECENT = 20  # steps whose median says how long the others will take
 logger = logging.getLogger("distap")
@@ -100,7 +107,7 @@ class RunReport:
         recipe, is_first = self.recipe, self.world.rank == 0
         self.metrics.step.set(step)
         self.metrics.checkpoint_step.set(step)
-        at_step(step)
+        origin.step = step
         with ExitStack() as stack:
             if is_first:
                 try:
@@ -133,22 +140,16 @@ class RunReport:
         stopwatch.seconds.clear()
         network = parts.pop("network")
         times = {**parts, "other": seconds - sum(parts.values()), "step": seconds, "network": network}
-        figures = {
-            "loss": result.loss,
-            "batch_mAP": 1 - result.loss if getattr(self.recipe.loss, "is_ap", False) else math.nan,
-            "learning_rate": result.learning_rate,
-            "gradient_norm": result.gradient_norm,
-            "spread": result.spread,
-            "replay_drift": result.replay_drift,
-            "replayed_share": result.replayed / self.batch,
-            "kept_share": result.kept / self.batch,
-            "skipped_queries": result.skipped_queries,
-        }
+        figures = {name: getattr(result, name) for name in STEP_FIGURES}
+        figures["batch_mAP"] = 1 - result.loss if getattr(self.recipe.loss, "is_ap", False) else math.nan
+        figures |= {"replayed_share": result.replayed / self.batch, "kept_share": result.kept / self.batch}
         self.metrics.observe_step(step, len(share.samples), times, figures, result.skipped)
+        self.metrics.skipped_queries.inc(result.skipped_queries)
         speed = self.batch / seconds
         self._write(
             step,
             **figures,
+            skipped_queries=result.skipped_queries,
             images=self.batch,
             ranks=self.world.size,
             images_per_second=speed,

@@ -14,7 +14,7 @@ from distap.checkpoint.checkpoints import FOLDER, Checkpoint, Checkpoints
 from distap.checkpoint.finding import newest_checkpoint
 from distap.checkpoint.lease import Lease
 from distap.checkpoint.manifest import DamagedCheckpointError
-from distap.checkpoint.writer import CheckpointWriter, Written
+from distap.checkpoint.writer import CheckpointWriter
 from distap.config.recipe import Recipe
 from distap.data.loading.share import TrainingImages
 from distap.errors import CAUSES, DistapError
@@ -117,8 +117,8 @@ class RunState:
             self._beside.fetch()
         return self.checkpoints.best()[0]
 
-    def save(self, step: int, score: float | None = None) -> Written | None:
-        """Start to write a checkpoint; return the outcome of the previous one, unless `poll` has returned it.
+    def save(self, step: int, score: float | None = None) -> None:
+        """Start to write a checkpoint, once the one before is written.
 
         A DistapError on all ranks if the state is not finite, for no training could go on from it.
         """
@@ -137,16 +137,12 @@ class RunState:
             state["backbone"] = built_again(self.learner.network.backbone)
         digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
         about = {"configuration": digest, "data": self.images.fingerprint, "order": self.images.order}
-        return self.writer.save(step, tensors, state, about, score)
+        self.writer.save(step, tensors, state, about, score)
 
     def send_beside(self) -> None:
         """Upload the files next to checkpoints to the store, if there is one, without a checkpoint."""
         if self._beside is not None and self.world.rank == 0:
             self._beside.send()
-
-    def is_best(self, score: float | None) -> bool:
-        """Tell whether a validation mAP exceeds that of each checkpoint written by the last `writer.wait`."""
-        return score is not None and score > self.writer.best
 
     def _take_over(self, checkpoint: Checkpoint) -> None:
         recorded = checkpoint.state("recipe")["recipe"]

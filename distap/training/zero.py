@@ -35,7 +35,7 @@ class ZeroLearner(Learner):
             engine.step()
             norm = float(engine.get_global_grad_norm())
         is_finite = norm < float("inf")  # False for NaN as well
-        if is_finite:
+        if is_finite and self._average:
             self._follow()
         self._scale.update(is_finite)
         self._tell_scale()

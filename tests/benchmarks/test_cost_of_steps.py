@@ -17,7 +17,7 @@ from benchmarks.plan.step_cost import Machine, NetworkLink, StepCost
 from distap.config.reading import recipe_from
 from distap.config.recipe import Recipe
 from distap.errors import DistapError
-from distap.stages.precision import autocast
+from distap.stages.replica import autocast
 
 SIZE = 64
 NOTHING = Line(0, 0)

@@ -16,14 +16,14 @@ from distap.telemetry.logs import TextLines
 
 SPEAKING = """
     import logging, sys, threading, warnings
-    from distap.telemetry.logs import at_step
+    from distap.telemetry.logs import origin
     from distap.telemetry.terminal import console, progress, set_up_run_logging
 
     form, rank = sys.argv[1:]
     set_up_run_logging(form, "mine", int(rank))
     logger = logging.getLogger("distap")
     logger.info("before the first step")
-    at_step(3)
+    origin.step = 3
     with progress("step", 5, 2, rank == "0", seconds=0) as show:
         show(3, "loss 0.5", loss=0.5, drift=float("nan"))
     logger.warning("two\\nlines of %d%%", 5)

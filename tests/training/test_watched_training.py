@@ -62,7 +62,7 @@ def test_a_running_training_is_asked_for_its_health_and_for_traces(tmp_path, tra
 def traced(run, shards, **changes) -> Path:
     """The folder of traces of a training that was asked for one before its first step."""
     trainer = Trainer(recipe(run, shards, **changes), World())
-    trainer.tracer.ask()
+    trainer.ask_for_trace()
     trainer.train()
     return run / "traces"
 

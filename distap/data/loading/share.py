@@ -3,6 +3,7 @@
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from operator import add
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -135,7 +136,7 @@ class ShareOfBatch:
         self.present[rows] = self.samples[rows] != NO_SAMPLE
         self.names += chunk.names
         self.failures += chunk.failures
-        self.traffic = self.traffic.plus(chunk.traffic)
+        self.traffic = Traffic(*map(add, self.traffic, chunk.traffic))
 
 
 def shares_of(

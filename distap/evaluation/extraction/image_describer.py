@@ -19,7 +19,7 @@ from distap.model.network import RetrievalNetwork, fingerprint
 from distap.retrieval.descriptor_files import DescribedBy
 from distap.retrieval.whitening import Whitening
 from distap.stages.micro_batches import is_out_of_memory
-from distap.stages.precision import autocast
+from distap.stages.replica import autocast
 
 BATCH_PIXELS = 64 * 224 * 224
 SAFE_SIDE = 64  # pixels of a side that no backbone reduces to nothing
