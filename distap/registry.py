@@ -62,7 +62,7 @@ REGISTRY: dict[str, dict[str, str]] = {
     },
     "sampling": {
         "random": "distap.data.sampling.random:RandomSampling",
-        "classes": "distap.data.sampling.classes:ClassesSampling",
+        "classes": "distap.data.sampling.random:ClassesSampling",
         "p_by_k": "distap.data.sampling.p_by_k:PByKSampling",
         "super_p_by_k": "distap.data.sampling.p_by_k:SuperPByKSampling",
     },

@@ -14,7 +14,6 @@ from distap.data.loading.indexed import Reader
 from distap.data.plan import Classes
 from distap.data.shards.index import Index
 from distap.data.shards.load_index import load_index
-from distap.data.shards.statistics import most_classes
 from distap.errors import DistapError
 from distap.evaluation.sets import seen_classes
 from distap.randomness import permutation
@@ -93,12 +92,12 @@ def recipe_for(seen: Look, run: str, backbone: str | None, weights: str, size: i
     if is_small:
         images = max(2, min(SMALL_BATCH // min(count, SMALL_BATCH // 2), a_class))
         classes = min(SMALL_BATCH // images, count)
-        while images > 2 and most_classes(seen.classes, images) < classes:  # some classes are small
+        while images > 2 and seen.classes.most(images) < classes:  # some classes are small
             images -= 1
     else:
         images = min(BATCH_IMAGES_PER_CLASS, a_class)
         wanted = min(seen.images // BATCHES_AN_EPOCH, LARGEST_BATCH[seen.device])
-        classes = min(wanted // images, most_classes(seen.classes, images))
+        classes = min(wanted // images, seen.classes.most(images))
     batch = classes * images
     steps = max(round(EPOCHS * seen.images / batch), LEAST_STEPS)
     nearest = round(seen.side / STEP_OF_SIDE) * STEP_OF_SIDE

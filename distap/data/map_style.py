@@ -3,8 +3,7 @@
 import hashlib
 import os
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -133,38 +132,30 @@ def rows_behind(source: Source) -> DatasetRows | None:
 
 
 def _rows_of(base: Any, name: str, numbers: Sequence[int], track: Track = untracked) -> DatasetRows:
+    from torchvision.datasets import DatasetFolder
+    from torchvision.datasets.folder import default_loader
+
     if not len(numbers):
         raise DistapError(f"{name}: the data set is empty")
     if len(set(numbers)) < len(numbers):
         raise DistapError(f"{name}: the subset has an image twice, which would be its own positive")
-    keys = [str(number) for number in numbers]
-    images: Any
+    keys, known = {number: str(number) for number in numbers}, None
+    images: Any = _Images(base, name)
+    labels: Any  # by number, as images are
     if hasattr(base, "features") and hasattr(base, "cast_column"):
-        images, classes = _of_columns(base, name, numbers)
-        return _with_class(DatasetRows(name, images, numbers, classes, keys))
-    from torchvision.datasets import DatasetFolder
-    from torchvision.datasets.folder import default_loader
-
-    is_folder = isinstance(base, DatasetFolder) and base.loader is default_loader and base.transforms is None
-    if is_folder:
+        images, labels, known = _of_columns(base, name)
+    elif isinstance(base, DatasetFolder) and base.loader is default_loader and base.transforms is None:
         images, labels = zip(*base.samples, strict=True)
-        keys = [os.path.relpath(images[number], base.root).replace(os.sep, "/") for number in numbers]
-        classes = _named([str(labels[number]) for number in numbers], base.classes)
+        keys = {number: os.path.relpath(images[number], base.root).replace(os.sep, "/") for number in numbers}
+        known = base.classes
     else:
-        images, classes = _Images(base, name), _classes(base, name, numbers, track)
-    return _with_class(DatasetRows(name, images, numbers, classes, keys))
-
-
-def _with_class(rows: DatasetRows) -> DatasetRows:
-    """Leave out the images without a class."""
-    kept, others = ([row for row, name in enumerate(rows.classes) if bool(name) is has] for has in (True, False))
+        labels, known = images.labels(numbers, track), getattr(base, "classes", None)
+    found = _named({number: _label(labels[number], name, number) for number in numbers}, known)
+    kept = [number for number in numbers if found[number]]
     if not kept:
-        raise DistapError(f"{rows.name}: none of its {len(others)} images has a class")
-    left_out = tuple(Skipped(rows.where(row), "images without a class") for row in others)
-    own: dict[str, Any] = {
-        name: [getattr(rows, name)[row] for row in kept] for name in ("numbers", "classes", "keys")
-    }
-    return replace(rows, **own, left_out=left_out)
+        raise DistapError(f"{name}: none of its {len(numbers)} images has a class")
+    others = tuple(Skipped(f"{name}[{number}]", "images without a class") for number in numbers if not found[number])
+    return DatasetRows(name, images, kept, [found[one] for one in kept], [keys[one] for one in kept], others)
 
 
 @dataclass(frozen=True)
@@ -187,40 +178,36 @@ class _Images:
         has = f", with {', '.join(map(str, item))}" if isinstance(item, dict) else ""
         raise DistapError(f"{self.name}[{number}] is a {type(item).__name__}{has}; {NEEDED}")
 
+    def labels(self, numbers: Sequence[int], track: Track) -> Any:
+        """Return labels by number: those of an attribute that agrees with some items, or those of all items."""
+        for attribute in LABELS:
+            values: Any = getattr(self.dataset, attribute, None)
+            values = values.tolist() if hasattr(values, "tolist") else values
+            if isinstance(values, list | tuple) and len(values) == len(self.dataset):
+                few = (numbers[0], numbers[len(numbers) // 2], numbers[-1])
+                if all(self._agrees(number, values[number]) for number in few):
+                    return values
+        found, told = {}, f"reading the labels of {self.name}, whose items agree with no attribute `targets`"
+        for number in track(numbers, told, len(numbers)):
+            try:
+                found[number] = self.item(number)[1]
+            except DistapError:
+                raise
+            except Exception as error:  # whatever the data set's own code raises
+                problem = f"{self.name}[{number}] cannot be read: {error!r}"
+                raise DistapError(
+                    f"{problem}; with an attribute `targets` of all labels it would be left out"
+                ) from error
+        return found
 
-def _classes(base: Any, name: str, numbers: Sequence[int], track: Track) -> list[str]:
-    """Return each image's class name: from an attribute that agrees with the items, or by reading all items."""
-    items, known = _Images(base, name), getattr(base, "classes", None)
-
-    def read(number: int) -> str:
+    def _agrees(self, number: int, label: Any) -> bool:
         try:
-            label = items.item(number)[1]
-        except DistapError:
-            raise
-        except Exception as error:  # whatever the data set's own code raises
-            raise DamagedImageError("decode_error", f"{name}[{number}] cannot be read: {error!r}") from error
-        return _label(label, name, number)
-
-    def agrees(number: int, label: str) -> bool:
-        try:
-            return read(number) == label
-        except DamagedImageError:  # of which reading for a batch tells
+            own = self.item(number)[1]
+            return _label(own, self.name, number) == _label(label, self.name, number)
+        except DistapError:  # reading all items says what is wrong
+            return False
+        except Exception:  # whatever the data set's own code raises: reading for a batch tells of it
             return True
-
-    for attribute in LABELS:
-        values: Any = getattr(base, attribute, None)
-        values = values.tolist() if hasattr(values, "tolist") else values
-        if not isinstance(values, list | tuple) or len(values) != len(base):
-            continue
-        with suppress(DistapError):  # reading all then says what is wrong
-            labels = [_label(values[number], name, number) for number in numbers]
-            if all(agrees(numbers[row], labels[row]) for row in (0, len(labels) // 2, -1)):
-                return _named(labels, known)
-    told = f"reading the labels of {name}, whose items agree with no attribute `targets`"
-    try:
-        return _named([read(number) for number in track(numbers, told, len(numbers))], known)
-    except DamagedImageError as error:
-        raise DistapError(f"{error}; with an attribute `targets` of all labels it would be left out") from error
 
 
 def _label(value: Any, name: str, number: int) -> str:
@@ -230,12 +217,12 @@ def _label(value: Any, name: str, number: int) -> str:
         raise DistapError(f"{name}[{number}]: {error}") from error
 
 
-def _named(labels: list[str], known: Any) -> list[str]:
-    """Return class names; `known` lists them by number if there is one for each and they differ."""
+def _named(labels: dict[int, str], known: Any) -> dict[int, str]:
+    """Return class names; `known` lists them by label if there is one for each and they differ."""
     names = list(known) if isinstance(known, list | tuple) else []
     fits = len({name for name in names if isinstance(name, str)}) == len(names)
-    fits = fits and all(not label or (label.isdecimal() and int(label) < len(names)) for label in labels)
-    return [names[int(label)] if fits and label else label for label in labels]
+    fits = fits and all(label.isdecimal() and int(label) < len(names) for label in {*labels.values()} - {""})
+    return {number: names[int(label)] if fits and label else label for number, label in labels.items()}
 
 
 @dataclass(frozen=True)
@@ -249,8 +236,8 @@ class _Encoded:
         return stored["path"] if stored["bytes"] is None else stored["bytes"]
 
 
-def _of_columns(dataset: Any, name: str, numbers: Sequence[int]) -> tuple[_Encoded, list[str]]:
-    """Return images and class names of a Hugging Face data set, from the columns that fit."""
+def _of_columns(dataset: Any, name: str) -> tuple[_Encoded, list[Any], list[str] | None]:
+    """Return images, labels and names of labels of a Hugging Face data set, from the columns that fit."""
     import datasets
 
     if dataset.format["type"] == "custom":
@@ -268,11 +255,9 @@ def _of_columns(dataset: Any, name: str, numbers: Sequence[int]) -> tuple[_Encod
             f"{name} has the columns {found}; expected one Image, and one ClassLabel, number or text, or of several "
             "one that is called label (rename_column and remove_columns help)"
         )
-    kind = features[labels[0]]
     values = dataset.select_columns(labels).with_format("arrow")[:][labels[0]].to_pylist()
-    chosen = [_label(values[number], name, number) for number in numbers]
     images = dataset.with_format(None).select_columns(pictures).cast_column(pictures[0], datasets.Image(decode=False))
-    return _Encoded(images), _named(chosen, getattr(kind, "names", None))
+    return _Encoded(images), values, getattr(features[labels[0]], "names", None)
 
 
 @lru_cache(maxsize=8)

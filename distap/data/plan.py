@@ -51,6 +51,10 @@ class Classes:
         """Return how many images these classes provide if each gives at most `images`."""
         return int(np.minimum(self.sizes[labels], images).sum())
 
+    def most(self, images: int) -> int:
+        """Return the greatest P for which p_by_k with K = `images` can fill a batch."""
+        return min(len(self.with_pairs), self.available(self.with_pairs, images) // images)
+
     @cached_property
     def by_group(self) -> dict[str, NDArray[np.int64]]:
         """Return classes with two or more samples by the name of their class of level 1; omit those without one."""

@@ -8,6 +8,7 @@ from commands import distap
 from images import write_images
 
 from distap.data.shards.image_files import ImageFile
+from distap.data.shards.load_index import load_index
 from distap.data.shards.packing import pack
 
 
@@ -40,7 +41,10 @@ def test_figures_are_a_table_and_json(monkeypatch, capsys, odd_names):
     assert re.search(r"images a class median +2.0\b", printed) and re.search(r"classes of one image +1\b", printed)
     assert distap(monkeypatch, "data", "stats", odd_names, "--json") == 0
     figures = json.loads(capsys.readouterr().out)
-    assert (figures["images"], figures["classes"], figures["images_a_class_max"]) == (6, 3, 3)
+    assert figures == {
+        **{"images": 6, "classes": 3, "classes_of_one_image": 1, "images_a_class_min": 1, "images_a_class_max": 3},
+        **{"images_a_class_median": 2, "bytes": int(load_index(odd_names).size.sum()), "left_out": 0},
+    }
 
 
 def test_a_check_says_by_its_status_whether_all_is_sound(tmp_path, monkeypatch, capsys, request, odd_names):

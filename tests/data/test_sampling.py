@@ -7,9 +7,8 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from distap.data.plan import Classes, Plan, in_turn
-from distap.data.sampling.classes import ClassesSampling
 from distap.data.sampling.p_by_k import PByKSampling, SuperPByKSampling
-from distap.data.sampling.random import RandomSampling
+from distap.data.sampling.random import ClassesSampling, RandomSampling
 from distap.errors import DistapError
 
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=9)
@@ -285,3 +284,18 @@ def test_balanced_p_by_k_takes_as_many_classes_of_each_coarser_class_as_can_be(g
 def test_what_a_data_set_cannot_give_is_refused(classes, sampling, message):
     with pytest.raises(DistapError, match=message):
         Plan(classes if isinstance(classes, Classes) else Classes(classes), sampling, 0)
+
+
+labels = st.lists(st.integers(0, 4), min_size=4, max_size=8).map(
+    lambda values: np.unique(values, return_inverse=True)[1].astype(np.int64)
+)
+
+
+@given(labels, st.integers(2, 5))
+def test_p_by_k_takes_as_many_classes_as_told_and_no_more(label, images):
+    classes = Classes(label)
+    most = classes.most(images)
+    if most:
+        PByKSampling(classes=most, images=images).check(classes)
+    with pytest.raises(DistapError):
+        PByKSampling(classes=most + 1, images=images).check(classes)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distap.data.plan import Classes, Samples, turns
-from distap.data.sampling.classes import ClassesSampling
+from distap.data.sampling.random import ClassesSampling
 from distap.errors import DistapError
 from distap.randomness import permutation, shuffled
 

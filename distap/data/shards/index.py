@@ -86,6 +86,21 @@ class Index:
         return buffer.getvalue()
 
 
+def statistics(index: Index) -> dict[str, Any]:
+    """Count a data set's images, classes, bytes and left-out files, ready for JSON."""
+    sizes = index.classes.sizes
+    return {
+        "images": len(index),
+        "classes": len(sizes),
+        "classes_of_one_image": int((sizes == 1).sum()),  # which is never a query
+        "images_a_class_min": int(sizes.min()),
+        "images_a_class_median": float(np.median(sizes)),
+        "images_a_class_max": int(sizes.max()),
+        "bytes": int(index.size.sum()),  # of the images; the shards hold headers and labels besides
+        "left_out": len(index.left_out),
+    }
+
+
 HINTS = {name: hint for name, hint in get_type_hints(Index).items() if name != "left_out"}
 # The numpy types of the columns by name, as read_columns takes them. NDArray[T] is an alias whose argument is T since
 # numpy 2.5, and was ndarray[shape, dtype[T]].

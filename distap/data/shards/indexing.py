@@ -102,15 +102,18 @@ def merge_scans(source: Source, storage: Storage, parts: Sequence[Index]) -> Ind
     columns["shard"] = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts])
     columns["label"] = label.astype(np.int64)
     columns["path"] = _paths(storage, columns["key"])
-    class_names, levels = _class_names(storage, present.tolist())
+    rows = _class_rows(storage, present.tolist())
+    class_names = [name for _, name, _ in rows]
     if any(part.class_levels.size for part in parts):  # as the samples say
-        known = nesting(
-            (storage.where(part.shard_name.item()), name, tuple(above))
+        name_of = dict(zip(map(str, present), class_names, strict=True))
+        rows = [
+            (storage.where(part.shard_name.item()), name_of[number], tuple(above))
             for part in parts
-            for name, above in zip(part.class_name.tolist(), part.class_levels.tolist(), strict=True)
-        )
-        levels = [known[str(number)] for number in present.tolist()]
-    return Index(**columns, class_name=np.array(class_names), class_levels=table_of_levels(levels))
+            for number, above in zip(part.class_name.tolist(), part.class_levels.tolist(), strict=True)
+        ]
+    known = nesting(rows)
+    levels = table_of_levels([known[name] for name in class_names])
+    return Index(**columns, class_name=np.array(class_names), class_levels=levels)
 
 
 def _paths(storage: Storage, keys: NDArray[np.str_]) -> NDArray[np.str_]:
@@ -138,23 +141,21 @@ def _lines(storage: Storage, name: str) -> list[str] | None:
         raise DistapError(f"{storage.where(name)}: not UTF-8: {error}") from error
 
 
-def _class_names(storage: Storage, numbers: list[int]) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Return names and coarser classes of the classes with these ascending numbers."""
+def _class_rows(storage: Storage, numbers: list[int]) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Return place, name and coarser classes of the classes with these ascending numbers, from classes.txt."""
     if (lines := _lines(storage, NAMES_FILE)) is None:
-        return [str(number) for number in numbers], [()] * len(numbers)
+        return [("", str(number), ()) for number in numbers]
     if numbers[-1] >= len(lines):
         raise DistapError(f"{storage.where(NAMES_FILE)}: {len(lines)} names, but a shard has class {numbers[-1]}")
-    rows = [lines[number].split("\t") for number in numbers]
-    seen = {""}  # an evaluation tells classes apart by their names
-    for number, (name, *above) in zip(numbers, rows, strict=True):
+    rows, seen = [], {""}  # an evaluation tells classes apart by their names
+    for number in numbers:
+        where, (name, *above) = f"{storage.where(NAMES_FILE)}, line {number + 1}", lines[number].split("\t")
         if name in seen or not all(map(is_line, filter(None, (name, *above)))):
             wrong = "empty" if not name else "used twice" if name in seen else "no line of text, or too long"
-            problem = f"class name {name[:60]!r} is {wrong}; each class needs its own"
-            raise DistapError(f"{storage.where(NAMES_FILE)}, line {number + 1}: {problem}")
+            raise DistapError(f"{where}: class name {name[:60]!r} is {wrong}; each class needs its own")
         seen.add(name)
-    where = (f"{storage.where(NAMES_FILE)}, line {number + 1}" for number in numbers)
-    levels = nesting((place, name, tuple(above)) for place, (name, *above) in zip(where, rows, strict=True))
-    return list(levels), list(levels.values())
+        rows.append((where, name, tuple(above)))
+    return rows
 
 
 def _scan(base: str, remote: RemoteSettings, levels: Sequence[str], name: str) -> Scan | str:

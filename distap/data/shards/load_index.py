@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from distap.data.labels import nesting, table_of_levels
+from distap.data.labels import table_of_levels
 from distap.data.map_style import rows_behind
 from distap.data.shards.image_files import (
     ImageFile,
@@ -35,7 +35,8 @@ def load_index(source: Source | Path | str, remote: RemoteSettings | None = None
     """Read and check a data set's index; with `compare`, also that its shards exist with the same sizes."""
     source = parse_source(source)
     if (rows := rows_behind(source)) is not None:
-        index = index_of_files(source, range(len(rows.keys)), rows.keys, rows.classes, 0, rows.digests())
+        images = [ImageFile(Path(key), name) for key, name in zip(rows.keys, rows.classes, strict=True)]
+        index = index_of_files(source, range(len(rows.keys)), rows.keys, images, 0, rows.digests())
         return replace(index, left_out=rows.left_out)
     if source.kind == "imagefolder":
         return index_of_folder(source)
@@ -68,30 +69,27 @@ def index_of_folder(source: Source, labelled: bool = True) -> Index:
     entries, broken = look_at_all(listing.images, "", untracked)
     of_name = {entry.image.path.relative_to(folder).as_posix(): entry for entry in entries}
     names, unfit = ([name for name in of_name if is_line(name) is fits] for fits in (True, False))
-    classes, sizes = [of_name[name].image.class_name for name in names], [of_name[name].size for name in names]
+    images, sizes = [of_name[name].image for name in names], [of_name[name].size for name in names]
     # The times of change stand for digests of what the files hold, which only reading them would tell.
     times = "" if labelled else [str(of_name[name].modified) for name in names]
-    index = index_of_files(source, names, names, classes, sizes, times)
+    index = index_of_files(source, names, names, images, sizes, times)
     told = [(os.path.relpath(name, folder), reason) for name, reason in (*listing.left_out, *broken)]
     told += [(name, "names that are no line of text in UTF-8") for name in unfit]
-    levels = nesting(entry.image for entry in entries)
-    table = table_of_levels([levels[name] for name in index.class_name.tolist()])
-    left_out = tuple(Skipped(as_line(name), reason) for name, reason in told)
-    return replace(index, class_levels=table, left_out=left_out)
+    return replace(index, left_out=tuple(Skipped(as_line(name), reason) for name, reason in told))
 
 
 def index_of_files(
-    source: Source, names: Sequence[Any], keys: Sequence[str], of_class: Sequence[str], sizes: Any, digests: Any = ""
+    source: Source, names: Sequence[Any], keys: Sequence[str], images: Sequence[ImageFile], sizes: Any, digests: Any
 ) -> Index:
     """Make an index that treats each image file as a shard; unknown sizes are 0 and unknown digests "".
 
-    Images without a class have the class "".
+    Either all images have a class or none.
     """
     for key in keys:
         if not is_line(key):
             raise DistapError(f"{source}: {key!r}: rename it without tabs, line breaks and bytes that are no UTF-8")
-    classes = sort_classes(of_class)
-    levels_of_each_class([ImageFile(Path(source.base), name) for name in classes if classes != [""]])
+    levels = levels_of_each_class(images) if any(image.class_name for image in images) else {"": ()}
+    classes = sort_classes(levels)
     numbers = {name: number for number, name in enumerate(classes)}
     count, zeros = len(names), np.zeros(len(names), dtype=np.int32)
     size = np.broadcast_to(np.asarray(sizes, dtype=np.int64), count).copy()
@@ -100,7 +98,7 @@ def index_of_files(
         offset=np.zeros(count, dtype=np.int64),
         size=size,
         crc32=np.zeros(count, dtype=np.uint32),
-        label=np.array([numbers[name] for name in of_class], dtype=np.int64),
+        label=np.array([numbers[image.class_name] for image in images], dtype=np.int64),
         width=zeros,
         height=zeros,
         key=np.array(keys),
@@ -109,7 +107,7 @@ def index_of_files(
         shard_size=size,
         shard_sha256=np.broadcast_to(np.asarray(digests), count).copy(),
         class_name=np.array(classes),
-        class_levels=np.full((len(classes), 0), ""),
+        class_levels=table_of_levels([levels[name] for name in classes]),
     )
 
 

@@ -6,7 +6,7 @@ number of processes changes no byte.
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -36,12 +36,13 @@ from distap.storage.atomic import replacing_folder, write_whole
 from distap.storage.files import storage_of
 from distap.storage.locations import parse_source
 
+Levels = Mapping[str, tuple[str, ...]]  # the coarser classes of each class
+
 
 class _Job(NamedTuple):
     shard: Path
     first: int  # position of the first image in the data set, which begins its key
-    entries: list[Entry]
-    numbers: dict[str, int]  # class number by class name
+    entries: list[tuple[Entry, int]]  # with the numbers of their classes
 
 
 def pack(
@@ -87,11 +88,10 @@ def pack_parts(
             be read or has changed meanwhile, or the output cannot be written.
     """
     require_free(output)
-    for part in parts.values():
-        levels_of_each_class(part.images)  # raises before anything is written
+    levels = {name: levels_of_each_class(part.images) for name, part in parts.items()}  # before anything is written
     with replacing_folder(output) as whole:
         packed = [
-            _pack(whole / name, part, images_per_shard, shuffle, workers, f"{name}: " if name else "", track)
+            _pack(whole / name, part, levels[name], images_per_shard, shuffle, workers, track)
             for name, part in parts.items()
         ]
         for name, text in files.items():
@@ -111,20 +111,24 @@ def require_free(output: Path) -> None:
 
 
 def _pack(
-    folder: Path, listing: Listing, images_per_shard: int, shuffle: int | None, workers: int, about: str, track: Track
+    folder: Path, listing: Listing, levels: Levels, count: int, shuffle: int | None, workers: int, track: Track
 ) -> tuple[Index, list[Skipped]]:
-    """Write shards and their index into a folder; return the index and the images left out."""
-    entries, broken = look_at_all(listing.images, f"{about}listing images", track)
+    """Write shards of `count` images and their index into a folder; return the index and the images left out."""
+    entries, broken = look_at_all(listing.images, "listing images", track)
     if shuffle is not None:
         entries = [entries[place] for place in permutation(len(entries), shuffle)]
-    levels = levels_of_each_class(listing.images)
     # The labels of a CSV are numbers already; other classes are numbered in the order of their names. Those without a
     # sound image keep their number in the shards, and the index leaves it out.
     names = sort_classes(entry.image.class_name for entry in entries)
     write_whole(folder / NAMES_FILE, "".join("\t".join((name, *levels[name])).rstrip("\t") + "\n" for name in names))
     numbers = {name: number for number, name in enumerate(names)}
-    jobs = list(_jobs(folder, entries, numbers, images_per_shard))
-    written = map_in_processes(_write_shard, jobs, workers, f"{about}packing shards", track)
+    labelled = [(entry, numbers[entry.image.class_name]) for entry in entries]
+    starts = range(0, len(entries), count)
+    jobs = [
+        _Job(folder / f"{number:06d}.tar", start, labelled[start : start + count])
+        for number, start in enumerate(starts)
+    ]
+    written = map_in_processes(_write_shard, jobs, workers, "packing shards", track)
     parts = [part for part, _ in written]
     left_out = [*broken, *chain.from_iterable(skipped for _, skipped in written)]
     if not any(map(len, parts)):
@@ -139,18 +143,11 @@ def _pack(
     return index, [*listing.left_out, *left_out]
 
 
-def _jobs(folder: Path, entries: list[Entry], numbers: dict[str, int], count: int) -> Iterator[_Job]:
-    for number, start in enumerate(range(0, len(entries), count)):
-        own = entries[start : start + count]
-        labels = {entry.image.class_name: numbers[entry.image.class_name] for entry in own}
-        yield _Job(folder / f"{number:06d}.tar", start, own, labels)
-
-
 def _write_shard(job: _Job) -> tuple[Index, list[Skipped]]:
     """Write a shard; return its index and the images left out."""
     skipped: list[Skipped] = []
     with job.shard.open("wb") as file, webdataset.TarWriter(file, mtime=0, encoder=False) as writer:
-        for position, entry in enumerate(job.entries, job.first):
+        for position, (entry, label) in enumerate(job.entries, job.first):
             data, path = entry.read(), entry.image.path
             if not data:
                 skipped.append(Skipped(str(path), "empty files"))
@@ -161,8 +158,8 @@ def _write_shard(job: _Job) -> tuple[Index, list[Skipped]]:
                 skipped.append(Skipped(str(path), str(error)))
                 continue
             stem = re.sub(r"[^A-Za-z0-9_-]+", "_", path.stem)[:60]
-            label = str(job.numbers[entry.image.class_name]).encode()
-            writer.write({"__key__": f"{position:08d}-{stem}", _field_of(path, data): data, LABEL_FIELD: label})
+            fields = {_field_of(path, data): data, LABEL_FIELD: str(label).encode()}
+            writer.write({"__key__": f"{position:08d}-{stem}", **fields})
     with job.shard.open("rb") as written:
         index, _ = scan_shard(written, job.shard.name, job.shard.stat().st_size, str(job.shard))
     return index, skipped
