@@ -129,6 +129,7 @@ def start_gathering(
     return Gathering(world, slots, counter)
 
 
+@torch.inference_mode(False)  # autograd differentiates formulas of losses, also where the caller wants no gradient
 @torch.no_grad()
 def rank_descriptors(
     loss: Loss,

@@ -199,10 +199,10 @@ class Passes:
         # AP of each query, and its derivative by a negative, then by a positive, in each of the M - 1 bins. In bin m
         # a pair of similarity s adds m + 1 - (high - s) / width to the count of bin m, and a constant to the others:
         # the slope by s is that by this count over the width. Autograd goes through (b, M) tables, never pairs.
-        with torch.inference_mode(False), torch.enable_grad():
-            tables = [table.clone().requires_grad_() for table in counts]
+        with torch.enable_grad():
+            tables = [table.requires_grad_() for table in counts]
             precision = self.loss.average_precision(*tables)
-            by_count = torch.autograd.grad((weight.clone() * (1 - precision)).sum(), tables)
+            by_count = torch.autograd.grad((weight * (1 - precision)).sum(), tables)
         # The last cumulative count is the number of pairs: no similarity changes it.
         return precision.detach(), torch.cat([table[:, :-1] for table in by_count], dim=1)
 

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
-from torch import Tensor
+from torch import Tensor, nn
 
 from distap.errors import DistapError
 from distap.ranking.gathered import Gathered, QueryWeights
@@ -19,13 +19,16 @@ from distap.ranking.rankable import refuse_other_leaves
 
 # With fewer rows, products of descriptors are slower; more rows leave the cache in the functions between.
 TILES_OF_A_BLOCK = 4
+Scores = Float[Tensor, "r N"]  # similarities of r queries to all N images that they are ranked against
+Mask = Bool[Tensor, "r N"]
 
 
 @dataclass(frozen=True)
 class Rows:
     """A block of queries against the whole gallery.
 
-    A query's class has at most P gallery images, the query among them; smaller classes are padded:
+    A query's class has at most P gallery images, the query among them; smaller classes are padded. So positives are
+    tables of P columns, and what is computed for each positive is not computed for all N images:
 
         similarities (r, N)  | . + . . + - ...     same_class (r, P)   | 1 4 q q     columns, q is padding
                              | + . - + . + ...                         | 0 3 5 q
@@ -33,11 +36,12 @@ class Rows:
 
     similarities: Float[Tensor, "r N"]
     levels: Int64[Tensor, "N L"]  # class numbers of the gallery, from the finest level to the coarsest
-    queries: Int64[Tensor, " r"]  # columns of the queries themselves
+    queries: Int64[Tensor, " r"]  # rows of the queries in the batch, which are their own columns in the gallery
     same_class: Int64[Tensor, "r P"]  # columns of the images of the query's class; padding repeats the query's
     is_positive: Bool[Tensor, "r P"]  # which of them are positives: no padding, and the query only if it counts
     weights: Float[Tensor, " r"]  # of the queries; they sum to 1 over all blocks and ranks
     pairs: int  # of all blocks of this rank together
+    own_is_constant: bool  # a query's similarity to itself, because its descriptor has length 1
 
     @cached_property
     def negatives(self) -> Float[Tensor, "r N"]:
@@ -88,9 +92,7 @@ class SimilarityLoss(Loss):
     weights: QueryWeights = "uniform"
     """Weigh all queries alike (uniform), or all classes (class)."""
 
-    def loss(
-        self, similarities: Float[Tensor, "r N"], positive: Bool[Tensor, "r N"], negative: Bool[Tensor, "r N"]
-    ) -> Float[Tensor, " r"]:
+    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
         """Return the loss of each of r queries, differentiable by the similarities.
 
         Args:
@@ -100,69 +102,84 @@ class SimilarityLoss(Loss):
         """
         raise NotImplementedError(f"{type(self).__name__} has to define `loss` or `value_and_slopes`")
 
-    def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, ...]:
-        """Return each query's loss, (r,) float64, and the derivative of the weighted sum by similarities, (r, N).
+    @property
+    def used(self) -> list[nn.Parameter]:
+        """Return the parameters that `loss` uses next to the similarities."""
+        return self.parameters
 
-        Derivatives by each of `parameters` follow. `totals` are what the method `totals` gave, summed over all
-        queries of all ranks.
+    def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, "..."]) -> tuple[Tensor, ...]:
+        """Return each query's loss, (r,), and the derivative of the weighted sum by similarities, (r, N).
+
+        Derivatives by each of `used` follow. `totals` are what the method `totals` gave, summed over all queries of
+        all ranks.
         """
         negative = torch.ones_like(rows.positive_columns).scatter_(1, rows.same_class, False)
-        with torch.inference_mode(False), torch.enable_grad():
-            similarities = rows.similarities.clone().requires_grad_()
-            value = self.loss(similarities, rows.positive_columns.clone(), negative.clone())
+        with torch.enable_grad():
+            similarities = rows.similarities.detach().requires_grad_()
+            value = self.loss(similarities, rows.positive_columns, negative)
             if value.shape != rows.weights.shape:
                 shapes = f"gave shape {tuple(value.shape)}; expected {tuple(rows.weights.shape)}: one value a query"
                 raise DistapError(f"{type(self).__name__} {shapes}")
-            found = gradients((rows.weights.clone() * value).sum(), similarities, *self.parameters)
-        return value.detach().double(), *found
+            found = gradients((rows.weights * value).sum(), similarities, *self.used)
+        return value.detach(), *found
 
-    @property
-    def number_of_totals(self) -> int:
-        """Number of sums over all queries that `value_and_slopes` needs beforehand; 0 saves a pass."""
-        return 0
+    def shape_of_totals(self, columns: int) -> tuple[int, ...]:
+        """Return the shape of the sums over all queries that `value_and_slopes` needs; without numbers, no pass."""
+        return (0,)
 
-    def totals(self, rows: Rows) -> Float64[Tensor, " totals"]:
-        return torch.zeros(0, dtype=torch.float64, device=rows.weights.device)
+    def totals(self, rows: Rows) -> Float64[Tensor, "..."]:
+        """Return what a block adds to these sums."""
+        raise NotImplementedError
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
+        value, of_batch = self.over_blocks(gathered, gathered.gallery, len(gathered.images), budget)
+        # An image gets both: what it wants as a query, and what the queries of all ranks want of it.
+        return value._replace(gradient=value.gradient + gathered.sum_own(of_batch))
+
+    def over_blocks(
+        self, gathered: Gathered, gallery: Float[Tensor, "N C"], moving: int, budget: Budget
+    ) -> tuple[LossValue, Float[Tensor, "moving C"]]:
+        """Rank this rank's queries; return loss and gradient, and their part of that of the gallery's first images.
+
+        The others, which a memory remembers of earlier steps, get no gradient.
+        """
         weights = gathered.query_weights(self.weights, 1 + self.needs_positives, self.query_level)
-        totals = weights.new_zeros(self.number_of_totals)
-        if self.number_of_totals:
-            for _, rows in self._blocks(gathered, weights, budget):
+        totals = weights.new_zeros(self.shape_of_totals(len(gallery)))
+        if totals.numel():
+            for _, rows in self.blocks(gathered, gallery, weights, budget):
                 totals += self.totals(rows)
             gathered.world.sum(totals)
         # With Q a block's own descriptors, D the gallery and G = dL/d(Q Dᵀ), (r, N):
         #
         #     dL/dQ = G D      rows of this rank, block by block
-        #     dL/dD = Gᵀ Q     all rows, summed over blocks and then over ranks, each of which keeps its own
+        #     dL/dD = Gᵀ Q     all rows, summed over blocks here, and over ranks by the caller
         #
-        # An image gets both: as a query, and as one that others rank.
-        descriptors = gathered.descriptors
-        of_gallery = torch.zeros_like(descriptors)  # what this rank's queries want of every image of the batch
-        of_queries = torch.zeros_like(descriptors[: len(gathered.own)])
-        per_query = weights.new_zeros(len(gathered.own))
-        by_parameters = [torch.zeros_like(one) for one in self.parameters]
-        for which, rows in self._blocks(gathered, weights, budget):
-            per_query[which], slopes, *others = self.value_and_slopes(rows, totals)
+        # A block is forgotten before the next one, so memory holds r N pairs, whatever the batch.
+        descriptors, own_weights = gathered.descriptors, weights[gathered.own]
+        of_gallery, of_queries = torch.zeros_like(gallery[:moving]), torch.zeros_like(descriptors[: len(own_weights)])
+        per_query = torch.zeros_like(own_weights)
+        by_parameters = [torch.zeros_like(one) for one in self.used]
+        for which, rows in self.blocks(gathered, gallery, weights, budget):
+            values, slopes, *others = self.value_and_slopes(rows, totals)
+            per_query[which] = values.double()
             for total, part in zip(by_parameters, others, strict=True):
                 total += part
-            if gathered.of_unit_length:  # the slope by s_qq = 1 would only change the descriptor's length
+            if rows.own_is_constant:  # its slope would only change the descriptor's length
                 slopes[torch.arange(len(which), device=which.device), rows.queries] = 0
-            of_queries[which] = slopes @ gathered.gallery
-            # Remembered descriptors, behind the batch in the gallery, get no gradient.
-            of_gallery.addmm_(slopes[:, : len(descriptors)].t(), descriptors[rows.queries])
-        own_weights = weights[gathered.own]
+            of_queries[which] = slopes @ gallery
+            of_gallery.addmm_(slopes[:, :moving].t(), descriptors[rows.queries])
         loss = gathered.world.sum((own_weights * per_query).sum())
         per_query = torch.where(own_weights > 0, per_query, torch.nan)
-        found = tuple(gathered.world.sum(one.to(gathered.gallery)).to(one) for one in by_parameters)
-        return LossValue(loss, per_query, of_queries + gathered.sum_own(of_gallery), found)
+        found = tuple(gathered.world.sum(one.to(gallery)).to(one) for one in by_parameters)
+        return LossValue(loss, per_query, of_queries, found), of_gallery
 
-    def _blocks(
-        self, gathered: Gathered, weights: Float64[Tensor, " B"], budget: Budget
+    def blocks(
+        self, gathered: Gathered, gallery: Float[Tensor, "N C"], weights: Float64[Tensor, " B"], budget: Budget
     ) -> Iterator[tuple[Int64[Tensor, " r"], Rows]]:
-        # This rank's queries in blocks, with their row numbers in `own`. They are ordered by the size of their class:
-        # `same_class` has as many columns as the largest class of a block, so that one large class pads few others.
-        gallery, levels, own = gathered.gallery, gathered.gallery_levels, gathered.own
+        """Yield this rank's queries in blocks, with their row numbers in `own`."""
+        # They are ordered by the size of their class: `same_class` has as many columns as the largest class of a
+        # block, so that one large class pads few others.
+        levels, own = gathered.gallery_levels, gathered.own
         counted = (weights[own] > 0).nonzero().flatten()
         order = counted[gathered.class_sizes[own[counted], 0].argsort(stable=True)]
         for which in order.split(max(1, budget.pairs(gallery.element_size(), TILES_OF_A_BLOCK) // len(gallery))):
@@ -173,8 +190,8 @@ class SimilarityLoss(Loss):
             if not self.self_pair:
                 is_positive &= same_class != queries[:, None]
             similarities, weight = gallery[queries] @ gallery.t(), weights[queries].to(gallery.dtype)
-            pairs = len(order) * len(gallery)
-            yield which, Rows(similarities, levels, queries, same_class, is_positive, weight, pairs)
+            pairs, is_constant = len(order) * len(gallery), gathered.of_unit_length
+            yield which, Rows(similarities, levels, queries, same_class, is_positive, weight, pairs, is_constant)
 
 
 def padded_columns(
@@ -211,7 +228,7 @@ class DescriptorLoss(Loss):
         if gathered.world.size > 1:
             return rank_on_rank_zero(self, gathered, budget)
         devices = [gathered.gallery.device] if gathered.gallery.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+        with torch.random.fork_rng(devices), torch.enable_grad():
             torch.manual_seed(gathered.seed)
             descriptors = gathered.descriptors.clone().requires_grad_()
             value = self.loss(descriptors, gathered.labels.clone())

@@ -36,9 +36,8 @@ class Calibration(SimilarityLoss):
         "xbm": {"alpha": 1.0, "beta": 0.5, "form": "sum"},
     }
 
-    @property
-    def number_of_totals(self) -> int:
-        return 2 if self.form == "violating" else 0
+    def shape_of_totals(self, columns: int) -> tuple[int, ...]:
+        return (2,) if self.form == "violating" else (0,)
 
     def totals(self, rows: Rows) -> Float64[Tensor, " totals"]:
         # The weights of the violating positive and negative pairs.
@@ -58,7 +57,7 @@ class Calibration(SimilarityLoss):
         weight = rows.weights[:, None]
         by_positive = -weight * positives * (pull > 0)
         by_negative = weight * negatives * (push > 0)
-        return value.double(), rows.with_positives(by_negative, by_positive)
+        return value, rows.with_positives(by_negative, by_positive)
 
     def _violations(self, rows: Rows) -> tuple[Tensor, Tensor]:
         # How far positives (r, P) and negatives (r, N) are on the wrong side; images of the class are -inf among the

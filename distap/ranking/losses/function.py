@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from distap.ranking.loss import Loss
-from distap.ranking.losses.base import DescriptorLoss, SimilarityLoss
+from distap.ranking.losses.base import DescriptorLoss, Mask, Scores, SimilarityLoss
 
 
 def loss(function: Callable[..., Tensor]) -> type[Loss]:
@@ -78,7 +78,7 @@ class _OfSimilarities(SimilarityLoss):
     self_pair: bool = False
     function: ClassVar[Callable[..., Tensor]]
 
-    def loss(self, similarities: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Tensor:
         # A user's function need not know of the query's own column: each row has one less than the gallery.
         others = positive | negative
         columns = (each[others].view(len(each), -1) for each in (similarities, positive))

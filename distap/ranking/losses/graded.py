@@ -62,18 +62,17 @@ class GradedLoss(SimilarityLoss):
         relevance = self.relevances(sizes)
         sums = StepSums(self.step, self.step_numbers(), rows.pairs, int(sizes[:, 1:].sum(1).max()))
         found = list(self._levels(rows, level, relevance, sums))
-        with torch.inference_mode(False), torch.enable_grad():
-            # Autograd refuses what was made under the caller's inference mode, so that it works with copies.
-            levels = [OfLevel(*(each.clone() for each in one)) for *_, one in found]
+        with torch.enable_grad():
+            levels = [one for *_, one in found]
             ranks = [one.rank.requires_grad_() for one in levels]
-            value = 1 - self.score(levels, sizes.clone())
-            by_rank = torch.autograd.grad((rows.weights.clone() * value).sum(), ranks)
+            value = 1 - self.score(levels, sizes)
+            by_rank = torch.autograd.grad((rows.weights * value).sum(), ranks)
         slopes = torch.zeros_like(similarities)
         for (columns, others, falls, one), by in zip(found, by_rank, strict=True):
             own = similarities.gather(1, one.columns)
             slopes.scatter_add_(1, columns, sums.slopes(others, own, by))
             slopes.scatter_add_(1, one.columns, -by * falls)
-        return value.detach().double(), slopes
+        return value.detach(), slopes
 
     def _levels(
         self, rows: Rows, level: Int64[Tensor, "r N"], relevance: Float[Tensor, "r levels"], sums: StepSums
@@ -114,7 +113,6 @@ class HierarchicalAP(BoundingStep, GradedLoss):
     levels of their APs (map)."""
     alpha: PositiveFloat = 1.0
     """Exponent of the relevance of a level, (level / L)^alpha; more favours the finest level."""
-    self_pair: Literal[True] = True
     # elias-ramzi/HAPPIER 5af91b3: happier/losses/rank_losses.py, and its configuration for iNaturalist.
     presets: ClassVar[Presets] = {
         "released": {"offset": -3.56, "delta": 0.05},
@@ -159,5 +157,4 @@ class SmoothNDCG(GradedLoss):
 class SupNDCG(BoundingStep, SmoothNDCG):
     """NDCG of smooth ranks as in SupAP: less relevant images count by SupAP's step, and others exactly."""
 
-    self_pair: Literal[True] = True
     presets: ClassVar[Presets] = {"released": {"offset": -3.56, "delta": 0.05}}

@@ -8,14 +8,14 @@ from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Float, Float64
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import normalize, softplus
 
 from distap.ranking.gathered import Gathered
 from distap.ranking.loss import Budget, LossValue
-from distap.ranking.losses.base import Rows, SimilarityLoss
+from distap.ranking.losses.base import Mask, Rows, Scores, SimilarityLoss
 from distap.ranking.losses.steps import StepSums, hinge_step, softplus_step
 
 SMALLEST = 1e-14  # squared distance, since the root has no derivative at 0
@@ -35,9 +35,7 @@ class SupCon(PairLoss):
     temperature: PositiveFloat = 0.07
     """Temperature of the similarities."""
 
-    def loss(
-        self, similarities: Float[Tensor, "r N"], positive: Bool[Tensor, "r N"], negative: Bool[Tensor, "r N"]
-    ) -> Float[Tensor, " r"]:
+    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
         logits = similarities / self.temperature
         of_all = logits.masked_fill(~(positive | negative), -torch.inf).logsumexp(1)
         return of_all - (logits * positive).sum(1) / positive.sum(1).clamp(min=1)
@@ -47,9 +45,7 @@ class SupCon(PairLoss):
 class InfoNCE(SupCon):
     """InfoNCE (van den Oord et al. 2018): a softmax over each positive and all negatives, without other positives."""
 
-    def loss(
-        self, similarities: Float[Tensor, "r N"], positive: Bool[Tensor, "r N"], negative: Bool[Tensor, "r N"]
-    ) -> Float[Tensor, " r"]:
+    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
         logits = similarities / self.temperature
         of_negatives = logits.masked_fill(~negative, -torch.inf).logsumexp(1, keepdim=True)
         # ln(e^p + sum of e^n) - p
@@ -78,9 +74,7 @@ class Sigmoid(PairLoss):
         first = {"log_scale": math.log(self.scale), "bias": self.bias}
         return nn.ParameterDict({name: nn.Parameter(torch.tensor(value)) for name, value in first.items()})
 
-    def loss(
-        self, similarities: Float[Tensor, "r N"], positive: Bool[Tensor, "r N"], negative: Bool[Tensor, "r N"]
-    ) -> Float[Tensor, " r"]:
+    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
         scale, bias = (one.to(similarities) for one in (self.learned["log_scale"].exp(), self.learned["bias"]))
         others = positive | negative
         losses = softplus((negative.to(similarities.dtype) * 2 - 1) * (scale * similarities + bias)) * others
@@ -100,9 +94,7 @@ class MultiSimilarity(PairLoss):
     epsilon: NonNegativeFloat | None = 0.1
     """Take pairs within this similarity of the hardest one of the other kind; null takes all pairs."""
 
-    def loss(
-        self, similarities: Float[Tensor, "r N"], positive: Bool[Tensor, "r N"], negative: Bool[Tensor, "r N"]
-    ) -> Float[Tensor, " r"]:
+    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
         if self.epsilon is not None:
             closest, farthest = _hardest(similarities.detach(), positive, negative)
             positive = positive & (similarities < closest + self.epsilon)
@@ -135,9 +127,7 @@ class Contrastive(DistanceLoss):
     negatives: PositiveInt | None = None
     """Take this many nearest negatives of a query; null takes all within the margin."""
 
-    def loss(
-        self, similarities: Float[Tensor, "r N"], positive: Bool[Tensor, "r N"], negative: Bool[Tensor, "r N"]
-    ) -> Float[Tensor, " r"]:
+    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
         distances = _distances(similarities)
         pulled = (distances.square() * positive).sum(1) / positive.sum(1).clamp(min=1)
         pushes = (self.margin - distances).clamp(min=0).square() * negative
@@ -180,11 +170,9 @@ class Triplet(DistanceLoss):
         by_loss = rows.weights[:, None] * rows.is_positive / triplets
         slopes = rows.with_positives(sums.slopes(near.negatives, near.positives, by_loss), -by_loss * violating)
         value = (losses * rows.is_positive / triplets).sum(1)
-        return value.double(), slopes * (2 if self.squared else 1 / distances * (distances > SMALLEST**0.5))
+        return value, slopes * (2 if self.squared else 1 / distances * (distances > SMALLEST**0.5))
 
-    def loss(
-        self, similarities: Float[Tensor, "r N"], positive: Bool[Tensor, "r N"], negative: Bool[Tensor, "r N"]
-    ) -> Float[Tensor, " r"]:
+    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
         closest, farthest = _hardest(similarities, positive, negative)
         if self.mining == "hardest":
             similarities, positive = farthest, torch.ones_like(farthest, dtype=torch.bool)
@@ -198,14 +186,14 @@ class Triplet(DistanceLoss):
 
 
 def _hardest(
-    similarities: Float[Tensor, "r N"], positive: Bool[Tensor, "r N"], negative: Bool[Tensor, "r N"]
+    similarities: Scores, positive: Mask, negative: Mask
 ) -> tuple[Float[Tensor, "r 1"], Float[Tensor, "r 1"]]:
     """Return the greatest similarity of a negative, and the least of a positive."""
     closest = similarities.masked_fill(~negative, -torch.inf).amax(1, keepdim=True)
     return closest, similarities.masked_fill(~positive, torch.inf).amin(1, keepdim=True)
 
 
-def _next_below(similarities: Float[Tensor, "r N"], negative: Bool[Tensor, "r N"]) -> Float[Tensor, "r N"]:
+def _next_below(similarities: Scores, negative: Mask) -> Scores:
     """Return for each similarity the greatest smaller one of a negative, or -inf."""
     # Sorting a row once finds it for all positives, in the place of a comparison of each with each negative.
     ordered = similarities.masked_fill(~negative, -torch.inf).sort(1).values
@@ -213,7 +201,7 @@ def _next_below(similarities: Float[Tensor, "r N"], negative: Bool[Tensor, "r N"
     return ordered.gather(1, below - 1)  # the query's own column is -inf, so there is always one
 
 
-def _one_and_sum(exponents: Float[Tensor, "r N"], taken: Bool[Tensor, "r N"]) -> Float[Tensor, " r"]:
+def _one_and_sum(exponents: Scores, taken: Mask) -> Float[Tensor, " r"]:
     # log(1 + sum of e^x over those taken): a column of zeros stands for the 1, so that no e^x overflows.
     of_one = torch.zeros_like(exponents[:, :1])
     return torch.cat([of_one, exponents.masked_fill(~taken, -torch.inf)], dim=1).logsumexp(1)

@@ -1,42 +1,33 @@
 """Losses that classify each image by similarity to proxies: one learned direction per class."""
 
 import math
-from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Float64, Int64
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import normalize
 
 from distap.errors import DistapError
-from distap.ranking.gathered import Gathered, QueryWeights
+from distap.ranking.gathered import Gathered
 from distap.ranking.loss import Budget, LossValue, SizedLoss, strips
-from distap.ranking.losses.base import gradients
-
-
-class ImageBlock(NamedTuple):
-    """A block of r images against all K proxies."""
-
-    similarities: Float[Tensor, "r K"]
-    labels: Int64[Tensor, " r"]
-    weights: Float[Tensor, " r"]  # of the images; they sum to 1 over all blocks and ranks
+from distap.ranking.losses.base import Mask, Rows, Scores, SimilarityLoss
 
 
 @dataclass(frozen=True)
-class ProxyLoss(SizedLoss):
+class ProxyLoss(SimilarityLoss, SizedLoss):
     """A mean over images of a function of similarities to K proxies, which are trained with the network.
 
-    Each rank takes its own images, a block at a time. A memory of earlier descriptors changes nothing.
+    The proxies are the gallery, and an image's only positive is that of its class. A memory of earlier descriptors
+    changes nothing.
     """
 
-    weights: QueryWeights = "uniform"
-    """Weigh all images alike (uniform), or all classes of the batch (class)."""
+    self_pair: ClassVar[bool] = False  # type: ignore[misc] # an image is no proxy, so this is no key here
     needs_positives: ClassVar[bool] = False
-    number_of_totals: ClassVar[int] = 0  # sums over images, per proxy, that `value_and_slopes` needs over all images
 
     def spread(self, dimensions: int) -> float:
         """Standard deviation of initial proxies, as in a linear layer; longer proxies turn more slowly."""
@@ -53,71 +44,40 @@ class ProxyLoss(SizedLoss):
         drawn = torch.randn(self.classes, self.dimensions, generator=torch.Generator().manual_seed(self.seed or 0))
         return nn.ParameterDict({"proxies": nn.Parameter(drawn * self.spread(self.dimensions))})
 
-    def totals(self, block: ImageBlock) -> Float[Tensor, "T K"]:
-        """Return this block's part of the T sums per proxy."""
-        return block.similarities.new_zeros(self.number_of_totals, block.similarities.shape[1])
-
-    @abstractmethod
-    def value_and_slopes(
-        self, block: ImageBlock, totals: Float[Tensor, "T K"]
-    ) -> tuple[Float[Tensor, " r"], Float[Tensor, "r K"]]:
-        """Return each image's loss, and the derivative of the weighted sum by its similarities."""
+    @property
+    def used(self) -> list[nn.Parameter]:
+        return []  # the proxies act through the similarities alone
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
-        descriptors, labels, own = gathered.descriptors, gathered.labels, gathered.own
+        descriptors, labels = gathered.descriptors, gathered.labels
         parameter = next(self.learned.parameters())
         if descriptors.shape[1] != self.dimensions or int(labels.max()) >= len(parameter):
             raise DistapError(
                 f"there are {len(parameter)} proxies of {self.dimensions} dimensions, but labels go up to "
                 f"{int(labels.max())} and descriptors have {descriptors.shape[1]} dimensions"
             )
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.enable_grad():
             proxies = normalize(parameter.to(descriptors))
-        mine, weights = descriptors[own], gathered.query_weights(self.weights, smallest=1)[own]
-        # With Q a block's descriptors, P the proxies and G = dL/d(Q Pᵀ), (r, K): dL/dQ = G P, and dL/dP = Gᵀ Q summed
-        # over blocks and ranks. Autograd differentiates the proxies' normalisation at the end.
-        per_query, of_images = torch.zeros_like(weights), torch.zeros_like(mine)
-        of_proxies, fixed = torch.zeros_like(proxies), proxies.detach()
-        blocks = list(strips(0, len(own), max(1, budget.pairs(descriptors.element_size()) // len(proxies))))
+        value, of_proxies = self.over_blocks(gathered, proxies.detach(), len(proxies), budget)
+        # All ranks hold all proxies, so each needs the whole sum. Autograd goes through their normalisation once.
+        whole = gathered.world.sum(of_proxies)
+        found = torch.autograd.grad(proxies, self.parameters, whole) if self.parameters else ()
+        return value._replace(by_parameters=found)
 
-        def block_of(rows: slice) -> ImageBlock:
-            return ImageBlock(mine[rows] @ fixed.t(), labels[own[rows]], weights[rows].to(mine))
-
-        totals = fixed.new_zeros(self.number_of_totals, len(fixed))
-        if self.number_of_totals:
-            for rows in blocks:
-                totals += self.totals(block_of(rows))
-            totals = gathered.world.sum(totals)
-        for rows in blocks:
-            values, slopes = self.value_and_slopes(block_of(rows), totals)
-            per_query[rows], of_images[rows] = values.double(), slopes @ fixed
-            of_proxies.addmm_(slopes.t(), mine[rows])
-        of_proxies = gathered.world.sum(of_proxies)
-        with torch.inference_mode(False):
-            found = torch.autograd.grad(proxies, self.parameters, of_proxies.clone()) if self.parameters else ()
-        return LossValue(gathered.world.sum((weights * per_query).sum()), per_query, of_images, found)
+    def blocks(
+        self, gathered: Gathered, gallery: Float[Tensor, "K C"], weights: Float64[Tensor, " B"], budget: Budget
+    ) -> Iterator[tuple[Int64[Tensor, " r"], Rows]]:
+        levels, own = torch.arange(len(gallery), device=gallery.device)[:, None], gathered.own
+        for rows in strips(0, len(own), max(1, budget.pairs(gallery.element_size()) // len(gallery))):
+            queries, labels = own[rows], gathered.labels[own[rows], None]
+            similarities, weight = gathered.descriptors[queries] @ gallery.t(), weights[queries].to(gallery)
+            is_positive, which = torch.ones_like(labels, dtype=torch.bool), torch.arange(len(own), device=own.device)
+            pairs = len(own) * len(gallery)
+            yield which[rows], Rows(similarities, levels, queries, labels, is_positive, weight, pairs, False)
 
 
 @dataclass(frozen=True)
-class ClassifierLoss(ProxyLoss):
-    """A mean over images of a function of each image's similarities to the proxies, which autograd differentiates."""
-
-    @abstractmethod
-    def loss(self, similarities: Float[Tensor, "r K"], labels: Int64[Tensor, " r"]) -> Float[Tensor, " r"]:
-        """Return the loss of each of r images, differentiable by its similarities to the proxies."""
-
-    def value_and_slopes(
-        self, block: ImageBlock, totals: Float[Tensor, "T K"]
-    ) -> tuple[Float[Tensor, " r"], Float[Tensor, "r K"]]:
-        with torch.inference_mode(False), torch.enable_grad():
-            similarities = block.similarities.clone().requires_grad_()
-            values = self.loss(similarities, block.labels.clone())
-            (slopes,) = gradients((values * block.weights.clone()).sum(), similarities)
-        return values.detach(), slopes
-
-
-@dataclass(frozen=True)
-class ProxyNCA(ClassifierLoss):
+class ProxyNCA(ProxyLoss):
     """ProxyNCA++ (Teh et al. 2020): a softmax over squared distances to the proxies.
 
     In the paper the proxies learn faster than the network, by their own `optimizer.loss.factor`.
@@ -126,26 +86,26 @@ class ProxyNCA(ClassifierLoss):
     temperature: PositiveFloat = 1 / 9
     """Temperature of the squared distances."""
 
-    def loss(self, similarities: Float[Tensor, "r K"], labels: Int64[Tensor, " r"]) -> Float[Tensor, " r"]:
-        return cross_entropy((2 * similarities - 2) / self.temperature, labels, reduction="none")
+    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
+        return _softmax_loss((2 * similarities - 2) / self.temperature, positive)
 
     def spread(self, dimensions: int) -> float:
         return 1 / 8  # as in the authors' code
 
 
 @dataclass(frozen=True)
-class NormalizedSoftmax(ClassifierLoss):
+class NormalizedSoftmax(ProxyLoss):
     """Normalised softmax (Zhai and Wu 2019): a softmax over similarities to the proxies."""
 
     temperature: PositiveFloat = 0.05
     """Temperature of the similarities."""
 
-    def loss(self, similarities: Float[Tensor, "r K"], labels: Int64[Tensor, " r"]) -> Float[Tensor, " r"]:
-        return cross_entropy(similarities / self.temperature, labels, reduction="none")
+    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
+        return _softmax_loss(similarities / self.temperature, positive)
 
 
 @dataclass(frozen=True)
-class ArcFace(ClassifierLoss):
+class ArcFace(ProxyLoss):
     """ArcFace (Deng et al. 2019): a softmax over similarities, with a margin of the angle to an image's own proxy."""
 
     scale: PositiveFloat = 30.0
@@ -153,10 +113,9 @@ class ArcFace(ClassifierLoss):
     margin: Annotated[float, Field(ge=0, le=math.pi / 2)] = 0.5
     """Margin, in radians; Weyand et al. 2020 take 0.3 for landmarks."""
 
-    def loss(self, similarities: Float[Tensor, "r K"], labels: Int64[Tensor, " r"]) -> Float[Tensor, " r"]:
-        own = similarities.gather(1, labels[:, None])
-        logits = self.scale * similarities.scatter(1, labels[:, None], self.with_margin(own))
-        return cross_entropy(logits, labels, reduction="none")
+    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
+        own = (similarities * positive).sum(1, keepdim=True)  # one of each row
+        return _softmax_loss(self.scale * torch.where(positive, self.with_margin(own), similarities), positive)
 
     def with_margin(self, own: Float[Tensor, "r 1"]) -> Float[Tensor, "r 1"]:
         # The angle has no derivative at similarities of 1 and -1. Where the margin takes it beyond the half circle,
@@ -193,24 +152,26 @@ class ProxyAnchor(ProxyLoss):
     weights: Literal["uniform"] = "uniform"
     """Weigh all images alike."""
 
-    number_of_totals: ClassVar[int] = 2
+    def shape_of_totals(self, columns: int) -> tuple[int, ...]:
+        return 2, columns
 
-    def totals(self, block: ImageBlock) -> Float[Tensor, "T K"]:
-        return torch.stack([term.sum(0) for term in self._exponentials(block)])
+    def totals(self, rows: Rows) -> Float64[Tensor, "2 K"]:
+        return torch.stack([term.sum(0) for term in self._exponentials(rows)]).double()
 
-    def value_and_slopes(
-        self, block: ImageBlock, totals: Float[Tensor, "T K"]
-    ) -> tuple[Float[Tensor, " r"], Float[Tensor, "r K"]]:
-        terms, counts = self._exponentials(block), ((totals[0] > 0).sum(), totals.shape[1])
+    def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, "2 K"]) -> tuple[Tensor, Tensor]:
+        terms, counts = self._exponentials(rows), ((totals[0] > 0).sum(), totals.shape[1])
         # In ln(1 + T), an image whose term of the sum is e has the share e / T, and the derivative e' / (1 + T).
-        values, slopes = torch.zeros_like(block.weights), torch.zeros_like(block.similarities)
-        for term, total, count, sign in zip(terms, totals, counts, (-1, 1), strict=True):
+        values, slopes = torch.zeros_like(rows.weights), torch.zeros_like(rows.similarities)
+        for term, total, count, sign in zip(terms, totals.to(slopes), counts, (-1, 1), strict=True):
             values += (term / total.clamp(min=torch.finfo().tiny) * total.log1p() / count).sum(1)
             slopes += sign * self.scale * term / (1 + total) / count
-        return values / block.weights, slopes
+        return values / rows.weights, slopes
 
-    def _exponentials(self, block: ImageBlock) -> tuple[Float[Tensor, "r K"], Float[Tensor, "r K"]]:
-        similarities = block.similarities
-        is_own = torch.zeros_like(similarities, dtype=torch.bool).scatter_(1, block.labels[:, None], True)
-        pull = (-self.scale * (similarities - self.margin)).exp() * is_own
-        return pull, (self.scale * (similarities + self.margin)).exp() * ~is_own
+    def _exponentials(self, rows: Rows) -> tuple[Scores, Scores]:
+        pull = (-self.scale * (rows.similarities - self.margin)).exp() * rows.positive_columns
+        return pull, (self.scale * (rows.similarities + self.margin)).exp() * ~rows.positive_columns
+
+
+def _softmax_loss(logits: Scores, positive: Mask) -> Float[Tensor, " r"]:
+    """Return -ln of the share that the one positive of each row has in the sum of e^logit."""
+    return logits.logsumexp(1) - (logits * positive).sum(1)

@@ -10,6 +10,7 @@ from distap.ranking.gathered import Gathered
 from distap.ranking.loss import Budget, LossValue
 from distap.ranking.losses.base import SimilarityLoss
 from distap.ranking.losses.pairs import DistanceLoss
+from distap.ranking.losses.proxies import ProxyLoss
 from distap.ranking.losses.smooth import RecallAtK
 from distap.ranking.losses.sums import Inner, WrappedLoss
 
@@ -27,8 +28,8 @@ class SiMix(WrappedLoss):
     """Loss of similarities of images and virtual images, such as recall_at_k or {name: smooth_ap, tau: 0.05}."""
 
     def __post_init__(self) -> None:
-        by_distance = isinstance(self.inner, DistanceLoss) or getattr(self.inner, "form", "") == "oml"
-        if by_distance or not isinstance(self.inner, SimilarityLoss):
+        is_other = isinstance(self.inner, DistanceLoss | ProxyLoss) or getattr(self.inner, "form", "") == "oml"
+        if is_other or not isinstance(self.inner, SimilarityLoss):
             raise ValueError(f"inner is {type(self.inner).__name__}; a loss of similarities by query is expected")
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:

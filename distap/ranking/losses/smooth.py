@@ -21,7 +21,7 @@ from distap.ranking.losses.steps import Step, StepSums, bounding_step, sigmoid_s
 
 
 @dataclass(frozen=True)
-class BoundingStep(SimilarityLoss):
+class BoundingStep:
     """SupAP's step in place of the sigmoid (Ramzi et al. 2021, eq. 4 and 5).
 
     Positives before a positive are counted exactly, [s_j >= s_k], without gradient. A negative counts
@@ -90,18 +90,19 @@ class RankLoss(SimilarityLoss):
             counts, falls_among = sigmoids.counts(others, positives)
             # The sum counts the positive itself with 0.5, so 0.5 more makes it 1.
             among = torch.where(rows.is_positive, counts + 0.5, 1)
-        with torch.inference_mode(False), torch.enable_grad():
-            ranks = [one.clone().requires_grad_() for one in (among, before)]
-            # Autograd refuses what was made under the caller's inference mode.
-            value = self.of_ranks(ranks[0], ranks[1], replace(rows, is_positive=rows.is_positive.clone()))
+        # Autograd goes through the formula of ranks, (r, P) numbers, never through the sums over pairs: these have
+        # a derivative by hand, which keeps no table of r N P steps.
+        with torch.enable_grad():
+            among, before = among.requires_grad_(), before.requires_grad_()
+            value = self.of_ranks(among, before, rows)
             by_among, by_before = torch.autograd.grad(
-                (rows.weights.clone() * value).sum(), ranks, allow_unused=True, materialize_grads=True
+                (rows.weights * value).sum(), (among, before), allow_unused=True, materialize_grads=True
             )
         by_positive = -by_before * falls
         if not self.counts_exactly:  # each positive moves the ranks of others, and is moved by them
             by_positive += sigmoids.slopes(others, positives, by_among) - by_among * falls_among
         by_negative = sums.slopes(negatives, positives, by_before)
-        return value.detach().double(), rows.with_positives(by_negative, by_positive)
+        return value.detach(), rows.with_positives(by_negative, by_positive)
 
     def step_numbers(self) -> tuple[float, ...]:
         """Return the parameters that `step` takes in addition to differences of similarities."""
@@ -177,7 +178,6 @@ class RecallAtK(RankLoss):
 class SupRecallAtK(BoundingStep, RecallAtK):
     """RS@k with SupAP's steps in place of sigmoids (Ramzi et al. 2025)."""
 
-    self_pair: Literal[True] = True
     presets: ClassVar[Presets] = {"suprank": {"form": "suprank", "offset": -3.56, "delta": 0.05}}
 
 

@@ -9,12 +9,12 @@ of a row while that row's similarities are in the cache.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -26,9 +26,6 @@ Step = Callable[..., tuple[Tensor, Tensor]]
 # Terms of one call. Uncompiled they are all in memory at once; so they are if a compiler turns out to be missing.
 MOST_TERMS, MOST_TERMS_COMPILED = 2**22, 2**25
 LOG2_E = math.log2(math.e)
-# From so many positives on they are sorted, and of so many neighbours the sigmoids come from quotients.
-NEIGHBOURS = 64
-MOST_POWER = 90  # of 2, between a positive and the middle of its neighbours; float32 ends at 126
 
 
 def tie_width(similarities: Tensor) -> float:
@@ -71,19 +68,17 @@ class StepSums:
     """
 
     def __init__(self, step: Step, numbers: tuple[float, ...], pairs: int, positives: int) -> None:
-        self._numbers, self._compiles = numbers, pairs * max(1, positives // 8) >= compiling.PAYS_FROM_PAIRS
-        self._functions = [compiling.compiled(one) if self._compiles else one for one in _sums(step)]
+        # Each positive takes a pass over all similarities, so many positives make compiling pay at fewer pairs.
+        compiles = pairs * max(1, positives // 8) >= compiling.PAYS_FROM_PAIRS
+        self._numbers, self._most_terms = numbers, MOST_TERMS_COMPILED if compiles else MOST_TERMS
+        self._counts, self._slopes = (compiling.compiled(one) if compiles else one for one in _sums(step))
 
     def counts(
         self, similarities: Float[Tensor, "r N"], positives: Float[Tensor, "r P"]
     ) -> tuple[Float[Tensor, "r P"], Float[Tensor, "r P"]]:
         """Return the smooth count of images before each positive, and how fast it falls as the positive rises."""
-        counts, falls = torch.empty_like(positives), torch.empty_like(positives)
-        for rows, columns, powers in self._parts(similarities, positives):
-            own, function = positives[rows].gather(1, columns), self._functions[0 if powers is None else 1]
-            arguments = (similarities[rows], own) if powers is None else (similarities[rows], own, *powers)
-            for total, part in zip((counts, falls), function(*arguments, *self._numbers), strict=True):
-                total[rows] = total[rows].scatter(1, columns, part)
+        parts = [self._counts(similarities, own, *self._numbers) for own in self._parts(similarities, positives)]
+        counts, falls = (torch.cat(one, dim=1) for one in zip(*parts, strict=True))
         return counts, falls
 
     def slopes(
@@ -91,50 +86,24 @@ class StepSums:
     ) -> Float[Tensor, "r N"]:
         """Turn derivatives of the loss by each count into derivatives by each similarity."""
         total = torch.zeros_like(similarities)
-        for rows, columns, powers in self._parts(similarities, positives):
+        both = (self._parts(similarities, one) for one in (positives, by_count))
+        for parts in zip(*both, strict=True):
             # (P, r): with rows inside, the generated code goes along the gallery in vectors.
-            own, by_own = (one[rows].gather(1, columns).t().contiguous() for one in (positives, by_count))
-            function = self._functions[2 if powers is None else 3]
-            more = () if powers is None else (powers[0], powers[1].t().contiguous())
-            total[rows] += function(similarities[rows], own, by_own, *more, *self._numbers)
+            total += self._slopes(similarities, *(one.t().contiguous() for one in parts), *self._numbers)
         return total
 
-    def _parts(
-        self, similarities: Float[Tensor, "r N"], positives: Float[Tensor, "r P"]
-    ) -> Iterator[tuple[slice, Int64[Tensor, "r p"], tuple[Tensor, Tensor] | None]]:
-        """Yield rows, columns of positives, and 2^(s log2(e) / tau) of similarities and positives, for large P."""
-        (r, n), count = similarities.shape, positives.shape[1]
-        many = self._compiles and count >= NEIGHBOURS
-        terms = MOST_TERMS_COMPILED if self._compiles else MOST_TERMS
-        order = positives.argsort(dim=1) if many else torch.arange(count, device=positives.device).expand(r, count)
-        height = max(1, terms // (max(1, n) * NEIGHBOURS)) if many else r
-        width = NEIGHBOURS if many else max(1, terms // max(1, similarities.numel()))
-        scale = LOG2_E / self._numbers[0]
-        for start in range(0, r, height):
-            rows = slice(start, start + height)
-            for columns in order[rows].split(width, dim=1):
-                own = positives[rows].gather(1, columns)
-                middle, powers = (own[:, :1] + own[:, -1:]) / 2, None
-                # sigmoid((s - p) / tau) = 2^a / (2^a + 2^b) for powers a and b of s and p: one division a term, and
-                # an exponential only for each image and each positive. Neighbours do not overflow.
-                if many and float((own - middle).abs().max()) * scale < MOST_POWER:
-                    above = ((similarities[rows] - middle) * scale).clamp(max=126)
-                    powers = above.exp2(), ((own - middle) * scale).exp2()
-                yield rows, columns, powers
+    def _parts(self, similarities: Float[Tensor, "r N"], table: Float[Tensor, "r P"]) -> tuple[Tensor, ...]:
+        """Cut a table of positives along P, so that a part's terms, r N for each positive, fit into one call."""
+        return table.split(max(1, self._most_terms // max(1, similarities.numel())), dim=1)
 
 
 @cache
-def _sums(step: Step) -> list[Callable[..., Any]]:
-    """Return counts and slopes, each by exponentials and by powers that are given."""
+def _sums(step: Step) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return functions that sum heights and slopes over images, and slopes over positives."""
 
     def counts(s: Tensor, p: Tensor, *numbers: float) -> tuple[Tensor, Tensor]:
         t = s[:, None] - p[:, :, None]
         height, slope = step(t, _sigmoid(t, numbers[0]), *numbers)
-        return height.sum(-1), slope.sum(-1)
-
-    def counts_of_powers(s: Tensor, p: Tensor, of_s: Tensor, of_p: Tensor, *numbers: float) -> tuple[Tensor, Tensor]:
-        quotient = of_s[:, None] / (of_s[:, None] + of_p[:, :, None])
-        height, slope = step(s[:, None] - p[:, :, None], quotient, *numbers)
         return height.sum(-1), slope.sum(-1)
 
     def slopes(s: Tensor, p: Tensor, by_count: Tensor, *numbers: float) -> Tensor:
@@ -142,17 +111,9 @@ def _sums(step: Step) -> list[Callable[..., Any]]:
         _, slope = step(t, _sigmoid(t, numbers[0]), *numbers)
         return (by_count[:, :, None] * slope).sum(0)
 
-    def slopes_of_powers(
-        s: Tensor, p: Tensor, by_count: Tensor, of_s: Tensor, of_p: Tensor, *numbers: float
-    ) -> Tensor:
-        quotient = of_s[None] / (of_s[None] + of_p[:, :, None])
-        _, slope = step(s[None] - p[:, :, None], quotient, *numbers)
-        return (by_count[:, :, None] * slope).sum(0)
-
-    found: list[Callable[..., Any]] = [counts, counts_of_powers, slopes, slopes_of_powers]
-    for one in found:
+    for one in (counts, slopes):
         one.__name__ = f"{step.__name__}_{one.__name__}"
-    return found
+    return counts, slopes
 
 
 def _sigmoid(t: Tensor, tau: float) -> Tensor:
