@@ -4,6 +4,8 @@ The names below are the library. Each is imported when it is first used, so `imp
 """
 
 import importlib
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
     from distap.stages.micro_batches import MicroBatchSizes as MicroBatchSizes
     from distap.world import World as World
 
-__version__ = "0.1.0"
+    __version__: str
+
+RELEASE = "0.1.0"
 
 _MODULES = {
     "DescriptorLoss": "distap.ranking.losses.base",
@@ -40,7 +44,27 @@ _MODULES = {
 }
 
 
+@cache
+def _version() -> str:
+    """Return the release with the commit of the checkout that runs, or of what was installed: 0.1.0+g1a2b3c4."""
+    import subprocess  # these take longer than all else here
+    from importlib import metadata
+
+    def git(*arguments: str) -> str:
+        command = ("git", "-C", str(Path(__file__).parent), *arguments)
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+
+    try:  # site-packages may lie within a checkout of something else, which does not track them
+        if commit := git("ls-files", "__init__.py") and git("describe", "--always", "--dirty=.dirty", "--exclude=*"):
+            return f"{RELEASE}+g{commit}"
+        return metadata.version("distap")
+    except (OSError, subprocess.SubprocessError, metadata.PackageNotFoundError):
+        return RELEASE
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name not in _MODULES:
         raise AttributeError(f"module 'distap' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)

@@ -11,7 +11,7 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -53,14 +53,25 @@ class CollectiveError(DistapError):
     status = FAILED
 
 
-def problem_of(error: Mapping[str, Any], keys: Sequence[str]) -> str:
-    """Say in one line which key holds a wrong value, the value, and what pydantic expected."""
-    where, kind, expected = ".".join(keys), error["type"], str(error["msg"]).removeprefix("Value error, ")
+def problems_of(errors: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Say in one line for each wrong value its keys, the value, and what pydantic expected.
+
+    Pydantic's errors about one value of a union type are joined: `size: 'a': must be a number or 'auto'`.
+    """
+    found: dict[str, str] = {}
+    for told in map(_problem_of, errors):
+        start, _, wanted = told.partition(": must be ")
+        known = found.get(start, "")
+        found[start] = (known if wanted in known else f"{known} or {wanted}") if wanted and known else told
+    return [*found.values()]
+
+
+def _problem_of(error: Mapping[str, Any]) -> str:
+    where, kind = ".".join(map(str, error["loc"])), error["type"]
+    expected = str(error["msg"]).removeprefix("Value error, ")
     if kind == "missing":
         return f"{where}: missing; a value is needed"
-    if kind == "unexpected_keyword_argument":
-        return f"{where}: unknown key"
-    if not where or kind == "unknown_key":
+    if not where or "unexpected" in kind or kind == "unknown_key":
         return f"{where}: {expected}".removeprefix(": ")
     wanted = [wanted for start, wanted in WANTED.items() if kind.startswith(start)]
     expected = f"must be {wanted[0]}" if wanted else expected.replace("Input should be", "must be")
@@ -71,16 +82,6 @@ def problem_of(error: Mapping[str, Any], keys: Sequence[str]) -> str:
     is_told = isinstance(error["input"], str) and repr(error["input"]) in expected
     value = "" if is_told or isinstance(error["input"], Mapping) else f"{error['input']!r}: "
     return f"{where}: {value}{expected[:1].lower()}{expected[1:]}"
-
-
-def merged(problems: Iterable[str]) -> list[str]:
-    """Join pydantic's messages about one value of a union type: `size: 'a': must be a number or 'auto'`."""
-    found: dict[str, str] = {}
-    for told in problems:
-        start, _, wanted = told.partition(": must be ")
-        known = found.get(start, "")
-        found[start] = (known if wanted in known else f"{known} or {wanted}") if wanted and known else told
-    return [*found.values()]
 
 
 def checked(function: F) -> F:
@@ -95,9 +96,10 @@ def checked(function: F) -> F:
         try:
             return validated(*given, **named)
         except ValidationError as error:
-            found = [(dict(item), item["loc"][0]) for item in error.errors()]
-            told = [problem_of(item, [names[at] if isinstance(at, int) else str(at)]) for item, at in found]
-            raise DistapError("; ".join(merged(told))) from error
+            places = [item["loc"][0] for item in error.errors()]
+            keys = [names[at] if isinstance(at, int) else at for at in places]
+            wrong = [{**item, "loc": (key,)} for item, key in zip(error.errors(), keys, strict=True)]
+            raise DistapError("; ".join(problems_of(wrong))) from error
 
     return cast(F, call)
 

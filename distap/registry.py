@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError, core_schema
 
-from distap.errors import DistapError, merged, problem_of
+from distap.errors import DistapError, problems_of
 
 TIMM_OPTIMIZERS = (
     *("adam", "adamw", "nadamw", "radam", "sgd", "momentum", "rmsprop", "lamb", "lars", "lion", "adafactor"),
@@ -183,8 +183,7 @@ def build_part(kind: str, name: str, **options: Any) -> Any:
     try:
         return Part(kind, name, options).build()
     except ValidationError as error:
-        problems = [problem_of(dict(item), list(map(str, item["loc"]))) for item in error.errors()]
-        raise DistapError(f"{kind} {name}: {'; '.join(merged(problems))}") from error
+        raise DistapError(f"{kind} {name}: {'; '.join(problems_of(map(dict, error.errors())))}") from error
     except ValueError as error:
         raise DistapError(str(error)) from error
 

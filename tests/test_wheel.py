@@ -32,7 +32,6 @@ print(distap.__file__, evaluate(torch.eye(8), labels)["mAP"])
 """
 pytestmark = pytest.mark.slow
 
-
 BUILDING = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff")
 
 
@@ -50,6 +49,11 @@ class Installed:
         (self.packages / "shared.pth").write_text(
             "\n".join(site.getsitepackages()) + "\n"
         )  # torch and all the others
+        git = ["git", "-C", self.source, "-c", "user.name=us", "-c", "user.email=us@example.org"]
+        for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
+            subprocess.run([*git, *command], check=True)
+        described = subprocess.run([*git, "describe", "--always"], capture_output=True, text=True).stdout.strip()
+        self.version = f"{distap.RELEASE}+g{described}"
         make = f"import setuptools.build_meta as backend; backend.build_sdist({str(folder)!r})"
         subprocess.run([sys.executable, "-c", make], cwd=self.source, check=True, capture_output=True)
         (self.sdist,) = folder.glob("distap-*.tar.gz")
@@ -88,7 +92,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(installed):
         names = wheel.namelist()
     assert without_metadata(names) == package_in(installed.source)
     assert {"distap/py.typed", "distap/recipes/emoji.yaml"} <= set(names)
-    assert f"distap-{distap.__version__}.dist-info/licenses/LICENSE" in names
+    assert f"{installed.wheel.name.rsplit('-', 3)[0]}.dist-info/licenses/LICENSE" in names
 
 
 def test_the_sdist_holds_the_package_and_what_builds_it(installed):
@@ -105,7 +109,7 @@ def test_links_of_the_description_lead_to_files_of_this_version(installed):
         description = message_from_bytes(wheel.read(name)).get_payload()
     links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", description)
     assert len(links) > 20 and all(link.startswith("https://") for _, link in links)
-    tag = f"https://github.com/distap/distap/(raw|blob)/v{re.escape(distap.__version__)}/"
+    tag = f"https://github.com/distap/distap/(raw|blob)/v{re.escape(distap.RELEASE)}/"
     ours = [(picture, re.match(tag + "(.+)", link)) for picture, link in links if "github.com/distap" in link]
     assert [found[2] for _, found in ours if not (ROOT / found[2]).exists()] == []
     assert all((found[1] == "raw") == bool(picture) for picture, found in ours)
@@ -115,6 +119,7 @@ def test_the_library_and_the_commands_run_outside_the_repository(tmp_path, insta
     (tmp_path / "user.py").write_text(USER)
     assert str(installed.packages / "distap") in installed.run("python", "user.py", folder=tmp_path)
     assert "Usage: distap" in installed.run("distap", "--help", folder=tmp_path)
+    assert installed.run("distap", "--version", folder=tmp_path) == f"distap {installed.version}\n"
     assert "roadmap-sop" in installed.run("distap", "recipes", folder=tmp_path)
     (tmp_path / "recipe.yaml").write_text(
         f"run: mine\nsteps: 1\ndata: {{train: {training_shards[0]}, image_size: 32, workers: 0}}\n"

@@ -14,7 +14,7 @@ from distap.config.parsing import parsed_yaml
 from distap.config.reading import changed_settings, recipe_file, recipe_from
 from distap.config.recipe import Recipe
 from distap.config.validation import Section
-from distap.errors import DistapError, problem_of
+from distap.errors import DistapError, problems_of
 from distap.registry import suggestion
 
 TRAININGS = "trainings"  # folder of the runs
@@ -108,13 +108,12 @@ def read_study(file: Path) -> Study:
     except (OSError, UnicodeDecodeError) as error:
         raise DistapError(f"{file}: the study cannot be read: {error}") from error
     except ValidationError as error:
-        problems = [
-            f"{item['loc'][0]}: unknown key; {suggestion(str(item['loc'][0]), Study.model_fields)}"
-            if item["type"] == "extra_forbidden"
-            else problem_of(dict(item), list(map(str, item["loc"])))
-            for item in error.errors()
-        ]
-        raise DistapError(f"{file}: " + f"\n{file}: ".join(problems)) from error
+        wrong: list[dict[str, Any]] = list(map(dict, error.errors()))
+        for item in wrong:
+            if item["type"] == "extra_forbidden":
+                hint = suggestion(str(item["loc"][0]), Study.model_fields)
+                item |= {"type": "unknown_key", "msg": f"unknown key; {hint}"}
+        raise DistapError(f"{file}: " + f"\n{file}: ".join(problems_of(wrong))) from error
 
 
 class Grid:

@@ -1,5 +1,6 @@
 """Read a recipe from YAML, apply overrides, and explain wrong keys and values."""
 
+import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from distap.config.images import DescribingSection, ImagesSection
 from distap.config.parsing import line_of, parsed_yaml
 from distap.config.recipe import NetworkRecipe, Recipe
-from distap.errors import DistapError, merged, problem_of
+from distap.errors import DistapError, problems_of
 from distap.registry import GIVEN, REGISTRY, Part, by_path, fields_of, suggestion
 from distap.storage.locations import from_folder
 from distap.storage.redact import without_secrets
@@ -147,8 +148,8 @@ def _build_parts(holder: dict[str, Any], keeps_given: bool, path: tuple[str, ...
 def _refused(
     wrong: list[dict[str, Any]], settings: dict[str, Any], where: Place, kind: type[NetworkRecipe]
 ) -> DistapError:
-    problems = merged(_problem(item, settings, kind) for item in wrong)
-    return DistapError("\n".join(f"{where(told.partition(':')[0])}: {told}" for told in problems))
+    problems = problems_of(_as_written(item, settings, kind) for item in wrong)
+    return DistapError("\n".join(f"{where(told.partition(':')[0])}: {without_secrets(told)}" for told in problems))
 
 
 def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,13 +204,19 @@ def _section(settings: dict[str, Any], parents: Sequence[str], override: str) ->
     return settings
 
 
-def _problem(error: dict[str, Any], settings: dict[str, Any], kind: type[NetworkRecipe]) -> str:
+def _as_written(error: dict[str, Any], settings: dict[str, Any], kind: type[NetworkRecipe]) -> dict[str, Any]:
+    """Return an error of pydantic with the keys of the recipe, and with a hint if a key is unknown."""
     keys = _written_keys(error["loc"], settings)
-    if error["type"] in UNKNOWN_KEY and keys and keys[-1] in PLACES:
-        return f"{'.'.join(keys)}: unknown key; did you mean {PLACES[keys[-1]]}?"
-    if error["type"] in UNKNOWN_KEY[:2]:
-        return f"{'.'.join(keys)}: unknown key; {suggestion(keys[-1], _known_beside(keys, kind))}"
-    return without_secrets(problem_of(error, keys))
+    if error["type"] not in UNKNOWN_KEY:
+        return {**error, "loc": keys}
+    known = _known_beside(keys, kind)
+    if keys[-1] in PLACES:
+        hint = f"did you mean {PLACES[keys[-1]]}?"
+    elif error["type"] != "unknown_key" or difflib.get_close_matches(keys[-1], known):
+        hint = suggestion(keys[-1], known)
+    else:
+        return {**error, "loc": keys}
+    return {**error, "loc": keys, "type": "unknown_key", "msg": f"unknown key; {hint}"}
 
 
 def _written_keys(location: tuple[int | str, ...], settings: dict[str, Any]) -> list[str]:
@@ -231,18 +238,10 @@ def _written_keys(location: tuple[int | str, ...], settings: dict[str, Any]) -> 
 
 
 def _known_beside(keys: list[str], kind: type[NetworkRecipe]) -> list[str]:
-    """Return the known keys of the section that contains the last of `keys`."""
+    """Return the known keys of the section that contains the last of `keys`; none of a part that has a name."""
     section: Any = kind
     for key in keys[:-1]:
-        if not issubclass(section, BaseModel):
-            break
-        annotation = section.model_fields[key].annotation if key in section.model_fields else None
-        section = next((one for one in _inside(annotation) if isinstance(one, type) and fields_of(one)), section)
-    return fields_of(section)
-
-
-def _inside(annotation: Any) -> Iterator[Any]:
-    """Return an annotation and everything nested in it, such as the members of a union."""
-    yield annotation
-    for inner in get_args(annotation):
-        yield from _inside(inner)
+        field = getattr(section, "model_fields", {}).get(key)
+        inside = [] if field is None else [field.annotation, *get_args(field.annotation)]
+        section = next((one for one in inside if isinstance(one, type) and fields_of(one)), None)
+    return fields_of(section) if section else []

@@ -1,6 +1,5 @@
 """The sections of a recipe, each with its keys, their meaning and their defaults."""
 
-import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -11,7 +10,6 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     SerializerFunctionWrapHandler,
-    ValidationError,
     ValidationInfo,
     field_validator,
     model_serializer,
@@ -19,7 +17,7 @@ from pydantic import (
 )
 
 from distap.config.validation import Section, StoreURL, Unit
-from distap.registry import Chosen, unknown_key
+from distap.registry import Chosen
 
 
 class MemorySection(Section):
@@ -116,14 +114,7 @@ class OptimizerSection(Section):
         if not isinstance(settings, Mapping):
             raise ValueError("expected a name, or a mapping of keys to values")
         own = {key: value for key, value in settings.items() if key in cls.model_fields}
-        further = {key: value for key, value in settings.items() if key not in own}
-        for key, value in further.items():
-            if difflib.get_close_matches(
-                str(key), cls.model_fields, n=1, cutoff=0.8
-            ):  # a slip in one of our own keys
-                wrong = unknown_key(key, value, [name for name in cls.model_fields if name != "chosen"])
-                raise ValidationError.from_exception_data("optimizer", [wrong])
-        return {"chosen": further, **own}
+        return {"chosen": {key: value for key, value in settings.items() if key not in own}, **own}
 
     @model_serializer(mode="wrap")
     def _flatten(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

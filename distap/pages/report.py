@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
+from distap import __version__
 from distap.data.images.decoding import MAX_PIXELS, EncodedImage
 from distap.data.images.image_sets import open_images
 from distap.data.images.whole_images import EncodedImages, Thumbnails
@@ -23,7 +24,6 @@ from distap.storage.atomic import write_whole
 from distap.storage.locations import parse_source
 from distap.storage.redact import without_secrets
 from distap.storage.remotes import RemoteSettings
-from distap.telemetry.runlog import version_with_commit
 
 PAGE_FILE, SUMMARY_FILE = "report.html", "summary.json"
 CHARTED = ("describe", "replay", "rank", "gather", "reduce", "data_wait", "optimizer", "other")
@@ -56,7 +56,7 @@ def report(folder: Path, output: Path | None = None, reload: int | None = None) 
             "report.html",
             title=f"distap: {folder}",
             made=time.time(),
-            version=version_with_commit(),
+            version=__version__,
             reload=reload,
             run=run,
             # Without access to its data, since a report is shown to others.

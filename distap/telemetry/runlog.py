@@ -5,10 +5,9 @@ import logging
 import math
 import platform
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ def log_not_finite(folder: Path, step: int, what: str, keys: list[str]) -> None:
 
 def log_start(folder: Path, step: int, **about: Any) -> None:
     """Append when, where and with which versions a training starts from `step` to folder/starts.jsonl."""
-    versions = {"distap": version_with_commit(), "torch": torch.__version__, "python": platform.python_version()}
+    versions = {"distap": __version__, "torch": torch.__version__, "python": platform.python_version()}
     own = {"step": step, "time": time.time(), "host": socket.gethostname()}
     append_line(folder / STARTS_LOG, {**own, **versions, **about})
 
@@ -80,26 +79,6 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
                 yield entry
             elif line.endswith(b"\n"):
                 logger.warning("%s, line %d: damaged, and left out: %r", path, number, line[:60])
-
-
-@cache
-def version_with_commit() -> str:
-    """Return distap's version and, if it runs from a checkout, its commit: 0.1.0+g1a2b3c4, or ...-dirty."""
-    return "+g".join(filter(None, (__version__, _commit())))
-
-
-def _commit() -> str | None:
-    """Return the commit of distap's checkout, with `-dirty` if files differ; None without a checkout."""
-    folder = Path(__file__).parent
-
-    def git(*arguments: str) -> str:
-        command = ("git", "-C", str(folder), *arguments)
-        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
-
-    try:  # site-packages may lie within a checkout of something else, which does not track them
-        return (git("ls-files", "runlog.py") and git("describe", "--always", "--dirty", "--exclude=*")) or None
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def _finite(value: Any) -> Any:

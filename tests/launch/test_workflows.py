@@ -65,8 +65,8 @@ def release(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     for name, old, new in (
-        ("distap/__init__.py", f'__version__ = "{distap.__version__}"', '__version__ = "9.8.7"'),
-        ("CITATION.cff", f"\nversion: {distap.__version__}\n", "\nversion: 9.8.7\n"),
+        ("distap/__init__.py", f'RELEASE = "{distap.RELEASE}"', 'RELEASE = "9.8.7"'),
+        ("CITATION.cff", f"\nversion: {distap.RELEASE}\n", "\nversion: 9.8.7\n"),
         ("CHANGELOG.md", "## [Unreleased]\n", "## [Unreleased]\n\n## [9.8.7] - 2030-01-02\n"),
     ):
         text = (tmp_path / name).read_text()
@@ -82,7 +82,7 @@ def check_release(folder, tag):
 def test_a_tag_that_is_the_version_everywhere_is_released_and_no_other(release):
     done = check_release(release, "v9.8.7")
     assert done.returncode == 0, done.stderr
-    for tag in ("v9.8.8", "9.8.7", "v9.8.7rc1", f"v{distap.__version__}"):
+    for tag in ("v9.8.8", "9.8.7", "v9.8.7rc1", f"v{distap.RELEASE}"):
         done = check_release(release, tag)
         assert done.returncode == 1 and "distap/__init__.py: 9.8.7" in done.stderr
 
@@ -96,7 +96,7 @@ def test_a_file_that_was_forgotten_is_named(release, name):
 
 def test_the_newest_release_is_the_version_that_is_cited():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]
-    assert cited == distap.__version__ and f"## [{cited}] - " in (ROOT / "CHANGELOG.md").read_text()
+    assert cited == distap.RELEASE and f"## [{cited}] - " in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_changelog_keeps_its_format():

@@ -15,7 +15,7 @@ from images import damage
 from run_folders import ODD, oddly_named_shards, retrieved, step, write_retrieved, write_run
 from small_trainings import recipe
 
-from distap import __version__
+from distap import RELEASE
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 from distap.evaluation.saved import folder_of_step, saved_steps
@@ -176,7 +176,7 @@ def test_a_training_leaves_all_that_a_report_needs(tmp_path, training_shards):
     assert found[2] == torch.__version__ and found[3] == platform.python_version()
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
     release, _, of_checkout = found[1].partition("+g")
-    assert release == __version__ and commit.stdout.startswith(of_checkout.removesuffix("-dirty"))
+    assert release == RELEASE and commit.stdout.startswith(of_checkout.removesuffix(".dirty"))
     assert "\noptimizer:\n" in text[text.index("<h2>Recipe") :]
 
 

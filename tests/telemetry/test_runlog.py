@@ -4,6 +4,7 @@ import socket
 
 import pytest
 
+from distap import __version__
 from distap.telemetry.runlog import (
     STARTS_LOG,
     append_line,
@@ -11,7 +12,6 @@ from distap.telemetry.runlog import (
     log_start,
     read_run_log,
     read_starts,
-    version_with_commit,
 )
 
 
@@ -81,4 +81,4 @@ def test_each_start_of_a_run_is_kept_with_its_host_and_versions(tmp_path):
     starts = read_starts(tmp_path)
     assert [(start["step"], start["ranks"]) for start in starts] == [(0, 2), (7, 1)]
     assert starts[0]["host"] == socket.gethostname() and starts[0]["time"] <= starts[1]["time"]
-    assert {"torch", "python"} <= set(starts[0]) and starts[0]["distap"] == version_with_commit()
+    assert {"torch", "python"} <= set(starts[0]) and starts[0]["distap"] == __version__

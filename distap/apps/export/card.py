@@ -13,6 +13,7 @@ import torch
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from distap import __version__
 from distap.apps.export.checking import Agreement
 from distap.checkpoint.checkpoints import Checkpoint
 from distap.config.recipe import NetworkRecipe
@@ -20,7 +21,7 @@ from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.backbone import SOURCES
 from distap.storage.redact import without_secrets
-from distap.telemetry.runlog import read_run_log, version_with_commit
+from distap.telemetry.runlog import read_run_log
 
 BEGAN_WITH = {
     "file": "a file of weights",
@@ -83,7 +84,7 @@ def model_card(origin: Origin, exported: Exported) -> str:
         std=std,
         loss=" + ".join(f"{weight:g} {part['name']}" for weight, part in terms),
         recipe_yaml=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).strip(),
-        version=version_with_commit(),
+        version=__version__,
         torch=torch.__version__,
     )
     return without_secrets(f"{str(card).rstrip()}\n")

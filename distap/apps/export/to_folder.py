@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from distap import __version__
 from distap.apps.export import checking
 from distap.apps.export.card import Exported, Origin, model_card, origin_of
 from distap.apps.export.formats import exportable, missing_for_onnx, program_of, save_onnx, save_program
@@ -16,7 +17,6 @@ from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.multiscale import required_size
 from distap.retrieval.whitening import load_whitening
 from distap.storage.atomic import refuse_foreign, replacing_folder
-from distap.telemetry.runlog import version_with_commit
 from distap.training.build import describing_of, trained_network
 from distap.training.descriptor_network import DescriptorNetwork
 from distap.training.run_state import BESIDE
@@ -83,7 +83,7 @@ def _write(
     folder: Path, describer: ImageDescriber, origin: Origin, formats: Sequence[str], dynamic_size: bool
 ) -> Exported:
     image_size = describer.sizing.pixels or origin.recipe.data.image_size
-    about = {"distap": json.dumps({"version": version_with_commit(), "described_by": asdict(describer.described_by)})}
+    about = {"distap": json.dumps({"version": __version__, "described_by": asdict(describer.described_by)})}
     several = describer.network.eval()
     programs: dict[str, checking.Agreement] = {}
     if {"pt2", "onnx"} & set(formats):
