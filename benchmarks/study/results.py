@@ -166,21 +166,25 @@ def table(results: Results) -> tuple[list[str], list[list[str]], list[str]]:
     others = [_counterpart(row, rows, study) for row in rows]
     headings = [*study.axes, *(key.rpartition(".")[2].replace("_", " ") for key in searched), *study.figures]
     headings += [f"{first}, less {study.against}"] if any(others) else []
-    headings += ["updates", "images", "processor s", "GB"]
+    sizes = {
+        "updates": [f"{row.results[0].steps:,}" for row in rows],
+        "images": [f"{row.results[0].images:,}" for row in rows],
+        "processor s": [f"{median(result.processor_seconds for result in row.results):.0f}" for row in rows],
+        "GB": [f"{max(result.memory_bytes for result in row.results) / 1e9:.1f}" for row in rows],
+    }
+    alike = {name: sizes.pop(name)[0] for name in ("updates", "images") if len(set(sizes[name])) == 1}
+    headings += sizes
     cells, before = [], results.before()
     if before:
         blank = [""] * (len(study.axes) - 1 + len(searched))
         cells.append([BEFORE, *blank, *(str(Interval(before[name], None)) for name in study.figures)])
         cells[0] += [""] * (len(headings) - len(cells[0]))
-    for row, other in zip(rows, others, strict=True):
-        one, seconds = row.results[0], median(result.processor_seconds for result in row.results)
-        chosen = [_short(one.searched[key]) + ("*" if key in row.at_edge else "") for key in searched]
+    for row, other, *own in zip(rows, others, *sizes.values(), strict=True):
+        chosen = [_short(row.results[0].searched[key]) + ("*" if key in row.at_edge else "") for key in searched]
         apart = [_signed(row.difference(other, first) if other else None)] if any(others) else []
-        memory = max(result.memory_bytes for result in row.results) / 1e9
         figures = [str(row.interval(name)) for name in study.figures]
-        sizes = [f"{one.steps:,}", f"{one.images:,}", f"{seconds:.0f}", f"{memory:.1f}"]
-        cells.append([*row.point.names.values(), *chosen, *figures, *apart, *sizes])
-    return headings, cells, list(_notes(results, rows))
+        cells.append([*row.point.names.values(), *chosen, *figures, *apart, *own])
+    return headings, cells, list(_notes(results, rows, alike))
 
 
 def _counterpart(row: Row, rows: Sequence[Row], study: Study) -> Row | None:
@@ -197,17 +201,19 @@ def _signed(difference: Interval | None) -> str:
     return "" if difference is None else f"{'+' if difference.mean >= 0 else ''}{difference}"
 
 
-def _notes(results: Results, rows: Sequence[Row]) -> Iterable[str]:
+def _notes(results: Results, rows: Sequence[Row], alike: Mapping[str, str]) -> Iterable[str]:
+    """`alike` holds the updates or images that all rows share, which have no column."""
     study = results.grid.study
     seeds = " or ".join(map(str, sorted({len(row.results) for row in rows})))
-    several = f"means of {seeds} seeds, ± half of the 95% interval of the mean by Student's t"
-    yield f"Percent; {'one seed, which has no interval' if seeds == '1' else several}."
-    yield f"Equal for all: {', '.join(study.equal)}."
+    several = f"mean of {seeds} seeds ± half of its 95% interval"
+    yield f"Percent, {'of one seed' if seeds == '1' else several}."
+    equal = [name for name in study.equal if name not in alike]
+    yield f"Equal for all: {', '.join([*equal, *(f'{count} {name}' for name, count in alike.items())])}."
     if study.search:
-        keys = ", ".join(f"{key} from {', '.join(map(_short, values))}" for key, values in study.search.items())
-        yield f"Each takes the value of {keys} with the highest {study.chosen_by} on data.validation, with seed 0."
+        keys = ", ".join(f"{key} of {', '.join(map(_short, values))}" for key, values in study.search.items())
+        yield f"The best {keys} by {study.chosen_by} on data.validation, with seed 0."
     if any(row.at_edge for row in rows):
-        yield "* the best value is the first or the last that was tried."
+        yield "* the first or the last value that was tried."
     seconds = {str(row.point): median(result.processor_seconds for result in row.results) for row in rows}
     if "seconds" in study.equal and seconds:
         middle = median(seconds.values())
