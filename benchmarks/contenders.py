@@ -198,7 +198,7 @@ class DistapStep:
             max_drift=float("inf"),  # bfloat16 drifts more than trainings tolerate by default
             stopwatch=self.stopwatch,
         )
-        self._step = TrainingStep(stages, Learner(replica, self.optimizer, precision=task.precision))
+        self._step = TrainingStep(stages, Learner(replica, self.optimizer))
         self.seconds: list[dict[str, float]] = []  # by stage, of each step
         self.forwards = 2.0
         self.result: StepResult

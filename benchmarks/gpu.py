@@ -422,7 +422,6 @@ PRECISIONS: dict[str, tuple[PrecisionName, bool]] = {
     "float32": ("float32", False),
     "TF32": ("float32", True),
     "bf16": ("bf16", False),
-    "fp16": ("fp16", False),
 }
 PARTS = {
     "exactness": Part(120, GPUBenchmark._exactness),

@@ -64,7 +64,7 @@ DEMAND_COLUMNS = (
 )
 
 
-DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
 class StepBenchmark(harness.Benchmark):

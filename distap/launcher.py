@@ -10,7 +10,7 @@ differs from `torchrun -m distap.train CONFIG` in five ways:
 - --max-restarts is for one host, and for failures: ranks that left with 75 or 2 are not started again. When one of
   several hosts is lost, all launchers leave, and whoever started them starts them again.
 - After a signal it gives the ranks the recipe's grace time (stop.grace_seconds) to leave, not 30 seconds. A host that
-  is cut off ends after timeout_seconds + `watchdog.LEAVE_SECONDS` + `agent.LEAVE_SECONDS`.
+  is cut off ends after timeout_seconds + `watchdog.VERDICT_SECONDS` + `agent.LEAVE_SECONDS`.
 """
 
 import os

@@ -89,9 +89,7 @@ REGISTRY: dict[str, dict[str, str]] = {
     },
     "adapter": dict.fromkeys(("lora", "dora"), "distap.model.adapters:Adapter"),
     "optimizer": dict.fromkeys(TIMM_OPTIMIZERS, "distap.training.optimizer:TimmOptimizer"),
-    "schedule": dict.fromkeys(
-        ("constant", "linear", "cosine", "step", "multistep"), "distap.training.schedule:RateSchedule"
-    ),
+    "schedule": dict.fromkeys(("constant", "linear", "cosine", "multistep"), "distap.training.schedule:RateSchedule"),
     "engine": {
         "ddp": "distap.training.engines:DDPSettings",
         "fsdp": "distap.training.engines:FSDPSettings",

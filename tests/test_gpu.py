@@ -54,7 +54,7 @@ def distance(found, expected):
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize(("precision", "near"), [("float32", 0.02), ("bf16", 0.3), ("fp16", 0.1)])
+@pytest.mark.parametrize(("precision", "near"), [("float32", 0.02), ("bf16", 0.3)])
 def test_a_step_is_exact_and_its_stages_are_timed(precision, near):
     network = random_network().train()
     _, expected, _ = stepped(network.double(), torch.device("cpu"))

@@ -10,7 +10,7 @@ from distap.processes.daemon import in_daemon
 from distap.storage.remotes import UnreachableError
 from distap.world import World
 
-POLL_SECONDS = 0.2
+MEETING_SECONDS = 0.2
 T = TypeVar("T")
 # Errors that all ranks raise, the gravest first: the gravest failure of any rank decides.
 _KINDS = (RuntimeError, DistapError, UnreachableError, DamagedCheckpointError)
@@ -29,7 +29,7 @@ def on_all(world: World, work: Callable[[], Any], mine: bool = True) -> list[Any
     """
     # A daemon, since a rank that has to leave must not wait for a network.
     done = in_daemon(work if mine else lambda: None, "distap-agreement")
-    while not world.all_agree(bool(wait([done], POLL_SECONDS).done)):
+    while not world.all_agree(bool(wait([done], MEETING_SECONDS).done)):
         pass
     problem = done.exception()
     told = [None, [_kind(problem), str(problem) or type(problem).__name__]] if problem else [done.result(), None]

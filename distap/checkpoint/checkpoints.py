@@ -27,7 +27,7 @@ from distap.storage.files import LocalStorage, Storage
 from distap.storage.remotes import MissingFileError, UnreachableError
 from distap.storage.texts import read_json
 
-FOLDER = "checkpoints"  # within the folder of a run
+CHECKPOINTS_FOLDER = "checkpoints"  # within the folder of a run
 NAME = pattern(r"step-\d{8}(\.\d+)?")
 STEP = len("step-00000000")  # characters of a name that tell the step
 DOWNLOADS = 4  # files at once
@@ -67,7 +67,7 @@ class Checkpoints:
     """The checkpoints in one folder of a storage; each process has its own object."""
 
     storage: Storage
-    folder: str = FOLDER
+    folder: str = CHECKPOINTS_FOLDER
 
     @property
     def is_on_disk(self) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from distap.checkpoint.agreement import on_all
 from distap.checkpoint.beside import FilesBeside
 from distap.checkpoint.checkpoints import NAME, Checkpoint, Checkpoints
-from distap.checkpoint.manifest import DamagedCheckpointError, damaged_files
+from distap.checkpoint.manifest import DamagedCheckpointError, verify_files
 from distap.errors import DistapError
 from distap.storage.files import storage_of
 from distap.storage.locations import parse_store, scheme_of
@@ -104,27 +104,19 @@ def _verified(checkpoints: Checkpoints, name: str, download: Path, world: World)
     def verify() -> str:
         manifest = checkpoints.manifest(name)
         names = sorted(manifest.files)
-        if is_on_disk:
-            damage = damaged_files(folder, manifest, names[world.rank :: world.size])
+        if is_on_disk:  # all ranks see the same files, so they share the work
+            names = names[world.rank :: world.size]
         else:
-            damage = _downloaded(checkpoints, name, folder)
-        for problem in damage.values():
-            raise DamagedCheckpointError(where, problem)
+            try:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+                checkpoints.fetch(name, names, folder)
+            except OSError as error:
+                raise DistapError(f"{folder}: no checkpoint can be downloaded to there: {error}; see run") from error
+        verify_files(folder, manifest, names, where)
         return manifest.text()
 
     texts = set(on_all(world, verify, mine=is_on_disk or world.local_rank == 0)) - {None}
     if len(texts) > 1:
         raise DamagedCheckpointError(where, "the hosts have different ones")
     return Checkpoint(folder, checkpoints.manifest(name), where)
-
-
-def _downloaded(checkpoints: Checkpoints, name: str, folder: Path) -> dict[str, str]:
-    # Download a checkpoint and return its damage.
-    manifest = checkpoints.manifest(name)
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        checkpoints.fetch(name, manifest.files, folder)
-        return damaged_files(folder, manifest, manifest.files)
-    except OSError as error:
-        raise DistapError(f"{folder}: a checkpoint cannot be downloaded to there: {error}; see run") from error

@@ -1,6 +1,6 @@
 """The lease of a run: only one training at a time writes into its folder and its store.
 
-RUN/lease.json      host, process and time of the training here, also in checkpoint.store
+RUN/lease.json, or lease.json in checkpoint.store      host, process and time of the training here
 
 Rank 0 creates the file, which only one of several trainings can, and renews it. A second training is refused, unless
 the first is gone: its process on this host has ended, it was an earlier start of the same job of several hosts, or it
@@ -34,10 +34,10 @@ logger = logging.getLogger("distap")
 
 
 class Lease:
-    """Lock a run against other trainings, on rank 0. `places` holds its folder and its store, by recipe key."""
+    """Lock a run against other trainings, on rank 0. Its checkpoints are at `place`, which recipes call `key`."""
 
-    def __init__(self, places: Mapping[str, Storage]) -> None:
-        self._places = places
+    def __init__(self, key: str, place: Storage) -> None:
+        self._key, self._place = key, place
         self.problem = ""  # why this training may no longer write
         self._own: dict[str, Any] = {
             **{"host": socket.gethostname(), "pid": os.getpid(), "process": _process(os.getpid())},
@@ -52,40 +52,41 @@ class Lease:
         Raises:
             DistapError: another training holds the lease, or it cannot be written.
         """
-        for key, place in self._places.items():
-            try:
-                while not place.create(FILE, self._text()):
-                    if self._is_own(_read(place)):
-                        break  # the store is the run folder by another name
-                    self._displace(key, place)
-            except MissingFileError as error:
-                raise DistapError(f"{key}: {place.base}: its bucket does not exist") from error
+        try:
+            while not self._place.create(FILE, self._text()):
+                self._displace()
+        except MissingFileError as error:
+            raise DistapError(f"{self._key}: {self._place.base}: its bucket does not exist") from error
         self._renewing.start()
         return str(self._own["training"])
 
     def require_seen(self, training: str) -> None:
         """Raise a DistapError unless this rank finds, where it writes checkpoints, the lease that rank 0 took."""
-        key, place = list(self._places.items())[-1]
-        if (_read(place) or {}).get("training") != training:
-            raise DistapError(f"{key}: {place.base}: not the place of rank 0: all hosts need the same one")
+        if (_read(self._place) or {}).get("training") != training:
+            base = self._place.base
+            raise DistapError(f"{self._key}: {base}: not the place of rank 0: all hosts need the same one")
 
     def release(self) -> None:
-        """Stop renewing the lease, and remove it where it was taken."""
+        """Stop renewing the lease, and remove it."""
         self._ended.set()
         if self._renewing.is_alive():
             self._renewing.join(RENEW_SECONDS)
-        for place in self._places.values():
-            with suppress(DistapError):
-                if self._is_own(_read(place)):
-                    place.remove(FILE)
+        with suppress(DistapError):
+            if self._is_own(_read(self._place)):
+                self._place.remove(FILE)
 
-    def _displace(self, key: str, place: Storage) -> None:
+    def _displace(self) -> None:
         """Remove the lease of a training that has ended; raise a DistapError as soon as it proves to run."""
+        place = self._place
         other, since = _read(place), time.monotonic()
         while other is not None and not (gone := self._gone(other, time.monotonic() - since)):
             # Whether the file changes tells more than the time in it: two hosts' clocks may differ.
             if self._is_of_this_host(other) or _read(place) not in (other, None):
-                raise _refusal(key, place, other)
+                raise DistapError(
+                    f"{self._key}: {place.base}: another training runs here: {_named(other)}. Stop it or wait for "
+                    f"its end, or choose another {self._key}; if you know that it is gone, start this one with "
+                    "--take-over"
+                )
             logger.info("%s: waiting to see whether %s still runs", place.base, _named(other))
             time.sleep(RENEW_SECONDS / 4)
         if other is not None and _read(place) == other:  # no third training has been faster
@@ -114,16 +115,15 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._ended.wait(RENEW_SECONDS):
-            for key, place in self._places.items():
-                try:
-                    other = _read(place)
-                    if other and not self._is_own(other):
-                        taken = f"another training has taken over: {_named(other)}, since this one did not renew"
-                        self.problem = f"{key}: {place.base}: {taken} {FILE} in time; it goes on alone"
-                        return
-                    place.write(FILE, self._text())
-                except DistapError as error:
-                    logger.warning("%s: the lease cannot be renewed: %s", place.base, error)
+            try:
+                other = _read(self._place)
+                if other and not self._is_own(other):
+                    taken = f"another training has taken over: {_named(other)}, since this one did not renew"
+                    self.problem = f"{self._key}: {self._place.base}: {taken} {FILE} in time; it goes on alone"
+                    return
+                self._place.write(FILE, self._text())
+            except DistapError as error:
+                logger.warning("%s: the lease cannot be renewed: %s", self._place.base, error)
 
 
 def _read(place: Storage) -> dict[str, Any] | None:
@@ -135,13 +135,6 @@ def _read(place: Storage) -> dict[str, Any] | None:
         return None
     except (ValueError, AttributeError):
         return {}
-
-
-def _refusal(key: str, place: Storage, other: Mapping[str, Any]) -> DistapError:
-    return DistapError(
-        f"{key}: {place.base}: another training runs here: {_named(other)}. Stop it or wait for its end, "
-        f"or choose another {key}; if you know that it is gone, start this one with --take-over"
-    )
 
 
 def _named(lease: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from distap.storage.texts import parsed_json
 
 MANIFEST_FILE, STATE_FILE = "manifest.json", "state.json"
 SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")  # the tensors that one rank wrote
-FORMAT = 3
+MANIFEST_FORMAT = 3
 
 
 class DamagedCheckpointError(DistapError):
@@ -39,7 +39,7 @@ class Manifest:
     score: float | None = None  # validation mAP of this state, if it was evaluated
 
     def text(self) -> str:
-        return _text({"format": FORMAT, **asdict(self)})
+        return _text({"format": MANIFEST_FORMAT, **asdict(self)})
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
@@ -55,9 +55,9 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         del content["sha256"]
         if _text(content) != text:  # any other byte is damage, in white space as well
             raise DamagedCheckpointError(where, f"{MANIFEST_FILE} is not the file that was written")
-        if (written := content.pop("format")) != FORMAT:
+        if (written := content.pop("format")) != MANIFEST_FORMAT:
             remedy = "go on with the version of distap that wrote it, or move this checkpoint elsewhere"
-            raise DistapError(f"{where}: format {written!r} of checkpoints, expected {FORMAT}: {remedy}")
+            raise DistapError(f"{where}: format {written!r} of checkpoints, expected {MANIFEST_FORMAT}: {remedy}")
         files = {name: FileIdentity(**identity) for name, identity in content.pop("files").items()}
         # The names become paths, so that others than a checkpoint's could lead anywhere.
         foreign = sorted(name for name in files.keys() - {STATE_FILE} if not SHARD.fullmatch(name))
@@ -68,9 +68,8 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         raise DamagedCheckpointError(where, f"{MANIFEST_FILE}: {type(error).__name__}: {error}") from error
 
 
-def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, str]:
-    """Compare files with the manifest; return each damaged file's name with its damage."""
-    damage = {}
+def verify_files(folder: Path, manifest: Manifest, names: Iterable[str], where: str) -> None:
+    """Raise a DamagedCheckpointError at the first of these files that is not as the manifest says."""
     for name in names:
         expected = manifest.files[name]
         try:
@@ -78,10 +77,11 @@ def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> dic
             # Read nothing of another size, nor anything but a plain file, which may have no end.
             is_same = stat.S_ISREG(status.st_mode) and status.st_size == expected.bytes
             if not (is_same and file_identity(folder / name) == expected):
-                damage[name] = f"{name} is not the file that was written (size or SHA-256 differ)"
+                raise DamagedCheckpointError(
+                    where, f"{name} is not the file that was written (size or SHA-256 differ)"
+                )
         except OSError as error:
-            damage[name] = f"{name} cannot be read: {error}"
-    return damage
+            raise DamagedCheckpointError(where, f"{name} cannot be read: {error}") from error
 
 
 def _text(content: dict[str, Any]) -> str:

@@ -14,8 +14,7 @@ from distap.config.recipe import NetworkRecipe, Recipe
 from distap.errors import DistapError, problems_of
 from distap.registry import GIVEN, REGISTRY, Part, by_path, fields_of, suggestion
 from distap.storage.locations import from_folder
-from distap.storage.redact import without_secrets
-from distap.storage.texts import MOST_TEXT, read_text
+from distap.storage.texts import MOST_TEXT, read_text, without_secrets
 
 RECIPES = Path(__file__).parents[1] / "recipes"  # those of distap, each a YAML file
 UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument", "unknown_key")  # two of pydantic, and ours

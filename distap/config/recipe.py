@@ -27,7 +27,7 @@ from distap.registry import Chosen, Part, name_of, sum_in_full
 LOADER_CHUNK = 16  # images that a worker hands over at once if micro-batches are `auto`
 
 
-PrecisionName = Literal["float32", "bf16", "fp16"]
+PrecisionName = Literal["float32", "bf16"]
 DeviceName = Literal["auto", "cuda", "cpu"]
 
 

@@ -17,7 +17,7 @@ from distap.data.shards.parallel import Track, untracked
 from distap.errors import DistapError
 from distap.registry import place_of
 from distap.storage.locations import Source, parse_source
-from distap.storage.traffic import Meter, Traffic
+from distap.storage.remotes import Meter, Traffic
 
 LOOKED_AT = 8  # images that are read twice, and that stand for all of them in the state of a run
 LABEL_DTYPES = ("int", "uint", "float", "string", "large_string", "bool")  # of columns of Hugging Face

@@ -51,8 +51,12 @@ class TrainedNetwork:
         adapter = self.settings["model"].get("adapter")
         if adapter is not None:
             build_part("adapter", **adapter).adapt(network, self.settings["data"]["image_size"])
+        shapes = {name: one.shape for name, one in network.state_dict().items()}
+        # An engine may have saved a vector of one number without dimensions.
+        numbers = {name: one for name, one in self.tensors.items() if one.numel() == 1 and name in shapes}
         try:
-            network.load_state_dict(self.tensors)
+            own = {name: one.reshape(shapes[name]) for name, one in numbers.items()}
+            network.load_state_dict({**self.tensors, **own})
         except RuntimeError as error:
             why = shorten(str(error), 400)  # it lists every tensor that does not fit
             raise DistapError(f"{self.where}: its tensors are not those of its network: {why}") from error

@@ -22,8 +22,8 @@ from distap.pages.runs import Run, read_run
 from distap.retrieval.descriptor_files import reading
 from distap.storage.atomic import write_whole
 from distap.storage.locations import parse_source
-from distap.storage.redact import without_secrets
 from distap.storage.remotes import RemoteSettings
+from distap.storage.texts import without_secrets
 
 PAGE_FILE, SUMMARY_FILE = "report.html", "summary.json"
 CHARTED = ("describe", "replay", "rank", "gather", "reduce", "data_wait", "optimizer", "other")

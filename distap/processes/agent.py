@@ -64,6 +64,8 @@ class Agent:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a supervisor may ignore it, and the end of ranks is not seen
         status, port, store = FAILED, self._place.port, None
         try:
+            # On one host the store has a process of its own: whichever rank is lost, the others can still ask it who
+            # that is. Of several hosts only rank 0 is at an address that all know, so it serves the store.
             if port == 0:
                 mine, theirs = Pipe()
                 store = forking_context().Process(target=_serve_store, args=(theirs, os.getpid()))
@@ -73,9 +75,10 @@ class Agent:
                 self._start(port, failures)
                 self._watch()
                 status = status_of(self._statuses(), self._is_asked)
+                # Ranks that have finished, stopped on request or met a mistake would only do the same again.
                 if status != FAILED or failures == restarts or self._is_asked:
                     break
-            go_deaf()
+            go_deaf()  # the status is decided, and a signal could only replace it by another
             self._tell(status)
         finally:
             go_deaf()
@@ -86,16 +89,21 @@ class Agent:
         return status
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
+        # A handler runs between any two lines of Python, also while ranks are being forked. So it takes a note, and
+        # `_watch` passes the signal on.
         self._heard.append(number)
         self._is_asked = self._is_asked or number != TRACE_SIGNAL
 
     def _start(self, port: int, failures: int) -> None:
         place = self._place
         self._ranks.clear()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [*SIGNALS, TRACE_SIGNAL])  # until a rank has its handlers
+        # A fork has this process's handlers until it sets its own. A signal in between would be noted there, where
+        # nobody reads the notes, so signals wait until then.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [*SIGNALS, TRACE_SIGNAL])
         try:
             for local_rank in range(place.ranks):
                 rank = place.first + local_rank
+                # The same names as torchrun's: a rank need not know which of the two has started it.
                 environment = {
                     **{"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": place.size},
                     **{"MASTER_ADDR": place.address, "MASTER_PORT": port},
@@ -114,6 +122,7 @@ class Agent:
         deadline = float("inf")
         while len(statuses := self._statuses()) < len(self._ranks):
             patience = None
+            # Ctrl-C, SIGHUP and SIGTERM ask for the same, so ranks get SIGTERM for each; a trace asks for no end.
             while self._heard:
                 if (number := self._heard.pop(0)) != TRACE_SIGNAL:
                     number, patience = signal.SIGTERM, self._patience
@@ -122,6 +131,7 @@ class Agent:
             if any(statuses.values()):
                 # The watchdog tells the other ranks to leave; those that stop on request have their grace time.
                 patience = self._patience if RESTART in statuses.values() else LEAVE_SECONDS
+            # A deadline only comes nearer: neither a second signal nor a further failure gives anybody more time.
             if patience is not None:
                 deadline = min(deadline, time.monotonic() + patience)
             if time.monotonic() > deadline:
@@ -135,6 +145,7 @@ class Agent:
 
     def _kill(self) -> None:
         """Kill the ranks that still run, with their own processes, and wait for their end."""
+        # A rank leads a session, so its loader workers go with it; `kill` is for one that was not that far yet.
         for rank in self._ranks.keys() - self._statuses():
             with suppress(ProcessLookupError):  # not yet a session of its own
                 os.killpg(self._ranks[rank].pid, signal.SIGKILL)
@@ -180,6 +191,7 @@ def _be_rank(launcher: int, program: Sequence[str], environment: Mapping[str, st
     """Turn a fork of the launcher into what `python -u -m PROGRAM` with this environment would be."""
     die_with_parent(launcher)
     os.setsid()
+    # Out with the launcher's handlers. Python's own action for SIGINT is an exception, for the others the end.
     for number in (*SIGNALS, TRACE_SIGNAL):
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -193,6 +205,7 @@ def _be_rank(launcher: int, program: Sequence[str], environment: Mapping[str, st
 
     if threads := os.environ.get("OMP_NUM_THREADS"):  # which is read when torch is imported
         torch.set_num_threads(int(threads.partition(",")[0]))
+    # Forks begin with the launcher's state, and so would all draw the same numbers.
     numpy.random.seed()
     sys.path.insert(0, str(Path.cwd()))
     sys.argv = list(program)

@@ -40,6 +40,7 @@ def in_fork(work: Callable[[], T]) -> T:
     mine, theirs = multiprocessing.Pipe(duplex=False)
     process = forking_context().Process(target=_answer, args=(theirs, os.getpid(), work))
     process.start()
+    # With this end open, `recv` would wait for ever for a child that dies without an answer.
     theirs.close()
     answer: Any = mine.recv()
     process.join()

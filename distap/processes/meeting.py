@@ -27,7 +27,7 @@ from distap.processes.daemon import in_daemon
 POLL_SECONDS = 0.05
 FEW_RANKS = 128  # more of them ask the store less often
 LATE_SECONDS = 2.0  # beyond the time-out, before a call to the store counts as hanging
-NAMED = 8  # ranks that a message names
+NAMED_RANKS = 8  # ranks that a message names
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ def join(rank: int, size: int, timeout_seconds: float) -> Party:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     where, late = f"the store at {host}:{port} (MASTER_ADDR, MASTER_PORT)", f"within {timeout_seconds:g} s"
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    # Rank 0 may start later than the others, so they knock until its port is open, within the time that all have.
     # TCPStore itself waits up to twice the time-out for an open port, and then fails in C++.
     while not serves:
         try:
@@ -88,6 +89,8 @@ def _met(
     keys = [f"here/{rank}" for rank in range(size)]
     attempt = answered = 0
     while True:
+        # Rank 0 counts up once, by 1. The others add 0, which reads the number: in a store that outlives its ranks
+        # the first one that they find may be that of an attempt before, which rank 0 is about to leave behind.
         if me.rank != 0 or attempt == 0:
             attempt = server.add("distap/attempt", int(me.rank == 0))
         store = PrefixStore(f"distap/{attempt}", server)
@@ -96,6 +99,7 @@ def _met(
             answered = attempt
         if me.rank == 0 and store.check(keys):
             store.set("members", "\n".join(answer.decode() for answer in store.multi_get(keys)))
+        # `check` answers at once, where `get` would wait for a missing key and hide who it is that is missing.
         if store.check(["members"]):
             members = [RankProcess(**json.loads(line)) for line in store.get("members").splitlines()]
             if me in members:  # or else they are of an earlier attempt
@@ -111,5 +115,5 @@ def _met(
 
 
 def listed(items: Sequence[object], between: str = "; ") -> str:
-    more = [f"and {len(items) - NAMED} more"] if len(items) > NAMED else []
-    return between.join([*map(str, items[:NAMED]), *more])
+    more = [f"and {len(items) - NAMED_RANKS} more"] if len(items) > NAMED_RANKS else []
+    return between.join([*map(str, items[:NAMED_RANKS]), *more])

@@ -42,7 +42,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         self._inbox, self._outbox = os.pipe()
-        os.set_blocking(self._outbox, False)
+        os.set_blocking(self._outbox, False)  # a full pipe must not hold up the handler, wherever it interrupts
         self._wakeup_before = signal.set_wakeup_fd(self._outbox, warn_on_full_buffer=False)
         self._handlers = _handle(_left_to_the_thread)
         # A launcher starts ranks with this signal blocked, since it would kill one that does not listen yet.
@@ -71,6 +71,8 @@ class StopRequest:
         os.close(self._inbox)
 
     def _heard(self, number: signal.Signals) -> None:
+        # The grace time needs a timer: the main thread may wait in a collective for a rank that is gone, and notice
+        # nothing.
         if not self.requested:
             self._first = time.monotonic()
             self.requested = True

@@ -34,7 +34,7 @@ from distap.processes.meeting import Party, RankProcess, listed
 
 BEAT_SECONDS = 1.0
 SILENT_BEATS = 3.0
-LEAVE_SECONDS = 5.0  # from the verdict to the end of the process, unless the main thread leaves by itself
+VERDICT_SECONDS = 5.0  # from the verdict to the end of the process, unless the main thread leaves by itself
 # gloo, NCCL and the store raise plain RuntimeErrors, which these marks tell apart.
 OF_THE_NETWORK = ("/gloo/", "NCCL error", "NCCL communicator", "Connection ", "Broken pipe", "imed out")
 logger = logging.getLogger("distap")
@@ -71,6 +71,7 @@ class Watchdog:
         self._late: Collective | None = None
         self._first_look: tuple[float, list[bytes]] | None = None  # at what the others do
         self._store_heard, self._store_error = time.monotonic(), ""
+        # Set to look at the store at once; when this rank leaves; when its threads may end; once a verdict is known.
         self._awake, self._leaving, self._stopped, self._condemned = (threading.Event() for _ in range(4))
         self._others = [member for member in party.members if member.rank != party.rank]
         self._store = party.store.clone()  # a connection serves one call at a time
@@ -108,6 +109,7 @@ class Watchdog:
         """
         if self.verdict is not None:
             raise self._condemnation()
+        # Every rank counts alike, so the number of the late one tells which ranks have not come to it yet.
         self._begun += 1
         collective = Collective(name, self._begun, time.monotonic())
         self._open.append(collective)
@@ -120,6 +122,8 @@ class Watchdog:
             self._condemned.wait()  # the judge sees to it that this ends
             raise self._condemnation() from error
         finally:
+            # NCCL's call returns when the work is queued. An event behind it on the stream tells when it is done, and
+            # asking the event, unlike waiting for it, cannot hang.
             if device is not None and device.type == "cuda":
                 collective.done = torch.cuda.Event()
                 collective.done.record(torch.cuda.current_stream(device))
@@ -176,10 +180,14 @@ class Watchdog:
             self._condemn(*json.loads(self._store.get("verdict")))
         if self.verdict is not None or not self._problem:
             return
+        # To read all heartbeats takes as many answers as there are ranks, so one rank reads them for all: the first
+        # to claim the case. It may be lost itself, so later every rank may; the first verdict in the store counts.
         me, now = str(self.party.rank), time.monotonic()
         if now - self._opened < 3 * self._silence and self._store.compare_set("claim", "", me).decode() != me:
             return
         texts = self._store.multi_get([f"beat/{other.rank}" for other in self._others]) if self._others else []
+        # A rank is silent if nothing of what it wrote has changed between two looks. Times that other hosts wrote are
+        # compared with nothing of ours: clocks differ.
         since, before = self._first_look = self._first_look or (now, texts)
         said = [json.loads(text) for text in texts]
         # Whoever left says so at once, and the others' hearts must have time to beat.
@@ -218,6 +226,8 @@ class Watchdog:
                 self._open_case(f"{self._here(late.name)} did not finish within {self.timeout_seconds:g} s", late)
             elif silent > self.timeout_seconds:
                 self._open_case(f"{self._here(late.name if late else '')} cannot go on")
+            # The case was opened so long ago that the store would have given a verdict: it is out of reach, and this
+            # rank has to judge by what it knows alone.
             if silent > self._silence and now - self._opened > 4 * self._silence:
                 store = f"the store at {self.party.address} has not answered for {silent:.0f} s{self._store_error}"
                 lost = "the network to it is broken, or the host that serves it is down"
@@ -231,7 +241,9 @@ class Watchdog:
                 frame = sys._current_frames().get(threading.main_thread().ident or 0)
                 where = "".join(traceback.format_stack(frame)[-4:])
                 logger.error("%s was here when it was told:\n%s", self._here(), where)
-        if not self._stopped.wait(LEAVE_SECONDS):
+        # The main thread leaves by the error that `collective` raises. If it waits in gloo or NCCL it cannot, and no
+        # thread can interrupt it, so the process ends around it.
+        if not self._stopped.wait(VERDICT_SECONDS):
             os._exit(self._status)
 
     def _here(self, collective: str = "") -> str:

@@ -101,7 +101,7 @@ class ZeroReplica(Replica):
             self.engine.inside_no_sync_ctxt = self.zero._coalesce_grad_reduction = False
 
     def backward(self, descriptors: Tensor, gradient: Tensor, is_last: bool) -> None:
-        # DeepSpeed wants a loss, multiplies it by the scale that it was told, and averages over ranks.
+        # DeepSpeed wants a loss, and averages over ranks.
         loss = (descriptors * gradient).sum() * self.world.size
         with self._sharing("all_gather of parameters in a backward pass"):
             self.engine.backward(loss)

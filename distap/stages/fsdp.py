@@ -115,15 +115,15 @@ class FSDPReplica(Replica):
             state._root_post_backward_final_callback()
 
 
-def shard(network: nn.Module, world: World) -> set[str]:
-    """Shard rank 0's parameters of a network over ranks; return the names of those without dimensions.
+def shard(network: nn.Module, world: World) -> None:
+    """Shard rank 0's parameters of a network over ranks.
 
     The whole network is one unit, which takes the fewest messages. Gradients are summed over the ranks.
     """
     trained = {parameter.dtype for parameter in network.parameters() if parameter.requires_grad}
     if len(trained) > 1:
         raise DistapError(f"trained parameters are {', '.join(map(str, trained))}; FSDP reduces only one dtype")
-    scalars = make_contiguous(network)
+    make_contiguous(network)
     # Ranks that drew other first parameters would each train a shard of another network.
     with world.collective("broadcast of the parameters"):
         for tensor in (*network.parameters(), *network.buffers()):
@@ -136,15 +136,12 @@ def shard(network: nn.Module, world: World) -> set[str]:
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
     network.register_forward_pre_hook(_keep_layout)
-    return scalars
 
 
-def make_contiguous(network: nn.Module) -> set[str]:
-    """Make every parameter contiguous and at least one-dimensional; return the names of those without dimensions."""
-    scalars = {name for name, parameter in network.named_parameters() if parameter.ndim == 0}
-    for name, parameter in network.named_parameters():
-        parameter.data = parameter.data.reshape(-1).view(1 if name in scalars else parameter.shape)
-    return scalars
+def make_contiguous(network: nn.Module) -> None:
+    """Make every parameter contiguous, and one without dimensions a vector of one number."""
+    for parameter in network.parameters():
+        parameter.data = parameter.data.reshape(-1).view(parameter.shape or 1)
 
 
 def _keep_layout(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

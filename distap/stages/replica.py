@@ -31,17 +31,14 @@ class Replica:
     Args:
         network: the network, on its device.
         forward: images to descriptors (n, C), float32 or wider; None calls the network.
-        scale: multiplies every gradient that `backward` is given.
     """
 
     lockstep = False  # each micro-batch of replay communicates, so all ranks must replay the same number of them
     reduces_in_backward = False  # the last backward pass of a step communicates
     keeps_graphs = True  # `forward` may be called several times before the backward passes
 
-    def __init__(
-        self, network: nn.Module, world: World, forward: Callable[[Any], Tensor] | None = None, scale: float = 1.0
-    ) -> None:
-        self.network, self.world, self.scale = network, world, scale
+    def __init__(self, network: nn.Module, world: World, forward: Callable[[Any], Tensor] | None = None) -> None:
+        self.network, self.world = network, world
         self._forward = forward or network
 
     def describing(self) -> AbstractContextManager[None]:
@@ -61,7 +58,7 @@ class Replica:
 
     def backward(self, descriptors: Tensor, gradient: Tensor, is_last: bool) -> None:
         """Backpropagate dL/d descriptors, (n, C), into parameter gradients; `is_last` marks a step's last pass."""
-        torch.autograd.backward(descriptors, gradient * self.scale)
+        torch.autograd.backward(descriptors, gradient)
 
     def reduce(self) -> None:
         """Sum the gradients over ranks after a step's last backward pass."""
@@ -91,7 +88,7 @@ class CallersReplica(Replica):
 
     def backward(self, descriptors: Tensor, gradient: Tensor, is_last: bool) -> None:
         # Not `backward`, which would fill `.grad` and run the hooks of a wrapper once for each micro-batch.
-        found = torch.autograd.grad(descriptors, self.inputs, gradient * self.scale, allow_unused=True)
+        found = torch.autograd.grad(descriptors, self.inputs, gradient, allow_unused=True)
         pairs = list(zip(self.gradients, found, strict=True))
         for old, new in pairs:
             if old is not None and new is not None:
@@ -142,7 +139,7 @@ def autocast(precision: str, device_type: str = "cpu") -> AbstractContextManager
     Do not enter it twice: it caches casts of weights, which are stale after the next update.
     """
     # Without a dtype a float64 network stays float64.
-    dtype = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    dtype = {"float32": None, "bf16": torch.bfloat16}[precision]
     return torch.autocast(device_type, dtype, enabled=dtype is not None)
 
 

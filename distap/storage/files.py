@@ -16,13 +16,12 @@ from fsspec.core import strip_protocol
 from distap.errors import DistapError
 from distap.storage.atomic import make_folder, replacing
 from distap.storage.locations import joined, scheme_of
-from distap.storage.remotes import RemoteSettings, answer_of_web, file_system, retried
+from distap.storage.remotes import Meter, RemoteSettings, Traffic, answer_of_web, file_system, retried
 from distap.storage.texts import open_regular
-from distap.storage.traffic import Meter, Traffic
 
 LARGEST_WHOLE = 2**31 - 1  # bytes of a file that is read by one request
 REQUEST_BYTES = 8 * 2**20  # bytes of one request when a whole file is read
-PART = 64 * 2**20  # bytes of a large file that are sent within a time-out
+SENT_PART = 64 * 2**20  # bytes of a large file that are sent within a time-out
 LARGE_FILE = 16 * 2**20  # bytes of a file on disk that is mapped
 
 
@@ -143,7 +142,7 @@ class Storage:
     def upload(self, name: str, path: Path) -> None:
         """Copy a local file of any size to `name`; on return it survives a loss of power."""
         # s3fs waits without end for a server that is silent when it sends: no time-out of its own is for that.
-        seconds = self.settings.timeout_seconds * max(1, path.stat().st_size / PART)
+        seconds = self.settings.timeout_seconds * max(1, path.stat().st_size / SENT_PART)
         self._files.put_file(str(path), self.where(name), timeout=seconds)
 
     def download(self, name: str, path: Path) -> None:
@@ -209,9 +208,6 @@ class LocalStorage(Storage):
                 file.write(data)
         except FileExistsError:
             return False
-        except OSError:
-            path.unlink(missing_ok=True)  # a full disk leaves an empty file
-            raise
         return True
 
     @retried("written")

@@ -28,7 +28,7 @@ from distap.errors import DistapError
 if TYPE_CHECKING:
     from distap.storage.files import Storage
 
-INDEX_FILE = "index.npz"
+SHARDS_INDEX = "index.npz"
 REMOTE = ("http", "https", "s3", "gs")
 LISTABLE = ("", "s3", "gs")  # schemes whose folders can be listed; "" is the local file system
 UNWRITABLE = {"http": "a web server", "https": "a web server", "memory": "the memory of one process"}
@@ -64,9 +64,9 @@ class Source:
     def index_name(self) -> str:
         """Name of the index file; each pattern in a folder has its own."""
         if self.pattern is None:
-            return INDEX_FILE
+            return SHARDS_INDEX
         readable = re.sub(r"[^A-Za-z0-9]+", "-", self.pattern.removesuffix(".tar")).strip("-")[:60]
-        return f"{readable}.{hashlib.sha256(self.pattern.encode()).hexdigest()[:8]}.{INDEX_FILE}"
+        return f"{readable}.{hashlib.sha256(self.pattern.encode()).hexdigest()[:8]}.{SHARDS_INDEX}"
 
     @property
     def index(self) -> str:

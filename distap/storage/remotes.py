@@ -8,10 +8,12 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, TypeVar, cast
+from operator import add
+from typing import Any, NamedTuple, TypeVar, cast
+
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from distap.errors import FAILED, DistapError
-from distap.storage.traffic import Traffic
 
 EXTRAS = {"http": "http", "https": "http", "s3": "s3", "gs": "gcs"}  # extra of distap that a scheme needs
 PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
@@ -32,18 +34,38 @@ class RemoteSettings:
 
     __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012 - read by pydantic in a section
 
-    attempts: int = 5
+    attempts: PositiveInt = 5
     """Number of attempts before a read or write fails."""
-    timeout_seconds: float = 60.0
+    timeout_seconds: PositiveFloat = 60.0
     """Time limit of a request, seconds; requests read at most 8 MiB, or a whole image."""
-    backoff_seconds: float = 0.5
+    backoff_seconds: NonNegativeFloat = 0.5
     """Seconds before the second attempt, doubled before each further one."""
 
-    def __post_init__(self) -> None:
-        if self.attempts < 1:
-            raise ValueError(f"attempts: {self.attempts}: at least one is needed")
-        if self.timeout_seconds <= 0 or self.backoff_seconds < 0:
-            raise ValueError("timeout_seconds has to be above 0, and backoff_seconds not below it")
+
+class Traffic(NamedTuple):
+    """Counts of what was read from a storage, for the metrics."""
+
+    read_bytes: int = 0
+    retries: int = 0
+
+
+class Meter:
+    """Count the traffic of this process; a copy in another process, or a fork, counts separately."""
+
+    def __init__(self) -> None:
+        self._process, self._total = os.getpid(), Traffic()
+
+    def __reduce__(self) -> tuple[type["Meter"], tuple[()]]:
+        return Meter, ()
+
+    def add(self, traffic: Traffic) -> None:
+        self._total = Traffic(*map(add, self.take(), traffic))
+
+    def take(self) -> Traffic:
+        """Return the counts since the last call."""
+        taken = self._total if self._process == os.getpid() else Traffic()
+        self._process, self._total = os.getpid(), Traffic()
+        return taken
 
 
 class MissingFileError(DistapError):

@@ -10,6 +10,8 @@ from typing import Any
 
 MAX_NAME = 4096  # bytes of a key, path or class's name, all of which an index holds as wide as the longest
 MOST_TEXT, MOST_LEVELS = 2**26, 64  # of a text that is read whole, and of values within values
+# The user of a URL, and a query with a value, which may be a signature.
+_SECRET = re.compile(r"(?<=://)[^\s/@`'\"]+@|(?<=\S)\?[^\s`'\"]*(?:=|%3D)[^\s`'\"]*")
 # Control characters, line and paragraph ends, and surrogates, which stand for bytes that are no UTF-8.
 _UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but tabs and line ends, which messages have
@@ -28,6 +30,11 @@ def as_line(name: str) -> str:
 def printable(text: str) -> str:
     """Escape control characters in a message, so that it cannot command a terminal."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def without_secrets(text: str) -> str:
+    """Remove the users and signatures of all URLs in a text that others will read."""
+    return _SECRET.sub("", text)
 
 
 def open_regular(path: Path) -> BufferedReader:

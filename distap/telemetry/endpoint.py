@@ -9,7 +9,6 @@
 A rank whose threads all hang answers nothing, which a liveness probe takes for unhealthy.
 """
 
-import errno
 import json
 import logging
 import socket
@@ -29,7 +28,6 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from distap.errors import DistapError
 from distap.processes.watchdog import Watchdog
 
-MOST_PORTS = 100  # that are tried
 logger = logging.getLogger("distap")
 
 
@@ -44,36 +42,24 @@ class Endpoint:
 
     @contextmanager
     def served(self, port: int | None, address: str) -> Iterator["Endpoint"]:
-        """Serve http://address:port from a thread while entered; without a port, do nothing.
-
-        If another process has the port, take another one and log a warning that names it.
-        """
+        """Serve http://address:port from a thread while entered; without a port, do nothing."""
         if port is None:
             yield self
             return
-        with self._listening(port, address) as server:
+        kind = _IPv6Server if ":" in address else _Server
+        try:
+            listening = make_server(address, port, self.answer, kind, RequestHandler)
+        except (OSError, OverflowError) as error:
+            problem = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise DistapError(
+                f"metrics.port: cannot listen on {address}:{port}: {problem}; choose another, or null for none"
+            ) from error
+        with listening as server:
             Thread(target=server.serve_forever, name="distap-endpoint", daemon=True).start()
             try:
                 yield self
             finally:
                 server.shutdown()
-
-    def _listening(self, first: int, address: str) -> TCPServer:
-        kind = _IPv6Server if ":" in address else _Server
-        for port in range(first, first + MOST_PORTS):
-            try:
-                server = make_server(address, port, self.answer, kind, RequestHandler)
-            except (OSError, OverflowError) as error:
-                problem = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-                if getattr(error, "errno", None) != errno.EADDRINUSE:
-                    break
-            else:
-                if port != first:
-                    logger.warning("metrics.port: %s:%d is taken, so this rank is at %d", address, first, port)
-                return server
-        raise DistapError(
-            f"metrics.port: cannot listen on {address}:{first}: {problem}; choose another, or null for none"
-        )
 
     @contextmanager
     def ready(self, stopping: Callable[[], bool]) -> Iterator[None]:

@@ -38,14 +38,6 @@ def cut_run_log(folder: Path, step: int) -> None:
         write_whole(path, "".join(json.dumps(entry) + "\n" for entry in _entries(path) if entry["step"] <= step))
 
 
-def log_not_finite(folder: Path, step: int, what: str, keys: list[str]) -> None:
-    """Append a step that was not applied to folder/not_finite.jsonl, with the keys of its images.
-
-    Entries of earlier attempts at a step stay, since they are what a person looks for.
-    """
-    append_line(folder / NOT_FINITE_LOG, {"step": step, "time": time.time(), "what": what, "samples": keys})
-
-
 def log_start(folder: Path, step: int, **about: Any) -> None:
     """Append when, where and with which versions a training starts from `step` to folder/starts.jsonl."""
     versions = {"distap": __version__, "torch": torch.__version__, "python": platform.python_version()}

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,22 +33,21 @@ class DDPSettings:
         precision: PrecisionName = "float32",
     ) -> Learner:
         """Return a learner for a network that is on its device, with the same parameters on every rank."""
-        replica, scalars = self._replica(network, world, precision)
-        return Learner(replica, build_optimizer(), clip_norm, precision, scalars)
+        return Learner(self._replica(network, world, precision), build_optimizer(), clip_norm)
 
-    def _replica(self, network: nn.Module, world: World, precision: PrecisionName) -> tuple[Replica, Collection[str]]:
-        return Replica(network, world, computing_in(precision, network)), ()
+    def _replica(self, network: nn.Module, world: World, precision: PrecisionName) -> Replica:
+        return Replica(network, world, computing_in(precision, network))
 
 
 @dataclass(frozen=True)
 class FSDPSettings(DDPSettings):
     """FSDP2: each rank holds a shard of every parameter. A single rank keeps the network as it is."""
 
-    def _replica(self, network: nn.Module, world: World, precision: PrecisionName) -> tuple[Replica, Collection[str]]:
+    def _replica(self, network: nn.Module, world: World, precision: PrecisionName) -> Replica:
         if world.size == 1:
             return super()._replica(network, world, precision)
-        scalars = shard(network, world)
-        return FSDPReplica(network, world, computing_in(precision, network)), scalars
+        shard(network, world)
+        return FSDPReplica(network, world, computing_in(precision, network))
 
 
 @dataclass(frozen=True)
@@ -73,14 +72,14 @@ class DeepSpeedSettings(DDPSettings):
 
         optimizer = build_optimizer()
         check_for_zero(network, optimizer)
-        scalars = make_contiguous(network)  # DeepSpeed ignores strides, even of 1 x 1 kernels
+        make_contiguous(network)  # DeepSpeed ignores strides, even of 1 x 1 kernels
         numel = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
         config = self.config(world.size, numel, clip_norm)
         replica = ZeroReplica(network, world, computing_in(precision, network), optimizer=optimizer, config=config)
         if world.rank == 0:
             zero = replica.engine._config.zero_config.model_dump(mode="json", exclude_none=True, by_alias=True)
             logger.info("DeepSpeed: %s", json.dumps(config | {"zero_optimization": zero}, sort_keys=True))
-        return ZeroLearner(replica, optimizer, clip_norm, precision, scalars)
+        return ZeroLearner(replica, optimizer, clip_norm)
 
     def config(self, ranks: int, numel: int, clip_norm: float | None) -> dict[str, Any]:
         """Return DeepSpeed's configuration, without what the three stages and `Learner` do themselves."""

@@ -16,14 +16,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from distap.config.recipe import PrecisionName
 from distap.ranking.rank import NothingToRankError
 from distap.stages.micro_batches import Batch
 from distap.stages.replica import Replica
 from distap.stages.step import ThreeStages
 
 NAN = float("nan")
-GROWS_AFTER = 2000  # finite steps in a row, as in torch's GradScaler
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -34,8 +32,6 @@ class Learner:
         optimizer: over the network's parameters, or under FSDP over this rank's shards of them; `factor` of a group
             multiplies its learning rate, and `part` is what `held` names.
         clip_norm: greatest norm of the whole gradient; None never clips.
-        precision: number format of the replica's arithmetic; `fp16` scales the loss.
-        scalars: names of parameters without dimensions, which FSDP and DeepSpeed hold as vectors.
     """
 
     def __init__(
@@ -43,13 +39,9 @@ class Learner:
         replica: Replica,
         optimizer: Optimizer,
         clip_norm: float | None = None,
-        precision: PrecisionName = "float32",
-        scalars: Collection[str] = (),
     ) -> None:
         self.replica, self.network, self.world = replica, replica.network, replica.world
-        self._optimizer, self._clip_norm, self._scalars = optimizer, clip_norm, scalars
-        self._scale = LossScale(precision)
-        replica.scale = self._scale.scale
+        self._optimizer, self._clip_norm = optimizer, clip_norm
         self.held: Collection[str] = ()  # values of `part` in the optimiser's groups that do not move
         self._average: dict[str, Tensor] = {}  # of the trained parameters, or of this rank's shards of them
 
@@ -64,21 +56,16 @@ class Learner:
         # Without a gradient an optimiser leaves a parameter and its moments alone; with one of zeros it would not.
         trained = [parameter for parameter in self.network.parameters() if parameter.grad is not None]
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-        if self._scale.scale != 1:
-            for gradient in gradients:
-                gradient.div_(self._scale.scale)
         norm = nn.utils.get_total_norm(gradients)
         if self._clip_norm is not None:
             nn.utils.clip_grads_with_norm_(trained, self._clip_norm, norm)
         with self.world.collective("norm of the gradient"):  # under FSDP each rank has a part of it
             length = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         set_rates(self._optimizer, learning_rate)
-        is_finite = length < float("inf")  # False for NaN as well
-        if is_finite:
+        if length < float("inf"):  # False for NaN as well
             self._optimizer.step()
             if self._average:
                 self._follow()
-        self.replica.scale = self._scale.update(is_finite)
         self.replica.discard()
         self._optimizer.zero_grad()
         return length
@@ -118,9 +105,9 @@ class Learner:
         return [(local(mean), local(present[name])) for name, mean in self._average.items()]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return tensors `network.*`, `ema.*`, `optimizer.*` and `scaler.*`, with the same names for every engine.
+        """Return tensors `network.*`, `ema.*` and `optimizer.*`, with the same names for every engine.
 
-        Under FSDP they are this rank's shards, and parameters without dimensions whole.
+        Under FSDP they are this rank's shards, and single numbers whole and without dimensions.
         """
         self.replica.release()
         state = {f"network.{name}": tensor for name, tensor in self.network.state_dict().items()}
@@ -133,39 +120,33 @@ class Learner:
                     state[f"optimizer.{name}"] = torch.as_tensor(value)
         with self.world.collective("all_gather of scalars"):
             for name, tensor in state.items():
-                if isinstance(tensor, DTensor) and self._is_scalar(name):
+                if isinstance(tensor, DTensor) and tensor.numel() == 1:
                     state[name] = tensor.full_tensor().reshape(())
-        return state | self._scale.state_dict()
-
-    def _is_scalar(self, entry: str) -> bool:
-        """Tell whether an entry of the state belongs to a parameter without dimensions."""
-        named = entry.removeprefix("network.").removeprefix("ema.").removeprefix("optimizer.state.")
-        return named in self._scalars or named.rpartition(".")[0] in self._scalars
+        return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the learner from whole tensors of any engine's `state_dict`, on any number of ranks."""
         self.replica.release()
         present = self.network.state_dict()
-        given: dict[str, Any] = {n: _like(present.get(n), t) for n, t in without_prefix("network.", state).items()}
+        given: dict[str, Any] = {n: like(present.get(n), t) for n, t in without_prefix("network.", state).items()}
         self.network.load_state_dict(given)
         self._load_average(state)
         # A checkpoint from before the first step has no state of the optimiser.
         optimizer = without_prefix("optimizer.", state)
         if optimizer:
             settings: dict[str, Any] = get_optimizer_state_dict(self.network, self._optimizer, options=_FLAT)
-            given = {name: _like(settings.get(name), value) for name, value in optimizer.items()}
+            given = {name: like(settings.get(name), value) for name, value in optimizer.items()}
             set_optimizer_state_dict(self.network, self._optimizer, settings | given, options=_FLAT)
             moved = {name.removeprefix("state.").rpartition(".")[0] for name in optimizer}
             for name, parameter in self.network.named_parameters():
                 if name not in moved:  # torch has made a state for it, which it did not have
                     self._optimizer.state.pop(parameter, None)
-        self.replica.scale = self._scale.load_state_dict(state)
 
     def _load_average(self, state: Mapping[str, Tensor]) -> None:
         """Continue the average, or start one at the parameters if there was none."""
         averages = without_prefix("ema.", state) or without_prefix("network.", state)
         for name, mean in self._average.items():
-            mean.copy_(_like(mean, averages[name].reshape(mean.shape)))
+            mean.copy_(like(mean, averages[name]))
 
 
 @dataclass(frozen=True)
@@ -242,50 +223,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _like(present: Any, given: Tensor) -> Any:
+def like(present: Any, given: Tensor) -> Any:
     """Return this rank's shard of a whole tensor if `present` is sharded, or a number if `present` is one."""
     if isinstance(present, int):
         return int(given)
+    if given.numel() == 1 and isinstance(present, Tensor):  # FSDP and DeepSpeed hold a single number as a vector
+        given = given.reshape(present.shape)
     if not isinstance(present, DTensor):
         return given
-    whole = given.reshape(present.shape) if given.ndim == 0 else given
-    return distribute_tensor(whole.to(present.device), present.device_mesh, present.placements, src_data_rank=None)
-
-
-@dataclass
-class LossScale:
-    """Factor on gradients that keeps small float16 ones from vanishing; 1 in other precisions.
-
-    torch's GradScaler looks at the gradients of one rank. Here the norm of the whole gradient decides, so the scale
-    is the same on every rank and under every engine.
-    """
-
-    precision: PrecisionName
-    # From torch's 65536, the first steps would be skipped: gradients of descriptors are about 1e-4 long.
-    scale: float = 1024.0
-    growth: int = 0
-
-    def __post_init__(self) -> None:
-        if self.precision != "fp16":
-            self.scale = 1.0
-
-    def update(self, is_finite: bool) -> float:
-        """Halve the loss scale after a step that was not finite, double it after many finite steps; return it."""
-        if self.precision == "fp16":
-            self.growth = self.growth + 1 if is_finite else 0
-            if not is_finite:
-                self.scale /= 2
-            elif self.growth == GROWS_AFTER:
-                self.scale, self.growth = 2 * self.scale, 0
-        return self.scale
-
-    def state_dict(self) -> dict[str, Tensor]:
-        if self.precision != "fp16":
-            return {}
-        scale = torch.tensor(self.scale, dtype=torch.float64)
-        return {"scaler.scale": scale, "scaler.growth": torch.tensor(self.growth)}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> float:
-        if self.precision == "fp16" and "scaler.scale" in state:  # not in a checkpoint of another precision
-            self.scale, self.growth = float(state["scaler.scale"]), int(state["scaler.growth"])
-        return self.scale
+    return distribute_tensor(given.to(present.device), present.device_mesh, present.placements, src_data_rank=None)

@@ -29,7 +29,7 @@ from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.loggers.loggers import LoggedRun, opened_loggers, prepare_loggers
 from distap.telemetry.logs import origin
 from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
-from distap.telemetry.runlog import RUN_LOG, append_line, cut_run_log, log_not_finite, log_start
+from distap.telemetry.runlog import NOT_FINITE_LOG, RUN_LOG, append_line, cut_run_log, log_start
 from distap.telemetry.terminal import progress
 from distap.training.learner import StepResult
 from distap.training.schedule import Length
@@ -43,7 +43,7 @@ STEP_FIGURES = (
     "spread",
     "replay_drift",
 )  # of a StepResult and of the metrics
-NAMED = 10  # images of a step whose descriptor is not finite that are named
+NAMED_IMAGES = 10  # images of a step whose descriptor is not finite that are named
 RECENT = 20  # steps whose median says how long the others will take
 logger = logging.getLogger("distap")
 
@@ -131,7 +131,7 @@ class RunReport:
     def step(self, step: int, share: ShareOfBatch, result: StepResult, stopwatch: Stopwatch, seconds: float) -> None:
         """Report a step, counted from 1, and clear the stopwatch that timed its stages."""
         if count := len(result.not_finite):
-            named = ", ".join(share.names[row] for row in result.not_finite[:NAMED])
+            named = ", ".join(share.names[row] for row in result.not_finite[:NAMED_IMAGES])
             logger.warning(
                 "step %d: %d descriptors are not finite; their images are left out: %s", step, count, named
             )
@@ -191,8 +191,9 @@ class RunReport:
     def not_finite(self, step: int, what: str, keys: list[str]) -> None:
         """Report a step that was not applied because loss or gradient is not finite; `keys` name its images."""
         logger.warning("step %d: the %s is not finite; the parameters stay as they are", step, what)
-        if self.world.rank == 0:
-            log_not_finite(self.recipe.run, step, what, keys)
+        if self.world.rank == 0:  # entries of earlier attempts at this step stay: they are what a person looks for
+            entry = {"step": step, "time": time.time(), "what": what, "samples": keys}
+            append_line(self.recipe.run / NOT_FINITE_LOG, entry)
 
     def checkpoint(self, written: Written | None) -> None:
         if written is None or self.world.rank != 0:

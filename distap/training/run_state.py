@@ -10,7 +10,7 @@ from typing import Any
 
 from distap.checkpoint.agreement import on_all
 from distap.checkpoint.beside import FilesBeside
-from distap.checkpoint.checkpoints import FOLDER, Checkpoint, Checkpoints
+from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER, Checkpoint, Checkpoints
 from distap.checkpoint.finding import newest_checkpoint
 from distap.checkpoint.lease import Lease
 from distap.checkpoint.manifest import DamagedCheckpointError
@@ -40,16 +40,7 @@ def is_begun(recipe: Recipe, world: World) -> bool:
 
 def _storage_of(recipe: Recipe) -> Storage:
     """Return the folder or store that holds the run's checkpoints."""
-    section = recipe.checkpoint
-    if section.store is None:
-        return storage_of(str(recipe.run))
-    return storage_of(section.store, recipe.data.remote, key="data.remote")
-
-
-def _lease_of(recipe: Recipe, storage: Storage) -> Lease:
-    run = storage_of(str(recipe.run))
-    is_elsewhere = Path(storage.where("").removeprefix("file://")) != Path(run.where(""))
-    return Lease({"run": run} | ({"checkpoint.store": storage} if is_elsewhere else {}))
+    return storage_of(recipe.checkpoint.store or str(recipe.run), recipe.data.remote)
 
 
 class RunState:
@@ -72,8 +63,8 @@ class RunState:
         self._settings = recipe.model_dump(mode="json")
         self.score: float | None = None  # validation mAP of the checkpoint that the run goes on from
         section, storage = recipe.checkpoint, _storage_of(recipe)
-        self.lease = _lease_of(recipe, storage)
-        self.checkpoints, self._spool = Checkpoints(storage), recipe.run / FOLDER
+        self.lease = Lease("run" if section.store is None else "checkpoint.store", storage)
+        self.checkpoints, self._spool = Checkpoints(storage), recipe.run / CHECKPOINTS_FOLDER
         # Hosts that use a store need not share the run's folder.
         self._beside = FilesBeside(storage, recipe.run, BESIDE) if section.store is not None else None
         self.writer = CheckpointWriter(

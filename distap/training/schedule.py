@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from math import cos, pi
+from typing import Literal
 
 from pydantic import NonNegativeFloat
 
@@ -14,8 +15,6 @@ from distap.config.recipe import Recipe
 from distap.config.sections import CheckpointSection
 from distap.config.validation import Unit
 from distap.errors import DistapError
-
-SCHEDULES = ("constant", "linear", "cosine", "multistep")
 
 
 def as_written(number: float) -> Fraction:
@@ -31,7 +30,7 @@ class RateSchedule:
     (times `decay` after each milestone, counted from the end of the warm-up).
     """
 
-    name: str = "linear"
+    name: Literal["constant", "linear", "cosine", "multistep"] = "linear"
     unit: Unit = "steps"
     """Unit of the schedule's numbers, and of optimizer.head_only."""
     warmup: NonNegativeFloat = 0
@@ -44,8 +43,6 @@ class RateSchedule:
     __pydantic_config__ = {"allow_inf_nan": False}  # noqa: RUF012 - pydantic reads it
 
     def __post_init__(self) -> None:
-        if self.name not in SCHEDULES:
-            raise ValueError(f"schedule {self.name!r} is unknown; expected one of {', '.join(SCHEDULES)}")
         if self.name == "multistep" and self.milestones is None:
             raise ValueError("the schedule multistep needs milestones")
         for option in ("milestones", "decay"):

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from distap.errors import DistapError
 from distap.stages.deepspeed import ZeroReplica
-from distap.training.learner import Learner, set_rates, without_prefix
+from distap.training.learner import Learner, like, set_rates, without_prefix
 
 # Their steps depend on the norm or the shape of a whole tensor, but ZeRO gives them flat slices of many tensors.
 WHOLE_TENSORS = (timm.optim.Lamb, timm.optim.Lars, timm.optim.Adafactor)
@@ -23,10 +23,6 @@ class ZeroLearner(Learner):
 
     replica: ZeroReplica
 
-    def __init__(self, *parts: Any, **more: Any) -> None:
-        super().__init__(*parts, **more)
-        self._tell_scale()
-
     def update(self, learning_rate: float) -> float:
         engine = self.replica.engine
         set_rates(self.replica.zero, learning_rate)
@@ -34,11 +30,8 @@ class ZeroLearner(Learner):
         with self.world.collective("update of the parameters"):
             engine.step()
             norm = float(engine.get_global_grad_norm())
-        is_finite = norm < float("inf")  # False for NaN as well
-        if is_finite and self._average:
+        if norm < float("inf") and self._average:  # False for NaN as well
             self._follow()
-        self._scale.update(is_finite)
-        self._tell_scale()
         return norm
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -49,20 +42,12 @@ class ZeroLearner(Learner):
         state |= {f"ema.{name}": tensor for name, tensor in self._average.items()}
         with self.world.collective("gathering of the optimizer's state"):
             state |= zero_state(self.replica.zero, self.replica.trained)
-        state = {name: one.reshape(()) if self._is_scalar(name) else one for name, one in state.items()}
-        return state | self._scale.state_dict()
+        return {name: one.reshape(()) if one.numel() == 1 else one for name, one in state.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         with self.world.collective("distribution of the parameters"):
-            load_zero_state(self.replica.zero, self.network, self.replica.trained, state, set(self._scalars))
+            load_zero_state(self.replica.zero, self.network, self.replica.trained, state)
         self._load_average(state)
-        self._scale.load_state_dict(state)
-        self._tell_scale()
-
-    def _tell_scale(self) -> None:
-        # DeepSpeed multiplies the loss by it, and divides gradients by it before clipping.
-        if self._scale.precision == "fp16":
-            self.replica.zero.override_loss_scale(self._scale.scale)
 
 
 def check_for_zero(network: nn.Module, optimizer: Optimizer) -> None:
@@ -95,11 +80,10 @@ def zero_state(zero: Any, trained: Named) -> dict[str, Tensor]:
     }
 
 
-def load_zero_state(zero: Any, network: nn.Module, trained: Named, state: Named, scalars: set[str]) -> None:
+def load_zero_state(zero: Any, network: nn.Module, trained: Named, state: Named) -> None:
     """Load whole tensors of any engine's `state_dict`; call it on all ranks together.
 
-    If they hold no state of the optimiser, it stays as it is. `scalars` are parameters without dimensions, which
-    DeepSpeed holds as vectors.
+    If they hold no state of the optimiser, it stays as it is.
     """
     import deepspeed
 
@@ -107,7 +91,8 @@ def load_zero_state(zero: Any, network: nn.Module, trained: Named, state: Named,
     # Stage 3 takes the values of rank 0; the other stages have nothing to gather.
     with deepspeed.zero.GatheredParameters(shared, modifier_rank=0, enabled=bool(shared)):
         tensors = without_prefix("network.", state)
-        network.load_state_dict(tensors | {name: tensors[name].reshape(1) for name in scalars if name in tensors})
+        present = network.state_dict()
+        network.load_state_dict({name: like(present.get(name), tensor) for name, tensor in tensors.items()})
     for name, parameter in trained.items():
         _set(parameter, state[f"network.{name}"], None)
     moments: dict[str, dict[str, Tensor]] = {}  # key -> name of a parameter -> tensor

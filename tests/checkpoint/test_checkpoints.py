@@ -224,7 +224,7 @@ def test_a_state_without_what_is_needed_is_damaged(tmp_path, content):
 
 
 def test_a_manifest_of_another_format_is_refused_as_such(tmp_path, monkeypatch):
-    monkeypatch.setattr("distap.checkpoint.manifest.FORMAT", 2)
+    monkeypatch.setattr("distap.checkpoint.manifest.MANIFEST_FORMAT", 2)
     path = saved(tmp_path, 1)
     monkeypatch.undo()
     with pytest.raises(DistapError, match="format 2 of checkpoints"):

@@ -20,7 +20,7 @@ def s3():
 
 
 def _another_store_on_each(world, folder):
-    lease = Lease({"checkpoint.store": storage_at(f"file://{folder}/store-{world.rank}")})
+    lease = Lease("checkpoint.store", storage_at(f"file://{folder}/store-{world.rank}"))
     name = on_all(world, lease.take, mine=world.rank == 0)[0]
     lease.require_seen(name)
 
@@ -32,7 +32,7 @@ def test_a_store_that_is_not_the_same_to_all_hosts_is_refused_at_the_start(tmp_p
 
 
 def test_a_bucket_that_is_not_there_is_refused_at_the_start(s3):
-    lease = Lease({"checkpoint.store": storage_at("s3://nowhere/run")})
+    lease = Lease("checkpoint.store", storage_at("s3://nowhere/run"))
     with pytest.raises(DistapError, match=r"checkpoint\.store: s3://nowhere/run: its bucket does not exist") as error:
         lease.take()
     assert error.value.status == MISTAKE

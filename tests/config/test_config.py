@@ -96,7 +96,7 @@ def test_a_loss_is_a_name_or_options_or_a_preset_or_a_sum(recipe, text, loss):
         ("model.weights={name: file}", "model.weights.path: missing"),
         ("evaluation.also={oxford: {data: shards}}", "evaluation.also is set, but data.validation names no data set"),
         ("engine=horovod", "engine 'horovod' is unknown; expected one of ddp, fsdp, deepspeed"),
-        ("precision=bf61", r"precision: 'bf61': must be 'float32', 'bf16' or 'fp16'; did you mean bf16\?"),
+        ("precision=bf61", r"precision: 'bf61': must be 'float32' or 'bf16'; did you mean bf16\?"),
         ("replay.size=many", "replay.size: 'many': must be a whole number or 'auto'$"),
         ("replay.keep=-1", "replay.keep: -1: must be .* or 'auto'$"),
         ("steps", "expected key=value"),

@@ -133,14 +133,12 @@ def test_a_step_that_was_given_up_or_failed_on_one_rank_leaves_nothing_behind(on
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_gradient_that_is_not_finite_on_one_rank_moves_nothing_on_any(on_two_ranks, name):
-    for precision in ("bf16", "fp16") if name in OPTIMIZERS else ("fp16",):
-        first, second = on_two_ranks(precision, name)
-        for norms, scales, has_moved in (first, second):
-            assert has_moved == [True, False, True]
-            assert not norms[1] < float("inf")
-            assert norms[0] > 1e-3 and norms[2] > 1e-3  # before clipping
-            assert scales == ([1024, 512, 512] if precision == "fp16" else [1, 1, 1])
-        assert (first[0][0], first[0][2]) == (second[0][0], second[0][2])
+    first, second = on_two_ranks("bf16", name)
+    for norms, has_moved in (first, second):
+        assert has_moved == [True, False, True]
+        assert not norms[1] < float("inf")
+        assert norms[0] > 1e-3 and norms[2] > 1e-3  # before clipping
+    assert (first[0][0], first[0][2]) == (second[0][0], second[0][2])
 
 
 @pytest.mark.parametrize("name", ALL)

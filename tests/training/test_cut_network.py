@@ -11,11 +11,11 @@ from trainings import Run
 
 from distap.errors import FAILED
 from distap.processes.agent import LEAVE_SECONDS
-from distap.processes.watchdog import LEAVE_SECONDS as RANK_LEAVES_SECONDS
+from distap.processes.watchdog import VERDICT_SECONDS
 
 TIMEOUT_SECONDS = 5
 # As the launcher's docstring says, with as much again for slow machines.
-BOUND_SECONDS = 2 * (TIMEOUT_SECONDS + RANK_LEAVES_SECONDS + LEAVE_SECONDS)
+BOUND_SECONDS = 2 * (TIMEOUT_SECONDS + VERDICT_SECONDS + LEAVE_SECONDS)
 
 
 @contextmanager

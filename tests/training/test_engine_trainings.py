@@ -59,8 +59,8 @@ def test_every_engine_goes_on_where_another_one_stopped_as_if_it_had_been_one_tr
 
 def with_less_precision(world, folder, shards):
     train_until(world, folder / "float32", shards, 3, evaluation={"every": 0})
-    for engine, precision in (("ddp", "bf16"), ("ddp", "fp16"), ("fsdp", "fp16"), ("deepspeed", "fp16")):
-        run, changes = folder / f"{engine} {precision}", {"precision": precision, "evaluation": {"every": 0}}
+    for engine in ("ddp", "fsdp", "deepspeed"):
+        run, changes = folder / engine, {"precision": "bf16", "evaluation": {"every": 0}}
         train_until(world, run, shards, 1, engine=engine, **changes)
         train_until(world, run, shards, 3, engine=engine, **changes)
 
@@ -69,7 +69,7 @@ def with_less_precision(world, folder, shards):
 def test_every_engine_trains_in_half_precision_and_goes_on(tmp_path, training_shards):
     on_ranks(2, with_less_precision, tmp_path, training_shards)
     runs = [run for run in Path(tmp_path).iterdir() if run.name != "float32"]
-    assert len(runs) == 4
+    assert len(runs) == 3
     for run in runs:
         assert losses(run) == pytest.approx(losses(tmp_path / "float32"), abs=0.03), run.name
         assert all(tensor.dtype in (torch.float32, torch.int64) for tensor in parameters(run).values())

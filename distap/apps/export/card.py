@@ -20,7 +20,7 @@ from distap.config.recipe import NetworkRecipe
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.backbone import SOURCES
-from distap.storage.redact import without_secrets
+from distap.storage.texts import without_secrets
 from distap.telemetry.runlog import read_run_log
 
 BEGAN_WITH = {

@@ -20,8 +20,7 @@ from distap.errors import DistapError
 from distap.stopwatch import Stopwatch
 from distap.storage.files import Storage, storage_of
 from distap.storage.locations import Source, parse_source
-from distap.storage.remotes import RemoteSettings, UnreachableError
-from distap.storage.traffic import Traffic
+from distap.storage.remotes import RemoteSettings, Traffic, UnreachableError
 from distap.world import World
 
 HEADER_BYTES = 1 << 16  # the header of nearly every image fits in them

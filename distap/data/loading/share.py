@@ -20,8 +20,7 @@ from distap.errors import DistapError
 from distap.randomness import seed_for
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import Source
-from distap.storage.remotes import RemoteSettings
-from distap.storage.traffic import Traffic
+from distap.storage.remotes import RemoteSettings, Traffic
 from distap.world import World
 
 AUGMENTATION = 21  # first word of the key that augmentation's randomness is drawn with

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 from distap.errors import DistapError
 from distap.registry import REGISTRY, by_path
 from distap.storage.atomic import write_whole
-from distap.storage.redact import without_secrets
+from distap.storage.texts import without_secrets
 
 Outcome = Literal["finished", "stopped", "failed"]
 logger = logging.getLogger("distap")
