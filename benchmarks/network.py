@@ -20,7 +20,7 @@ from benchmarks.plan.command import parse_rate
 from benchmarks.plan.measuring import STAGES, Trial
 from benchmarks.plan.network_cost import changed, network_cost
 from benchmarks.plan.step_cost import NetworkLink, StepCost
-from distap.cli.options import CONFIG, OVERRIDES
+from distap.cli.options import OVERRIDES, RECIPE_ARGUMENT
 from distap.config.reading import load_recipe
 from distap.errors import DistapError
 from distap.telemetry.terminal import track
@@ -40,7 +40,7 @@ class NetworkBenchmark(Benchmark):
     """
 
     name: ClassVar[str] = "network"
-    config: CONFIG
+    config: RECIPE_ARGUMENT
     overrides: OVERRIDES = None
     rate: Annotated[list[str], Option(help="Rate of the cable each way; repeat for several.")] = [
         "50Mb",

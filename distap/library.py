@@ -3,7 +3,6 @@
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -18,7 +17,6 @@ from distap.errors import FINISHED, DistapError, checked
 from distap.model.network import GivenNetwork
 from distap.model.trained import HUB, is_saved
 from distap.ranking.loss import AnyLoss, build_loss
-from distap.retrieval.whitening import load_whitening
 from distap.telemetry.terminal import track
 from distap.trainer import trained
 from distap.training.build import GIVEN_PARTS, describing_of, trained_network
@@ -119,6 +117,6 @@ def load(
         return found
     world = World(device=place)
     recipe, whole = trained_network(source, world, best, given=network)
-    describer = describing_of(recipe, whole, world, sizing, scales and [*map(float, scales)]).describer
-    learned = None if whitening is None else load_whitening(Path(whitening))
-    return DescriptorNetwork(replace(describer, whitening=learned), recipe.model)
+    wanted = None if scales is None else [*map(float, scales)]
+    describing = describing_of(recipe, whole, world, sizing, wanted, whitening=whitening)
+    return DescriptorNetwork(describing.describer, recipe.model)

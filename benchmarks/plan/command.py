@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.plan.planning import cost_plan, plan_tables
-from distap.cli.options import CONFIG, OVERRIDES
+from distap.cli.options import OVERRIDES, RECIPE_ARGUMENT
 from distap.config.reading import load_recipe
 from distap.errors import DistapError
 from distap.telemetry.terminal import print_result
@@ -18,7 +18,7 @@ MEASURE = "Measure this machine and predict for more machines like it."
 
 
 def plan_command(
-    config: CONFIG,
+    config: RECIPE_ARGUMENT,
     overrides: OVERRIDES = None,
     gpus: Annotated[str, typer.Option(help="Numbers of GPUs to predict for.")] = "1,2,4,8,16,64,256,1024,4096",
     card: Annotated[str, typer.Option(help=CARD)] = "h100",

@@ -38,11 +38,11 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-VERSION = typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+VERSION_ASKED = typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
 
 
 @app.callback()
-def every_command(version: Annotated[bool, VERSION] = False) -> None:
+def every_command(version: Annotated[bool, VERSION_ASKED] = False) -> None:
     """Train image-retrieval descriptors by optimising Average Precision over huge batches."""
 
 

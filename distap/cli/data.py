@@ -24,8 +24,8 @@ SHOWN = 5  # classes that are named
 
 data = App(help="Convert, pack, index, check and count images.")
 
-SOURCE = Annotated[str, typer.Argument(help="Folder, glob or brace pattern of WebDataset shards, or a URL of them.")]
-INDEX = Annotated[
+SHARDS = Annotated[str, typer.Argument(help="Folder, glob or brace pattern of WebDataset shards, or a URL of them.")]
+INDEX_OPTION = Annotated[
     Path | None, typer.Option("--index", help="Index file of the shards.", show_default="next to the shards")
 ]
 WORKERS = Annotated[int, typer.Option(help="Number of worker processes.", min=1, show_default="one for each core")]
@@ -33,7 +33,7 @@ CORES = usable_cores()
 IMAGES_PER_SHARD = Annotated[int, typer.Option(help="Maximum number of images in a shard.", min=1)]
 NESTED = "Name classes in nested folders by the top folder, the leaf, equal leaves merged, the path, or a level each."
 SPLIT = "Pack this share of the classes into OUTPUT/validation, and the others into OUTPUT/train."
-COLUMNS = (
+COLUMNS_HELP = (
     "Names of the list's columns for path, label, level1 to level9, split, query, gallery: label=sku,level1=kind"
 )
 KEYS = "Keys of samples' .json members that name the coarser classes of their class, finer first."
@@ -44,7 +44,7 @@ LEFT_OUT = Annotated[
     ),
 ]
 ORDER = "Shuffle the images with this seed. Training needs it only if data.reading is streamed."
-SHUFFLE = Annotated[int | None, typer.Option(help=ORDER, min=0, show_default="as listed, class by class")]
+SHUFFLE_OPTION = Annotated[int | None, typer.Option(help=ORDER, min=0, show_default="as listed, class by class")]
 NAMES = (
     "sop, cub, cars-196, inaturalist, vehicleid, inshop, landmarks-clean, sfm-120k, gldv2, roxford5k, rparis6k, "
     "revisitop1m, ilias, market-1501, msmt17, veri-776, places"
@@ -64,7 +64,7 @@ def convert_command(
         bool, typer.Option("--strict", help="Stop with an error if listed images are missing.")
     ] = False,
     images_per_shard: IMAGES_PER_SHARD = 1000,
-    shuffle: SHUFFLE = None,
+    shuffle: SHUFFLE_OPTION = None,
     left_out: LEFT_OUT = None,
     workers: WORKERS = CORES,
 ) -> None:
@@ -94,12 +94,12 @@ def pack_command(
     source: Annotated[Path, typer.Argument(help="A folder with a sub-folder per class, or a CSV or Parquet file.")],
     output: Annotated[Path, typer.Argument(help="Folder to write; it must be new or empty.")],
     images_per_shard: IMAGES_PER_SHARD = 1000,
-    shuffle: SHUFFLE = None,
+    shuffle: SHUFFLE_OPTION = None,
     nested: Annotated[
         Literal["top", "leaf", "merge", "path", "levels"] | None,
         typer.Option(help=NESTED, show_default="refuse them"),
     ] = None,
-    columns: Annotated[str | None, typer.Option(help=COLUMNS, show_default="by their usual names")] = None,
+    columns: Annotated[str | None, typer.Option(help=COLUMNS_HELP, show_default="by their usual names")] = None,
     split: Annotated[float | None, typer.Option(help=SPLIT, min=0, max=1, show_default="no split")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random choice that --split makes.", min=0)] = 0,
     left_out: LEFT_OUT = None,
@@ -134,8 +134,8 @@ def pack_command(
 
 @data.command("index")
 def index_shards_command(
-    source: SOURCE,
-    path: INDEX = None,
+    source: SHARDS,
+    path: INDEX_OPTION = None,
     levels: Annotated[str, typer.Option(help=KEYS, show_default="from classes.txt, if it names some")] = "",
     workers: WORKERS = CORES,
 ) -> None:
@@ -155,8 +155,8 @@ def index_shards_command(
 
 @data.command("check")
 def check_command(
-    source: SOURCE,
-    path: INDEX = None,
+    source: SHARDS,
+    path: INDEX_OPTION = None,
     workers: WORKERS = CORES,
 ) -> None:
     """Compare every shard and image with the index, and decode every image; exit status 1 if anything is damaged.
@@ -180,8 +180,8 @@ def check_command(
 
 @data.command("stats")
 def stats_command(
-    source: SOURCE,
-    path: INDEX = None,
+    source: SHARDS,
+    path: INDEX_OPTION = None,
     as_json: JSON = False,
 ) -> None:
     """Count the images, classes, images per class, bytes and left-out files of a data set."""

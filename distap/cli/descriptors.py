@@ -12,9 +12,9 @@ from distap.cli import options
 from distap.cli.commands import JSON, print_json
 from distap.errors import DistapError
 
-SOURCE = "Folder, pattern or URL of shards, or any folder with images."
-OUTPUT = "New folder to write, or the folder of a stopped extraction to continue."
-PART = "Number of images in a part file; a rank that is stopped loses at most one part."
+EXTRACTED_IMAGES = "Folder, pattern or URL of shards, or any folder with images."
+EXTRACTED_FOLDER = "New folder to write, or the folder of a stopped extraction to continue."
+PART_IMAGES = "Number of images in a part file; a rank that is stopped loses at most one part."
 GRACE_SECONDS = 10.0  # for ranks to leave after a signal: finished parts are on the disk already
 DESCRIPTORS = Annotated[Path, typer.Argument(help="Folder that `distap extract` wrote.", show_default=False)]
 METHOD = "Scale the principal components (pca), or shrink directions in which images of a class differ (lw)."
@@ -25,8 +25,8 @@ SEARCH = "Search parameters of Faiss to store in the index, such as nprobe=64 or
 
 
 def extract_command(
-    source: Annotated[str, typer.Argument(help=SOURCE, show_default=False)],
-    output: Annotated[Path, typer.Argument(help=OUTPUT, show_default=False)],
+    source: Annotated[str, typer.Argument(help=EXTRACTED_IMAGES, show_default=False)],
+    output: Annotated[Path, typer.Argument(help=EXTRACTED_FOLDER, show_default=False)],
     checkpoint: Annotated[str, options.CHECKPOINT],
     overrides: options.OVERRIDES = None,
     best: options.BEST = False,
@@ -39,7 +39,9 @@ def extract_command(
     precision: Annotated[
         Literal["float32", "bf16"], options.network(help="Number format in which the network computes.")
     ] = "float32",
-    part_images: Annotated[int | None, options.output(help=PART, min=1, show_default="a 1024th, 128 to 4096")] = None,
+    part_images: Annotated[
+        int | None, options.output(help=PART_IMAGES, min=1, show_default="a 1024th, 128 to 4096")
+    ] = None,
     ranks: options.RANKS = 1,
     whitening: options.WHITENING = None,
 ) -> None:
@@ -56,7 +58,6 @@ def extract_command(
     from distap.evaluation.extraction.extracting import Describing, Extraction
     from distap.evaluation.extraction.image_describer import ImageDescriber
     from distap.processes.stopping import leave_when_asked
-    from distap.retrieval.whitening import load_whitening
     from distap.storage.locations import parse_source
     from distap.telemetry.terminal import print_result, print_warning, set_up_logging
     from distap.training.build import describing_of, trained_network
@@ -75,11 +76,9 @@ def extract_command(
             data = recipe.data
 
             def opened() -> tuple[ImageDescriber, ImageSet]:
-                own = describing_of(recipe, network, world).describer
-                learned = None if whitening is None else load_whitening(whitening)
-                describer = replace(own, whitening=learned, precision=precision)
+                own = describing_of(recipe, network, world, whitening=whitening).describer
                 images = open_images(parse_source(source, index), data.max_pixels, data.remote)
-                return describer, images
+                return replace(own, precision=precision), images
 
             describer, images = first_on_rank_0(world, opened)
             extraction = Extraction(Describing(describer, world, data.workers, shown=True), images)

@@ -16,21 +16,21 @@ DATA = (
     "Data set, as PATH or NAME=PATH: shards, or a folder of `distap data convert` with a ground truth. Repeat the "
     "option for several."
 )
-GALLERY = "Shards to search in; the images of each data set are the queries."
+GALLERY_SET = "Shards to search in; the images of each data set are the queries."
 TRUTH = "JSON file that says for each query which images are right; see the guide on retrieval."
 DRAWS = "Draw a gallery of one image per class this many times, query the others, and average the figures."
 QUERY_EXPANSION = "Move each query towards its neighbours, weighted by similarity to this power; 0 weighs all alike."
 DATABASE_AUGMENTATION = "Move each gallery image towards its neighbours, weighted by similarity to this power."
 RERANK_NEIGHBOURS = "Number of neighbours used by --rerank; take about the number of images per class."
-RECIPE = "Recipe (a YAML file or a name of `distap recipes`) whose network to evaluate before training."
-NEIGHBOURS = "Number of neighbours used by --query-expansion and --database-augmentation."
-KEPT = "Folder to store descriptors in, and to read them from in later evaluations."
+RECIPE_EVALUATED = "Recipe (a YAML file or a name of `distap recipes`) whose network to evaluate before training."
+NEIGHBOURS_HELP = "Number of neighbours used by --query-expansion and --database-augmentation."
+DESCRIPTORS_KEPT = "Folder to store descriptors in, and to read them from in later evaluations."
 FIGURES = "Figures to compute, such as mAP@R,R@1,R@20,mAP@1000,mP@5/min. Each has its definition in the guide."
-OUTPUT = "Folder to write results.json to, and for each data set result.json, queries and neighbours."
+RESULTS_FOLDER = "Folder to write results.json to, and for each data set result.json, queries and neighbours."
 
 
 def eval_command(
-    config: Annotated[Path | None, typer.Argument(help=RECIPE)] = None,
+    config: Annotated[Path | None, typer.Argument(help=RECIPE_EVALUATED)] = None,
     overrides: OVERRIDES = None,
     checkpoint: Annotated[
         str | None, options.network(help=f"Evaluate this trained network: a {options.TRAINED}.")
@@ -40,20 +40,20 @@ def eval_command(
     distractors: Annotated[
         list[str] | None, data_option(help="Shards to add to the gallery of each set with a ground truth.")
     ] = None,
-    gallery: Annotated[str | None, data_option(help=GALLERY, show_default="all others of its own images")] = None,
+    gallery: Annotated[str | None, data_option(help=GALLERY_SET, show_default="all others of its own images")] = None,
     gallery_draws: Annotated[int, data_option(help=DRAWS, min=0)] = 0,
     truth: Annotated[Path | None, data_option(help=TRUTH, show_default="images of a query's class are right")] = None,
     figures: Annotated[str, data_option(help=FIGURES, show_default="those of the set's protocol")] = "",
     query_expansion: Annotated[float | None, options.refinement(help=QUERY_EXPANSION, min=0)] = None,
     database_augmentation: Annotated[float | None, options.refinement(help=DATABASE_AUGMENTATION, min=0)] = None,
-    neighbours: Annotated[int, options.refinement(help=NEIGHBOURS, min=1)] = 10,
+    neighbours: Annotated[int, options.refinement(help=NEIGHBOURS_HELP, min=1)] = 10,
     rerank: Annotated[
         Literal["k-reciprocal"] | None,
         options.refinement(help="Re-rank each query's first results with this method."),
     ] = None,
     rerank_neighbours: Annotated[int, options.refinement(help=RERANK_NEIGHBOURS, min=1)] = 20,
-    descriptors: Annotated[Path | None, options.output(help=KEPT)] = None,
-    output: Annotated[Path | None, options.output(help=OUTPUT)] = None,
+    descriptors: Annotated[Path | None, options.output(help=DESCRIPTORS_KEPT)] = None,
+    output: Annotated[Path | None, options.output(help=RESULTS_FOLDER)] = None,
     as_json: JSON = False,
     whitening: options.WHITENING = None,
 ) -> None:
@@ -106,12 +106,11 @@ def eval_command(
             if not data and settings.validation_source is None:
                 raise DistapError("the recipe has no data.validation: name a data set with --data")
             if not data and gallery is None and not gallery_draws:
-                among = {"gallery": settings.gallery, "gallery_draws": settings.gallery_draws}
+                among = {name: getattr(settings, name) for name in among}
             named: Any = data or [settings.validation_source]
-            among["truth"] = truth
-            among["figures"] = figures.replace(",", " ").split()
+            how = reading_of(recipe) | {"truth": truth, "figures": figures.replace(",", " ").split()}
             try:
-                sets = open_named_sets(named, distractors or [], **among, **reading_of(recipe))
+                sets = open_named_sets(named, distractors or [], **among, **how)
             except DistapError as error:
                 also = " and --gallery" if among["gallery"] else ""
                 raise error if data else DistapError(f"{error}; if it has moved, name it by --data{also}") from error

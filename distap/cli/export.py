@@ -5,19 +5,18 @@ from typing import Annotated
 
 import typer
 
-from distap.cli.options import BEST, OVERRIDES, WHITENING
+from distap.cli.options import BEST, OVERRIDES, TRAINED, WHITENING
 
-CHECKPOINT = "Trained network: a run folder, one of its checkpoints, or a URL of either."
-OUTPUT = "Folder to write; it must be new or of an earlier export, which is replaced."
-FORMAT = "Format to write: pt2 (torch.export), onnx, or safetensors (for distap.load and timm). Repeat for several."
+EXPORT_FOLDER = "Folder to write; it must be new or of an earlier export, which is replaced."
+PROGRAMS = "Format to write: pt2 (torch.export), onnx, or safetensors (for distap.load and timm). Repeat for several."
 
 
 def export_command(
-    checkpoint: Annotated[str, typer.Argument(help=CHECKPOINT, show_default=False)],
-    output: Annotated[Path, typer.Argument(help=OUTPUT, show_default=False)],
+    checkpoint: Annotated[str, typer.Argument(help=f"Trained network: a {TRAINED}.", show_default=False)],
+    output: Annotated[Path, typer.Argument(help=EXPORT_FOLDER, show_default=False)],
     overrides: OVERRIDES = None,
     best: BEST = False,
-    format: Annotated[list[str] | None, typer.Option(help=FORMAT, show_default="all installed")] = None,
+    format: Annotated[list[str] | None, typer.Option(help=PROGRAMS, show_default="all installed")] = None,
     whitening: WHITENING = None,
     dynamic_size: Annotated[
         bool, typer.Option("--dynamic-size", help="Let exported programs take images of any size.")

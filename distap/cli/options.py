@@ -34,9 +34,9 @@ def ranks_to_start(asked: int, device: str = "auto") -> int:
 
 EACH_GPU = "Number of processes to start on this machine; auto starts one for each GPU."
 RANKS = Annotated[int, typer.Option(help=EACH_GPU, parser=parse_ranks, metavar="N|auto")]
-RECIPE = "Recipe: a YAML file, or a name of `distap recipes`."
+RECIPE_HELP = "Recipe: a YAML file, or a name of `distap recipes`."
 CHANGES = "Changes to the recipe, such as evaluation.sizing='side 1024' or optimizer.learning_rate=1e-4."
-CONFIG = Annotated[Path, typer.Argument(help=RECIPE, show_default=False)]
+RECIPE_ARGUMENT = Annotated[Path, typer.Argument(help=RECIPE_HELP, show_default=False)]
 OVERRIDES = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help=CHANGES, show_default=False),

@@ -6,16 +6,16 @@ from typing import Annotated
 
 import typer
 
-from distap.cli.options import CONFIG, OVERRIDES
+from distap.cli.options import OVERRIDES, RECIPE_ARGUMENT
 from distap.errors import DistapError
 
 INPUT_SIZE = "Width and height of the network's input, pixels."
 RECIPE_HEAD = ("paper", "data", "expected")  # of the comment that each of distap's recipes begins with
-IMAGES = "Folder with a sub-folder per class, shards, or a folder whose `train` and `test` are one of these."
+IMAGES_HELP = "Folder with a sub-folder per class, shards, or a folder whose `train` and `test` are one of these."
 
 
 def init_command(
-    images: Annotated[str, typer.Argument(help=IMAGES, show_default=False)],
+    images: Annotated[str, typer.Argument(help=IMAGES_HELP, show_default=False)],
     output: Annotated[Path, typer.Option(help="File to write the recipe to.")] = Path("recipe.yaml"),
     run: Annotated[
         str | None,
@@ -79,7 +79,7 @@ def recipes_command(
     print_result(table)
 
 
-def config_command(config: CONFIG, overrides: OVERRIDES = None) -> None:
+def config_command(config: RECIPE_ARGUMENT, overrides: OVERRIDES = None) -> None:
     """Print a recipe with all its keys and defaults, as YAML that is again a recipe."""
     import yaml
 

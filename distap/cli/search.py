@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
     from distap.apps.search import SearchResult
 
-INDEX = Annotated[Path, typer.Argument(help="Folder that `distap index` wrote.", show_default=False)]
+SEARCHED_INDEX = Annotated[Path, typer.Argument(help="Folder that `distap index` wrote.", show_default=False)]
 QUERIES = "Image files, folders of images, or keys of the index (key:NAME if a file has the same name)."
 PAGE = "HTML file to write the results to, with pictures."
-IMAGES = Annotated[
+INDEXED_IMAGES = Annotated[
     str | None,
     typer.Option(help="Data set that was indexed, to show pictures from.", show_default="where it was indexed"),
 ]
 
 
 def search_command(
-    index: INDEX,
+    index: SEARCHED_INDEX,
     queries: Annotated[list[str], typer.Argument(metavar="QUERY...", help=QUERIES, show_default=False)],
     checkpoint: Annotated[str | None, CHECKPOINT] = None,
     best: BEST = False,
     whitening: WHITENING = None,
     top: Annotated[int, typer.Option("--top", "-k", help="Number of images to find for each query.", min=1)] = 10,
-    images: IMAGES = None,
+    images: INDEXED_IMAGES = None,
     output: Annotated[Path | None, typer.Option(help=PAGE, show_default=False)] = None,
     as_json: JSON = False,
 ) -> None:
@@ -67,11 +67,11 @@ def search_command(
 
 
 def serve_command(
-    index: INDEX,
+    index: SEARCHED_INDEX,
     checkpoint: Annotated[str, CHECKPOINT],
     best: BEST = False,
     whitening: WHITENING = None,
-    images: IMAGES = None,
+    images: INDEXED_IMAGES = None,
     **limits: Any,
 ) -> None:
     """Answer searches over HTTP: a page to upload images to, a JSON API, health and Prometheus metrics.

@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from distap.cli.commands import JSON, print_json
-from distap.cli.options import AUTO, CONFIG, OVERRIDES, RANKS, ranks_to_start
+from distap.cli.options import AUTO, OVERRIDES, RANKS, RECIPE_ARGUMENT, ranks_to_start
 from distap.processes.stopping import end_when_asked, go_deaf
 
-OUTPUT = "Folder to write report.html and summary.json to."
+REPORT_FOLDER = "Folder to write report.html and summary.json to."
 FOLLOW = "Rewrite the page at this interval while a run trains, and let the browser reload it."
 DRY_RUN = "Check the recipe, load the weights and say what would be done, without training."
 
@@ -21,7 +21,7 @@ TAKES_OVER = Annotated[
 ]
 
 
-def train_rank(config: CONFIG, overrides: OVERRIDES = None, take_over: TAKES_OVER = False) -> None:
+def train_rank(config: RECIPE_ARGUMENT, overrides: OVERRIDES = None, take_over: TAKES_OVER = False) -> None:
     """Train on this process's rank: alone, or as one of the ranks that torchrun starts.
 
     The run goes on from its newest checkpoint, if there is one. On SIGTERM or SIGINT it finishes the step or breaks
@@ -42,7 +42,7 @@ def train_rank(config: CONFIG, overrides: OVERRIDES = None, take_over: TAKES_OVE
 
 
 def train_command(
-    config: CONFIG,
+    config: RECIPE_ARGUMENT,
     overrides: OVERRIDES = None,
     ranks: RANKS = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN)] = False,
@@ -102,7 +102,7 @@ def check_training(config: Path, overrides: list[str], ranks: int) -> None:
 
 def report_command(
     run: Annotated[Path, typer.Argument(help="Folder of a training run.", show_default=False)],
-    output: Annotated[Path | None, typer.Option(help=OUTPUT, show_default="the run")] = None,
+    output: Annotated[Path | None, typer.Option(help=REPORT_FOLDER, show_default="the run")] = None,
     follow: Annotated[int | None, typer.Option(metavar="SECONDS", help=FOLLOW, min=1)] = None,
     as_json: JSON = False,
 ) -> None:

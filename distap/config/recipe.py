@@ -136,11 +136,7 @@ class Recipe(NetworkRecipe):
 
     def _fits_deepspeed(self) -> None:
         keys = self.engine.keys if isinstance(self.engine, Part) else vars(self.engine)
-        needs_whole = {
-            "step.fold_batchnorm": self.step.fold_batchnorm,
-            "ema": self.ema is not None,
-        }
-        for key, value in needs_whole.items():
+        for key, value in (("step.fold_batchnorm", self.step.fold_batchnorm), ("ema", self.ema)):
             if value and keys.get("stage") == 3:
                 raise ValueError(
                     f"{key} needs all parameters on every rank, but stage 3 of deepspeed shares them out; leave "

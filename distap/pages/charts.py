@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+
+import numpy as np
 
 HEIGHT = 300  # of the SVG, which is 520 wide, in its own units; the browser scales it
 LEFT, END, TOP, BOTTOM = 70, 500, 32, 50  # of the axes
@@ -81,6 +82,4 @@ def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST_POINT
     finite = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
     if len(finite) <= most:
         return finite
-    cuts = [round(k * len(finite) / most) for k in range(most + 1)]
-    parts = [finite[start:end] for start, end in pairwise(cuts)]
-    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
+    return [(float(x), float(y)) for x, y in (part.mean(0) for part in np.array_split(np.array(finite), most))]

@@ -27,6 +27,7 @@ from distap.model.trained import TrainedNetwork, read_checkpoint
 from distap.ranking.loss import Loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.registry import Part
+from distap.retrieval.whitening import load_whitening
 from distap.stages.exactness import default_drift
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.replica import Replica, refuse_unusable
@@ -122,12 +123,15 @@ def describing_of(
     world: World,
     sizing: str | None = None,
     scales: Sequence[float] | None = None,
-    antialias: bool | None = None,
     *,
+    whitening: str | Path | None = None,
     kept_in: Path | None = None,
     shown: bool = False,
 ) -> Describing:
-    """Return how evaluations describe images with an unsharded network; None takes the recipe's settings."""
+    """Return how evaluations describe images with an unsharded network; None takes the recipe's settings.
+
+    `whitening` is what `distap whiten` wrote.
+    """
     data, evaluation = recipe.data, recipe.evaluation
     describer = ImageDescriber(
         network,
@@ -135,7 +139,8 @@ def describing_of(
         scales or evaluation.scales,
         max_pixels=data.max_pixels,
         scaled=data.scaled_decoding,
-        antialias=evaluation.antialias if antialias is None else antialias,
+        whitening=None if whitening is None else load_whitening(Path(whitening)),
+        antialias=evaluation.antialias,
         batch_pixels=evaluation.batch_size * data.image_size**2,
     )
     return Describing(describer, world, data.workers, kept_in, shown)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -15,7 +15,6 @@ from distap.checkpoint.finding import opened_checkpoint
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.multiscale import required_size
-from distap.retrieval.whitening import load_whitening
 from distap.storage.atomic import refuse_foreign, replacing_folder
 from distap.training.build import describing_of, trained_network
 from distap.training.descriptor_network import DescriptorNetwork
@@ -73,8 +72,7 @@ def export_to_folder(
     if dynamic_size and (required := required_size(network)) is not None:
         name = recipe.model.architecture
         raise DistapError(f"--dynamic-size: {name} takes images of {required[1]} x {required[0]} pixels only")
-    described = describing_of(recipe, network, World(), sizing).describer
-    describer = replace(described, whitening=None if whitening is None else load_whitening(whitening))
+    describer = describing_of(recipe, network, World(), sizing, whitening=whitening).describer
     with replacing_folder(output) as folder:
         return _write(folder, describer, origin, formats, dynamic_size)
 
