@@ -6,7 +6,7 @@ gallery as in In-Shop, or a gallery that is drawn from their own images as in Ve
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distap.checkpoint.agreement import on_all
 from distap.data.images.cropping import Box
 from distap.data.images.image_sets import ImageSet
 from distap.data.shards.image_folders import warn_of
@@ -24,9 +23,10 @@ from distap.evaluation.extraction.extracting import NOT_FINITE, Describing, Extr
 from distap.evaluation.ground_truth import GroundTruth, TrueQuery
 from distap.evaluation.saved import DRAWN, LABELLED, QUERIED, Evaluation, Retrieved
 from distap.randomness import permutation
-from distap.retrieval.descriptor_files import DESCRIPTORS_FILE, new_descriptors
+from distap.retrieval.descriptor_parts import DescriptorParts, open_parts
 from distap.retrieval.evaluate import Evaluated, evaluate_descriptors
 from distap.retrieval.refinement import PLAIN, Refinement
+from distap.retrieval.row_blocks import Descriptors
 from distap.retrieval.truth import ClassTruth, Truth
 
 GALLERY = 31  # first word of the key that galleries are drawn with: the same ones in every run
@@ -39,11 +39,12 @@ class EvaluationSet:
     """Queries, their gallery, the truth of each query, and the figures to compute."""
 
     name: str
-    queries: ImageSet
+    queries: tuple[ImageSet, ...]
     figures: tuple[str, ...]  # names with their k, see `distap.retrieval.figures`
-    gallery: tuple[ImageSet, ...] = ()  # shards that make it up, such as distractors; without any, the other queries
+    gallery: tuple[ImageSet, ...] = ()  # shards that make it up; without any, the other queries
     truth: GroundTruth | None = None  # None: images of the query's class are right
     draws: int = 0  # times that an image of each class is drawn as the gallery of the others; 0 does not
+    distractors: tuple[str, ...] = ()  # files and folders of descriptors, see `open_parts`
 
     @property
     def kind(self) -> str:
@@ -52,36 +53,49 @@ class EvaluationSet:
 
     @property
     def image_sets(self) -> tuple[ImageSet, ...]:
-        return self.queries, *self.gallery
+        """Return the sets of queries, then those of the gallery that are no queries too."""
+        return tuple({id(images): images for images in (*self.queries, *self.gallery)}.values())
 
-    def names(self, images: ImageSet) -> NDArray[np.str_]:
-        """Return the names of images in the ground truth: their class names in a set of `distap data convert`."""
-        return images.classes if self.truth is not None and self.truth.query is not None else images.keys
+    @property
+    def is_of_itself(self) -> bool:
+        """Return whether some queries are images of the gallery that is given."""
+        return len(self.image_sets) < len(self.queries) + len(self.gallery)
 
     def describe(self, describing: Describing) -> "DescribedSet":
         """Describe queries, each within its box, and gallery on all ranks; every rank gets all descriptors."""
-        names = self.names(self.queries)
-        boxes = self.truth.boxes(self.queries, names.tolist()) if self.truth else {}
-        samples, queries = _descriptors(describing, self.queries, f"{self.name}/queries", boxes)
-        parts = [
-            # Where the queries are images of the gallery, they are described once, unless each has its box.
-            (images, samples, queries)
-            if images is self.queries and not boxes
-            else (images, *_descriptors(describing, images, f"{self.name}/gallery-{number}", {}))
-            for number, images in enumerate(self.gallery)
-        ]
-        records: tuple[TrueQuery, ...] = ()
-        if self.truth:
-            row = {name: place for place, name in enumerate(names[samples].tolist())}
-            records = tuple(query for query in self.truth.queries if query.name in row)
-            asking = [row[query.name] for query in records]
-            samples, queries = samples[asking], queries[asking]
-        gallery = _joined([own for *_, own in parts], describing, self.name) if parts else queries
-        images = [(self.queries, samples), *((one, own) for one, own, _ in parts)]
-        before = np.cumsum([0, *map(len, self.image_sets)])
-        numbers = np.concatenate([start + own for start, (_, own) in zip(before, images, strict=False)])
-        keys, classes = (np.concatenate([getattr(one, of)[own] for one, own in images]) for of in ("keys", "classes"))
-        return DescribedSet(self, queries, gallery, numbers, keys, classes, records, describing)
+        truth, sets = self.truth, self.image_sets
+        first = dict(zip(map(id, sets), np.cumsum([0, *map(len, sets)]).tolist(), strict=False))
+        keys, classes = (np.concatenate([getattr(one, of) for one in sets]) for of in ("keys", "classes"))
+        names = (classes if truth is not None and truth.query else keys).tolist()
+        whole = dict[tuple[int, bool], tuple[NDArray[np.int64], NDArray[Any]]]()
+
+        def described(
+            parts: tuple[ImageSet, ...], what: str, boxes: Mapping[int, Box]
+        ) -> tuple[NDArray[np.int64], Descriptors]:
+            """Return numbers of images, which count on from set to set, and their descriptors."""
+            numbers, rows = list[NDArray[np.int64]](), list[tuple[str, NDArray[Any]]]()
+            for place, images in enumerate(parts):
+                start, name = first[id(images)], f"{self.name}/{what}-{place}"
+                own = {number - start: box for number, box in boxes.items() if 0 <= number - start < len(images)}
+                # Where the queries are images of the gallery, they are described once, unless each has its box.
+                found = whole.get((id(images), bool(own)))
+                found = found or _descriptors(describing, images, name, own)
+                whole[id(images), bool(own)] = found
+                numbers.append(start + found[0])
+                rows.append((name, found[1]))
+            return np.concatenate(numbers), rows[0][1] if len(rows) == 1 else DescriptorParts(rows)
+
+        boxes = {} if truth is None else truth.boxes(self.name, names[: sum(map(len, self.queries))])
+        asking, queries = described(self.queries, "queries", boxes)
+        among, gallery = described(self.gallery, "gallery", {}) if self.gallery else (asking, queries)
+        records, gallery_names, lost = list[TrueQuery](), list[Any](), set[str]()
+        if truth is not None and truth.queries:
+            asked, gallery_names = ([names[number] for number in own] for own in (asking, among))
+            lost = {*names}.difference(asked, gallery_names)
+            records, queries = truth.asking(asked, queries, lost.union(gallery_names))
+            gallery_names, gallery = truth.grouped(gallery_names, gallery, lost.union(asked))
+        rest = keys, classes, records, gallery_names, lost, describing
+        return DescribedSet(self, queries, gallery, asking, among, *rest)
 
 
 def _descriptors(
@@ -113,33 +127,20 @@ def _descriptors(
     return samples, descriptors
 
 
-def _joined(parts: list[NDArray[Any]], describing: Describing, name: str) -> NDArray[Any]:
-    """Join the rows of all parts, in memory or in a file of the folder that keeps descriptors."""
-    if len(parts) == 1 or describing.kept_in is None:
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-    path = describing.kept_in / name / "gallery" / DESCRIPTORS_FILE
-    world, ends = describing.world, np.cumsum([len(part) for part in parts])
-
-    def write() -> None:
-        joined = new_descriptors(path, (int(ends[-1]), parts[0].shape[1]), parts[0].dtype)
-        for part, end in zip(parts, ends, strict=True):
-            joined[end - len(part) : end] = part
-
-    on_all(world, write, mine=world.rank == 0)
-    return np.asarray(np.load(path, mmap_mode="r"))
-
-
 @dataclass(frozen=True)
 class DescribedSet:
     """Descriptors of a set's images, without failed ones: Q queries, and a gallery of N images."""
 
     of: EvaluationSet
-    queries: NDArray[Any]  # (Q, C), in the order of `records` if there are any
-    gallery: NDArray[Any]  # (N, C); the queries, if they are retrieved
-    samples: NDArray[np.int64]  # numbers of all images: the queries', then another gallery's, which are counted on
+    queries: Descriptors  # (Q, C), in the order of `records` if there are any
+    gallery: Descriptors  # (N, C); the queries, if they are retrieved
+    asking: NDArray[np.int64]  # numbers of the queries' images, which count on from set to set
+    among: NDArray[np.int64]  # numbers of the gallery's images
     keys: NDArray[np.str_]  # of all images
     classes: NDArray[np.str_]  # of all images, "" for none
-    records: tuple[TrueQuery, ...]  # of the ground truth
+    records: list[TrueQuery]  # of the ground truth
+    names: list[Any]  # of the gallery's rows in the ground truth: images, or instances of several
+    lost: set[str]  # names of images that could not be described
     describing: Describing
 
     @property
@@ -147,10 +148,15 @@ class DescribedSet:
         return self.describing.describer.device
 
     @cached_property
+    def rows(self) -> NDArray[np.int64]:
+        """Return the numbers of all images: the queries', then those of another gallery."""
+        return np.concatenate([self.asking, self.among]) if self.of.gallery else self.asking
+
+    @cached_property
     def labels(self) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
-        """Return class numbers of all images, -1 without a class, and the names of the classes."""
-        names, numbers = np.unique(self.classes, return_inverse=True)
-        return np.where(self.classes == "", -1, numbers.reshape(-1)), names
+        """Return class numbers of the images of `rows`, -1 without a class, and the names of the classes."""
+        names, numbers = np.unique(self.classes[self.rows], return_inverse=True)
+        return np.where(self.classes[self.rows] == "", -1, numbers.reshape(-1)), names
 
     def evaluate(self, refinement: Refinement = PLAIN) -> Evaluation:
         """Refine the descriptors and rank the gallery for each query; all ranks call this.
@@ -170,14 +176,16 @@ class DescribedSet:
             }
         elif not of.draws:
             found_by["hits"] = self._retrieved(result)
-        drawn = f"an image a class, drawn {len(found)} times" if of.draws else None
+        among = [*(images.name for images in of.gallery), *of.distractors]
+        among += [f"an image a class, drawn {len(found)} times"] if of.draws else []
+        images = len(self.queries) + (len(self.gallery) if of.gallery else 0)
         return Evaluation(
-            data=of.name if of.truth else of.queries.name,
-            gallery=" and ".join(images.name for images in of.gallery) or drawn,
+            data=of.name if of.truth else of.queries[0].name,
+            gallery=" and ".join(among) or None,
             protocol=of.kind,
             refinement=refinement.name,
             fingerprint="+".join(images.fingerprint for images in of.image_sets),
-            images=len(self.keys),
+            images=images,
             queries=int(result.is_query.sum()),
             left_out=max(result.left_out.values()) + (len(of.truth.queries) - len(self.records) if of.truth else 0),
             left_out_of=result.left_out if len(result.left_out) > 1 else {},
@@ -187,15 +195,15 @@ class DescribedSet:
 
     def _retrieved(self, result: Evaluated) -> Retrieved:
         """Rank the gallery for each query. Gallery rows are numbered from the number of queries."""
-        first = len(self.queries) if self.of.gallery else 0  # row of the gallery's first image
+        first = len(self.asking) if self.of.gallery else 0  # row of the gallery's first image
 
         def filled(values: torch.Tensor, filling: float) -> Any:
-            rest = values.new_full((len(self.keys) - len(values), *values.shape[1:]), filling)
+            rest = values.new_full((len(self.rows) - len(values), *values.shape[1:]), filling)
             return torch.cat([values, rest]).cpu().numpy()
 
         return Retrieved(
-            self.samples,
-            self.keys,
+            self.rows,
+            self.keys[self.rows],
             self.labels[0],
             filled(result.values["mAP"], np.nan),
             filled(result.first_positive, 0),
@@ -214,28 +222,33 @@ class DescribedSet:
             yield np.setdiff1d(order, chosen), chosen
 
     def _ranked(self, asking: Any, among: Any, refinement: Refinement) -> Evaluated:
-        is_same = self.of.kind == LABELLED
-        if self.of.gallery and self.of.gallery[0] is self.of.queries and (refinement.expand or refinement.rerank):
+        of, is_same = self.of, self.of.kind == LABELLED
+        if of.is_of_itself and (refinement.expand or refinement.rerank):
             raise DistapError(
-                f"{self.of.name}: its queries are in its gallery, and query expansion and re-ranking would take each "
+                f"{of.name}: its queries are in its gallery, and query expansion and re-ranking would take each "
                 "for its own first neighbour; give the gallery apart by --gallery"
             )
         queries = self.queries[asking]
-        refined, gallery, head = refinement.apply(queries, queries if is_same else self.gallery[among], is_same)
-        truth, neighbours = self._truth(asking, among), 0 if self.of.draws or self.of.truth else NEIGHBOURS
+        made, learned = self.describing.describer.described_by, refinement.whitening
+        made = made if learned is None else replace(made, whitening=learned.fingerprint)
+        dimensions = queries.shape[1] if learned is None else len(learned.projection)
+        more = open_parts(of.distractors, dimensions, described_by=made)
+        gallery = queries if is_same else self.gallery[among]
+        refined, gallery, head = refinement.apply(queries, gallery, is_same, more)
+        truth, neighbours = self._truth(asking, among), 0 if of.draws or of.truth else NEIGHBOURS
         head = None if head is None else head.to(self.device)
-        rest: dict[str, Any] = {"head": head, "world": self.describing.world}
-        return evaluate_descriptors(refined, gallery, truth, self.of.figures, neighbours, **rest)
+        rest: dict[str, Any] = {"head": head, "distractors": more, "world": self.describing.world}
+        return evaluate_descriptors(refined, gallery, truth, of.figures, neighbours, **rest)
 
     def _truth(self, asking: Any, among: Any) -> Truth:
-        device, count = self.device, len(self.queries)
-        if self.of.truth:
-            names = self.classes if self.of.truth.query is not None else self.keys
-            is_of_itself = self.of.gallery[0] is self.of.queries
-            lost = {name for images in self.of.gallery for name in self.of.names(images)}.difference(names[count:])
-            return self.of.truth.of_gallery(self.records, names[count:].tolist(), device, is_of_itself, lost)
+        of, device = self.of, self.device
+        if of.truth and of.truth.queries:
+            return of.truth.of_gallery(self.records, self.names, device, of.is_of_itself, self.lost)
+        if of.truth:
+            return of.truth.of_classes(self.classes, self.asking, self.among, device)
         labels = torch.from_numpy(self.labels[0]).to(device)
-        if self.of.kind == LABELLED:
+        if of.kind == LABELLED:
             return ClassTruth(labels)
-        others = labels[count:] if self.of.gallery else labels
+        count = len(self.asking)
+        others = labels[count:] if of.gallery else labels
         return ClassTruth(labels[:count][asking], others[among])

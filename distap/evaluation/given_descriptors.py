@@ -11,13 +11,14 @@ from torch import Tensor
 
 from distap.data.labels import class_numbers
 from distap.errors import DistapError
-from distap.evaluation.ground_truth import parsed_truth, read_truth
+from distap.evaluation.ground_truth import Name, parsed_truth, read_truth
 from distap.ranking.rankable import refuse_crossing
+from distap.retrieval.descriptor_parts import open_parts
 from distap.retrieval.evaluate import Evaluated, evaluate_descriptors
 from distap.retrieval.figures import labelled_figures
 from distap.retrieval.ranks import Ties
 from distap.retrieval.row_blocks import given_rows, taken
-from distap.retrieval.truth import ClassTruth
+from distap.retrieval.truth import ClassTruth, ListedTruth
 
 
 def evaluate(
@@ -29,6 +30,7 @@ def evaluate(
     names: Sequence[str] | None = None,
     cameras: ArrayLike | Tensor | None = None,
     domains: ArrayLike | None = None,
+    distractors: Sequence[Path | str] | Path | str = (),
     figures: Sequence[str] = (),
     dot_product: bool = False,
     ties: Ties = "against",
@@ -48,6 +50,8 @@ def evaluate(
         cameras: (N,) camera of each image. Images of a query's class and camera are junk, as in re-identification.
         domains: (N,) domain of each image. A query's class is that of its domain. There are figures of the queries of
             each domain (`cars R@1`), and means over the domains (`mean R@1`), as in UnED.
+        distractors: descriptors of any number of further images, which are right for no query and read in blocks:
+            files (.npy, or HDF5 as ILIAS's extractor writes it), folders of them, or folders of `distap extract`.
         figures: names, see `distap.retrieval.figures`, such as mAP, mAP@R, mAP@1000, R@1, mP@5, mP@5/min, H-AP; by
             default those of the truth, or mAP, mAP@R, R@k and mP@k.
         dot_product: take descriptors of any length, and rank by the dot product.
@@ -64,8 +68,13 @@ def evaluate(
     if asks is not None and (asks.shape != (len(rows),) or asks.dtype != bool or asks.all() or not asks.any()):
         expected = f"({len(rows)},) bool, some of them true, some false"
         raise DistapError(f"queries are {asks.shape} {asks.dtype}; expected {expected}")
+    paths = [distractors] if isinstance(distractors, Path | str) else distractors
+    rest: dict[str, Any] = {"distractors": open_parts(paths, rows.shape[1], dot_product), "ties": ties}
     if truth is not None:
-        return _by_truth(rows, truth, asks, names, cameras, domains, figures, ties)
+        if cameras is not None or domains is not None:
+            raise DistapError("cameras and domains are for labels: a truth names junk and parts itself")
+        asking, among, by_truth, of_truth = _by_truth(rows, truth, asks, names)
+        return _summary(evaluate_descriptors(asking, among, by_truth, figures or of_truth, **rest))
     classes, camera, domain = (
         None if values is None else _numbers(values, what, len(rows)).to(torch.device(rows.device))
         for values, what in ((labels, "labels"), (cameras, "cameras"), (domains, "domains"))
@@ -81,14 +90,12 @@ def evaluate(
     figures = figures or labelled_figures()
     if asks is None:
         by_class = ClassTruth(classes, None, None if camera is None else (camera, camera), parts.tolist())
-        found = evaluate_descriptors(rows, rows, by_class, figures, ties=ties)
-    else:
-        mask = torch.from_numpy(asks).to(classes.device)
-        asking, among = (taken(rows, some.nonzero()[:, 0]) for some in (mask, ~mask))
-        by_camera = None if camera is None else (camera[mask], camera[~mask])
-        by_class = ClassTruth(classes[mask], classes[~mask], by_camera, parts[asks[: len(parts)]].tolist())
-        found = evaluate_descriptors(asking, among, by_class, figures, ties=ties)
-    return _summary(found)
+        return _summary(evaluate_descriptors(rows, rows, by_class, figures, **rest))
+    mask = torch.from_numpy(asks).to(classes.device)
+    asking, among = (taken(rows, some.nonzero()[:, 0]) for some in (mask, ~mask))
+    by_camera = None if camera is None else (camera[mask], camera[~mask])
+    by_class = ClassTruth(classes[mask], classes[~mask], by_camera, parts[asks[: len(parts)]].tolist())
+    return _summary(evaluate_descriptors(asking, among, by_class, figures, **rest))
 
 
 def _summary(found: Evaluated) -> dict[str, float]:
@@ -101,31 +108,27 @@ def _by_truth(
     truth: Mapping[str, Any] | Path | str,
     asks: NDArray[np.bool_] | None,
     names: Sequence[str] | None,
-    cameras: Any,
-    domains: Any,
-    figures: Sequence[str],
-    ties: Ties,
-) -> dict[str, float]:
-    if cameras is not None or domains is not None:
-        raise DistapError("cameras and domains are for labels: a truth names junk and parts itself")
+) -> tuple[Any, Any, ListedTruth, Sequence[str]]:
+    """Return descriptors of queries and gallery, their truth and its figures."""
     if names is not None and len(names) != len(rows):
         raise DistapError(f"there are {len(names)} names for {len(rows)} descriptors")
     known = read_truth(Path(truth)) if isinstance(truth, Path | str) else parsed_truth(truth, "truth")
-    figures = figures or known.figures
-    of_rows: list[Any] = [*range(len(rows))] if names is None else [*names]
-    row = {name: place for place, name in enumerate(of_rows)}
-    if len(row) < len(of_rows):
-        raise DistapError(f"names: {len(of_rows) - len(row)} of {len(of_rows)} are repeated")
-    if missing := [query.name for query in known.queries if query.name not in row]:
+    of_rows: list[Name] = [*range(len(rows))] if names is None else [*names]
+    if repeated := len(of_rows) - len(set(of_rows)):
+        raise DistapError(f"names: {repeated} of {len(of_rows)} are repeated")
+    if known.instances and asks is not None:
+        raise DistapError("queries are for images, and the truth has instances: its queries retrieve all others")
+    if missing := [query.name for query in known.queries if query.name not in {*of_rows, *known.instances}]:
         kind = "row numbers, since `names` is not given" if names is None else "texts of `names`"
         raise DistapError(f"truth: query {missing[0]!r} and {len(missing) - 1} more are none of {kind}")
-    asking = taken(rows, torch.tensor([row[query.name] for query in known.queries]))
+    _, asking = known.asking(of_rows, rows)
+    of_rows, rows = known.grouped(of_rows, rows)
     kept = np.arange(len(rows)) if asks is None else np.flatnonzero(~asks)
     gallery = rows if asks is None else taken(rows, torch.from_numpy(kept))
     listed = known.of_gallery(
         known.queries, [of_rows[place] for place in kept], torch.device(rows.device), is_of_itself=True
     )
-    return _summary(evaluate_descriptors(asking, gallery, listed, figures, ties=ties))
+    return asking, gallery, listed, known.figures
 
 
 def _numbers(values: ArrayLike | Tensor, what: str, count: int) -> Tensor:

@@ -17,12 +17,22 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field, FiniteFloat, PositiveFloat, StrictInt, StrictStr, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    FiniteFloat,
+    PositiveFloat,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+)
+from torch.nn.functional import normalize
 
 from distap.data.images.cropping import Box
-from distap.data.images.image_sets import ImageSet
 from distap.errors import DistapError
 from distap.retrieval.figures import figures_named, labelled_figures
+from distap.retrieval.row_blocks import taken
 from distap.retrieval.truth import NONE, ListedTruth
 from distap.storage.texts import read_json
 
@@ -47,34 +57,68 @@ class TrueQuery(BaseModel, extra="forbid", frozen=True):
 class GroundTruth(BaseModel, extra="forbid", frozen=True):
     """The ground truth of a set of queries."""
 
-    queries: Annotated[tuple[TrueQuery, ...], Field(min_length=1)]
+    queries: tuple[TrueQuery, ...] = ()  # without any, those of the shards, by their classes; see `of_classes`
     figures: Annotated[tuple[str, ...], Field(min_length=1)] = labelled_figures()
     groups: dict[str, tuple[int, ...]] | None = None  # names of grades; positives of others are junk to a group
+    instances: dict[str, Annotated[tuple[Name, ...], Field(min_length=1)]] = {}  # images of each instance by its name
+    """The descriptors of an instance's images are averaged and normalised, and the instance replaces these images."""
     positions: dict[str, Position] | None = None  # of images by name; those near a query are its positives
     unit: Literal["metres", "degrees"] = "metres"  # of positions: east and north, or latitude and longitude
     radius: PositiveFloat = 25.0  # metres up to which a position is near
     dataset: str = "ground truth"
-    query: str | None = None  # folder of the queries' shards, next to the file, in which names are those of classes
-    gallery: tuple[str, ...] = ()  # folders of the gallery's shards
+    # Folders of shards next to the file, in which names are those of classes.
+    query: Annotated[tuple[str, ...], BeforeValidator(lambda one: (one,) if isinstance(one, str) else one)] = ()
+    gallery: tuple[str, ...] = ()
 
-    def boxes(self, queries: ImageSet, names: Sequence[str]) -> dict[int, Box]:
-        """Return the part to describe of each query that has a box, in whole pixels, by image number.
+    def boxes(self, where: str, names: Sequence[str]) -> dict[int, Box]:
+        """Return the part to describe of each query that has a box, in whole pixels, by the place of its name.
 
         Raises:
-            DistapError: a query is not among the images, or its box is empty.
+            DistapError: a query is not among the names, or its box is empty.
         """
         number = {name: place for place, name in enumerate(names)}
-        absent = [str(query.name) for query in self.queries if query.name not in number]
-        if absent:
-            raise DistapError(f"{queries.name}: query {absent[0]} and {len(absent) - 1} more are not in it")
+        if absent := [query.name for query in self.queries if query.name not in number.keys() | self.instances]:
+            raise DistapError(f"{where}: query {absent[0]} and {len(absent) - 1} more are not in it")
         found = dict[int, Box]()
         for query in (query for query in self.queries if query.box is not None):
             left, top, right, bottom = map(round, query.box or ())
             if left >= right or top >= bottom:
-                told = f"box {query.box} of {query.name}; expected left, top, right, bottom"
-                raise DistapError(f"{queries.name}: {told}")
+                raise DistapError(f"{where}: box {query.box} of {query.name}; expected left, top, right, bottom")
             found[number[str(query.name)]] = left, top, right, bottom
         return found
+
+    def grouped(self, names: Sequence[Name], descriptors: Any, lost: Collection[Name] = ()) -> tuple[list[Name], Any]:
+        """Replace the images of instances by these: return names, and descriptors as a tensor or array of their type.
+
+        Args:
+            lost: see `of_gallery`; an instance is the mean over its other images.
+        """
+        if not self.instances:
+            return [*names], descriptors
+        row = {name: place for place, name in enumerate(names)}
+        used = dict.fromkeys(image for images in self.instances.values() for image in images)
+        if missing := [image for image in used if image not in row and image not in lost]:
+            raise DistapError(f"instances: their image {missing[0]!r} and {len(missing) - 1} more are not there")
+        of_instances = ((name, [row[one] for one in own if one in row]) for name, own in self.instances.items())
+        groups: list[tuple[Name, list[int]]] = [(name, rows) for name, rows in of_instances if rows]
+        groups += [(name, [place]) for place, name in enumerate(names) if name not in used]
+        found, members = zip(*groups, strict=True)
+        if both := self.instances.keys() & {*names} - used.keys():
+            raise DistapError(f"instances: {min(both)!r} is an instance, and an image that is in none")
+        rows = torch.as_tensor(taken(descriptors, torch.from_numpy(np.concatenate(members))))
+        number = torch.arange(len(found)).repeat_interleave(torch.tensor([*map(len, members)]))
+        sums = rows.new_zeros(len(found), rows.shape[1], dtype=torch.float64)
+        means = normalize(sums.index_add_(0, number.to(rows.device), rows.double())).to(rows.dtype)
+        return [*found], means if isinstance(descriptors, torch.Tensor) else means.numpy()
+
+    def asking(
+        self, names: Sequence[Name], descriptors: Any, lost: Collection[Name] = ()
+    ) -> tuple[list[TrueQuery], Any]:
+        """Return the queries that are among named images or instances, and their descriptors; see `grouped`."""
+        names, descriptors = self.grouped(names, descriptors, lost)
+        row = {name: place for place, name in enumerate(names)}
+        found = [query for query in self.queries if query.name in row]
+        return found, taken(descriptors, torch.tensor([row[query.name] for query in found]))
 
     def of_gallery(
         self,
@@ -103,25 +147,52 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
 
         near = self._near(asking, names)
         graded = list[dict[int, int]]()  # grades by row: what is named twice counts once
-        ignored = list[set[int]]()  # rows of junk, and of the query itself
+        ignored, own = list[set[int]](), list[int]()  # rows of junk, and of the query itself
         for query, places in zip(asking, near, strict=True):
             found = [*rows(query, "positives"), *places]
             grades = (1,) * len(found) if query.grades is None else query.grades
             if len(grades) != len(found):
                 raise DistapError(f"query {query.name}: {len(grades)} grades for {len(found)} positives")
-            itself = [row[query.name]] if is_of_itself and query.name in row else []
-            ignored.append({*rows(query, "junk"), *itself})
-            taken_out = ignored[-1] | {NONE}
+            own.append(row.get(query.name, NONE) if is_of_itself else NONE)
+            ignored.append({*rows(query, "junk")} - {NONE, own[-1]})
+            taken_out = ignored[-1] | {NONE, own[-1]}
             graded.append({one: grade for one, grade in zip(found, grades, strict=True) if one not in taken_out})
         return ListedTruth(
             len(names),
             [[*each] for each in graded],
-            [[*each - {NONE}] for each in ignored],
+            [[*each] for each in ignored],
             [[*each.values()] for each in graded],
             self.groups or {"": None},
             [query.part for query in asking] if any(query.part for query in asking) else (),
             device,
-            int(is_of_itself),
+            torch.tensor(own, device=device) if is_of_itself else None,
+        )
+
+    def of_classes(
+        self,
+        classes: NDArray[np.str_],
+        asking: NDArray[np.int64],
+        among: NDArray[np.int64],
+        device: torch.device,
+    ) -> ListedTruth:
+        """Return the truth of a file without queries, by the classes of all images and the numbers of both sides.
+
+        An image of one of the query's classes, which `|` joins, is right. What stands before the first slash of a
+        query's class is its domain.
+        """
+        order = np.argsort(classes[among], kind="stable")
+        names, starts = np.unique(classes[among][order], return_index=True)
+        rows = dict(zip(names.tolist(), np.split(order, starts[1:]), strict=True))
+        row_of = dict(zip(among.tolist(), range(len(among)), strict=True))
+        own = [row_of.get(number, NONE) for number in asking.tolist()]
+        queries = classes[asking].tolist()
+        found = [np.concatenate([rows.get(one, order[:0]) for one in name.split("|")]) for name in queries]
+        return ListedTruth(
+            len(among),
+            [each[each != row] for each, row in zip(found, own, strict=True)],
+            parts=[name.partition("/")[0] for name in queries],
+            device=device,
+            own=torch.tensor(own, device=device),
         )
 
     def _near(self, asking: Sequence[TrueQuery], names: Sequence[Name]) -> list[list[int]]:
@@ -158,8 +229,8 @@ def read_truth(path: Path) -> GroundTruth:
         raise DistapError(f"{path}: {error.strerror or error}") from error
     except ValueError as error:
         raise DistapError(f"{path}: {error}") from error
-    for split in (truth.query, *truth.gallery):
-        if split is not None and Path(split).name != split:
+    for split in (*truth.query, *truth.gallery):
+        if Path(split).name != split:
             raise DistapError(f"{path}: {split!r} is not the name of a folder next to it")
     return truth
 
@@ -172,12 +243,15 @@ def parsed_truth(truth: Mapping[str, Any], where: str) -> GroundTruth:
         first = error.errors()[0]
         raise DistapError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
     figures_named(found.figures)
-    name, times = Counter(query.name for query in found.queries).most_common(1)[0]
-    if times > 1:
+    if not (found.queries or found.query):
+        raise DistapError(f"{where}: queries: expected at least one")
+    for name, times in Counter(query.name for query in found.queries).most_common(1):
+        if times == 1:
+            continue
         raise DistapError(f"{where}: query {name} stands {times} times")
     if any(query.part == "mean" for query in found.queries):
         raise DistapError(f"{where}: no part may be called mean, as the figures over all parts are")
-    if (found.query is None) != (not found.gallery):
+    if bool(found.query) != bool(found.gallery):
         raise DistapError(f"{where}: query and gallery name folders next to the file; give both or neither")
     if found.unit == "degrees" and any(abs(north) > 90 for north, _ in (found.positions or {}).values()):
         raise DistapError(f"{where}: positions in degrees are latitude, from -90 to 90, and longitude")

@@ -15,6 +15,7 @@ from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.extraction.extracting import Describing
 from distap.evaluation.ground_truth import read_truth
 from distap.evaluation.saved import nan_as_null
+from distap.retrieval.descriptor_parts import holds_descriptors
 from distap.retrieval.figures import AT, figures_named, labelled_figures
 from distap.retrieval.refinement import Refinement
 from distap.storage.atomic import write_whole
@@ -42,7 +43,7 @@ def open_set(
 
     Args:
         name: name of the set in results; None takes the last part of `where`.
-        distractors: shards to add to a gallery with a ground truth.
+        distractors: shards to add to a gallery with a ground truth, or descriptors (see `open_parts`) to any gallery.
         gallery: shards with classes to search in; None searches all other images of the set itself.
         truth: file that says for each query what is right, see `distap.evaluation.ground_truth`.
         gallery_draws: draw a gallery of one image per class this many times, and query the others; 0 draws none.
@@ -58,6 +59,9 @@ def open_set(
     if gallery is not None and gallery_draws:
         raise DistapError(f"{source}: give either a gallery, or gallery_draws to draw one of its own images")
 
+    shards = [path for path in distractors if not holds_descriptors(path)]
+    more: dict[str, Any] = {"distractors": tuple(path for path in distractors if path not in shards)}
+
     def opened(part: Source | str) -> ImageSet:
         return open_images(part, max_pixels, remote)
 
@@ -65,10 +69,10 @@ def open_set(
         if gallery_draws:
             raise DistapError(f"{source}: a truth says what is right, so that no gallery is drawn")
         known = read_truth(Path(truth))
-        queries, *parts = map(opened, (source, *([] if gallery is None else [gallery]), *distractors))
+        queries, *parts = map(opened, (source, *([] if gallery is None else [gallery]), *shards))
         if gallery is None or parts[0].fingerprint == queries.fingerprint:
             parts = [queries, *parts[gallery is not None :]]
-        return EvaluationSet(name, queries, tuple(figures) or known.figures, tuple(parts), known)
+        return EvaluationSet(name, (queries,), tuple(figures) or known.figures, tuple(parts), known, **more)
     truth_file = Path(source.base) / GROUND_TRUTH_FILE
     if not source.scheme and source.pattern is None and source.kind == "shards" and truth_file.is_file():
         if gallery is not None or gallery_draws:
@@ -76,10 +80,11 @@ def open_set(
                 f"{source}: its gallery is that of its ground truth, so leave gallery and its draws out"
             )
         known = read_truth(truth_file)
-        splits = [str(truth_file.parent / split) for split in (known.query or "query", *known.gallery)]
-        queries, *parts = map(opened, (*splits, *distractors))
-        return EvaluationSet(name, queries, tuple(figures) or known.figures, tuple(parts), known)
-    if distractors:
+        of_splits = {one: opened(str(truth_file.parent / one)) for one in (*known.query, *known.gallery)}
+        asking = tuple(of_splits[one] for one in known.query)
+        parts = [*(of_splits[one] for one in known.gallery), *map(opened, shards)]
+        return EvaluationSet(name, asking, tuple(figures) or known.figures, tuple(parts), known, **more)
+    if shards:
         raise DistapError(f"{source}: distractors need a ground truth, but {truth_file} is not there")
     folder = Path(source.base)
     pair = folder.with_name(f"{folder.name.removesuffix('query')}gallery")  # as `distap data pack` names them
@@ -91,14 +96,14 @@ def open_set(
         )
     names = tuple(dict.fromkeys(("mAP", *figures))) if figures else labelled_figures(at)  # results are sorted by mAP
     others = () if gallery is None else (opened(gallery),)
-    found = EvaluationSet(name, opened(source), names, others, draws=gallery_draws)
+    found = EvaluationSet(name, (opened(source),), names, others, draws=gallery_draws, **more)
     for images in found.image_sets:
         if images.classes[0] == "":
             raise DistapError(
                 f"{images.name}: a plain folder of images says nothing of classes; `distap data pack` it"
             )
     for among in found.gallery:
-        if among.fingerprint == found.queries.fingerprint:
+        if among.fingerprint == found.queries[0].fingerprint:
             raise DistapError(
                 f"{among.name}: these are the queries themselves, and each would retrieve itself; leave the gallery "
                 "out, and each retrieves all others"

@@ -198,12 +198,9 @@ def _require_intact(path: Path, size_bytes: int, sha256: str | None, remedy: str
     """Raise a DistapError unless a file has this size, and this SHA-256 if given."""
     try:
         found = path.stat().st_size
-        if found != size_bytes:
-            detail = f"{found} bytes, but {ABOUT_FILE} says {size_bytes}: it was cut or is another file"
-        elif sha256 is not None and file_identity(path).sha256 != sha256:
-            detail = f"damaged or another file: its SHA-256 is not the one in {ABOUT_FILE}"
-        else:
-            return
+        is_another = found == size_bytes and sha256 is not None and file_identity(path).sha256 != sha256
     except OSError as error:
         raise DistapError(f"{path}: {error.strerror}, though {ABOUT_FILE} names it; {remedy}") from error
-    raise DistapError(f"{path}: {detail}; {remedy}")
+    if found != size_bytes or is_another:
+        told = "its SHA-256 is not the one" if is_another else f"{found} bytes, not the {size_bytes}"
+        raise DistapError(f"{path}: damaged or another file: {told} in {ABOUT_FILE}; {remedy}")

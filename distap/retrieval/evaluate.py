@@ -1,19 +1,18 @@
 """Rank a gallery for the queries of a set, and compute figures from the ranks of positives."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float64, Int64
-from numpy.typing import NDArray
 from torch import Tensor
 
 from distap.errors import DistapError
 from distap.retrieval.figures import GRADED, Ranked, figures_named
-from distap.retrieval.ranks import CONVERTED_NUMBERS, FEW, Block, Ties, count_negatives
-from distap.retrieval.row_blocks import on_device, require_same_dimensions, taken
-from distap.retrieval.truth import NONE, Truth
+from distap.retrieval.ranks import CONVERTED_NUMBERS, MANY, Block, Ties, count_negatives
+from distap.retrieval.row_blocks import Descriptors, on_device, require_same_dimensions, taken
+from distap.retrieval.truth import NONE, ClassTruth, Truth
 from distap.world import ALONE, World
 
 BLOCK_PAIRS = 2**25  # similarities held at once: 128 MB in float32
@@ -57,13 +56,14 @@ class Evaluated:
 
 @torch.no_grad()
 def evaluate_descriptors(
-    queries: Tensor | NDArray[Any],
-    gallery: Tensor | NDArray[Any],
+    queries: Descriptors,
+    gallery: Descriptors,
     truth: Truth,
     figures: Sequence[str],
     neighbours: int = 0,
     *,
     head: Int64[Tensor, "Q K"] | None = None,
+    distractors: Descriptors | None = None,
     ties: Ties = "against",
     world: World = ALONE,
 ) -> Evaluated:
@@ -74,8 +74,9 @@ def evaluate_descriptors(
             possibly a memory map of float16, which is read in blocks.
         gallery: (N, C), of the same kinds.
         figures: names, see `figures`; the first says which queries have no positive.
-        neighbours: number of most similar images to report.
-        head: gallery rows that come first for each query, in this order, whatever their similarity.
+        neighbours: number of most similar images of the gallery to report, distractors apart.
+        head: rows that come first for each query, in this order, whatever their similarity; distractors from N.
+        distractors: (M, C) further images, which are right for no query, read in blocks.
         ties: see `ranks`.
         world: ranks that share the work; all call this with the same arguments, and get the same bits as one.
     Raises:
@@ -88,19 +89,20 @@ def evaluate_descriptors(
     computed = figures_named(figures)
     graded = {name: computed.pop(name) for name in GRADED if name in computed}
     require_same_dimensions(queries, gallery)
-    others, is_same = truth.gallery - truth.is_of_itself, queries is gallery
+    others, is_same = truth.gallery - (truth.own is not None), queries is gallery
+    more = 0 if distractors is None else len(distractors)
     dtype = torch.float64 if queries.dtype in (torch.float64, "float64") else torch.float32
     gallery = _resident(gallery, dtype, counts.device, "gallery descriptor")
     queries = gallery if is_same else _resident(queries, dtype, counts.device, "query")
     neighbours = min(neighbours, others)
     order = truth.order[counts[truth.order].argsort(descending=True, stable=True)]  # least padding in blocks
     is_symmetric = (
-        bool(truth.is_of_itself)
+        isinstance(truth, ClassTruth)
         and is_same
         and head is None
         and isinstance(gallery, Tensor)
         and gallery.device.type == "cpu"  # a GPU is faster with wide tiles
-        and int(counts.max()) <= FEW
+        and int(counts.max()) <= MANY
         and 4 * total * (int(counts.max()) + 1) <= HELD_NUMBERS
     )
     if is_symmetric:
@@ -122,11 +124,11 @@ def evaluate_descriptors(
             chosen = queries[some] if is_symmetric else taken(queries, rows)
             asking = on_device(chosen, dtype, rows.device, 0, "query of a block, at place")
             blocks.append(Block(rows, asking, tables, rows.new_empty(len(rows), 0) if head is None else head[rows]))
-        count_negatives(blocks, gallery, neighbours, ties, is_symmetric, world)
+        count_negatives(blocks, gallery, distractors, neighbours, ties, is_symmetric, world)
         for block in blocks:
             rows, grades, before = block.rows, block.tables.grades, block.before
             exists, of_ranks = block.tables.positives != NONE, block.grades_by_rank(ties)
-            every = Ranked.by_negatives(before, exists, others, of_ranks)
+            every = Ranked.by_negatives(before, exists, others + more, of_ranks)
             first[rows] = every.ranks[:, 0]
             if neighbours:
                 nearest[rows] = order[block.nearest[1]] if is_symmetric else block.nearest[1]
@@ -139,7 +141,7 @@ def evaluate_descriptors(
                 elif right is not None and grades is not None:
                     # `before` counts no positive of any grade, so those of other grades are left out, like junk.
                     chosen = torch.isin(grades, grades.new_tensor([*right])) & exists
-                    ranked = Ranked.by_negatives(before, chosen, others)
+                    ranked = Ranked.by_negatives(before, chosen, others + more)
                 for name, figure in computed.items():
                     values[f"{group} {name}".strip()][rows] = figure(ranked)
     values = {name: own.masked_fill(counts == 0, torch.nan) for name, own in values.items()}
@@ -177,9 +179,7 @@ def _passes(counts: Int64[Tensor, " Q"], images: int, dimensions: int, is_one: b
         yield found
 
 
-def _resident(
-    descriptors: Tensor | NDArray[Any], dtype: torch.dtype, device: torch.device, what: str
-) -> Tensor | NDArray[Any]:
+def _resident(descriptors: Descriptors, dtype: torch.dtype, device: torch.device, what: str) -> Descriptors:
     """Return a tensor on the device, except for an array so large that it must be converted in blocks."""
-    is_large = not isinstance(descriptors, Tensor) and descriptors.size * 4 > RESIDENT_BYTES
-    return descriptors if is_large else on_device(descriptors, dtype, device, 0, what)
+    is_large = not isinstance(descriptors, Tensor) and math.prod(descriptors.shape) * 4 > RESIDENT_BYTES
+    return descriptors if is_large else on_device(descriptors[:], dtype, device, 0, what)

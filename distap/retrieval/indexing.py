@@ -138,13 +138,12 @@ def search_index(
 
 @dataclass(frozen=True)
 class IndexFigures:
-    """Recall, speed and size of an index."""
+    """Recall and speed of an index."""
 
     recall: float  # share of the first `at` results that are as near as the exact ones
     at: int
     queries: int
     milliseconds: float  # for one query at a time
-    bytes: int  # of the index's file
 
 
 def measure_recall(index: Any, values: Float[np.ndarray, "N C"], at: int = 10) -> IndexFigures:
@@ -176,11 +175,4 @@ def measure_recall(index: Any, values: Float[np.ndarray, "N C"], at: int = 10) -
         index.search(asked[row : row + 1], at)
     seconds = time.perf_counter() - started
     recall = float(((similarities >= last) & (found_rows >= 0)).mean())
-    sizes = list[int]()
-
-    def count(piece: bytes) -> int:
-        sizes.append(len(piece))
-        return len(piece)
-
-    faiss.write_index(index, faiss.PyCallbackIOWriter(count))  # in pieces, of which none is kept
-    return IndexFigures(recall, at, len(asked), 1000 * seconds / min(TIMED, len(asked)), sum(sizes))
+    return IndexFigures(recall, at, len(asked), 1000 * seconds / min(TIMED, len(asked)))

@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Int64
+from jaxtyping import Float32, Int64
 
 from distap.errors import DistapError
-from distap.retrieval.row_blocks import finite, require_same_dimensions, row_blocks
+from distap.retrieval.row_blocks import Descriptors, finite, require_same_dimensions, row_blocks
 
 GPU_RESULTS = 2048  # most for a query that Faiss finds on a GPU
 SORTED_QUERIES = 1024  # queries whose results are sorted at once
@@ -25,7 +25,7 @@ def installed_faiss() -> Any:
 
 
 def nearest(
-    queries: Float[np.ndarray, "Q C"], gallery: Float[np.ndarray, "N _"], k: int, exclude_self: bool = False
+    queries: Descriptors, gallery: Descriptors, k: int, exclude_self: bool = False
 ) -> tuple[Float32[np.ndarray, "Q k"], Int64[np.ndarray, "Q k"]]:
     """Return similarities and rows of each query's k nearest gallery descriptors by inner product, best first.
 
@@ -46,7 +46,7 @@ def nearest(
         return np.zeros((len(queries), kept), np.float32), np.zeros((len(queries), kept), np.int64)
     bounded_threads()
     faiss = installed_faiss()
-    asked = finite(queries, 0, "query")
+    asked = finite(queries[:], 0, "query")
     blocks = (block for _, block in row_blocks(gallery))
     gpus = -1 if wanted <= GPU_RESULTS else 0  # -1: all
     search = faiss.contrib.exhaustive_search.knn_ground_truth

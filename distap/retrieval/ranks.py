@@ -10,27 +10,29 @@ its rows and, transposed, for its columns, so that half of the tiles suffice:
         b1      ■   ■        whose tile (b2, c0) it is, transposed
         b2          ■
 
+Distractors, which are right for no query, follow the gallery as further columns.
+
 A difference of similarities within the tie width is taken for rounding. A positive ranks after the negatives that it
 ties with, or before them if asked for.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
-from numpy.typing import NDArray
 from torch import Tensor
 
-from distap.retrieval.row_blocks import on_device, taken
+from distap.retrieval.row_blocks import Descriptors, on_device, taken
 from distap.retrieval.truth import NONE, Tables
 from distap.world import World
 
 CONVERTED_NUMBERS = 2**24  # numbers of a gallery converted to float32 at once: 64 MB
 FIRST = 2.0**60  # above all similarities; its first 2**24 multiples are exact in float32
-FEW = 64  # up to this many bounds, one pass over the similarities for each is faster than sorting them
+FEW, MANY = 16, 64  # bounds: a pass over the tile for each is fastest up to FEW, and up to MANY faster than sorting
+RARE = 16  # with more than FEW bounds, similarities that reach any are picked out if they are at most one in so many
 CACHED_COLUMNS = 1024  # of a tile that is passed over for each bound, so that it stays in a CPU's cache
 TIE_WIDTH = 16  # in units of the dtype's epsilon times the lengths of both descriptors, as the losses have it
 
@@ -47,16 +49,16 @@ class Block:
     head: Int64[Tensor, "q K"]  # gallery rows that come first, in this order, whatever their similarity
     similarities: Float[Tensor, "q P"] = field(init=False)  # of the positives; infinite for padding
     width: Float[Tensor, "q P"] = field(init=False)  # up to which others tie with them
-    bounds: Float[Tensor, "q P"] = field(init=False)  # that negatives before them reach; infinite for padding
+    bounds: Float[Tensor, "q P"] = field(init=False)  # that negatives before them reach, ascending; infinite: padding
+    order: Int64[Tensor, "q P"] = field(init=False)  # positives in the order of their bounds
     before: Int64[Tensor, "q P"] = field(init=False)  # negatives before each positive
     named: range = field(init=False)  # gallery rows that head, positives and ignored are among
     nearest: tuple[Float[Tensor, "q k"], Int64[Tensor, "q k"]] = field(init=False)  # similarities and rows
 
-    def set_bounds(self, gallery: Tensor | NDArray[Any], ties: Ties) -> None:
+    def set_bounds(self, gallery: Descriptors, ties: Ties) -> None:
         """Compute the bound that negatives before a positive reach: its similarity, less or plus the tie width."""
         positives, queries = self.tables.positives, self.queries
         columns, place = positives.unique(return_inverse=True)  # classes are in order, so most are shared
-        self.before = torch.zeros_like(positives)
         self.similarities, self.width = queries.new_full((2, *positives.shape), torch.inf).unbind()
         lengths = TIE_WIDTH * torch.finfo(queries.dtype).eps * torch.linalg.vector_norm(queries, dim=1, keepdim=True)
         height = max(CONVERTED_NUMBERS // queries.shape[1], 1)
@@ -74,8 +76,11 @@ class Block:
         for number in range(most := self.head.shape[1]):
             self.similarities[positives == self.head[:, number, None]] = FIRST * (most - number)
         self.width.clamp_(min=torch.finfo(queries.dtype).tiny)  # of a descriptor that is zero
-        self.bounds = self.similarities + (-self.width if ties == "against" else self.width)
-        self.bounds[positives == NONE] = torch.inf
+        bounds = self.similarities + (-self.width if ties == "against" else self.width)
+        most = max(int((positives != NONE).sum(1).max()), 1)
+        found = bounds.masked_fill(positives == NONE, torch.inf).sort(dim=1)
+        self.bounds, self.order = (own[:, :most].contiguous() for own in found)
+        self.before = torch.zeros_like(self.order)
 
     def prepare(self, similarities: Float[Tensor, "q n"], span: range) -> None:
         """Make head rows rank first, and ignored rows last, in a tile of similarities to the rows of `span`."""
@@ -109,15 +114,17 @@ class Block:
 
 def count_negatives(
     blocks: Sequence[Block],
-    gallery: Tensor | NDArray[Any],
+    gallery: Descriptors,
+    distractors: Descriptors | None,
     neighbours: int,
     ties: Ties,
     is_symmetric: bool,
     world: World,
 ) -> None:
-    """Count the negatives before the positives of all blocks, and find the nearest gallery rows.
+    """Count the negatives before the positives of all blocks, and find the nearest rows of the gallery itself.
 
     Args:
+        distractors: (M, C), numbered from N.
         is_symmetric: the blocks' queries, one block after the other, are the gallery.
         world: ranks that take tiles in turns. Tiles are the same on any number of ranks, so similarities are too.
     """
@@ -125,23 +132,27 @@ def count_negatives(
         block.set_bounds(gallery, ties)
         nearest = block.bounds.new_full((len(block.rows), neighbours), -torch.inf)
         block.nearest = nearest, nearest.long().zero_()
-    height = max(CONVERTED_NUMBERS // gallery.shape[1], 1)
-    spans = [range(start, min(start + height, len(gallery))) for start in range(0, len(gallery), height)]
+    images, height = len(gallery), max(CONVERTED_NUMBERS // gallery.shape[1], 1)
+    spans = [range(start, min(start + height, images)) for start in range(0, images, height)]
     if is_symmetric:
         ends = np.cumsum([len(block.rows) for block in blocks]).tolist()
         spans = [range(end - len(block.rows), end) for block, end in zip(blocks, ends, strict=True)]
+    every = images + (0 if distractors is None else len(distractors))
+    spans += [range(start, min(start + height, every)) for start in range(images, every, height)]
     turn, held = 0, blocks[0].queries.new_empty(2, 0)
     for number, span in enumerate(spans):
         rows: Tensor | None = None
-        for place, block in enumerate(blocks[: number + 1] if is_symmetric else blocks):
+        is_half = is_symmetric and span.start < images
+        for place, block in enumerate(blocks[: number + 1] if is_half else blocks):
             turn += 1
             if turn % world.size != world.rank:
                 continue
             if rows is None:
-                read, like = gallery[span.start : span.stop], block.queries
+                of, first = (gallery, 0) if distractors is None or span.start < images else (distractors, images)
+                read, like = of[span.start - first : span.stop - first], block.queries
                 rows = on_device(read, like.dtype, like.device, span.start, "gallery descriptor")
-            other = blocks[number] if is_symmetric else block
-            few = rows.device.type == "cpu" and block.bounds.shape[1] <= FEW and not is_symmetric
+            other = blocks[number] if is_half else block
+            few = rows.device.type == "cpu" and block.bounds.shape[1] <= MANY and not is_half
             width = CACHED_COLUMNS if few else len(span)
             for start in range(0, len(span), width):
                 part = rows[start : start + width]
@@ -154,7 +165,7 @@ def count_negatives(
                 is_named = columns.start < block.named.stop and block.named.start < columns.stop
                 if is_named:
                     block.prepare(tile, columns)
-                for own, similarities, others in sides if neighbours else ():
+                for own, similarities, others in sides if neighbours and span.start < images else ():
                     own.keep_nearest(similarities, others, neighbours)
                 if is_named:
                     _mask(tile, block.tables.positives, columns)
@@ -162,6 +173,7 @@ def count_negatives(
                     own.before += count_above(similarities, own.bounds, held[1])
     for block in blocks:
         world.sum(block.before)
+        block.before = torch.zeros_like(block.tables.positives).scatter_(1, block.order, block.before)
         if neighbours:
             of_ranks = (world.gather_rows(own, world.size * len(own)).view(len(own), -1) for own in block.nearest)
             block.nearest = _best(neighbours, *of_ranks)
@@ -190,9 +202,16 @@ def _inside(table: Int64[Tensor, "q _"], span: range) -> tuple[Tensor, Tensor]:
 def count_above(
     similarities: Float[Tensor, "q n"], bounds: Float[Tensor, "q P"], scratch: Float[Tensor, " _"]
 ) -> Int64[Tensor, "q P"]:
-    """Count a row's similarities that reach each bound (0 if infinite); overwrite `scratch`, q n numbers or more."""
-    if bounds.shape[1] > FEW:
-        is_on_cpu = similarities.device.type == "cpu"  # where numpy sorts several times as fast
+    """Count a row's similarities that reach each bound (0 if infinite); overwrite `scratch`, q n numbers or more.
+
+    The bounds of a row ascend.
+    """
+    is_on_cpu = similarities.device.type == "cpu"
+    if is_on_cpu and bounds.shape[1] > FEW:
+        found = _count_rare(similarities.numpy(), bounds.numpy())
+        if found is not None:
+            return torch.from_numpy(found)
+    if bounds.shape[1] > MANY:  # on a CPU, numpy sorts several times as fast
         ordered = torch.from_numpy(np.sort(similarities.numpy())) if is_on_cpu else similarities.sort(dim=1).values
         return similarities.shape[1] - torch.searchsorted(ordered, bounds.contiguous())
     # Vectorised: a comparison that writes the compared type, with all three tensors in one order in memory.
@@ -200,3 +219,20 @@ def count_above(
     columns = bounds.t().contiguous()
     counts = [torch.ge(similarities, column[:, None], out=is_above).sum(1) for column in columns]
     return torch.stack(counts, dim=1).long()
+
+
+def _count_rare(
+    similarities: Float[np.ndarray, "q n"], bounds: Float[np.ndarray, "q P"]
+) -> Int64[np.ndarray, "q P"] | None:
+    """Count as `count_above`, by one pass over the similarities; None unless few of them reach their row's bounds."""
+    is_reached = similarities >= bounds[:, :1]
+    is_transposed = similarities.strides[0] < similarities.strides[1]  # then the columns lie one after the other
+    in_memory = (lambda one: one.T.ravel()) if is_transposed else np.ravel  # views
+    places = np.flatnonzero(in_memory(is_reached))
+    if len(places) * RARE > similarities.size:
+        return None
+    queries, most = similarities.shape[0], bounds.shape[1]
+    rows = places % queries if is_transposed else places // similarities.shape[1]
+    reached = (in_memory(similarities)[places] >= bounds.T[:, rows]).sum(0)  # of its row's bounds
+    counts = np.bincount(rows * (most + 1) + reached, minlength=queries * (most + 1)).reshape(queries, most + 1)
+    return counts[:, :0:-1].cumsum(1)[:, ::-1].copy()

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float32, Int64
+from jaxtyping import Bool, Float32, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
 from distap.errors import DistapError
+from distap.retrieval.descriptor_parts import DescriptorParts
 from distap.retrieval.nearest import nearest
-from distap.retrieval.row_blocks import finite, row_blocks
+from distap.retrieval.row_blocks import Descriptors, finite, row_blocks
 from distap.retrieval.whitening import Whitening
 
 NEAR_NUMBERS = 2**24  # numbers of the neighbours held in float32 at once: 64 MB
@@ -36,9 +37,7 @@ class Expansion:
         if self.neighbours < 0 or not 0 <= self.power < np.inf:
             raise DistapError(f"{self}: expected neighbours and power of at least 0")
 
-    def apply(
-        self, queries: Float[np.ndarray, "Q C"], gallery: Float[np.ndarray, "N _"], same: bool = False
-    ) -> NDArray[Any]:
+    def apply(self, queries: Descriptors, gallery: Descriptors, same: bool = False) -> NDArray[Any]:
         """Return expanded queries (Q, C) in a new array of their dtype, from descriptors of length 1.
 
         Args:
@@ -89,8 +88,8 @@ class KReciprocal:
 
 def reranked_heads(
     reranker: KReciprocal,
-    queries: Float[np.ndarray, "Q C"],
-    gallery: Float[np.ndarray, "N _"],
+    queries: Descriptors,
+    gallery: Descriptors,
     size: int,
     exclude_self: bool = False,
 ) -> Int64[Tensor, "Q K"]:
@@ -131,27 +130,36 @@ class Refinement:
         return " + ".join(name for name, part in parts.items() if part is not None) or "plain"
 
     def apply(
-        self, queries: NDArray[Any], gallery: NDArray[Any], same: bool = False
-    ) -> tuple[NDArray[Any], NDArray[Any], Int64[Tensor, "Q K"] | None]:
+        self,
+        queries: Descriptors,
+        gallery: Descriptors,
+        same: bool = False,
+        distractors: Descriptors | None = None,
+    ) -> tuple[Descriptors, Descriptors, Int64[Tensor, "Q K"] | None]:
         """Refine queries (Q, C) and gallery (N, C) of length 1. Unchanged arrays are returned themselves.
 
         Args:
             same: query i is row i of the gallery; it is neither its own neighbour nor in its own head.
+            distractors: (M, D) further rows, whitened already, that are found too; augmentation does not take them.
         Returns:
-            Queries (Q, D), gallery (N, D), and the gallery rows that come first for each query, or None.
+            Queries (Q, D), gallery (N, D), and the rows that come first for each query (distractors from N), or None.
         """
         if self.whitening is not None:
             queries = self.whitening.apply(queries)
             gallery = queries if same else self.whitening.apply(gallery)
+        if self.augment is not None and distractors is not None:
+            raise DistapError("distractors given as descriptors are not augmented: leave database augmentation out")
         if self.augment is not None:
             gallery = self.augment.apply(gallery, gallery, same=True)
         if same:
             queries = gallery
+        every, head = gallery, None
+        if distractors is not None:
+            every = DescriptorParts([("gallery", gallery), ("distractors", distractors)])
         if self.expand is not None:
-            queries = self.expand.apply(queries, gallery, same)
-        head = None
+            queries = self.expand.apply(queries, every, same)
         if self.rerank is not None:
-            head = reranked_heads(self.rerank, queries, gallery, self.head, same)
+            head = reranked_heads(self.rerank, queries, every, self.head, same)
         return queries, gallery, head
 
 

@@ -12,12 +12,13 @@ from torch import Tensor
 from distap.errors import DistapError
 
 BLOCK_NUMBERS = 2**24  # numbers of a block: 64 MB in float32
+Descriptors = Any  # descriptors (N, C): a tensor, an array or memory map, or `DescriptorParts`
 FLOATS = ("float16", "float32", "float64", "bfloat16", "f2", "f4", "f8")
 LENGTH_TOLERANCE = 0.02  # bfloat16 rounds a descriptor's length by up to 0.4%
 
 
 def row_blocks(
-    values: Float[np.ndarray, "N C"],
+    values: Descriptors,
     dtype: Any = np.float32,
     numbers: int | None = None,
 ) -> Iterator[tuple[slice, NDArray[Any]]]:
@@ -65,18 +66,22 @@ def given_rows(
         expected = f"(N, C){' or (C,)' * single} of {', '.join(FLOATS[:4])}"
         raise DistapError(f"{what}s are {shape} of {dtype}; expected {expected}")
     height = max(BLOCK_NUMBERS // max(values.shape[1], 1), 1)
-    device = torch.device(values.device)  # an array's is "cpu"
     for start in range(0, len(values), height):
-        rows = on_device(values[start : start + height], torch.float32, device, start, what)
-        lengths = torch.linalg.vector_norm(rows, dim=1)
-        wrong = ((lengths - 1).abs() > LENGTH_TOLERANCE).nonzero()
-        if len(wrong) and not dot_product:
-            length = f"{what} {start + int(wrong[0])} has length {float(lengths[wrong[0]]):.4g}, expected 1"
-            remedy = (
-                "normalise all (torch.nn.functional.normalize), or give dot_product=True to rank by the dot product"
-            )
-            raise DistapError(f"{length}: {remedy}")
+        require_length_one(values[start : start + height], start, what, dot_product)
     return values
+
+
+def require_length_one(
+    values: Tensor | NDArray[Any], first_row: int = 0, what: str = "descriptor", dot_product: bool = False
+) -> None:
+    """Raise a DistapError that names the first row that is not finite or, without `dot_product`, not of length 1."""
+    rows = on_device(values, torch.float32, torch.device(values.device), first_row, what)  # an array's is "cpu"
+    lengths = torch.linalg.vector_norm(rows, dim=1)
+    wrong = ((lengths - 1).abs() > LENGTH_TOLERANCE).nonzero()
+    if len(wrong) and not dot_product:
+        length = f"{what} {first_row + int(wrong[0])} has length {float(lengths[wrong[0]]):.4g}, expected 1"
+        remedy = "normalise all (torch.nn.functional.normalize), or give dot_product=True to rank by the dot product"
+        raise DistapError(f"{length}: {remedy}")
 
 
 def on_device(
@@ -95,7 +100,7 @@ def on_device(
     return result
 
 
-def taken(values: Tensor | NDArray[Any], rows: Int64[Tensor, " n"]) -> Tensor | NDArray[Any]:
+def taken(values: Descriptors, rows: Int64[Tensor, " n"]) -> Tensor | NDArray[Any]:
     """Return some rows of a tensor or an array, in this order."""
     return values[rows.to(values.device)] if isinstance(values, Tensor) else values[rows.cpu().numpy()]
 
@@ -109,7 +114,7 @@ def require_finite(values: Tensor | NDArray[Any], first_row: int = 0, what: str 
         raise DistapError(f"{what} {row} is not finite: the network is broken, or the file damaged; extract again")
 
 
-def require_same_dimensions(queries: Tensor | NDArray[Any], gallery: Tensor | NDArray[Any]) -> None:
+def require_same_dimensions(queries: Descriptors, gallery: Descriptors) -> None:
     if queries.shape[1] != gallery.shape[1]:
         raise DistapError(
             f"queries have {queries.shape[1]} dimensions and the gallery {gallery.shape[1]}: another network's?"

@@ -53,7 +53,7 @@ class ClassTruth:
         parts: Sequence[str] = (),
     ) -> None:
         self.parts = parts
-        self.is_of_itself = int(gallery is None)  # images that each query leaves out: 1 if it is in the gallery
+        self.own = torch.arange(len(queries), device=queries.device) if gallery is None else None
         self.is_graded, self._cameras = queries.ndim == 2, cameras
         asking, among = (one.view(len(one), -1) for one in (queries, queries if gallery is None else gallery))
         self._labels = asking, among
@@ -67,19 +67,18 @@ class ClassTruth:
         self.order = classes.argsort(stable=True)  # of the queries, by class
         ascending, self._by_class = among[:, -1].sort(stable=True)
         self._start, members = _counted(classes, ascending)
-        self._members = (members.masked_fill(classes < 0, 0) - self.is_of_itself).clamp(min=0)
-        self.counts = self._members  # (Q,) positives of each query
+        self._members = members.masked_fill(classes < 0, 0)
+        # Images of a query's class that are junk, or the query itself.
+        same = torch.full_like(classes, int(gallery is None))
         if cameras is not None:
             both = torch.cat(cameras).unique(return_inverse=True)[1]
             keys = [
                 own * (len(both) + 1) + camera
                 for own, camera in zip((classes, among[:, -1]), both.split([len(asking), len(among)]), strict=True)
             ]
-            same = _counted(keys[0], keys[1].sort().values)[1] - self.is_of_itself
-            same = same.masked_fill(cameras[0] < 0, 0)  # two unknown cameras are not one
-            self.counts = (self._members - same).clamp(min=0)
+            same = torch.where(cameras[0] < 0, same, _counted(keys[0], keys[1].sort().values)[1])
+        self.counts = (self._members - same).clamp(min=0)  # (Q,) positives of each query
         self.gallery = len(among)  # N
-        self._place = self._by_class.argsort()  # of each gallery row among all, by class
         if not bool(self.counts.any()):
             whose = "images has another" if gallery is None else "queries has an image"
             where = "" if gallery is None else " in the gallery"
@@ -88,11 +87,11 @@ class ClassTruth:
     def tables(self, rows: Int64[Tensor, " q"]) -> Tables:
         own, count = rows[:, None], self._members[rows, None]
         number = torch.arange(max(int(count.max()), 1), device=rows.device).expand(len(rows), -1)
-        place = self._start[own] + number
-        if self.is_of_itself:
-            place = place + (place >= self._place[own])  # leaves the query out
-        found = self._by_class[place.clamp(max=self.gallery - 1)].masked_fill(number >= count, NONE)
-        ignored, grades = own if self.is_of_itself else own[:, :0], None
+        place = (self._start[own] + number).clamp(max=self.gallery - 1)
+        found = self._by_class[place].masked_fill(number >= count, NONE)
+        ignored, grades = own[:, :0], None
+        if self.own is not None:
+            found, ignored = found.masked_fill(found == own, NONE), own
         if self._cameras is not None:
             is_junk = (self._cameras[0][own] == self._cameras[1][found]) & (self._cameras[0][own] >= 0)
             ignored = torch.cat([ignored, found.masked_fill(~is_junk, NONE)], dim=1)
@@ -114,30 +113,18 @@ def _counted(
 
 @dataclass(frozen=True)
 class ListedTruth:
-    """The truth of a set with lists: gallery rows for each of Q queries; the rest of the gallery is wrong.
-
-    Raises:
-        DistapError: a list names a row twice, or one that is not in the gallery.
-    """
+    """The truth of a set with lists: gallery rows for each of Q queries, none twice; other rows are wrong."""
 
     gallery: int  # N
-    positives: Sequence[Sequence[int]]
+    positives: Sequence[Sequence[int] | NDArray[np.int64]]
     junk: Sequence[Sequence[int]] | None = None
     grades: Sequence[Sequence[int]] | None = None  # of each positive, such as 0 for easy and 1 for hard
     groups: Mapping[str, Sequence[int] | None] = field(default_factory=lambda: {"": None})
     """Grades that count as positive, by the prefix of their figures' names; None stands for all."""
     parts: Sequence[str] = ()  # domain of each query, or other part of the queries; none if there are no parts
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of the tables
-    is_of_itself: int = 0  # images of the gallery that each query leaves out
+    own: Int64[Tensor, " Q"] | None = None  # row of each query, which leaves itself out, or NONE; None: of no query
     is_graded = False  # to a group, positives of other grades are junk
-
-    def __post_init__(self) -> None:
-        for number, own in enumerate(self.positives):
-            rows = [*own, *(self.junk[number] if self.junk else ())]
-            if len(set(rows)) < len(rows):
-                raise DistapError(f"query {number}: the truth names an image twice, as a positive and as junk")
-            if rows and not 0 <= min(rows) <= max(rows) < self.gallery:
-                raise DistapError(f"query {number} names row {max(rows)} of a gallery of {self.gallery} images")
 
     @cached_property
     def counts(self) -> Int64[Tensor, " Q"]:
@@ -155,7 +142,9 @@ class ListedTruth:
             for lists in (self.positives, self.grades, self.junk)
         )
         assert positives is not None
-        return Tables(positives, grades, positives[:, :0] if junk is None else junk)
+        ignored = positives[:, :0] if junk is None else junk
+        own = ignored[:, :0] if self.own is None else self.own[rows, None]
+        return Tables(positives, grades, torch.cat([ignored, own], dim=1))
 
 
 Truth = ClassTruth | ListedTruth

@@ -10,6 +10,7 @@ from torch.nn.functional import normalize
 from distap.data.converters.landmarks import OF_LANDMARKS
 from distap.data.converters.revisited import DIFFICULTIES, OF_REVISITED
 from distap.retrieval import evaluate, ranks
+from distap.retrieval.descriptor_parts import DescriptorParts
 from distap.retrieval.figures import labelled_figures
 from distap.retrieval.truth import ClassTruth, ListedTruth
 from distap.world import World
@@ -32,8 +33,11 @@ def evaluations(world):
     landmarks = ListedTruth(IMAGES, rows, parts=["Public"] * QUERIES)
     head = torch.stack([torch.randperm(IMAGES, generator=generator)[:20] for _ in range(QUERIES)])
     protocol, half = labelled_figures(), gallery.numpy().astype(np.float16)
+    more = DescriptorParts([("part", half[:70]), ("another", half[100:333])])
     results = [
-        evaluate.evaluate_descriptors(*arguments, world=world, head=first)
+        evaluate.evaluate_descriptors(
+            *arguments, world=world, head=first, distractors=more if first is None else None
+        )
         for first, *arguments in (
             (None, gallery, gallery, ClassTruth(labels), protocol, 10),
             (None, gallery[:200], gallery[200:], ClassTruth(labels[:200], labels[200:]), protocol, 10),

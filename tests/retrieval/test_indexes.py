@@ -57,8 +57,7 @@ def test_an_index_is_the_same_after_it_was_written(tmp_path, gallery, built, nam
     assert index.about["index"]["kind"] == kind
     assert kind in KINDS or (index.about["index"]["factory"], index.about["index"]["search"]) == (kind, search)
     assert index.about["measured"] == {"recall": 0.5}
-    figures = measure_recall(built[name].index, gallery.descriptors)
-    assert figures.bytes == (tmp_path / "index.faiss").stat().st_size
+    measure_recall(built[name].index, gallery.descriptors)
     row = index.row_of("image-17")
     if name == "quick":
         with pytest.raises(RuntimeError, match="packed codes"):
@@ -158,7 +157,7 @@ def test_a_file_that_is_cut_or_damaged_is_refused_before_faiss_sees_it(monkeypat
     whole = path.read_bytes()
     for length in (0, 1, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
-        with pytest.raises(DistapError, match=f"{name}: {length} bytes, but about.json says {len(whole)}"):
+        with pytest.raises(DistapError, match=f"{name}: .*: {length} bytes, not the {len(whole)} in about.json"):
             read_index(written)
     for place in (0, 9, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])

@@ -16,7 +16,7 @@ from distap.errors import DistapError
 from distap.retrieval import figures
 from distap.retrieval.evaluate import evaluate_descriptors
 from distap.retrieval.figures import AT
-from distap.retrieval.ranks import FEW, count_above
+from distap.retrieval.ranks import FEW, MANY, count_above
 from distap.retrieval.truth import ClassTruth
 
 
@@ -69,11 +69,13 @@ def test_a_head_comes_first_whatever_its_similarity(seed, kept):
     assert all(len(set(row)) == 5 for row in result.neighbours.tolist())
 
 
-@pytest.mark.parametrize(("bounds", "transposed"), [(3, False), (3, True), (FEW + 1, False)])
-def test_negatives_are_counted_by_comparing_or_by_sorting(bounds, transposed):
+@pytest.mark.parametrize("lowest", [-3, 4])
+@pytest.mark.parametrize(("bounds", "transposed"), [(3, False), (3, True), (FEW + 1, True), (MANY + 1, False)])
+def test_negatives_are_counted_by_comparing_or_by_sorting_or_one_by_one(bounds, transposed, lowest):
     generator = torch.Generator().manual_seed(5)
     rows = torch.randint(-3, 4, (7, 500), generator=generator).float()
-    wanted = torch.randint(-3, 4, (7, bounds), generator=generator).float()
+    rows[torch.rand(7, 500, generator=generator) < 0.02] = 9.0
+    wanted = torch.randint(lowest, lowest + 7, (7, bounds), generator=generator).float().sort(dim=1).values
     wanted[2, 1:] = torch.inf
     rows[3, :9] = -torch.inf
     expected = [
