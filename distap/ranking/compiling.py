@@ -34,6 +34,8 @@ def compiled(function: Function) -> Function:
                 result = chosen(*arguments)
             seen.add(kind)
             return result
+        # Compilers fail in many ways (none installed, a full disk, an operation unknown to them), at the first call
+        # or with a new size, and a training must not end by that.
         except Exception as error:
             result = function(*arguments)  # if the arguments are at fault, this raises the error that they deserve
             first_line = f"{type(error).__name__}: {error}".partition("\n")[0]

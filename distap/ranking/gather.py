@@ -66,6 +66,7 @@ class Gathering:
             self._facts = torch.empty(self.slots, facts.shape[1], dtype=torch.int64)
         self._packed[self._filled : filled] = rows
         self._filled = filled
+        # Chunks have the same rows on every rank, whatever the micro-batches: collectives have to begin in one order.
         # A rank with one row less than others leaves the last row of its last chunk zero: it takes no part.
         while self._unsent and min(self._unsent[0].stop, own_rows) <= filled:
             self._on_the_way.append(self.world.start_gather(self._packed[self._unsent.popleft()]))

@@ -84,6 +84,7 @@ class Gathered:
 
     def spread(self, rows: Float[Tensor, "b *K"], fill: float = 0.0) -> Float[Tensor, "slots_of_rank *K"]:
         """Spread this rank's rows to its slots, with `fill` at slots that take no part."""
+        # Collectives work by slots: they have equal shares on all ranks, and the rows that take part may have not.
         full = rows.new_full((len(self.local), *rows.shape[1:]), fill)
         full[self.local] = rows
         return full

@@ -110,6 +110,7 @@ class KnownGradient(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("this loss was sent back already; call multistage again")
         gradients = ctx.gradients
+        # The closure holds pixels and graphs of a whole batch; they are free as soon as it has run.
         if ctx.only_once:
             ctx.gradients = None
         return None, None, None, *gradients(upstream[0])

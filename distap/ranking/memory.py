@@ -46,6 +46,7 @@ class CrossBatchMemory:
         """Add a batch; drop the oldest descriptors."""
         if self.size == 0:
             return
+        # The gathered batch is the same on all ranks, so their memories stay equal without a message.
         kept = [gathered.descriptors, gathered.levels, gathered.images]
         if self.descriptors is not None:
             kept = [torch.cat(rows) for rows in zip(self._of_other_images(gathered), kept, strict=True)]

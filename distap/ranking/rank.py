@@ -95,6 +95,7 @@ def rank(
     check_arguments(descriptors, labels, world)
     levels = (labels if labels.ndim == 2 else labels[:, None]).long()
     b, share = len(labels), int(world.maximum(len(labels)))
+    # `gather` knows where rows belong by the number of slots alone, so all ranks must have the same number of rows.
     # Shares of one size are slots rank, rank + W, ...; the rows that fill a smaller share up take no part.
     gathered = gather(
         pad(descriptors.detach().to(torch.promote_types(descriptors.dtype, torch.float32)), (0, 0, 0, share - b)),
@@ -107,6 +108,7 @@ def rank(
     gathered = replace(gathered, key=(0, step))
     ranked = gathered if memory is None else memory.extend(gathered)
     ranking = rank_descriptors(built, ranked, where, memory_bytes)
+    # Only now: an image is not ranked against itself, and a batch that cannot be ranked is not remembered.
     if memory is not None:
         memory.remember(gathered)
     per_query = None if ranking.per_query is None else ranking.per_query[:b]

@@ -14,6 +14,8 @@ from torch.nn.functional import normalize
 from distap.errors import DistapError
 from distap.ranking.listwise import ListwiseLoss
 from distap.ranking.loss import build_loss
+from distap.ranking.losses.function import FunctionLoss
+from distap.ranking.losses.sums import Matryoshka
 from distap.ranking.rank import rank
 
 CLASSES, DIMENSIONS = 18, 8  # the labels of a problem of 5 classes go up to 17
@@ -71,6 +73,14 @@ def test_a_module_with_parameters_is_trained_as_it_would_be_alone():
     assert value == pytest.approx(expected.item(), rel=1e-12)
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-9, atol=1e-13)
     torch.testing.assert_close(by_proxies, function.proxies.grad, rtol=1e-9, atol=1e-13)
+
+
+def test_one_module_of_parameters_is_refused_for_several_dimensions():
+    module = FunctionLoss(ProxyAnchorLoss(CLASSES, DIMENSIONS).double())
+    with pytest.raises(DistapError, match=r"several terms use the parameters of one .*a module of its own"):
+        ListwiseLoss(Matryoshka(dimensions=(4, DIMENSIONS), inner=module))
+    raw, labels = problem(2, 30, 5)
+    assert ListwiseLoss(Matryoshka(dimensions=(DIMENSIONS,), inner=module))(raw, labels).isfinite()
 
 
 def share_of_module(world):

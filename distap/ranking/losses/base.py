@@ -133,6 +133,7 @@ class SimilarityLoss(Loss):
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
         value, of_batch = self.over_blocks(gathered, gathered.gallery, len(gathered.images), budget)
+        # One reduce-scatter of B C numbers, which the histograms' losses do without: their slopes are symmetric.
         # An image gets both: what it wants as a query, and what the queries of all ranks want of it.
         return value._replace(gradient=value.gradient + gathered.sum_own(of_batch))
 
@@ -198,6 +199,8 @@ def padded_columns(
     wanted: Bool[Tensor, "r N"], padding: Int64[Tensor, " r"]
 ) -> tuple[Int64[Tensor, "r P"], Bool[Tensor, "r P"]]:
     """Return the columns wanted in each row, ascending, and which are no padding."""
+    # `nonzero` goes row by row, so an image's place in its row is its number less the first number of the row:
+    # no sort and no loop over rows, whose counts differ.
     count, (row, column) = wanted.sum(1), wanted.nonzero(as_tuple=True)
     place = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
     is_real = torch.arange(int(count.max()), device=row.device) < count[:, None]

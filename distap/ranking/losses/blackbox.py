@@ -40,6 +40,8 @@ class BlackBoxAP(SimilarityLoss):
         rank = _ranks(scores) / count
         of_positive = rank.gather(1, rows.same_class)
         among_positives = _ranks(-of_positive.masked_fill(~rows.is_positive, torch.inf)) / count
+        # AP is the mean over positives of their rank among positives over their rank among all. Its derivative by the
+        # latter moves the scores; one more sort of the moved scores then stands for the derivative of sorting.
         precision = among_positives / of_positive * rows.is_positive / rows.positive_count
         by_rank = rows.weights[:, None] * precision / of_positive
         moved = scores.scatter_add(1, rows.same_class, self.lam * by_rank * rows.is_positive)

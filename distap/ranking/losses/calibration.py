@@ -86,6 +86,7 @@ class Roadmap(SupAP, Calibration):
         return Calibration.totals(self, rows.without_query())
 
     def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, Tensor]:
+        # Both take the same block: similarities are multiplied once, where a sum of two losses would do it twice.
         ranking, by_ranking = SupAP.value_and_slopes(self, rows, totals)
         scores, by_scores = Calibration.value_and_slopes(self, rows.without_query(), totals)
         first, second = self.scale * (1 - self.lam), self.scale * self.lam

@@ -68,6 +68,7 @@ class GradedLoss(SimilarityLoss):
             value = 1 - self.score(levels, sizes)
             by_rank = torch.autograd.grad((rows.weights * value).sum(), ranks)
         slopes = torch.zeros_like(similarities)
+        # A rank rises with the scores of others and falls with the image's own, by the sum of the same slopes.
         for (columns, others, falls, one), by in zip(found, by_rank, strict=True):
             own = similarities.gather(1, one.columns)
             slopes.scatter_add_(1, columns, sums.slopes(others, own, by))
@@ -88,6 +89,8 @@ class GradedLoss(SimilarityLoss):
             own, of_own = similarities.gather(1, chosen), relevance[:, number, None]
             rank, gain, others = torch.zeros_like(own), torch.zeros_like(own), similarities
             behind = torch.arange(others.shape[1], device=others.device).expand_as(others)
+            # min(rel(j), rel(k)) is one number for all j of a level. Sorted scores then tell how many of them are
+            # before each k: N log N for a query, where a comparison of all pairs of images would take N².
             for of_others, scores in zip(relevance[:, 1:].split(1, dim=1), ordered, strict=True):
                 before = at_least(scores, own)
                 gain += torch.minimum(of_own, of_others) * before

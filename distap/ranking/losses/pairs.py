@@ -108,6 +108,7 @@ class DistanceLoss(PairLoss):
     """A loss of Euclidean distances, in float64, because distances near 0 are mostly rounding in float32."""
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
+        # Twice the memory of the gallery; rounding to float32 at the end costs nothing that counts.
         exact = replace(gathered, gallery=normalize(gathered.gallery.double()))
         found = super().value_and_gradient(exact, budget)
         return found._replace(gradient=found.gradient.to(gathered.gallery.dtype))
@@ -164,6 +165,7 @@ class Triplet(DistanceLoss):
         sums = StepSums(softplus_step, (1.0,), rows.pairs, rows.same_class.shape[1])
         if self.margin is not None:
             sums = StepSums(hinge_step, (1.0, self.margin), rows.pairs, rows.same_class.shape[1])
+        # r N P triplets, of which none is kept: their number differs by positive, and the mean is over a query's.
         losses, violating = sums.counts(near.negatives, near.positives)
         many = (~near.negatives.isinf()).sum(1, keepdim=True) if self.margin is None else violating
         triplets = (many * rows.is_positive).sum(1, keepdim=True).clamp(min=1)

@@ -40,7 +40,8 @@ class ProxyLoss(SimilarityLoss, SizedLoss):
                 f"{type(self).__name__} has a proxy for each class: it needs `classes`, the number of classes, and "
                 "`dimensions`, that of a descriptor; a recipe needs `classes` where the training set has no index"
             )
-        # A generator of its own, so that all ranks begin alike.
+        # A generator of its own, so that all ranks begin alike: proxies are not broadcast, and they stay equal,
+        # since every rank moves them by the same sum.
         drawn = torch.randn(self.classes, self.dimensions, generator=torch.Generator().manual_seed(self.seed or 0))
         return nn.ParameterDict({"proxies": nn.Parameter(drawn * self.spread(self.dimensions))})
 

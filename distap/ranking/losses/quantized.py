@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from distap.ranking.histogram.passes import HistogramLoss
+from distap.ranking.histogram.passes import Counts, HistogramLoss
 from distap.ranking.loss import Presets
 
 
@@ -18,9 +18,7 @@ class QuantizedAP(HistogramLoss):
     # naver/deep-image-retrieval, dirtorch/loss.py at commit 11171a8; it counts an image alone in its class as AP 1.
     presets: ClassVar[Presets] = {"dirtorch": {"bins": 25, "low": 0.0, "high": 1.0}}
 
-    def average_precision(
-        self, negatives: Float64[Tensor, "b M"], positives: Float64[Tensor, "b M"]
-    ) -> Float64[Tensor, " b"]:
+    def average_precision(self, negatives: Counts, positives: Counts) -> Float64[Tensor, " b"]:
         """Sum over bins the precision up to the bin times the share of positives in it (eq. 10 to 12)."""
         everything, total = negatives + positives, positives[:, -1]
         precision = positives / torch.where(everything > 0, everything, 1)
@@ -50,9 +48,7 @@ class TieAwareAP(HistogramLoss):
     of less than one image (full)."""
     presets: ClassVar[Presets] = {"dirtorch": {"bins": 25, "low": 0.0, "high": 1.0, "form": "full"}}
 
-    def average_precision(
-        self, negatives: Float64[Tensor, "b M"], positives: Float64[Tensor, "b M"]
-    ) -> Float64[Tensor, " b"]:
+    def average_precision(self, negatives: Counts, positives: Counts) -> Float64[Tensor, " b"]:
         everything, total = negatives + positives, positives[:, -1]
         positives_in_bin, in_bin = _in_bin(positives), _in_bin(everything)
         if self.form == "simplified":
@@ -67,5 +63,5 @@ class TieAwareAP(HistogramLoss):
         return (precision * positives_in_bin).sum(1) / torch.where(total > 0, total, 1)
 
 
-def _in_bin(cumulative: Float64[Tensor, "b M"]) -> Float64[Tensor, "b M"]:
+def _in_bin(cumulative: Counts) -> Counts:
     return cumulative.diff(dim=1, prepend=cumulative.new_zeros(len(cumulative), 1))

@@ -33,6 +33,7 @@ class SiMix(WrappedLoss):
             raise ValueError(f"inner is {type(self.inner).__name__}; a loss of similarities by query is expected")
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
+        # Every rank draws the same numbers for all pairs, so that virtual images need not travel.
         first, second = _pairs_of_classes(gathered.labels)
         generator = torch.Generator().manual_seed(gathered.seed)
         alpha = torch.rand(len(first), 1, generator=generator, dtype=torch.float64).to(gathered.gallery)
@@ -48,6 +49,7 @@ class SiMix(WrappedLoss):
             images=torch.cat([gathered.images, torch.full_like(first, -1)]),
             own=own[taking_part].nonzero().flatten(),
             taking_part=taking_part,
+            # A virtual image is shorter, and its similarity to itself changes as its parents move.
             of_unit_length=False,
         )
         value, per_query, gradient, by_parameters = self.inner.value_and_gradient(whole, budget)

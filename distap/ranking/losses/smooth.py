@@ -52,6 +52,8 @@ class BoundingStep:
 
 def at_least(ordered: Float[Tensor, "r n"], positives: Float[Tensor, "r P"]) -> Float[Tensor, "r P"]:
     """Count, for each positive, the similarities (in ascending order) that exceed it or tie with it."""
+    # Two equal descriptors may differ by rounding, in another way in each tile. As bits they would be in some order,
+    # and a batch of duplicates would have another loss for each size of tiles.
     below = torch.searchsorted(ordered.contiguous(), (positives - tie_width(positives)).contiguous())
     return (ordered.shape[1] - below).to(positives.dtype)
 

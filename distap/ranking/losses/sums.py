@@ -50,6 +50,13 @@ class SumOfLosses(Loss):
     @cached_property
     def learned(self) -> nn.Module | None:
         parts = [loss.learned for _, loss in self.parts if loss.learned is not None]
+        # A parameter in two terms would stand twice in `by_parameters`, but once in a module's list of parameters.
+        own = [id(parameter) for part in parts for parameter in part.parameters()]
+        if len(set(own)) < len(own):
+            raise DistapError(
+                f"{type(self).__name__}: several terms use the parameters of one {type(parts[0]).__name__}; give "
+                "each a module of its own, or take a loss by name, such as proxy_nca, which has parameters for each"
+            )
         return nn.ModuleList(parts) if parts else None
 
     @property
@@ -60,10 +67,8 @@ class SumOfLosses(Loss):
     def query_level(self) -> int:  # type: ignore[override]
         return max(loss.query_level for _, loss in self.parts)
 
-    def counter(self, pairs: int, budget: Budget) -> Counter | None:
-        shares = replace(budget, memory_bytes=2 * budget.half // len(self.parts))  # what counters keep adds up
-        counters = [loss.counter(pairs, shares) for _, loss in self.parts]
-        return CounterOfSum(self, counters, budget) if any(counters) else None
+    def counter(self, pairs: int, budget: Budget) -> Counter:
+        return CounterOfSum(self, pairs, budget)
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
         return self.summed([loss.value_and_gradient(gathered, budget) for _, loss in self.parts])
@@ -71,6 +76,7 @@ class SumOfLosses(Loss):
     def summed(self, values: Sequence[LossValue]) -> LossValue:
         """Add the values and gradients of all terms."""
         terms = [(weight, value) for (weight, _), value in zip(self.parts, values, strict=True)]
+        # One term that is no mean over queries leaves the sum without losses by query.
         by_query = [weight * value.per_query for weight, value in terms if value.per_query is not None]
         return LossValue(
             reduce(torch.add, [weight * value.value for weight, value in terms]),
@@ -80,27 +86,22 @@ class SumOfLosses(Loss):
         )
 
 
-class CounterOfSum:
-    """Count for the terms that can count early; compute the others at the end."""
+class CounterOfSum(Counter):
+    """Count for each term of a sum."""
 
-    def __init__(self, loss: SumOfLosses, counters: Sequence[Counter | None], budget: Budget) -> None:
-        self._loss, self._counters, self._budget = loss, counters, budget
-        self.seen = 0
+    def __init__(self, loss: SumOfLosses, pairs: int, budget: Budget) -> None:
+        super().__init__(loss, budget)
+        # Counters keep what they have counted, all at the same time, so they share the memory for it.
+        shares = replace(budget, memory_bytes=2 * budget.half // len(loss.parts))
+        self._sum, self._counters = loss, [term.counter(pairs, shares) for _, term in loss.parts]
 
     def add(self, descriptors: Float[Tensor, "n C"], labels: Int64[Tensor, " n"], is_own: Bool[Tensor, " n"]) -> None:
-        for counter in filter(None, self._counters):
+        super().add(descriptors, labels, is_own)
+        for counter in self._counters:
             counter.add(descriptors, labels, is_own)
-        self.seen += len(labels)
 
     def value_and_gradient(self, gathered: Gathered) -> LossValue:
-        pairs = zip(self._loss.parts, self._counters, strict=True)
-        values = [
-            loss.value_and_gradient(gathered, self._budget)
-            if counter is None
-            else counter.value_and_gradient(gathered)
-            for (_, loss), counter in pairs
-        ]
-        return self._loss.summed(values)
+        return self._sum.summed([counter.value_and_gradient(gathered) for counter in self._counters])
 
 
 @dataclass(frozen=True)
@@ -163,9 +164,8 @@ class OfPrefix(WrappedLoss):
     d: int
     inner: Loss
 
-    def counter(self, pairs: int, budget: Budget) -> Counter | None:
-        counter = self.inner.counter(pairs, budget)
-        return None if counter is None else CounterOfPrefix(self, counter)
+    def counter(self, pairs: int, budget: Budget) -> Counter:
+        return CounterOfPrefix(self, self.inner.counter(pairs, budget))
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
         return self.undo_cut(gathered, self.inner.value_and_gradient(self.cut(gathered), budget))
@@ -180,6 +180,7 @@ class OfPrefix(WrappedLoss):
 
     def undo_cut(self, gathered: Gathered, value: LossValue) -> LossValue:
         """Turn a gradient by cut descriptors into one by whole ones, through the normalisation."""
+        # With p the first d numbers and u = p / |p|, du/dp = (1 - u uᵀ) / |p|: the part of the gradient along u goes.
         own = gathered.descriptors[gathered.own]
         cut, length = self.prefix(own), own[:, : self.d].norm(dim=1, keepdim=True).clamp(min=1e-12)
         gradient = value.gradient - (value.gradient * cut).sum(1, keepdim=True) * cut
@@ -190,11 +191,12 @@ class CounterOfPrefix(Counter):
     """Cut descriptors to their first d numbers, and count them for a loss."""
 
     def __init__(self, loss: OfPrefix, counter: Counter) -> None:
-        self._loss, self._counter, self.seen = loss, counter, 0
+        super().__init__(loss, counter.budget)
+        self._prefix, self._counter = loss, counter
 
     def add(self, descriptors: Float[Tensor, "n C"], labels: Int64[Tensor, " n"], is_own: Bool[Tensor, " n"]) -> None:
-        self._counter.add(self._loss.prefix(descriptors), labels, is_own)
-        self.seen += len(labels)
+        super().add(descriptors, labels, is_own)
+        self._counter.add(self._prefix.prefix(descriptors), labels, is_own)
 
     def value_and_gradient(self, gathered: Gathered) -> LossValue:
-        return self._loss.undo_cut(gathered, self._counter.value_and_gradient(self._loss.cut(gathered)))
+        return self._prefix.undo_cut(gathered, self._counter.value_and_gradient(self._prefix.cut(gathered)))
