@@ -62,6 +62,8 @@ def refuse_mixing(describe: Callable[[int, int], Tensor], network: nn.Module, co
     def draws() -> bool:
         return not _agree(describe(count, 0), describe(count, 1))
 
+    # Four passes over a few images tell apart what looks alike: mixing images, which is refused, and random numbers
+    # that depend on the cut, which the same cut in both stages brings back.
     if cuts_agree() or not _agree(describe(count, 0), describe(count, 0)):
         return  # if no random state brings the same descriptors back, the drift between the stages will show it
     if draws():

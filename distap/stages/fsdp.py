@@ -93,6 +93,8 @@ class FSDPReplica(Replica):
     def _gather(self) -> None:
         if not any(isinstance(parameter, DTensor) for parameter in self.network.parameters()):
             return
+        # All units by hand and in one order. FSDP would gather each when it is used, and ranks with other numbers of
+        # micro-batches would then wait for each other for ever.
         with self.world.collective("all_gather of the parameters"):
             for unit in self._units:
                 unit.unshard()

@@ -43,6 +43,7 @@ class GivenBatch:
             inside = as_rows(wanted[of_part == number] - self._starts[number])
             pieces.append(tree_map_only(Tensor, partial(_picked, inside), self._parts[number]))
         images = pieces[0] if len(pieces) == 1 else tree_map(_joined, *pieces)
+        # The caller's tensors are not overwritten: an image is blanked in a copy, each time that it is asked for.
         blank = self._is_blank[rows]
         return tree_map_only(Tensor, partial(_blanked, blank), images) if blank.any() else images
 
@@ -89,6 +90,7 @@ class Outputs:
 
     def without_other(self, rows: Tensor) -> Tensor:
         """Return the descriptors, with NaN where an image's further loss is not finite, so that it is left out."""
+        # 0 times NaN is NaN, and 0 times a number changes nothing: so no image's loss has to be asked for.
         return rows[:, : self._width] + 0 * rows[:, self._width :].sum(1, keepdim=True)
 
     def with_other(self, ranking: Ranking, gathered: Gathered, rows: Tensor) -> tuple[Tensor, Tensor]:

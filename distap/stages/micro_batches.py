@@ -88,6 +88,8 @@ class MicroBatchSizes:
         """
         if not is_out_of_memory(error):
             raise error
+        # In the order of what it costs: fewer kept graphs cost a second forward pass of some images, smaller
+        # micro-batches slow every pass down.
         if keeps:
             self.keep //= 2
             logger.warning("out of memory while graphs are kept: %d micro-batches keep theirs now", self.keep)

@@ -119,6 +119,8 @@ def summed(world: World, gradients: list[Tensor | None], like: Sequence[Tensor])
     """Sum gradients over ranks, one message per dtype. A gradient missing on all ranks stays None."""
     if world.size == 1:
         return gradients
+    # A small network has hundreds of tensors, and each message costs its own latency. The counts travel along, since
+    # an optimiser leaves a parameter without gradient alone, but moves one of zeros by its moments and its decay.
     # One message: | gradient 1 | gradient 2 | ... | how many ranks have 1, 2, ... |
     result = list(gradients)
     for dtype in dict.fromkeys(one.dtype for one in like):

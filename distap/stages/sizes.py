@@ -76,6 +76,7 @@ class Fitting:
             if not is_out_of_memory(error):
                 raise
             return 0
+        # After a step, since its peak is what all memory but the graphs amounts to: optimiser, buckets, workspaces.
         room = free_memory(self._world.device) * SHARE_FOR_GRAPHS
         needed = -(-self._share // size)
         count = min(int(room / max(graph, 1)), needed)

@@ -107,6 +107,7 @@ class ThreeStages:
             if not self.probed:
                 self._probe_on_all(batch)
             buffers = SavedBuffers(self.replica.network)
+            # Not a loop over fixed cuts: a size that runs out of memory is halved, and the same rows are tried again.
             while start < share:
                 keeps = start >= first_kept
                 size = self.sizes.replay if keeps else self.sizes.describe or self.sizes.replay
@@ -176,6 +177,7 @@ class ThreeStages:
         """
         with self.stage("gather", batch.step):
             lost = (~described.descriptors.isfinite().all(dim=1)).nonzero().flatten()
+            # Their pixels, too, since replay describes a micro-batch whole, and NaN times a gradient of zero is NaN.
             if len(lost):
                 batch.blank(lost)
             for row in lost.tolist():
@@ -218,6 +220,7 @@ class ThreeStages:
                 described.kept.clear()
             if not described.lost:  # else describe has moved them by numbers that are not finite
                 after.restore()
+            # After the loop, so that a rank which starts its replay again has sent nothing that the others would add.
             with self.stopwatch.stage("reduce"):
                 self.replica.reduce()
         greatest = self.world.maximum(float(worst))
