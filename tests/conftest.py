@@ -25,15 +25,31 @@ HEARD = {number: signal.getsignal(number) for number in (*SIGNALS, TRACE_SIGNAL)
 torch.set_flush_denormal(True)
 
 # CI tries the same cases every time; on other machines hypothesis goes on looking for new ones.
-settings.register_profile("ci", derandomize=True)
-settings.load_profile("ci" if "CI" in os.environ else "default")
+settings.register_profile("ci", derandomize=True, max_examples=50)
+settings.register_profile("searching", max_examples=50)
+settings.load_profile("ci" if "CI" in os.environ else "searching")
+
+
+# The longest files come first, so that none is left alone at the end; those that mostly wait are apart.
+FIRST = (
+    *("test_multi_node", "test_trainer", "test_slurm", "test_export", "test_cut_network", "test_faults"),
+    *("test_examples", "test_watchdog", "test_trained_losses", "test_engines", "test_engine_trainings", "test_study"),
+    *(
+        "test_serving",
+        "test_stored_run",
+        "test_commands",
+        "test_backbones",
+        "test_many_ranks",
+        "test_partial_training",
+    ),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that wait for networks come first, then those of many slow tests: none is left alone at the end."""
-    waiting = {item.path for item in items if item.get_closest_marker("cluster")}
+    """Choose the order in which workers take files."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: (item.path not in waiting, -slow[item.path]))
+    place = {name: number for number, name in enumerate(FIRST)}
+    items.sort(key=lambda item: (place.get(item.path.stem, len(FIRST)), -slow[item.path]))
 
 
 @pytest.fixture(scope="session", autouse=True)

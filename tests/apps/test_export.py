@@ -303,8 +303,7 @@ def held_to_the_network(folder, several, image_size, dynamic_size=False):
 @pytest.mark.parametrize(
     ("backbone", "pooling", "options"),
     [
-        ("test_vit", "cls", {"layer_norm": True}),
-        ("test_vit", "cls_mean", {"projection": 16}),
+        ("test_vit", "cls_mean", {"layer_norm": True, "projection": 16}),
         ("resnet10t", "rmac", {}),
     ],
 )

@@ -1,16 +1,11 @@
 """Studies: the grid, its equal conditions, what is kept after a kill, and the figures of the table."""
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import yaml
-from launching import ROOT
+from launching import HELPERS, ROOT, Program, started
 from scipy import stats
 from servers import free_ports
 
@@ -19,6 +14,7 @@ from benchmarks.study.results import Result, Results, comparison, interval, mark
 from benchmarks.study.running import StudyRun
 from distap.errors import DistapError
 
+EQUAL = ["data", "model", "evaluation"]
 STUDY = {
     "title": "Three losses",
     "recipe": "base.yaml",
@@ -53,56 +49,35 @@ def study(tmp_path, training_shards, monkeypatch):
     return write
 
 
-def command(*arguments):
-    return [sys.executable, "-m", "benchmarks", "study", *map(str, arguments)]
-
-
-def environment():
-    return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'helpers'}", "OMP_NUM_THREADS": "1"}
-
-
-def keys(results):
-    return [(tuple(result.names.values()), *result.searched.values(), result.seed) for result in results]
-
-
 @pytest.mark.slow
-def test_a_killed_study_repeats_nothing_and_an_own_loss_is_a_row(study, tmp_path):
-    # Trainings at once do not all listen on one port.
+def test_a_killed_study_repeats_nothing_and_goes_on_after_a_training_that_fails(study, tmp_path):
+    """One loss is not ours, and another point has no data that it could train on."""
+    axes = {"loss": STUDY["axes"]["loss"] | {"many": {"loss": "ap_q", "sampling.classes": 500}}}
     changes = STUDY["changes"] | {"metrics.port": free_ports(1)}
-    file, folder = study(changes=changes, search={}), tmp_path / "out"
-    first = subprocess.Popen(command(file, "--output", folder, "--jobs", 2), env=environment())
-    while not read_results(folder / "results.jsonl"):
-        assert first.poll() is None
-        time.sleep(0.05)
-    with pytest.raises(DistapError, match="another process is training a study there"):
-        next(StudyRun(Grid(file, folder), seeds=2, jobs=1, ranks=1).train())
-    first.send_signal(signal.SIGKILL)
-    first.wait()
+    file, folder = study(axes=axes, changes=changes, search={}, seeds=1, equal=EQUAL), tmp_path / "out"
+    program = Program(("-m", "benchmarks", "study", str(file), "--output", str(folder)), tmp_path)
+    path = f"{ROOT}:{HELPERS}"
+    with started(program, tmp_path / "first", PYTHONPATH=path) as first:
+        first.wait_until(lambda: read_results(folder / "results.jsonl"))
+        with pytest.raises(DistapError, match="another process is training a study there"):
+            next(StudyRun(Grid(file, folder), seeds=1, jobs=1, ranks=1).train())
+        first.process.kill()
+        first.process.wait()
     before = (folder / "results.jsonl").read_text()
-    done = len(read_results(folder / "results.jsonl"))
-    again = subprocess.run(command(file, "--output", folder, "--jobs", 2), env=environment(), capture_output=True)
-    said = again.stderr.decode()
-    assert again.returncode == 0, said
+    assert len(before.splitlines()) == 1
+    with started(program, tmp_path / "again", PYTHONPATH=path) as again:
+        assert again.status() == 2, again.said
+    assert len(re.findall("done before", again.said)) == 1
+    assert re.search(r"many, seed 0: ended with status 2: .*500.* \(\S+output\.log\)", again.said)
     assert (folder / "results.jsonl").read_text().startswith(before)
-    assert len(re.findall("done before", said)) == done
     results = read_results(folder / "results.jsonl")
-    assert len(results) == len(set(keys(results))) == 4  # two losses, two seeds
+    assert [result.names for result in results] == [{"loss": "ap_q"}, {"loss": "own"}]
     assert all((r.steps, r.images) == (2, 48) and r.memory_bytes > 1e8 and r.processor_seconds > 0 for r in results)
     assert sum(bool(result.before) for result in results) == 1
-    headings, cells, _ = table(Results(Grid(file, folder), 2, results))
+    headings, cells, _ = table(Results(Grid(file, folder), 1, results))
     assert [row[0] for row in cells] == ["before training", "ap_q", "own"]
     assert all(len(row) == len(headings) for row in cells)
     assert "own" in (folder / "study.html").read_text() and not list(folder.rglob("checkpoints"))
-
-
-@pytest.mark.slow
-def test_a_training_that_fails_is_named_and_the_others_go_on(study, tmp_path):
-    axes = {"classes": {"8": {"sampling.classes": 8}, "many": {"sampling.classes": 500}}}
-    file = study(axes=axes, search={}, seeds=1, against=None, equal=["data"])
-    done = subprocess.run(command(file, "--output", tmp_path / "out"), env=environment(), capture_output=True)
-    assert done.returncode == 2
-    assert re.search(r"many, seed 0: ended with status 2: .*500.* \(\S+output\.log\)", done.stderr.decode())
-    assert [result.names for result in read_results(tmp_path / "out" / "results.jsonl")] == [{"classes": "8"}]
 
 
 def test_the_grid_has_every_combination_but_those_left_out(study, tmp_path):

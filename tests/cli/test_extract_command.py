@@ -79,7 +79,7 @@ def test_ranks_that_are_asked_to_stop_leave_whole_parts_to_go_on_from(tmp_path, 
     options = ["--checkpoint", str(run), "--part-images", "8", str(images), str(out)]
     options += ["evaluation.sizing=original", "data.workers=1"]
     with started(Program(("-m", "distap.cli", "extract", "--ranks", "2", *options)), tmp_path) as job:
-        job.wait_until(lambda: len(list((out / "parts").glob("*.npz"))) >= 4, seconds=120)
+        job.wait_until(lambda: len(list((out / "parts").glob("*.npz"))) >= 4)
         os.kill(job.process.pid, signal.SIGTERM)
         assert job.status() == RESTART, job.said
         assert "the same command continues" in job.said

@@ -1,16 +1,16 @@
 import gc
 import os
 import select
-import shutil
 import signal
-import subprocess
-import sys
 import tempfile
+import time
 from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
 from images import indexed_images, started
+from launching import Program, output_of
+from launching import started as launched
 
 from distap.data.pixel_settings import PixelSettings
 from distap.data.shards.load_index import load_index
@@ -18,21 +18,13 @@ from distap.data.shards.parallel import LostWorkerError, handed_over
 from distap.errors import DistapError
 
 
-def python(code, *arguments):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-
-
-def test_a_worker_that_is_stuck_ends_with_its_rank_as_well(shards):
-    with python(STUCK + "print(active_children()[0].pid, flush=True)\nsys.stdin.read()", shards) as rank:
-        worker = os.pidfd_open(int(rank.stdout.readline()))
-        rank.kill()
-        assert select.select([worker], [], [], 60)[0], "still there"
+def test_a_worker_that_is_stuck_ends_with_its_rank_as_well(shards, tmp_path):
+    waiting = STUCK + "print(active_children()[0].pid)\nsignal.pause()"
+    with launched(Program(("-c", waiting, str(shards))), tmp_path) as rank:
+        rank.wait_until(lambda: rank.said.endswith("\n"))
+        worker = os.pidfd_open(int(rank.said))
+        rank.process.kill()
+        assert select.select([worker], [], [], 300)[0], "still there"
         os.close(worker)
 
 
@@ -69,6 +61,11 @@ def test_an_error_in_a_worker_says_what_it_says_in_the_rank(shards):
     assert messages[0] == messages[1]
 
 
+def wait_for_no_worker():
+    while active_children():  # a killed one is there until the kernel has ended it
+        time.sleep(0.01)
+
+
 def open_files():
     gc.collect()
     return len(list(Path("/proc/self/fd").iterdir()))
@@ -80,13 +77,14 @@ def test_neither_loaders_nor_spools_leave_files_open(shards, tmp_path):
         shares, share = started(shards, steps=2, pixels=PixelSettings(hold="spool", spool_folder=tmp_path))
         next(shares).images(slice(0, 6))
         del shares, share
+        wait_for_no_worker()
         counts.append(open_files())
     assert counts[0] == counts[1] == counts[2]
 
 
 # Someone whose only worker is stuck in reading: the second shard is a pipe that no one writes to.
 STUCK = """
-import os, sys
+import os, signal, sys
 from multiprocessing import active_children
 from pathlib import Path
 from distap.data.shards.load_index import load_index
@@ -106,9 +104,9 @@ for _ in range(4):
 """
 
 
-def test_a_worker_that_is_stuck_does_not_keep_its_rank(shards):
-    with python(STUCK, shards) as rank:
-        assert rank.wait(60) == 0
+def test_a_worker_that_is_stuck_does_not_keep_its_rank(shards, tmp_path):
+    with launched(Program(("-c", STUCK, str(shards))), tmp_path) as rank:
+        assert rank.status() == 0, rank.said
 
 
 def test_workers_that_hand_nothing_over_are_lost_after_a_while_and_what_they_read_is_named(shards):
@@ -122,9 +120,15 @@ def test_workers_that_hand_nothing_over_are_lost_after_a_while_and_what_they_rea
         for share in shares:
             share.images(slice(0, 6))
     assert shard.name in str(raised.value)
-    assert active_children() == []
+    wait_for_no_worker()
 
 
+OWN_SHARED_MEMORY = """
+import ctypes, subprocess
+assert ctypes.CDLL(None).unshare(0x00020000) == 0  # CLONE_NEWNS
+subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+subprocess.run(["mount", "-t", "tmpfs", "-o", "{option}", "tmpfs", "/dev/shm"], check=True)
+"""
 AT_ONCE = """
 import sys
 from pathlib import Path
@@ -138,25 +142,14 @@ except DistapError as error:
 """
 
 
-own_shared_memory = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare, to have an own /dev/shm"
-)
+own_shared_memory = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to have an own /dev/shm")
 
 
 @own_shared_memory
 def test_shared_memory_that_is_too_small_is_said_at_once(shards, tmp_path):
-    (tmp_path / "rank.py").write_text(AT_ONCE)
-    small = 'mount -t tmpfs -o size=4k tmpfs /dev/shm && exec "$@"'
-    rank = [sys.executable, tmp_path / "rank.py", shards]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    found = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", small, "sh", *rank],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert "/dev/shm has 0.0 MB free" in found.stdout and "--shm-size" in found.stdout, found
+    code = OWN_SHARED_MEMORY.format(option="size=4k") + AT_ONCE
+    said = output_of(Program(("-c", code, str(shards))), tmp_path)
+    assert "/dev/shm has 0.0 MB free" in said and "--shm-size" in said
 
 
 def _unpicklable(request):
@@ -175,11 +168,9 @@ def test_a_folder_for_temporary_files_whose_path_is_too_long_for_sockets_is_name
 
 
 @own_shared_memory
-def test_images_are_read_without_workers_where_shared_memory_is_read_only():
-    program = "from distap.data.shards.parallel import handed_over as read; "
-    program += "print(*read(abs, [0, -2], 1, 1))"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    read_only = 'mount -t tmpfs -o ro tmpfs /dev/shm && exec "$@"'
-    command = ["unshare", "--mount", "sh", "-c", read_only, "sh", sys.executable, "-c", program]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert found.stdout.split() == ["0", "2"] and "is read-only" in found.stderr, found
+def test_images_are_read_without_workers_where_shared_memory_is_read_only(tmp_path):
+    code = OWN_SHARED_MEMORY.format(option="ro") + "from distap.data.shards.parallel import handed_over as read\n"
+    code += "print(*read(abs, [0, -2], 1, 1))"
+    with launched(Program(("-c", code)), tmp_path) as program:
+        assert program.status() == 0, program.said
+        assert program.said.split()[-2:] == ["0", "2"] and "is read-only" in program.said

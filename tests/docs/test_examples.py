@@ -11,7 +11,7 @@ import timm
 import torch
 from batches import TensorBatch
 from images import write_images
-from launching import Program, output_of
+from launching import Launch, Program, output_of, started
 from nbclient import NotebookClient
 from ranks import skip_if_fast
 from small_trainings import losses, recipe
@@ -45,15 +45,27 @@ def run(tmp_path):
     return output
 
 
+@pytest.fixture
+def on_two_ranks(tmp_path):
+    """What two ranks say of a program that has to succeed, in the environment of torchrun."""
+
+    def said(name, *arguments):
+        program = Launch("--standalone --nproc-per-node=2", name, " ".join(map(str, arguments)), EXAMPLES)
+        with started(program, tmp_path) as job:
+            assert job.status() == 0, job.said
+            return job.said
+
+    return said
+
+
 @pytest.mark.slow
 def test_the_plain_loop_goes_from_folders_to_figures(run, photos):
     assert "'mAP': '" in run(EXAMPLES / "plain.py", photos / "train", photos / "test")
 
 
 @pytest.mark.slow
-def test_the_loop_of_ddp_trains_on_two_ranks(run, photos):
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    assert "epoch 2: loss 0." in run(*torchrun, EXAMPLES / "ddp.py", photos / "train")
+def test_the_loop_of_ddp_trains_on_two_ranks(on_two_ranks, photos):
+    assert "epoch 2: loss 0." in on_two_ranks("ddp", photos / "train")
 
 
 @pytest.mark.parametrize("name", ["own_loss", "metric_learning"])
@@ -71,7 +83,7 @@ class Normalised(torch.nn.Module):
 
 
 @pytest.mark.slow
-def test_loops_of_lightning_and_accelerate_have_the_losses_of_our_own_step(run):
+def test_loops_of_lightning_and_accelerate_have_the_losses_of_our_own_step(on_two_ranks):
     torch.manual_seed(0)
     labels = torch.arange(320) // 4
     images = torch.randn(80, 3, 32, 32)[labels] + torch.randn(320, 3, 32, 32)
@@ -86,9 +98,8 @@ def test_loops_of_lightning_and_accelerate_have_the_losses_of_our_own_step(run):
         rows = slice(64 * number, 64 * number + 64)
         expected.append(step(TensorBatch(images[rows], labels[rows], World(), number), 3.0).loss)
     assert max(expected) - min(expected) > 1e-3
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     for name in ("accelerate_loop", "lightning_loop"):
-        printed = re.findall(r"step \d: loss (\S+)", run(*torchrun, EXAMPLES / f"{name}.py"))
+        printed = re.findall(r"step \d: loss (\S+)", on_two_ranks(name))
         assert [float(loss) for loss in printed] == pytest.approx(expected, abs=1e-5)
 
 

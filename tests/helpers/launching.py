@@ -27,6 +27,7 @@ from distap.launcher import launch
 
 HELPERS = Path(__file__).parent
 ROOT = HELPERS.parents[1]
+PATIENCE = 300.0  # seconds, so that only a fault makes a test wait in vain, and not a busy machine
 OF_JOBS = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 LAUNCH = """
 import sys
@@ -43,6 +44,7 @@ class Launch:
     options: str
     module: str
     arguments: str
+    folder: Path = HELPERS  # where the module is
 
     @property
     def command(self) -> list[str]:
@@ -127,7 +129,7 @@ class Job:
         file = self.folder / f"step-{rank}"
         self.wait_until(lambda: file.exists() and int(file.read_text() or -1) >= step)
 
-    def wait_until(self, holds: Callable[[], bool], seconds: float = 60) -> None:
+    def wait_until(self, holds: Callable[[], bool], seconds: float = PATIENCE) -> None:
         """Wait for something that the processes do."""
         deadline = time.monotonic() + seconds
         while not holds():
@@ -135,14 +137,14 @@ class Job:
             assert time.monotonic() < deadline, f"not within {seconds} s: {self.said}"
             time.sleep(0.05)
 
-    def status(self, seconds: float = 60) -> int:
+    def status(self, seconds: float = PATIENCE) -> int:
         """The launcher's exit status; it is an error if it does not leave within so many seconds."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired as error:
             raise AssertionError(f"the launcher did not leave within {seconds} s: {self.said}") from error
 
-    def wait_until_none_is_left(self, seconds: float = 60) -> None:
+    def wait_until_none_is_left(self, seconds: float = PATIENCE) -> None:
         """Wait for the kernel to take the last process away."""
         deadline = time.monotonic() + seconds
         while self.left():
@@ -197,7 +199,7 @@ def _launch(what: Launch | Program, answer: Path, said: Path, environment: dict[
     with answer.open("ab") as output, said.open("ab") as errors, Path(os.devnull).open("rb") as nothing:
         for stream, number in ((nothing, 0), (output, 1), (errors, 2)):
             os.dup2(stream.fileno(), number)
-    os.chdir(what.folder if isinstance(what, Program) else HELPERS)
+    os.chdir(what.folder)
     os.environ.clear()
     os.environ |= environment
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where nohup runs the tests

@@ -57,7 +57,7 @@ def on_ranks(
         answers = [_answer(pipe, timeout) for pipe in pipes]
     finally:
         for process in processes:
-            process.join(10)
+            process.join(60)
             process.kill()
     failures = [answer for answer in answers if isinstance(answer, RankFailedError)]
     if failures:

@@ -29,9 +29,9 @@ def serving(
 
 def url_when_ready(job: Job) -> str:
     """URL of a server once it is ready: two processes of it import torch before, on a machine that may be busy."""
-    job.wait_until(lambda: " on http://" in job.said, seconds=300)
+    job.wait_until(lambda: " on http://" in job.said)
     url = re.search(r"serving .* on (http\S+)", job.said)[1]
-    job.wait_until(lambda: is_ready(url), seconds=300)
+    job.wait_until(lambda: is_ready(url))
     return url
 
 

@@ -49,7 +49,7 @@ class Run:
     def go(self, ranks: int, faults: str = "", restarts: int = 0) -> tuple[int, str]:
         """Start and wait; exit status and what it said."""
         with self.started(ranks, faults, restarts) as job:
-            return job.status(300), job.said
+            return job.status(), job.said
 
     def has_done(self, step: int, rank: int = 0) -> bool:
         """Whether a rank has done the step."""

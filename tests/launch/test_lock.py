@@ -3,7 +3,8 @@
 import re
 import subprocess
 import tomllib
-from importlib.metadata import requires, version
+from functools import cache
+from importlib import metadata
 
 import pytest
 from installing import pins
@@ -11,6 +12,7 @@ from launching import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+requires, version = cache(metadata.requires), cache(metadata.version)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

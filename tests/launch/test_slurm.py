@@ -10,7 +10,7 @@ import time
 from contextlib import ExitStack
 
 import pytest
-from launching import OF_JOBS, ROOT, started
+from launching import OF_JOBS, PATIENCE, ROOT, started
 from servers import free_ports
 from trainings import Run
 
@@ -67,7 +67,7 @@ class Slurm:
     def about(self, number):
         return self.call("scontrol", "show", "job", number, "--oneliner")
 
-    def wait_until(self, holds, log, seconds=90):
+    def wait_until(self, holds, log, seconds=PATIENCE):
         deadline = time.monotonic() + seconds
         while not holds():
             said = log.read_text() if log.exists() else "nothing"

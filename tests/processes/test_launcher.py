@@ -153,4 +153,4 @@ def launched_after(code, **environment):
     skip_if_fast("launchers")
     env = os.environ | OF_JOBS | {"PYTHONUNBUFFERED": ""} | environment
     command = [sys.executable, "-c", code + COMPUTE]
-    return subprocess.run(command, cwd=HELPERS, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=HELPERS, env=env, capture_output=True, text=True, timeout=300)

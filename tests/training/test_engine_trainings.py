@@ -1,7 +1,5 @@
 """Whole trainings under each engine: evaluation, checkpoints, going on under another engine."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from ranks import on_ranks
@@ -44,19 +42,6 @@ def each_engine_takes_a_step(world, folder, shards):
         train_until(world, folder / "all", shards, number, **changes)
 
 
-@pytest.mark.slow
-def test_every_engine_goes_on_where_another_one_stopped_as_if_it_had_been_one_training(tmp_path, training_shards):
-    on_ranks(2, each_engine_takes_a_step, tmp_path, training_shards)
-    assert losses(tmp_path / "all") == pytest.approx(losses(tmp_path / "ddp"), abs=1e-4)
-    assert len(losses(tmp_path / "all")) == len(ENGINES)
-    steps = [entry for entry in read_run_log(tmp_path / "all") if "loss" in entry]
-    assert all(entry["seconds"]["reduce"] > 0 for entry in steps)
-    one, other = (parameters(tmp_path / run) for run in ("ddp", "all"))
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert (other[name] - tensor).double().norm() <= 1e-4 * tensor.double().norm() + 1e-5, name
-
-
 def with_less_precision(world, folder, shards):
     train_until(world, folder / "float32", shards, 3, evaluation={"every": 0})
     for engine in ("ddp", "fsdp", "deepspeed"):
@@ -65,11 +50,36 @@ def with_less_precision(world, folder, shards):
         train_until(world, run, shards, 3, engine=engine, **changes)
 
 
+def train_all(world, folder, shards):
+    """Once for both tests, since DeepSpeed's ranks start slowly."""
+    each_engine_takes_a_step(world, folder / "steps", shards)
+    with_less_precision(world, folder / "precisions", shards)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, training_shards):
+    folder = tmp_path_factory.mktemp("engines")
+    on_ranks(2, train_all, folder, training_shards)
+    return folder
+
+
 @pytest.mark.slow
-def test_every_engine_trains_in_half_precision_and_goes_on(tmp_path, training_shards):
-    on_ranks(2, with_less_precision, tmp_path, training_shards)
-    runs = [run for run in Path(tmp_path).iterdir() if run.name != "float32"]
+def test_every_engine_goes_on_where_another_one_stopped_as_if_it_had_been_one_training(folder):
+    runs = folder / "steps"
+    assert losses(runs / "all") == pytest.approx(losses(runs / "ddp"), abs=1e-4)
+    assert len(losses(runs / "all")) == len(ENGINES)
+    steps = [entry for entry in read_run_log(runs / "all") if "loss" in entry]
+    assert all(entry["seconds"]["reduce"] > 0 for entry in steps)
+    one, other = (parameters(runs / run) for run in ("ddp", "all"))
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert (other[name] - tensor).double().norm() <= 1e-4 * tensor.double().norm() + 1e-5, name
+
+
+@pytest.mark.slow
+def test_every_engine_trains_in_half_precision_and_goes_on(folder):
+    runs = [run for run in (folder / "precisions").iterdir() if run.name != "float32"]
     assert len(runs) == 3
     for run in runs:
-        assert losses(run) == pytest.approx(losses(tmp_path / "float32"), abs=0.03), run.name
+        assert losses(run) == pytest.approx(losses(folder / "precisions/float32"), abs=0.03), run.name
         assert all(tensor.dtype in (torch.float32, torch.int64) for tensor in parameters(run).values())

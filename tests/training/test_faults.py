@@ -121,7 +121,7 @@ def test_before_the_first_step_there_is_nothing_to_save_and_the_status_is_the_sa
     with run.started(2, "stand-still rank=1 step=0 stage=start") as job:
         job.wait_until(lambda: len(job.left()) >= 3)
         job.process.terminate()
-        assert job.status(120) == RESTART, job.said
+        assert job.status() == RESTART, job.said
 
 
 def test_one_of_two_launchers_that_is_asked_to_stop_stops_both(tmp_path, training_shards):
@@ -131,7 +131,7 @@ def test_one_of_two_launchers_that_is_asked_to_stop_stops_both(tmp_path, trainin
     with started(first, tmp_path, **run.environment) as one, started(second, tmp_path, **run.environment) as other:
         one.wait_until(lambda: run.has_done(1))
         one.process.terminate()
-        assert one.status(120) == other.status(120) == RESTART, one.said + other.said
+        assert one.status() == other.status() == RESTART, one.said + other.said
         stopped = int(re.search(r"stopped after step (\d+) of 10000", one.said + other.said)[1])
     assert [path.name for path in list_checkpoints(run.folder / "checkpoints")] == [f"step-{stopped:08d}"]
 
@@ -149,7 +149,7 @@ def test_a_second_request_stops_at_once(tmp_path, training_shards):
             return "SIGTERM again" in job.said
 
         job.wait_until(asked_again)
-        assert job.status(120) == FAILED
+        assert job.status() == FAILED
         assert "SIGTERM again: stopping at once" in job.said
     assert not (run.folder / "checkpoints" / "step-00000004").exists()
 

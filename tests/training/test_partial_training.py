@@ -96,7 +96,7 @@ def exact():
 @pytest.fixture(scope="module")
 def under_zero():
     pytest.importorskip("deepspeed")
-    return on_ranks(2, on_each, [({"name": "deepspeed", "stage": stage}, torch.float32) for stage in (1, 2)])
+    return on_ranks(2, on_each, [({"name": "deepspeed", "stage": 2}, torch.float32)])
 
 
 def check(found, part, ranks, dtype=torch.float64, **exactness):

@@ -182,7 +182,7 @@ def test_asked_to_stop_it_finishes_what_is_under_way(gallery, searcher, tmp_path
         assert answer.startswith(b"HTTP/1.1 200")
         hits = json.loads(answer.partition(b"\r\n\r\n")[2])["hits"]
         assert [hit["key"] for hit in hits] == [hit.key for hit in searcher.by_image(image, 3)]
-        assert job.status(30) == 0, job.said
+        assert job.status() == 0, job.said
         job.wait_until_none_is_left()
 
 
