@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from fnmatch import filter as matching
 
 import pytest
 import timm
@@ -17,25 +18,28 @@ NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if path.stem != "emo
 
 
 def documented():
-    """(recipe, key, value, source) of each row of the tables."""
+    """(recipe, key, value) of the tables: a row has recipes or patterns of them, values and a source."""
     for section in PAPERS.read_text().split("\n## "):
         if group := re.search(r"^Recipes: (.*?)\.$", section, re.MULTILINE | re.DOTALL):
             names = re.findall(r"`(.+?)`", group[1])
-            for key, value, recipes, source in re.findall(
-                r"^\| `(.+?)` \| `(.+?)` \| (.+?) \| (.+) \|$", section, re.MULTILINE
+            for patterns, values, source in re.findall(
+                r"^\| (all|`.+?`) \| (.+) \| (.+?) \|$", section, re.MULTILINE
             ):
-                for name in names if recipes == "all" else re.findall(r"`(.+?)`", recipes):
-                    assert name in names, f"{name} is not one of the section's recipes"
-                    yield name, key, yaml.safe_load(value), source
+                assert source.strip()
+                for pattern in ["*"] if patterns == "all" else re.findall(r"`(.+?)`", patterns):
+                    assert matching(names, pattern), f"{pattern} is none of the section's recipes"
+                    for name in matching(names, pattern):
+                        for key, value in re.findall(r"`([a-z0-9_.]+): (.+?)`", values):
+                            yield name, key, yaml.safe_load(value)
 
 
 def test_the_tables_hold_the_values_of_the_recipes_and_a_source_for_each():
     rows = list(documented())
-    assert not [row for row, count in Counter((name, key) for name, key, _, _ in rows).items() if count > 1]
-    assert all(source.strip() for _, _, _, source in rows)
+    assert not [row for row, count in Counter((name, key) for name, key, _ in rows).items() if count > 1]
     for name in NAMES:
         settings = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
-        assert {key: value for of, key, value, _ in rows if of == name} == dict(by_path(settings, "."))
+        settings.pop("run")  # runs/NAME
+        assert {key: value for of, key, value in rows if of == name} == dict(by_path(settings, "."))
 
 
 @pytest.mark.parametrize("name", NAMES)
