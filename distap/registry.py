@@ -96,9 +96,9 @@ REGISTRY: dict[str, dict[str, str]] = {
         "deepspeed": "distap.training.engines:DeepSpeedSettings",
     },
     "logger": {
-        "tensorboard": "distap.telemetry.loggers.tensorboard:TensorBoard",
-        "wandb": "distap.telemetry.loggers.weights_and_biases:WeightsAndBiases",
-        "mlflow": "distap.telemetry.loggers.mlflow:MLflow",
+        "tensorboard": "distap.telemetry.loggers.trackers:TensorBoard",
+        "wandb": "distap.telemetry.loggers.trackers:WeightsAndBiases",
+        "mlflow": "distap.telemetry.loggers.trackers:MLflow",
     },
 }
 

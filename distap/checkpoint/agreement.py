@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from distap.checkpoint.manifest import DamagedCheckpointError
 from distap.errors import FAILED, DistapError
-from distap.processes.daemon import in_daemon
+from distap.processes.forks import in_daemon
 from distap.storage.remotes import UnreachableError
 from distap.world import World
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, in a folder on disk or in a store, through one interface.
+"""The checkpoints of a run, in a folder on disk or in a store, through one interface; and the files beside them.
 
 checkpoints/step-00000012/shard-00001-model-00001-of-00001.safetensors    the tensors that rank 0 wrote
 checkpoints/step-00000012/state.json                                      what was saved next to the tensors
@@ -8,11 +8,12 @@ A folder without manifest is no checkpoint, so that neither a disk nor a bucket 
 again, while the first checkpoint of this step is still there, goes to step-00000012.1.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from re import compile as pattern
 from tempfile import TemporaryDirectory
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from distap.checkpoint.manifest import MANIFEST_FILE, STATE_FILE, DamagedCheckpointError, Manifest, parse_manifest
 from distap.checkpoint.tensors import read_tensors
-from distap.storage.atomic import make_folder
+from distap.errors import DistapError
+from distap.storage.atomic import make_folder, write_whole
 from distap.storage.files import LocalStorage, Storage
 from distap.storage.remotes import MissingFileError, UnreachableError
 from distap.storage.texts import read_json
@@ -31,6 +33,7 @@ CHECKPOINTS_FOLDER = "checkpoints"  # within the folder of a run
 NAME = pattern(r"step-\d{8}(\.\d+)?")
 STEP = len("step-00000000")  # characters of a name that tell the step
 DOWNLOADS = 4  # files at once
+logger = logging.getLogger("distap")
 
 
 @dataclass(frozen=True)
@@ -176,3 +179,44 @@ class Checkpoints:
         # The manifest first, since half a checkpoint must not be taken for a whole one.
         for file in sorted(files, key=lambda file: (file != MANIFEST_FILE, file)):
             self.storage.remove(f"{self.folder}/{name}/{file}")
+
+
+@dataclass
+class FilesBeside:
+    """Copy the files of a run that match `patterns` to a store, and back."""
+
+    storage: Storage
+    run: Path
+    patterns: tuple[str, ...]
+    _sent: dict[str, tuple[int, int]] = field(default_factory=dict)  # size and time of each file, as sent
+
+    def send(self) -> None:
+        """Upload changed files and remove deleted ones from the store; only log a failure."""
+        try:
+            here = {f.relative_to(self.run).as_posix() for pattern in self.patterns for f in self.run.glob(pattern)}
+            for name in sorted(here):
+                # The training replaces its evaluations meanwhile.
+                with suppress(FileNotFoundError, MissingFileError):
+                    version = _version(self.run / name)
+                    if self._sent.get(name) != version:
+                        self.storage.upload(name, self.run / name)
+                        self._sent[name] = version
+            # Remove only what came from here: others may use the same folder.
+            for name in sorted(self._sent.keys() - here):
+                self.storage.remove(name)
+                del self._sent[name]
+        except (OSError, DistapError) as error:
+            logger.warning("not in the store, but in %s: %s", self.run, error)
+
+    def fetch(self) -> None:
+        """Download the files of the store into the run's folder."""
+        for name in (name for each in self.patterns for name in self.storage.names(each)):
+            if ".." in name.split("/"):
+                continue
+            write_whole(self.run / name, self.storage.read_whole(name))
+            self._sent[name] = _version(self.run / name)
+
+
+def _version(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns

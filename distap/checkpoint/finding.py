@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from distap.checkpoint.agreement import on_all
-from distap.checkpoint.beside import FilesBeside
-from distap.checkpoint.checkpoints import NAME, Checkpoint, Checkpoints
+from distap.checkpoint.checkpoints import NAME, Checkpoint, Checkpoints, FilesBeside
 from distap.checkpoint.manifest import DamagedCheckpointError, verify_files
 from distap.errors import DistapError
 from distap.storage.files import storage_of

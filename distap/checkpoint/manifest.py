@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distap.errors import DistapError
-from distap.storage.hashing import FileIdentity, file_identity
+from distap.storage.atomic import FileIdentity, file_identity
 from distap.storage.texts import parsed_json
 
 MANIFEST_FILE, STATE_FILE = "manifest.json", "state.json"

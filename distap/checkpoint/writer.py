@@ -16,15 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distap.checkpoint.agreement import on_all
-from distap.checkpoint.beside import FilesBeside
-from distap.checkpoint.checkpoints import Checkpoints
+from distap.checkpoint.checkpoints import Checkpoints, FilesBeside
 from distap.checkpoint.manifest import STATE_FILE, Manifest
 from distap.checkpoint.tensors import write_tensors
 from distap.errors import DistapError
-from distap.processes.daemon import in_daemon
+from distap.processes.forks import in_daemon
 from distap.processes.watchdog import is_of_the_network
-from distap.storage.atomic import write_whole
-from distap.storage.hashing import FileIdentity, file_identity
+from distap.storage.atomic import FileIdentity, file_identity, write_whole
 from distap.storage.remotes import UnreachableError
 from distap.world import CPU, World
 

@@ -4,12 +4,11 @@ from typing import Annotated
 
 import typer
 
-from distap.cli.commands import App
 from distap.cli.data import data
 from distap.cli.descriptors import extract_command, index_command, whiten_command
 from distap.cli.evaluation import eval_command
 from distap.cli.export import export_command
-from distap.cli.options import run
+from distap.cli.options import App, run
 from distap.cli.recipes import config_command, init_command, recipes_command
 from distap.cli.search import search_command, serve_command
 from distap.cli.train import report_command, train_command

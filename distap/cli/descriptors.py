@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from distap.cli import options
-from distap.cli.commands import JSON, print_json
+from distap.cli.options import JSON, print_json
 from distap.errors import DistapError
 
 EXTRACTED_IMAGES = "Folder, pattern or URL of shards, or any folder with images."

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from distap.cli import options
-from distap.cli.commands import JSON, print_json
-from distap.cli.options import OVERRIDES
+from distap.cli.options import JSON, OVERRIDES, print_json
 from distap.errors import DistapError
 
 data_option = partial(typer.Option, rich_help_panel="Data sets")

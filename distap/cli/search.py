@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from distap.apps.serve.limits import ServeSettings
-from distap.cli.commands import JSON, print_json
-from distap.cli.options import BEST, CHECKPOINT, WHITENING
+from distap.cli.options import BEST, CHECKPOINT, JSON, WHITENING, print_json
 
 if TYPE_CHECKING:
     from rich.table import Table

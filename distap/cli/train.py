@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from distap.cli.commands import JSON, print_json
-from distap.cli.options import AUTO, OVERRIDES, RANKS, RECIPE_ARGUMENT, ranks_to_start
+from distap.cli.options import AUTO, JSON, OVERRIDES, RANKS, RECIPE_ARGUMENT, print_json, ranks_to_start
 from distap.processes.stopping import end_when_asked, go_deaf
 
 REPORT_FOLDER = "Folder to write report.html and summary.json to."
@@ -111,8 +110,7 @@ def report_command(
     With --json: `report`, the page; and `summary`, as in summary.json: figures `before` and `after` (0 to 1),
     `train_seconds` and `outside_network_share`.
     """
-    from distap.pages.following import follow_run
-    from distap.pages.report import report
+    from distap.pages.report import follow_run, report
     from distap.telemetry.terminal import figures_table, print_result
 
     if follow is not None:

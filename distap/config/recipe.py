@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from distap.config.images import DataSection, DescribingSection, EvaluationSection, ImagesSection
-from distap.config.network import ModelSection
 from distap.config.sections import (
     AverageSection,
     CheckpointSection,
@@ -15,6 +14,7 @@ from distap.config.sections import (
     LogsSection,
     MemorySection,
     MetricsSection,
+    ModelSection,
     OptimizerSection,
     RankSection,
     ReplaySection,

@@ -1,8 +1,9 @@
-"""Write report.html and summary.json about a run."""
+"""Write report.html and summary.json about a run, once or while it trains."""
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 import yaml
 
 from distap import __version__
+from distap.checkpoint.lease import FILE, RENEW_SECONDS, STALE_RENEWALS
 from distap.data.images.decoding import MAX_PIXELS, EncodedImage
 from distap.data.images.image_sets import open_images
 from distap.data.images.whole_images import EncodedImages, Thumbnails
@@ -24,6 +26,7 @@ from distap.storage.atomic import write_whole
 from distap.storage.locations import parse_source
 from distap.storage.remotes import RemoteSettings
 from distap.storage.texts import without_secrets
+from distap.telemetry.terminal import print_warning
 
 PAGE_FILE, SUMMARY_FILE = "report.html", "summary.json"
 CHARTED = ("describe", "replay", "rank", "gather", "reduce", "data_wait", "optimizer", "other")
@@ -136,3 +139,23 @@ def stage_seconds(run: Run) -> dict[str, float]:
     count = max(len(run.steps), 1)
     means = {name: sum(entry["seconds"].get(name, 0.0) for entry in run.steps) / count for name in CHARTED}
     return {name: mean for name, mean in means.items() if mean}
+
+
+def follow_run(folder: Path, seconds: float, write: Callable[[], Any]) -> None:
+    """Call `write` at an interval until the run in `folder` no longer trains, or until Ctrl-C."""
+    with suppress(KeyboardInterrupt):
+        while is_training(folder):
+            try:
+                write()
+            except DistapError as error:  # its training may not have written its first line, or goes on just now
+                print_warning(f"{error}; trying again in {seconds:g} s")
+            time.sleep(seconds)
+
+
+def is_training(folder: Path) -> bool:
+    """Tell whether a training holds the lease of a run folder: a training renews it, and removes it at its end."""
+    try:
+        age = time.time() - (folder / FILE).stat().st_mtime
+    except FileNotFoundError:
+        return False
+    return age < STALE_RENEWALS * RENEW_SECONDS

@@ -1,11 +1,13 @@
-"""Forks of this process: they start at once, with everything that it has imported."""
+"""Forks, which start at once with everything that this process has imported, and daemon threads."""
 
 import ctypes
 import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar, cast
 
@@ -55,3 +57,17 @@ def _answer(pipe: Connection, parent: int, work: Callable[[], Any]) -> None:
         pipe.send(work())
     except Exception as error:
         pipe.send(error)
+
+
+def in_daemon(work: Callable[[], T], name: str) -> Future[T]:
+    """Run `work` in a thread that does not keep the process alive, as an executor's thread would."""
+    future = Future[T]()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

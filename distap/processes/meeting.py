@@ -22,7 +22,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from distap.errors import CollectiveError
-from distap.processes.daemon import in_daemon
+from distap.processes.forks import in_daemon
 
 POLL_SECONDS = 0.05
 FEW_RANKS = 128  # more of them ask the store less often

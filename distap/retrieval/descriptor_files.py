@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distap.errors import DistapError
-from distap.storage.atomic import replacing, write_whole
-from distap.storage.hashing import file_identity
+from distap.storage.atomic import file_identity, replacing, write_whole
 from distap.storage.texts import read_json
 
 ABOUT_FILE, DESCRIPTORS_FILE, KEYS_FILE, CLASSES_FILE = "about.json", "descriptors.npy", "keys.npy", "classes.npy"

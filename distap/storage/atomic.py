@@ -1,14 +1,17 @@
-"""Write files so that a crash or a full disk leaves the old file or the new one, never half of one."""
+"""Write files so that a crash or a full disk leaves the old one or the new one, never half of one; identify files."""
 
 import errno
+import hashlib
 import os
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from distap.errors import DistapError
+from distap.storage.texts import open_regular
 
 UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP)  # errors of file systems that cannot sync a folder
 
@@ -93,3 +96,32 @@ def sync_path(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class FileIdentity:
+    """Size and SHA-256 of a file; they differ if the file is damaged or another one."""
+
+    bytes: int
+    sha256: str
+
+
+def file_identity(path: Path) -> FileIdentity:
+    with open_regular(path) as file:
+        return FileIdentity(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+class Hashed:
+    """Wrap a file that is read once from start to end, and hash its bytes."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._digest = file, hashlib.sha256()
+
+    @property
+    def sha256(self) -> str:
+        return self._digest.hexdigest()
+
+    def read(self, size: int) -> bytes:
+        data: bytes = self._file.read(size)
+        self._digest.update(data)
+        return data

@@ -12,8 +12,8 @@ from PIL import Image
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from distap.config.network import ModelSection
 from distap.config.reading import recorded_recipe
+from distap.config.sections import ModelSection
 from distap.data.images.decoding import EncodedImage, image_file
 from distap.data.sizing import Sizing
 from distap.errors import DistapError, tensor_given

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distap.checkpoint.agreement import on_all
-from distap.checkpoint.beside import FilesBeside
-from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER, Checkpoint, Checkpoints
+from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER, Checkpoint, Checkpoints, FilesBeside
 from distap.checkpoint.finding import newest_checkpoint
 from distap.checkpoint.lease import Lease
 from distap.checkpoint.manifest import DamagedCheckpointError

@@ -20,8 +20,15 @@ from torch import nn
 
 from distap.apps.export import formats
 from distap.apps.export.card import Exported, model_card, origin_of
-from distap.apps.export.checking import agreement, cases_of, onnx_describer
-from distap.apps.export.formats import exportable, program_of, save_onnx, save_program
+from distap.apps.export.formats import (
+    agreement,
+    cases_of,
+    exportable,
+    onnx_describer,
+    program_of,
+    save_onnx,
+    save_program,
+)
 from distap.apps.export.to_folder import export_to_folder
 from distap.config.reading import recorded_recipe
 from distap.data.sizing import Sizing

@@ -3,13 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
-from distap.checkpoint.beside import FilesBeside
-from distap.checkpoint.checkpoints import Checkpoints
+from distap.checkpoint.checkpoints import Checkpoints, FilesBeside
 from distap.checkpoint.finding import newest_checkpoint, opened_checkpoint
 from distap.checkpoint.manifest import MANIFEST_FILE
 from distap.checkpoint.writer import CheckpointWriter
+from distap.storage.atomic import file_identity
 from distap.storage.files import storage_of
-from distap.storage.hashing import file_identity
 from distap.storage.remotes import RemoteSettings
 from distap.world import World
 

@@ -6,8 +6,7 @@ from networks import noise, random_network
 from torch import nn
 
 from distap.errors import DistapError
-from distap.model.convolution import convolve, depthwise_gradient
-from distap.model.folding import fold_batchnorm
+from distap.model.folding import convolve, depthwise_gradient, fold_batchnorm
 from distap.model.network import RetrievalNetwork
 
 

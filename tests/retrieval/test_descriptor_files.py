@@ -7,7 +7,7 @@ from postprocessing_reference import clustered
 
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet, read_descriptors, write_descriptors
-from distap.storage.hashing import file_identity
+from distap.storage.atomic import file_identity
 
 DTYPES = [np.float32, np.float16]
 

@@ -13,9 +13,7 @@ from small_trainings import train
 from distap.errors import DistapError
 from distap.registry import REGISTRY
 from distap.telemetry.loggers.loggers import LoggedRun, finite_figures, opened_loggers, prepare_loggers
-from distap.telemetry.loggers.mlflow import MLflow
-from distap.telemetry.loggers.tensorboard import TensorBoard
-from distap.telemetry.loggers.weights_and_biases import WeightsAndBiases
+from distap.telemetry.loggers.trackers import MLflow, TensorBoard, WeightsAndBiases
 from distap.telemetry.runlog import read_run_log
 from distap.world import World
 

@@ -14,7 +14,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from distap import __version__
-from distap.apps.export.checking import Agreement
+from distap.apps.export.formats import Agreement
 from distap.checkpoint.checkpoints import Checkpoint
 from distap.config.recipe import NetworkRecipe
 from distap.errors import DistapError

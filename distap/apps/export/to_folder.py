@@ -8,9 +8,18 @@ from pathlib import Path
 import torch
 
 from distap import __version__
-from distap.apps.export import checking
 from distap.apps.export.card import Exported, Origin, model_card, origin_of
-from distap.apps.export.formats import exportable, missing_for_onnx, program_of, save_onnx, save_program
+from distap.apps.export.formats import (
+    Agreement,
+    agreement,
+    cases_of,
+    exportable,
+    missing_for_onnx,
+    onnx_describer,
+    program_of,
+    save_onnx,
+    save_program,
+)
 from distap.checkpoint.finding import opened_checkpoint
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
@@ -83,18 +92,18 @@ def _write(
     image_size = describer.sizing.pixels or origin.recipe.data.image_size
     about = {"distap": json.dumps({"version": __version__, "described_by": asdict(describer.described_by)})}
     several = describer.network.eval()
-    programs: dict[str, checking.Agreement] = {}
+    programs: dict[str, Agreement] = {}
     if {"pt2", "onnx"} & set(formats):
         program = program_of(exportable(several), image_size, dynamic_size)
-        cases = checking.cases_of(several, image_size, dynamic_size)
+        cases = cases_of(several, image_size, dynamic_size)
         if "pt2" in formats:
             path = folder / PROGRAM_FILE
             save_program(program, path, about)
-            programs[path.name] = checking.agreement(path.name, torch.export.load(path).module(), cases)
+            programs[path.name] = agreement(path.name, torch.export.load(path).module(), cases)
         if "onnx" in formats:
             path = folder / ONNX_FILE
             save_onnx(program, path, about)
-            programs[path.name] = checking.agreement(path.name, checking.onnx_describer(path), cases)
+            programs[path.name] = agreement(path.name, onnx_describer(path), cases)
     is_loadable = "safetensors" in formats
     if is_loadable:
         DescriptorNetwork(describer, origin.recipe.model).write(folder)

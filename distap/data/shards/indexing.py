@@ -15,8 +15,8 @@ from distap.data.shards.index import COLUMNS, SAMPLE_COLUMNS, SHARD_COLUMNS, Ind
 from distap.data.shards.parallel import Track, map_in_processes, untracked
 from distap.data.shards.tar import DamagedShardError, Readable, Sample, read_samples
 from distap.errors import DistapError
+from distap.storage.atomic import Hashed
 from distap.storage.files import Storage, storage_of
-from distap.storage.hashing import Hashed
 from distap.storage.locations import LISTABLE, Source, parse_source, shard_names
 from distap.storage.remotes import MissingFileError, RemoteSettings
 from distap.storage.texts import is_line
