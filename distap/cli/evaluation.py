@@ -23,7 +23,6 @@ DATABASE_AUGMENTATION = "Move each gallery image towards its neighbours, weighte
 RERANK_NEIGHBOURS = "Number of neighbours used by --rerank; take about the number of images per class."
 RECIPE_EVALUATED = "Recipe (a YAML file or a name of `distap recipes`) whose network to evaluate before training."
 NEIGHBOURS_HELP = "Number of neighbours used by --query-expansion and --database-augmentation."
-DESCRIPTORS_KEPT = "Folder to store descriptors in, and to read them from in later evaluations."
 FIGURES = "Figures to compute, such as mAP@R,R@1,R@20,mAP@1000,mP@5/min. Each has its definition in the guide."
 RESULTS_FOLDER = "Folder to write results.json to, and for each data set result.json, queries and neighbours."
 
@@ -37,7 +36,8 @@ def eval_command(
     best: options.BEST = False,
     data: Annotated[list[str] | None, data_option(help=DATA, show_default="the recipe's validation set")] = None,
     distractors: Annotated[
-        list[str] | None, data_option(help="Shards to add to the gallery of each set with a ground truth.")
+        list[str] | None,
+        data_option(help="Shards to add to a gallery with a ground truth, or descriptors."),
     ] = None,
     gallery: Annotated[str | None, data_option(help=GALLERY_SET, show_default="all others of its own images")] = None,
     gallery_draws: Annotated[int, data_option(help=DRAWS, min=0)] = 0,
@@ -51,7 +51,6 @@ def eval_command(
         options.refinement(help="Re-rank each query's first results with this method."),
     ] = None,
     rerank_neighbours: Annotated[int, options.refinement(help=RERANK_NEIGHBOURS, min=1)] = 20,
-    descriptors: Annotated[Path | None, options.output(help=DESCRIPTORS_KEPT)] = None,
     output: Annotated[Path | None, options.output(help=RESULTS_FOLDER)] = None,
     as_json: JSON = False,
     whitening: options.WHITENING = None,
@@ -91,7 +90,7 @@ def eval_command(
 
         def opened() -> Any:
             settings = recipe.data
-            describing = describing_of(recipe, network, world, kept_in=descriptors, shown=True)
+            describing = describing_of(recipe, network, world, shown=True)
             learned = None if whitening is None else load_whitening(whitening)
             refinement = Refinement(
                 learned,

@@ -18,7 +18,6 @@ from distap.data.images.cropping import Box
 from distap.data.images.image_sets import ImageSet
 from distap.data.shards.image_folders import warn_of
 from distap.errors import DistapError
-from distap.evaluation.extraction.extracted_folder import extract_to_folder
 from distap.evaluation.extraction.extracting import NOT_FINITE, Describing, Extraction, extract_descriptors
 from distap.evaluation.ground_truth import GroundTruth, TrueQuery
 from distap.evaluation.saved import DRAWN, LABELLED, QUERIED, Evaluation, Retrieved
@@ -69,25 +68,23 @@ class EvaluationSet:
         names = (classes if truth is not None and truth.query else keys).tolist()
         whole = dict[tuple[int, bool], tuple[NDArray[np.int64], NDArray[Any]]]()
 
-        def described(
-            parts: tuple[ImageSet, ...], what: str, boxes: Mapping[int, Box]
-        ) -> tuple[NDArray[np.int64], Descriptors]:
+        def described(parts: tuple[ImageSet, ...], boxes: Mapping[int, Box]) -> tuple[NDArray[np.int64], Descriptors]:
             """Return numbers of images, which count on from set to set, and their descriptors."""
             numbers, rows = list[NDArray[np.int64]](), list[tuple[str, NDArray[Any]]]()
-            for place, images in enumerate(parts):
-                start, name = first[id(images)], f"{self.name}/{what}-{place}"
+            for images in parts:
+                start = first[id(images)]
                 own = {number - start: box for number, box in boxes.items() if 0 <= number - start < len(images)}
                 # Where the queries are images of the gallery, they are described once, unless each has its box.
                 found = whole.get((id(images), bool(own)))
-                found = found or _descriptors(describing, images, name, own)
+                found = found or _descriptors(describing, images, own)
                 whole[id(images), bool(own)] = found
                 numbers.append(start + found[0])
-                rows.append((name, found[1]))
+                rows.append((images.name, found[1]))
             return np.concatenate(numbers), rows[0][1] if len(rows) == 1 else DescriptorParts(rows)
 
         boxes = {} if truth is None else truth.boxes(self.name, names[: sum(map(len, self.queries))])
-        asking, queries = described(self.queries, "queries", boxes)
-        among, gallery = described(self.gallery, "gallery", {}) if self.gallery else (asking, queries)
+        asking, queries = described(self.queries, boxes)
+        among, gallery = described(self.gallery, {}) if self.gallery else (asking, queries)
         records, gallery_names, lost = list[TrueQuery](), list[Any](), set[str]()
         if truth is not None and truth.queries:
             asked, gallery_names = ([names[number] for number in own] for own in (asking, among))
@@ -99,22 +96,15 @@ class EvaluationSet:
 
 
 def _descriptors(
-    describing: Describing, images: ImageSet, name: str, boxes: Mapping[int, Box]
+    describing: Describing, images: ImageSet, boxes: Mapping[int, Box]
 ) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """Return image numbers (n,), ascending, without failed images, and descriptors (n, D), on every rank.
 
     Args:
-        name: of the folder to keep descriptors in.
         boxes: by image number, the part of an image to describe, in pixels.
     """
-    extraction = Extraction(describing, images, boxes)
-    if describing.kept_in is None:
-        samples, descriptors, reasons = extract_descriptors(extraction)
-        left_out: Mapping[str, str] = {str(images.keys[number]): reason for number, reason in reasons.items()}
-    else:
-        stored = extract_to_folder(extraction, describing.kept_in / name)
-        samples, descriptors = np.flatnonzero(np.isin(images.keys, stored.keys)), stored.descriptors
-        left_out = stored.left_out
+    samples, descriptors, reasons = extract_descriptors(Extraction(describing, images, boxes))
+    left_out = {str(images.keys[number]): reason for number, reason in reasons.items()}
     if broken := [key for key, reason in left_out.items() if reason == NOT_FINITE]:
         raise DistapError(
             f"{images.name}: {len(broken)} of {len(images)} descriptors are not finite, such as that of {broken[0]}: "
@@ -142,10 +132,6 @@ class DescribedSet:
     names: list[Any]  # of the gallery's rows in the ground truth: images, or instances of several
     lost: set[str]  # names of images that could not be described
     describing: Describing
-
-    @property
-    def device(self) -> torch.device:
-        return self.describing.describer.device
 
     @cached_property
     def rows(self) -> NDArray[np.int64]:
@@ -236,12 +222,12 @@ class DescribedSet:
         gallery = queries if is_same else self.gallery[among]
         refined, gallery, head = refinement.apply(queries, gallery, is_same, more)
         truth, neighbours = self._truth(asking, among), 0 if of.draws or of.truth else NEIGHBOURS
-        head = None if head is None else head.to(self.device)
+        head = None if head is None else head.to(self.describing.describer.device)
         rest: dict[str, Any] = {"head": head, "distractors": more, "world": self.describing.world}
         return evaluate_descriptors(refined, gallery, truth, of.figures, neighbours, **rest)
 
     def _truth(self, asking: Any, among: Any) -> Truth:
-        of, device = self.of, self.device
+        of, device = self.of, self.describing.describer.device
         if of.truth and of.truth.queries:
             return of.truth.of_gallery(self.records, self.names, device, of.is_of_itself, self.lost)
         if of.truth:

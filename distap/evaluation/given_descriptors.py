@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from distap.data.labels import class_numbers
@@ -18,7 +18,7 @@ from distap.retrieval.evaluate import Evaluated, evaluate_descriptors
 from distap.retrieval.figures import labelled_figures
 from distap.retrieval.ranks import Ties
 from distap.retrieval.row_blocks import given_rows, taken
-from distap.retrieval.truth import ClassTruth, ListedTruth
+from distap.retrieval.truth import ClassTruth
 
 
 def evaluate(
@@ -73,8 +73,26 @@ def evaluate(
     if truth is not None:
         if cameras is not None or domains is not None:
             raise DistapError("cameras and domains are for labels: a truth names junk and parts itself")
-        asking, among, by_truth, of_truth = _by_truth(rows, truth, asks, names)
-        return _summary(evaluate_descriptors(asking, among, by_truth, figures or of_truth, **rest))
+        if names is not None and len(names) != len(rows):
+            raise DistapError(f"there are {len(names)} names for {len(rows)} descriptors")
+        known = read_truth(Path(truth)) if isinstance(truth, Path | str) else parsed_truth(truth, "truth")
+        of_rows: list[Name] = [*range(len(rows))] if names is None else [*names]
+        if repeated := len(of_rows) - len(set(of_rows)):
+            raise DistapError(f"names: {repeated} of {len(of_rows)} are repeated")
+        if known.instances and asks is not None:
+            raise DistapError("queries are for images, and the truth has instances: its queries retrieve all others")
+        there = {*of_rows, *known.instances}
+        if missing := [query.name for query in known.queries if query.name not in there]:
+            kind = "row numbers, since `names` is not given" if names is None else "texts of `names`"
+            raise DistapError(f"truth: query {missing[0]!r} and {len(missing) - 1} more are none of {kind}")
+        _, asking = known.asking(of_rows, rows)
+        of_rows, rows = known.grouped(of_rows, rows)
+        kept = np.arange(len(rows)) if asks is None else np.flatnonzero(~asks)
+        gallery = rows if asks is None else taken(rows, torch.from_numpy(kept))
+        listed = known.of_gallery(
+            known.queries, [of_rows[place] for place in kept], torch.device(rows.device), is_of_itself=True
+        )
+        return _summary(evaluate_descriptors(asking, gallery, listed, figures or known.figures, **rest))
     classes, camera, domain = (
         None if values is None else _numbers(values, what, len(rows)).to(torch.device(rows.device))
         for values, what in ((labels, "labels"), (cameras, "cameras"), (domains, "domains"))
@@ -101,34 +119,6 @@ def evaluate(
 def _summary(found: Evaluated) -> dict[str, float]:
     left_out = next(iter(found.left_out.values()))
     return found.summary() | {"queries": len(found.first_positive) - left_out, "left_out": left_out}
-
-
-def _by_truth(
-    rows: Tensor | NDArray[Any],
-    truth: Mapping[str, Any] | Path | str,
-    asks: NDArray[np.bool_] | None,
-    names: Sequence[str] | None,
-) -> tuple[Any, Any, ListedTruth, Sequence[str]]:
-    """Return descriptors of queries and gallery, their truth and its figures."""
-    if names is not None and len(names) != len(rows):
-        raise DistapError(f"there are {len(names)} names for {len(rows)} descriptors")
-    known = read_truth(Path(truth)) if isinstance(truth, Path | str) else parsed_truth(truth, "truth")
-    of_rows: list[Name] = [*range(len(rows))] if names is None else [*names]
-    if repeated := len(of_rows) - len(set(of_rows)):
-        raise DistapError(f"names: {repeated} of {len(of_rows)} are repeated")
-    if known.instances and asks is not None:
-        raise DistapError("queries are for images, and the truth has instances: its queries retrieve all others")
-    if missing := [query.name for query in known.queries if query.name not in {*of_rows, *known.instances}]:
-        kind = "row numbers, since `names` is not given" if names is None else "texts of `names`"
-        raise DistapError(f"truth: query {missing[0]!r} and {len(missing) - 1} more are none of {kind}")
-    _, asking = known.asking(of_rows, rows)
-    of_rows, rows = known.grouped(of_rows, rows)
-    kept = np.arange(len(rows)) if asks is None else np.flatnonzero(~asks)
-    gallery = rows if asks is None else taken(rows, torch.from_numpy(kept))
-    listed = known.of_gallery(
-        known.queries, [of_rows[place] for place in kept], torch.device(rows.device), is_of_itself=True
-    )
-    return asking, gallery, listed, known.figures
 
 
 def _numbers(values: ArrayLike | Tensor, what: str, count: int) -> Tensor:

@@ -77,7 +77,8 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
             DistapError: a query is not among the names, or its box is empty.
         """
         number = {name: place for place, name in enumerate(names)}
-        if absent := [query.name for query in self.queries if query.name not in number.keys() | self.instances]:
+        there = number.keys() | self.instances
+        if absent := [query.name for query in self.queries if query.name not in there]:
             raise DistapError(f"{where}: query {absent[0]} and {len(absent) - 1} more are not in it")
         found = dict[int, Box]()
         for query in (query for query in self.queries if query.box is not None):
@@ -169,11 +170,7 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
         )
 
     def of_classes(
-        self,
-        classes: NDArray[np.str_],
-        asking: NDArray[np.int64],
-        among: NDArray[np.int64],
-        device: torch.device,
+        self, classes: NDArray[np.str_], asking: NDArray[np.int64], among: NDArray[np.int64], device: torch.device
     ) -> ListedTruth:
         """Return the truth of a file without queries, by the classes of all images and the numbers of both sides.
 

@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from distap.errors import DistapError
 from distap.retrieval.figures import GRADED, Ranked, figures_named
 from distap.retrieval.ranks import CONVERTED_NUMBERS, MANY, Block, Ties, count_negatives
 from distap.retrieval.row_blocks import Descriptors, on_device, require_same_dimensions, taken
@@ -80,21 +79,17 @@ def evaluate_descriptors(
         ties: see `ranks`.
         world: ranks that share the work; all call this with the same arguments, and get the same bits as one.
     Raises:
-        DistapError: the truth does not fit the descriptors, or one of these is not finite.
+        DistapError: a descriptor is not finite.
     """
     counts, total = truth.counts, len(truth.counts)
-    if (total, truth.gallery) != (len(queries), len(gallery)):
-        told = f"a truth for {total} queries and a gallery of {truth.gallery}"
-        raise DistapError(f"there is {told}, and descriptors of {len(queries)} and {len(gallery)}")
     computed = figures_named(figures)
     graded = {name: computed.pop(name) for name in GRADED if name in computed}
     require_same_dimensions(queries, gallery)
     others, is_same = truth.gallery - (truth.own is not None), queries is gallery
-    more = 0 if distractors is None else len(distractors)
     dtype = torch.float64 if queries.dtype in (torch.float64, "float64") else torch.float32
     gallery = _resident(gallery, dtype, counts.device, "gallery descriptor")
     queries = gallery if is_same else _resident(queries, dtype, counts.device, "query")
-    neighbours = min(neighbours, others)
+    neighbours, others = min(neighbours, others), others + (0 if distractors is None else len(distractors))
     order = truth.order[counts[truth.order].argsort(descending=True, stable=True)]  # least padding in blocks
     is_symmetric = (
         isinstance(truth, ClassTruth)
@@ -128,7 +123,7 @@ def evaluate_descriptors(
         for block in blocks:
             rows, grades, before = block.rows, block.tables.grades, block.before
             exists, of_ranks = block.tables.positives != NONE, block.grades_by_rank(ties)
-            every = Ranked.by_negatives(before, exists, others + more, of_ranks)
+            every = Ranked.by_negatives(before, exists, others, of_ranks)
             first[rows] = every.ranks[:, 0]
             if neighbours:
                 nearest[rows] = order[block.nearest[1]] if is_symmetric else block.nearest[1]
@@ -141,7 +136,7 @@ def evaluate_descriptors(
                 elif right is not None and grades is not None:
                     # `before` counts no positive of any grade, so those of other grades are left out, like junk.
                     chosen = torch.isin(grades, grades.new_tensor([*right])) & exists
-                    ranked = Ranked.by_negatives(before, chosen, others + more)
+                    ranked = Ranked.by_negatives(before, chosen, others)
                 for name, figure in computed.items():
                     values[f"{group} {name}".strip()][rows] = figure(ranked)
     values = {name: own.masked_fill(counts == 0, torch.nan) for name, own in values.items()}

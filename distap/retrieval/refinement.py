@@ -87,11 +87,7 @@ class KReciprocal:
 
 
 def reranked_heads(
-    reranker: KReciprocal,
-    queries: Descriptors,
-    gallery: Descriptors,
-    size: int,
-    exclude_self: bool = False,
+    reranker: KReciprocal, queries: Descriptors, gallery: Descriptors, size: int, exclude_self: bool = False
 ) -> Int64[Tensor, "Q K"]:
     """Return each query's `size` nearest gallery rows, re-ranked, from descriptors of length 1.
 
@@ -130,11 +126,7 @@ class Refinement:
         return " + ".join(name for name, part in parts.items() if part is not None) or "plain"
 
     def apply(
-        self,
-        queries: Descriptors,
-        gallery: Descriptors,
-        same: bool = False,
-        distractors: Descriptors | None = None,
+        self, queries: Descriptors, gallery: Descriptors, same: bool = False, distractors: Descriptors | None = None
     ) -> tuple[Descriptors, Descriptors, Int64[Tensor, "Q K"] | None]:
         """Refine queries (Q, C) and gallery (N, C) of length 1. Unchanged arrays are returned themselves.
 

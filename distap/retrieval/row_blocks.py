@@ -18,9 +18,7 @@ LENGTH_TOLERANCE = 0.02  # bfloat16 rounds a descriptor's length by up to 0.4%
 
 
 def row_blocks(
-    values: Descriptors,
-    dtype: Any = np.float32,
-    numbers: int | None = None,
+    values: Descriptors, dtype: Any = np.float32, numbers: int | None = None
 ) -> Iterator[tuple[slice, NDArray[Any]]]:
     """Yield blocks of at most `numbers` numbers: the places of the rows, and copies of the rows in `dtype`.
 

@@ -125,7 +125,6 @@ def describing_of(
     scales: Sequence[float] | None = None,
     *,
     whitening: str | Path | None = None,
-    kept_in: Path | None = None,
     shown: bool = False,
 ) -> Describing:
     """Return how evaluations describe images with an unsharded network; None takes the recipe's settings.
@@ -143,7 +142,7 @@ def describing_of(
         antialias=evaluation.antialias,
         batch_pixels=evaluation.batch_size * data.image_size**2,
     )
-    return Describing(describer, world, data.workers, kept_in, shown)
+    return Describing(describer, world, data.workers, shown)
 
 
 def reading_of(recipe: NetworkRecipe) -> dict[str, Any]:

@@ -21,10 +21,13 @@ from small_trainings import recipe, train
 import benchmarks.photos
 from distap.data.converters.converting import DATASETS, convert
 from distap.data.images.decoding import EncodedImage
+from distap.data.images.image_sets import open_images
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.packing import pack
 from distap.errors import DistapError
 from distap.evaluation.evaluation_set import GALLERY
+from distap.evaluation.extraction.extracted_folder import extract_to_folder
+from distap.evaluation.extraction.extracting import Extraction
 from distap.evaluation.saved import folder_of_step, read_evaluation, saved_steps
 from distap.evaluation.sets import open_set
 from distap.library import load
@@ -40,7 +43,7 @@ from distap.world import World
 def converted(tmp_path_factory) -> Path:
     """Tiny Revisited Oxford, its distractors and Google Landmarks v2, as `distap data convert` writes them."""
     folder = tmp_path_factory.mktemp("converted")
-    for name in ("roxford5k", "revisitop1m", "gldv2"):
+    for name in ("roxford5k", "revisitop1m", "gldv2", "uned", "ijb-c"):
         TREES[name](folder / "source" / name)
         convert(DATASETS[name], folder / "source" / name, folder / name)
     return folder
@@ -100,6 +103,24 @@ def test_the_figures_of_google_landmarks_count_100_images(converted, training_sh
         assert saved["average_precision"][name]["AP@100"] == pytest.approx(expected)
 
 
+def test_uned_and_ijb_c_are_evaluated_by_their_files(converted, training_shards, tmp_path):
+    how = describing(tmp_path, training_shards)
+    found = open_set(str(converted / "uned")).describe(how).evaluate()
+    domains = [f"{name} R@1" for name in ("cars", "sop", "inat", "food2k", "rp2k", "inshop", "met", "gldv2")]
+    assert {*domains, "mean R@1", "mean mP@5/min"} < found.figures.keys()
+    assert (found.images, found.queries, found.left_out) == (20 + 3 + 20 + 6, 23, 0)
+    assert found.figures["mean R@1"] == pytest.approx(np.mean([found.figures[name] for name in domains]))
+    folder = converted / "source/uned/images"
+    index = [f"{one}/test/{n}" for one in ("cars", "sop", "inat", "food2k", "rp2k") for n in range(4)]
+    index += [f"{one}/index/{n}" for one in ("inshop", "met", "gldv2") for n in range(2)]
+    described = how.describer.describe([(folder / f"{name}.jpg").read_bytes() for name in index])
+    query = how.describer.describe([(folder / "gldv2/test/0.jpg").read_bytes()])
+    best = (described @ query[0]).argsort(descending=True)[:2].tolist()
+    assert found.figures["gldv2 mP@5/min"] == np.mean([place in (24, 25) for place in best])  # two are right
+    found = open_set(str(converted / "ijb-c")).describe(how).evaluate()
+    assert (found.images, found.queries, len(found.average_precision)) == (20, 10, 10)
+
+
 def photo(folder: Path, name: str) -> bytes:
     return (folder / name[0] / name[1] / name[2] / f"{name}.jpg").read_bytes()
 
@@ -131,10 +152,9 @@ def query_and_gallery(tmp_path_factory):
     return folder, parts
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_queries_retrieve_the_gallery_of_other_shards(query_and_gallery, training_shards, tmp_path, kept):
+def test_queries_retrieve_the_gallery_of_other_shards(query_and_gallery, training_shards, tmp_path):
     folder, parts = query_and_gallery
-    how = describing(tmp_path, training_shards, kept_in=tmp_path / "kept" if kept else None)
+    how = describing(tmp_path, training_shards)
     opened = open_set(str(folder / "query"), gallery=str(folder / "gallery"))
     described = opened.describe(how)
     evaluation = described.evaluate()
@@ -184,7 +204,7 @@ def test_training_and_eval_know_the_gallery(query_and_gallery, training_shards, 
     for name, figures, options in (
         ("remembered", last["validation"], []),
         ("asked", last["also"]["other"], [f"--data={gallery}", f"--gallery={query}"]),
-        ("drawn", last["also"]["drawn"], [f"--data={gallery}", "--gallery-draws=3", "--descriptors", tmp_path / "d"]),
+        ("drawn", last["also"]["drawn"], [f"--data={gallery}", "--gallery-draws=3"]),
     ):
         assert distap(monkeypatch, "eval", "--checkpoint", run, *options, "--output", tmp_path / name) == 0
         assert read_evaluation(tmp_path / name).figures == pytest.approx(figures)
@@ -204,19 +224,22 @@ def test_training_and_eval_know_the_gallery(query_and_gallery, training_shards, 
         train(World(), tmp_path, [gallery], sampling=batch, **data | {"data__validation": str(training_shards[1])})
 
 
-def test_descriptors_are_found_again_and_distractors_lower_figures(converted, training_shards, tmp_path, monkeypatch):
-    how = describing(tmp_path, training_shards, kept_in=tmp_path / "kept")
-    opened = open_set(
-        str(converted / "roxford5k"), "oxford", distractors=[str(converted / "revisitop1m/distractors")]
-    )
+def test_distractors_of_shards_and_of_descriptors_lower_figures_alike(converted, training_shards, tmp_path):
+    how, more = describing(tmp_path, training_shards), str(converted / "revisitop1m/distractors")
+    opened = open_set(str(converted / "roxford5k"), "oxford", distractors=[more])
     first, plain = opened.describe(how).evaluate(), open_set(str(converted / "roxford5k")).describe(how).evaluate()
     assert (plain.images, first.images) == (2 + 6, 2 + 9)
     assert all(first.figures[name] <= plain.figures[name] + 1e-12 for name in plain.figures)
-    monkeypatch.setattr(type(how.describer), "__call__", None)
-    again = opened.describe(how).evaluate()
-    assert again.figures == first.figures
-    with pytest.raises(DistapError, match="sizing"):
-        opened.describe(describing(tmp_path, training_shards, sizing="side 8", kept_in=tmp_path / "kept"))
+    extract_to_folder(Extraction(how, open_images(more)), tmp_path / "extracted")
+    apart = open_set(str(converted / "roxford5k"), "oxford", distractors=[str(tmp_path / "extracted")]).describe(how)
+    for refinement in (Refinement(), Refinement(expand=Expansion(3), rerank=KReciprocal())):
+        whole = opened.describe(how).evaluate(refinement)
+        assert apart.evaluate(refinement).figures == pytest.approx(whole.figures, abs=1e-6)
+    with pytest.raises(DistapError, match="are not augmented"):
+        apart.evaluate(Refinement(augment=Expansion(3)))
+    sized = describing(tmp_path, training_shards, sizing="side 8")
+    with pytest.raises(DistapError, match=r"extracted: described by .*expected .*'side 8'"):
+        open_set(str(converted / "roxford5k"), distractors=[str(tmp_path / "extracted")]).describe(sized).evaluate()
 
 
 @pytest.mark.parametrize("sizing", ["resize 40 crop 36", "resize 40x48 crop 36"])
@@ -268,7 +291,7 @@ def test_several_sets_are_evaluated_in_one_call(converted, training_shards, tmp_
     expanded = "--query-expansion=2"
     options = [expanded, "evaluation.sizing=original", f"--output={tmp_path / 'out'}"]
     configured = ["eval", tmp_path / "recipe.yaml"]
-    assert distap(monkeypatch, *configured, *sets[:1], *options, f"--descriptors={tmp_path / 'kept'}") == 0
+    assert distap(monkeypatch, *configured, *sets[:1], *options) == 0
     assert distap(monkeypatch, *configured, *sets, expanded, f"--output={tmp_path / 'both'}") == 0
     assert distap(monkeypatch, *configured, *sets, "--figures=R@2,mP@3/min", f"--output={tmp_path / 'named'}") == 0
     named = json.loads((tmp_path / "named/results.json").read_text())["sets"]
@@ -339,9 +362,8 @@ def test_what_cannot_be_evaluated_says_why(converted, training_shards, tmp_path)
             open_set(str(tmp_path)).describe(describing(tmp_path, training_shards))
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_network_that_is_broken_for_some_images_gets_no_figure(training_shards, tmp_path, monkeypatch, kept):
-    how = describing(tmp_path, training_shards, sizing="crop 32", kept_in=tmp_path / "kept" if kept else None)
+def test_a_network_that_is_broken_for_some_images_gets_no_figure(training_shards, tmp_path, monkeypatch):
+    how = describing(tmp_path, training_shards, sizing="crop 32")
     call = type(how.describer).__call__
 
     def broken(describer, pixels):

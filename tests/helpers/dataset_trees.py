@@ -1,5 +1,6 @@
 """Tiny copies of the data sets, laid out as their authors distribute them."""
 
+import json
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -218,6 +219,45 @@ def places(root: Path) -> None:
         photo(root / name, place)
 
 
+def uned(root: Path) -> None:
+    """Domains of two classes; a query of gldv2 shows two landmarks."""
+    lists = {
+        f"{domain}/{part}": [0, 0, 1, 1]
+        for domain in ("cars", "sop", "inat", "food2k", "rp2k")
+        for part in ("train", "test")
+    }
+    for domain in ("inshop", "met", "gldv2"):
+        lists |= {f"{domain}/train": [0, 0], f"{domain}/test": [7], f"{domain}/index": [7, 8]}
+    lists["gldv2/test"] = [[7, 8]]
+    for place, (name, classes) in enumerate(lists.items()):
+        images = [{"path": f"{name}/{number}.jpg", "class_id": one} for number, one in enumerate(classes)]
+        write(root / f"info_files/{name}.json", json.dumps(images))
+        for number, image in enumerate(images):
+            photo(root / "images" / image["path"], 10 * place + number)
+
+
+def vggface2(root: Path) -> None:
+    for part, names in {"train": ["n000002", "n000003"], "test": ["n000001", "n000009"]}.items():
+        faces = [f"{name}/{number:04d}_01" for name in names for number in (1, 2)]
+        rows = "".join(f'"{face}",2,1,4,{4 + 2 * place}\n' for place, face in enumerate(faces))
+        write(root / f"bb_landmark/loose_bb_{part}.csv", f"NAME_ID,X,Y,W,H\n{rows}")
+        for place, face in enumerate(faces):
+            photo(root / part / f"{face}.jpg", place + 20 * len(part))
+
+
+def ijb_c(root: Path) -> None:
+    """Subject 1 in three images and two videos, subject 2 in five images of which one is shared, subject 3 in one."""
+    rows = [(1, f"img/{n}.jpg", n) for n in (1, 2, 3)]
+    rows += [(1, f"frames/{n}.jpg", 90 + n % 2) for n in (1, 2, 3)]
+    rows += [(2, f"img/{n}.jpg", n) for n in (3, 4, 5, 6, 7)]
+    rows += [(3, "img/8.jpg", 8), ("nan", "img/9.jpg", 9)]
+    table = "".join(f"{who},{name},{sighting},{who},0,4,6,0\n" for who, name, sighting in rows)
+    heading = "SUBJECT_ID,FILENAME,SIGHTING_ID,FACE_X,FACE_Y,FACE_WIDTH,FACE_HEIGHT,AGE\n"
+    write(root / "protocols/ijbc_metadata.csv", heading + table)
+    for place, name in enumerate(dict.fromkeys(name for _, name, _ in rows)):
+        photo(root / "images" / name, place)
+
+
 TREES: dict[str, Callable[[Path], None]] = {
     "sop": sop,
     "cub": cub,
@@ -246,4 +286,7 @@ TREES: dict[str, Callable[[Path], None]] = {
     ),
     "msmt17": msmt17,
     "places": places,
+    "uned": uned,
+    "vggface2": vggface2,
+    "ijb-c": ijb_c,
 }

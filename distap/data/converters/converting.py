@@ -9,7 +9,7 @@ from operator import not_
 from pathlib import Path
 from typing import Any
 
-from distap.data.converters import landmarks, metric_learning, protocols, revisited
+from distap.data.converters import faces, landmarks, metric_learning, protocols, revisited
 from distap.data.converters.dataset import GROUND_TRUTH_FILE, Count, Dataset, MissingListError, Split, find_list
 from distap.data.shards.image_files import NOT_THERE, ImageFile, Listing
 from distap.data.shards.image_folders import Skipped
@@ -36,6 +36,9 @@ DATASETS: dict[str, Dataset] = {
     "msmt17": protocols.MSMT17,
     "veri-776": protocols.VERI,
     "places": protocols.PLACE_RECOGNITION,
+    "uned": protocols.UNED,
+    "vggface2": faces.VGG_FACE2,
+    "ijb-c": faces.IJB_C,
 }
 
 
@@ -109,12 +112,14 @@ def convert(
 
 def _listing(split: Split, source: Path, file: Path, track: Track) -> tuple[Listing, Count]:
     """Read the list of a split and look for its images on disk; return them and what the list has."""
-    images, left_out = dict[Path, ImageFile](), list[Skipped]()
+    images, left_out = dict[tuple[Path, Any], ImageFile](), list[Skipped]()
     for image in split.images(source, file):
-        if images.setdefault(image.path, image) is not image:  # packed twice, it would be its own positive
+        place = image.path, image.box
+        if images.setdefault(place, image) is not image:  # packed twice, it would be its own positive
             left_out.append(Skipped(str(image.path.relative_to(source)), "images that are listed again"))
-    there = ask_files(os.path.isfile, images, f"{split.name}: looking for images", track)
-    absent = compress(images, map(not_, there))
+    paths = [path for path, _ in images]
+    there = ask_files(os.path.isfile, paths, f"{split.name}: looking for images", track)
+    absent = compress(paths, map(not_, there))
     left_out += [Skipped(str(path.relative_to(source)), NOT_THERE) for path in absent]
     count = Count(len(images), len({image.class_name for image in images.values()}))
     return Listing(list(compress(images.values(), there)), left_out, source), count

@@ -1,6 +1,7 @@
-"""Converters of ILIAS, of person and vehicle re-identification, and of place recognition, each with its ground truth.
+"""Converters of ILIAS, re-identification, place recognition and UnED, each with its ground truth.
 
-Every query and gallery image is a class of its own, called by its path, because the truth names images one by one.
+Except for UnED, every query and gallery image is a class of its own, called by its path, because the truth names
+images one by one.
 """
 
 import re
@@ -14,6 +15,7 @@ from distap.data.converters.dataset import Count, Dataset, ListLine, Split, grou
 from distap.data.images.formats import IMAGE_SUFFIXES
 from distap.data.shards.image_files import ImageFile
 from distap.errors import DistapError
+from distap.storage.texts import parsed_json
 
 OF_PEOPLE, OF_PLACES = ["mAP", "CMC@1", "CMC@5", "CMC@10"], ["R@1", "R@5", "R@10", "R@20"]
 # Bounds of the groups of positives, by their share of the image and by the number of other objects in it.
@@ -169,4 +171,45 @@ PLACE_RECOGNITION = Dataset(  # the layout of Berton et al. 2022 for Pitts30k, M
         Split("gallery", "database", _views),
     ),
     ("", "images/test", "test"),
+)
+
+
+OF_THEMSELVES, OF_AN_INDEX = ("cars", "sop", "inat", "food2k", "rp2k"), ("inshop", "met", "gldv2")  # domains of UnED
+
+
+def _universal(source: Path, file: Path, domains: tuple[str, ...]) -> Iterator[ImageFile]:
+    """Yield the images of a split of some domains, each from a list as JSON, whose errors name places as lines."""
+    for domain in domains:
+        listed = file.parents[1] / domain / file.name
+        try:
+            images = [(one["path"], one["class_id"]) for one in parsed_json(listed.read_bytes(), list)]
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise DistapError(f"{listed}: no list of images with path and class_id: {error!r}") from error
+        for number, (name, found) in enumerate(images, 1):
+            path = ListLine(listed, number, []).path(source / "images", str(name))
+            # A query with several landmarks has several classes.
+            yield ImageFile(
+                path, "|".join(f"{domain}/{one}" for one in (found if isinstance(found, list) else [found]))
+            )
+
+
+def _by_classes(_: Path) -> dict[str, Any]:
+    splits = {"query": ["test", "query"], "gallery": ["test", "index"]}
+    return {"dataset": "uned", "figures": ["mP@5/min", "R@1"], **splits}
+
+
+def _of_domains(name: str, file: str, domains: tuple[str, ...], *counts: Count, **more: Any) -> Split:
+    return Split(name, f"{domains[0]}/{file}.json", partial(_universal, domains=domains), counts, **more)
+
+
+UNED = Dataset(  # Ypsilantis et al. 2023: one index of eight domains
+    "UnED",
+    "https://cmp.felk.cvut.cz/univ_emb",
+    (
+        _of_domains("train", "train", OF_THEMSELVES + OF_AN_INDEX, Count(2_831_222, 316_446)),
+        _of_domains("test", "test", OF_THEMSELVES, Count(225_636), truth=_by_classes),
+        _of_domains("query", "test", OF_AN_INDEX, Count(16_350)),
+        _of_domains("index", "index", OF_AN_INDEX, Count(1_171_490)),
+    ),
+    ("info_files",),
 )

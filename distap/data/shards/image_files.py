@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from distap.data.images.cropping import Box
 from distap.data.images.formats import readable_formats
 from distap.data.labels import NO_CLASS, class_name, nesting
 from distap.data.shards.image_folders import Skipped, counted, walk_images
@@ -32,6 +33,7 @@ class ImageFile(NamedTuple):
     path: Path
     class_name: str
     levels: tuple[str, ...] = ()  # the coarser classes that hold the class, finer first; "" for none
+    box: Box | None = None  # part to pack, upright, in pixels; what lies outside the image is cut off
 
 
 class Entry(NamedTuple):
@@ -284,7 +286,7 @@ def _parts(source: Path, columns: Sequence[str], flags: Sequence[_Flags]) -> lis
 
 def levels_of_each_class(images: Sequence[ImageFile]) -> dict[str, tuple[str, ...]]:
     """Return coarser classes by class; raise a DistapError if levels cross, or a name is no cell of classes.txt."""
-    levels = nesting(images)
+    levels = nesting(image[:3] for image in images)
     if "" in levels:
         raise DistapError("a class has an empty name")
     for name in chain(levels, *levels.values()):  # classes.txt has tabs between them

@@ -4,6 +4,7 @@ Shards are written into a hidden folder next to the output; one rename then make
 number of processes changes no byte.
 """
 
+import io
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import webdataset
 
+from distap.data.images.cropping import Box
 from distap.data.images.decoding import DamagedImageError, decode, image_size, seems_cut
 from distap.data.images.formats import IMAGE_SUFFIXES, suffix_of
 from distap.data.shards.image_files import (
@@ -153,6 +155,8 @@ def _write_shard(job: _Job) -> tuple[Index, list[Skipped]]:
                 skipped.append(Skipped(str(path), "empty files"))
                 continue
             try:
+                if entry.image.box is not None:
+                    data, path = _cut_out(data, entry.image.box, str(path)), path.with_suffix(".jpg")
                 decode(data, name=str(path)) if seems_cut(data) else image_size(data)
             except DamagedImageError as error:
                 skipped.append(Skipped(str(path), str(error)))
@@ -163,6 +167,17 @@ def _write_shard(job: _Job) -> tuple[Index, list[Skipped]]:
     with job.shard.open("rb") as written:
         index, _ = scan_shard(written, job.shard.name, job.shard.stat().st_size, str(job.shard))
     return index, skipped
+
+
+def _cut_out(data: bytes, box: Box, name: str) -> bytes:
+    """Return a part of an image as JPEG, of quality 95 and with all of its colour."""
+    image, buffer = decode(data, name=name), io.BytesIO()
+    left, top, right, bottom = box
+    inside = max(left, 0), max(top, 0), min(right, image.width), min(bottom, image.height)
+    if inside[0] >= inside[2] or inside[1] >= inside[3]:
+        raise DamagedImageError("decode_error", f"box {box} lies outside of {image.width} x {image.height} pixels")
+    image.crop(inside).save(buffer, "JPEG", quality=95, subsampling=0)
+    return buffer.getvalue()
 
 
 def _field_of(path: Path, data: bytes) -> str:

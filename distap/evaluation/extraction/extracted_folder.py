@@ -5,7 +5,6 @@ OUTPUT/parts/000012.npz    a part, written by the rank that described it; remove
 OUTPUT/about.json ...      the descriptors of all parts, see `retrieval/descriptor_files.py`, and what was left out
 """
 
-import hashlib
 import io
 import json
 import logging
@@ -57,7 +56,6 @@ def extract_to_folder(
         The descriptors, on every rank.
     """
     describer, world, images = extraction.how.describer, extraction.how.world, extraction.images
-    boxes = json.dumps(sorted(extraction.boxes.items())).encode()
     plan = {
         "version": PLAN_VERSION,
         "fingerprint": images.fingerprint,
@@ -66,7 +64,6 @@ def extract_to_folder(
         "precision": describer.precision,
         "scaled_decoding": describer.scaled,
         "max_pixels": describer.max_pixels,
-        "boxes": hashlib.sha256(boxes).hexdigest() if extraction.boxes else None,
         "dtype": dtype,
         "part_images": part_images or extraction.part_size,
     }

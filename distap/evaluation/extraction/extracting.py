@@ -6,7 +6,6 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -49,7 +48,6 @@ class Describing:
     describer: ImageDescriber
     world: World
     workers: int = 2  # loader processes of each rank; 0 loads in the rank itself
-    kept_in: Path | None = None  # keeps descriptors for the next evaluation of the same network; None: in memory only
     shown: bool = False  # whether rank 0 shows a progress bar
     is_asked_to_stop: Callable[[], bool] = lambda: False  # then all ranks raise a BrokenOffError
 

@@ -1,6 +1,7 @@
 import copy
 import json
 
+import numpy as np
 import pytest
 import torch
 from dataset_trees import TREES, dump
@@ -96,6 +97,24 @@ def test_a_place_is_right_within_25_metres(tmp_path):
     names = list(load_index(tmp_path / "out/gallery").class_name)
     (found,) = truth.of_gallery(truth.queries, names, torch.device("cpu")).positives
     assert [names[row] for row in found] == ["@500024.00@4400000.00@near.jpg"]
+
+
+def test_an_instance_of_ijb_c_is_an_image_or_a_video_of_a_subject_with_five(tmp_path):
+    truth = read_truth(converted("ijb-c", tmp_path) / "ground_truth.json")
+    assert truth.instances == {"1/91": ("frames/1.jpg 1", "frames/3.jpg 1"), "1/90": ("frames/2.jpg 1",)}
+    asked = {query.name: {query.name, *query.positives} for query in truth.queries}
+    assert len(asked) == 10
+    assert asked["1/90"] == {"img/1.jpg 1", "img/2.jpg 1", "img/3.jpg 1", "1/91", "1/90"}
+    assert asked["img/3.jpg 2"] == {f"img/{number}.jpg 2" for number in (3, 4, 5, 6, 7)}
+
+
+def test_uned_is_right_by_class_and_domain_in_one_index(tmp_path):
+    truth = read_truth(converted("uned", tmp_path) / "ground_truth.json")
+    assert (truth.query, truth.gallery, truth.queries) == (("test", "query"), ("test", "index"), ())
+    classes = np.array(["cars/0", "cars/0", "sop/0", "gldv2/7|gldv2/8", "gldv2/7", "gldv2/8", "cars/7"])
+    found = truth.of_classes(classes, np.arange(4), np.array([0, 1, 2, 4, 5, 6]), torch.device("cpu"))
+    assert [sorted(each.tolist()) for each in found.positives] == [[1], [0], [], [3, 4]]
+    assert found.parts == ["cars", "cars", "sop", "gldv2"] and found.own.tolist() == [0, 1, 2, -1]
 
 
 @pytest.mark.parametrize(
