@@ -145,7 +145,7 @@ class Multistage(nn.Module):
         forward = Outputs(network, world, self.normalise)
         sums = self.reduce and self._syncs and world.size > 1
         # DistributedDataParallel, FSDP and Horovod average over the ranks, so the gradient is given W times.
-        parts = network, world, forward, 1.0 if sums else float(world.size)
+        parts, times = (network, world, forward), 1.0 if sums else float(world.size)
         replica: FSDPReplica | CallersReplica
         if isinstance(network, FSDPModule):
             replica = FSDPReplica(*parts, frees=True, syncs=self._syncs)
@@ -182,7 +182,7 @@ class Multistage(nn.Module):
         # Stage three runs in the caller's `backward`, after accumulation and a loss scale have acted.
         def replay(upstream: Tensor) -> Sequence[Tensor | None]:
             if trained:
-                scaled = replace(ranking, gradient=gradient * upstream)
+                scaled = replace(ranking, gradient=gradient * (upstream * times))
                 with torch.enable_grad(), self._frozen(network):
                     self.replay_drift, _, _ = stages.replay(batch, described, scaled)
             return *replica.gradients, *(one * upstream for one in ranking.by_parameters)
