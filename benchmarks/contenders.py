@@ -17,12 +17,12 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from benchmarks.photos import pack
 from distap.config.recipe import PrecisionName
 from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob, ShareOfBatch
 from distap.data.sampling.random import RandomSampling
-from distap.data.shards.packing import pack
 from distap.model.backbone import FileWeights, PackageWeights, RandomWeights, TimmBackbone, TimmWeights
 from distap.model.network import RetrievalNetwork, build_network
 from distap.model.pooling import GeMPooling

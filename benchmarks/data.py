@@ -99,7 +99,7 @@ class DataBenchmark(harness.Benchmark):
         scales = []
         for seed in range(len(files)):
             torch.manual_seed(seed)
-            scales.append(1 / (reduction(*transform.choose(self.image, self.image)) if name == Format.jpg else 1))
+            scales.append(1 / (reduction(*transform.part(self.image, self.image)) if name == Format.jpg else 1))
         return {
             "what": what,
             "format": name,

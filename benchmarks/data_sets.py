@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from benchmarks.photos import pack
 from distap.data.shards.index import Index
 from distap.data.shards.load_index import load_index
-from distap.data.shards.packing import pack
 
 IMAGES_A_SHARD = 1000
 SIDE = 32  # pixels

@@ -1,6 +1,7 @@
 """Pictures with the statistics of photographs, made from a seed."""
 
 import io
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from distap.data.shards.packing import pack
+from distap.data.shards.image_files import ImageFile, Listing, list_images
+from distap.data.shards.image_folders import Skipped
+from distap.data.shards.index import Index
+from distap.data.shards.packing import pack_parts
+from distap.errors import DistapError
 
 DETAIL = 1 / 3  # amplitude grows with this power of the scale: a megapixel at quality 90 takes about 270 KB
 COLOURS = np.array([[1.0, 1.0, 1.0], [0.28, 0.0, -0.28], [0.16, -0.32, 0.16]])  # grey varies most, as outdoors
@@ -43,3 +48,23 @@ def packed(folder: Path, files: Sequence[bytes], ending: str, images_a_class: in
         path.write_bytes(data)
     pack(folder / "images", folder / "shards", **options)
     return folder / "shards"
+
+
+def pack(
+    images: Path | Listing | Sequence[ImageFile], output: Path, *arguments: Any, **layout: Any
+) -> tuple[Index, list[Skipped]]:
+    """Pack images into shards with an index next to them; return the index and the files that were left out.
+
+    `images` are in the order in which to pack them; or a folder or CSV, as in `list_images`. Their paths are kept
+    within the folder, or within the lowest one that holds all of them. See `pack_parts` for the other arguments.
+    """
+    listing = list_images(images) if isinstance(images, Path) else images
+    if not isinstance(listing, Listing):
+        if not listing:
+            raise DistapError(f"{output}: there are no images to pack")
+        listing = Listing(listing, (), Path(os.path.commonpath([image.path.absolute().parent for image in listing])))
+    if len(set(listing.parts)) > 1:
+        raise DistapError(
+            f"{output}: the list has several parts ({', '.join(listing.by_part())}); pack each by itself"
+        )
+    return pack_parts({"": listing}, output, *arguments, **layout)[0]

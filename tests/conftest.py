@@ -14,7 +14,7 @@ from hosts import Hosts, two_hosts
 from hypothesis import settings
 from images import write_images
 
-from distap.data.shards.packing import pack
+from benchmarks.photos import pack
 from distap.processes.stopping import SIGNALS, TRACE_SIGNAL
 from distap.telemetry import logs
 

@@ -9,8 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage
-from distap.data.images.image_sets import open_images
 from distap.data.images.whole_images import Thumbnails, thumbnail
+from distap.data.loading.indexed import open_images
 from distap.data.shards.load_index import index_of_folder
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber, describer_like

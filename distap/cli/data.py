@@ -58,11 +58,8 @@ def convert_command(
     output: Annotated[Path, typer.Argument(help="Folder to write the shards to, with a sub-folder per split.")],
     split: Annotated[
         list[str] | None,
-        typer.Option(help="Split to convert. Repeat the option for several.", show_default="the usual ones"),
+        typer.Option(help="Split to convert. Repeat the option for several.", show_default="all"),
     ] = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Stop with an error if listed images are missing.")
-    ] = False,
     images_per_shard: IMAGES_PER_SHARD = 1000,
     shuffle: SHUFFLE_OPTION = None,
     left_out: LEFT_OUT = None,
@@ -79,7 +76,7 @@ def convert_command(
     if name not in DATASETS:
         raise DistapError(f"no data set is called {name!r}; {suggestion(name, DATASETS)}")
     layout: dict[str, Any] = {"images_per_shard": images_per_shard, "shuffle": shuffle, "workers": workers}
-    converted = convert(DATASETS[name], source, output, only=split or (), strict=strict, track=track, **layout)
+    converted = convert(DATASETS[name], source, output, only=split or (), track=track, **layout)
     for part in converted:
         _print_indexed(output / part.split.name, part.index)
         if part.differs:

@@ -53,7 +53,7 @@ def extract_command(
     each; all must see OUTPUT.
     """
     from distap.checkpoint.agreement import first_on_rank_0
-    from distap.data.images.image_sets import ImageSet, open_images
+    from distap.data.loading.indexed import ImageSet, open_images
     from distap.evaluation.extraction.extracted_folder import extract_to_folder
     from distap.evaluation.extraction.extracting import Describing, Extraction
     from distap.evaluation.extraction.image_describer import ImageDescriber

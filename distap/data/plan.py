@@ -146,11 +146,15 @@ def in_turn(
         takes: (m,) how many have it now, at most `longest` and at most the count.
         key, of: what the orders are a function of, and a number for each set, (m,).
     """
+    # A place counts the elements that a set has given since its first, so a round and a place within it follow from
+    # the step alone: nothing is remembered between steps, and any step can be drawn first.
     counts = np.maximum(counts, 1)  # an empty set takes none
     rounds, first = np.divmod(starts, counts)
     columns = np.arange(int(takes.max()))
     is_later, places = np.divmod(first[:, None] + columns, counts[:, None])
     values = _of_round(counts, rounds, places, longest, key, of)
+    # As takes <= longest <= counts, what is taken lies in at most two rounds. Most sets stay in one, so the second is
+    # drawn for those alone that cross.
     if (crossing := is_later.any(axis=1)).any():
         later = _of_round(counts[crossing], rounds[crossing] + 1, places[crossing], longest, key, of[crossing])
         values[crossing] = np.where(is_later[crossing], later, values[crossing])
@@ -166,8 +170,12 @@ def _of_round(
     of: NDArray[np.int64],
 ) -> NDArray[np.int64]:
     """Return (m, k) the elements at k places of one round of each of m sets."""
+    # In a set this small, the elements that end a round and those that begin the next overlap whatever is done. The
+    # same order in all rounds keeps `longest` in a row different.
     rounds = np.where(counts < 2 * longest, 0, rounds)
     values = shuffled(counts, places, *key, of=(of, rounds))
+    # The seam: only the first `longest` places of a round depend on the one before, and only on its order, not on its
+    # own seam, since with two times `longest` or more its last places are none of its first. So no recursion.
     begun = (rounds > 0) & (places < longest).any(axis=1)
     if begun.any():
         counts, rounds, places, of = counts[begun], rounds[begun], places[begun], of[begun]
@@ -184,6 +192,8 @@ def _of_round(
 def _seam(begins: NDArray[np.int64], ended: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     """Return (m, n) the first elements of a round, reordered: those that ended the round before come last."""
     offsets = np.arange(len(begins))[:, None] * count  # so that elements of two rows are never the same
+    # What ended the round before must not come again within `longest` places: it comes last here, in the order in
+    # which it ended, so each element is at least that far from itself.
     again = np.isin(begins + offsets, ended + offsets)
     arranged = np.empty_like(begins)
     is_other = np.arange(begins.shape[1]) < (~again).sum(axis=1)[:, None]

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from distap.data.images.cropping import Box
-from distap.data.images.image_sets import ImageSet
+from distap.data.loading.indexed import ImageSet
 from distap.data.shards.image_folders import warn_of
 from distap.errors import DistapError
 from distap.evaluation.extraction.extracting import NOT_FINITE, Describing, Extraction, extract_descriptors

@@ -8,7 +8,7 @@ from typing import Any
 
 from distap.data.converters.dataset import GROUND_TRUTH_FILE
 from distap.data.images.decoding import MAX_PIXELS
-from distap.data.images.image_sets import ImageSet, open_images
+from distap.data.loading.indexed import ImageSet, open_images
 from distap.data.shards.index import Index
 from distap.errors import DistapError
 from distap.evaluation.evaluation_set import EvaluationSet

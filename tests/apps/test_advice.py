@@ -6,8 +6,8 @@ import pytest
 from commands import distap
 from images import write_images
 
+from benchmarks.photos import pack
 from distap.config.reading import load_recipe
-from distap.data.shards.packing import pack
 from distap.telemetry.runlog import read_run_log
 
 QUICK = ("model.weights=random", "model.backbone=test_resnet", "data.workers=0")

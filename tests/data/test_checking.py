@@ -8,10 +8,10 @@ from images import write_images
 from PIL import Image
 from servers import web_server
 
+from benchmarks.photos import pack
 from distap.data.loading.checking import check
 from distap.data.loading.indexed import Reader
 from distap.data.shards.load_index import load_index
-from distap.data.shards.packing import pack
 from distap.storage.remotes import RemoteSettings
 
 
@@ -97,16 +97,6 @@ def test_images_that_were_packed_damaged_are_listed_by_reason(tmp_path, image_fo
     pack(image_folder, tmp_path / "out")
     found = {damage.key: damage.reason for damage in check(tmp_path / "out")[1]}
     assert found == {"car/cut.png": "truncated", "car/noise.png": "decode_error"}
-
-
-def test_samples_that_share_bytes_are_all_looked_at(tmp_path, shards):
-    index = load_index(shards)
-    rows = {name: np.concatenate([getattr(index, name), getattr(index, name)[:1]]) for name in (
-        "shard", "offset", "size", "crc32", "label", "width", "height", "key", "path")}  # fmt: skip
-    type(index)(**{**vars(index), **rows}).save(shards)
-    assert check(shards)[1] == []
-    flip(shards / "000000.tar", int(index.offset[0]) + 30)
-    assert reasons(check(shards))["crc_mismatch"] == 2
 
 
 def test_a_data_set_behind_a_url_is_checked_as_one_on_disk(shards):

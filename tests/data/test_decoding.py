@@ -155,15 +155,6 @@ def test_what_is_transparent_is_white(mode, file_format):
     assert (decoded[:, 4:] == 255).all()
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB"])
-def test_a_transparent_colour_is_white(mode):
-    image = Image.new("RGB", (8, 8), "black").convert(mode)
-    image.paste(image.getpixel((0, 0)) if mode != "1" else 255, (0, 0, 4, 8))
-    key = image.getpixel((7, 7))
-    decoded = pixels(decode(encoded(image, "PNG", transparency=key)))
-    assert (decoded[:, 4:] == 255).all()
-
-
 def test_grey_palette_and_single_bit_images_keep_their_colours():
     for mode in ("L", "1"):
         image = PHOTO.convert(mode)

@@ -7,13 +7,12 @@ import pytest
 from images import write_images
 from small_trainings import losses, parameters, train
 
-from distap.data.images.decoding import DamagedImageError
-from distap.data.images.image_sets import open_images
+from benchmarks.photos import pack
 from distap.data.loading.checking import check
+from distap.data.loading.indexed import open_images
 from distap.data.loading.streamed import StreamedShards
 from distap.data.shards.indexing import index_shards
 from distap.data.shards.load_index import load_index
-from distap.data.shards.packing import pack
 from distap.errors import DistapError
 from distap.storage.locations import parse_source
 from distap.telemetry.runlog import read_run_log
@@ -41,16 +40,6 @@ def test_training_and_evaluation_are_those_of_the_packed_images(folders):
     assert all(np.array_equal(ours[name], others[name]) for name in others)
     figures = [[line["validation"] for line in read_run_log(run) if "validation" in line] for run in runs.values()]
     assert figures[0] == figures[1] and figures[0]
-
-
-def test_an_image_that_has_changed_is_damaged(folders):
-    images = open_images(f"imagefolder:{folders / 'test'}")
-    assert images.reader.where(0) == "test-0/0.png"
-    assert len(images) == len(load_index(folders / "test-shards"))
-    path = folders / "test" / "test-0" / "0.png"
-    path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(DamagedImageError, match="truncated"):
-        images.reader.encoded(0)
 
 
 def test_a_folder_without_classes_is_refused(tmp_path):

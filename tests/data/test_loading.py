@@ -1,31 +1,14 @@
 import numpy as np
-import pytest
 import torch
 from images import damage, indexed_images
 
 from distap.data.loading.share import NO_SAMPLE
-from distap.world import World
 
 
 def read(images, steps, count=6):
     """Pixels and sample numbers of each step's share."""
     shares = images.shares(steps)
     return [(share.images(slice(0, count)).clone(), share.samples.tolist(), share) for share in shares]
-
-
-@pytest.mark.parametrize(("chunk", "workers"), [(1, 0), (4, 1), (2, 2)])
-def test_pixels_do_not_depend_on_ranks_chunks_or_workers(shards, chunk, workers):
-    two = [indexed_images(shards, world=World(rank, 2), chunk=chunk, workers=workers) for rank in range(2)]
-    for (whole, samples, _), (even, some, _), (odd, others, _) in zip(
-        read(indexed_images(shards), range(3)),
-        read(two[0], range(3), 3),
-        read(two[1], range(3), 3),
-        strict=True,
-    ):
-        assert samples[::2] == some
-        assert samples[1::2] == others
-        assert torch.equal(whole[::2], even)
-        assert torch.equal(whole[1::2], odd)
 
 
 def test_reading_on_from_a_step_gives_what_reading_from_the_start_gives(shards):

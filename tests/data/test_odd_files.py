@@ -13,13 +13,12 @@ from commands import distap
 from images import indexed_images, write_images
 from PIL import Image
 
-from benchmarks.photos import photo
+from benchmarks.photos import pack, photo
 from distap.data.images.formats import missing_reader
-from distap.data.images.image_sets import open_images
+from distap.data.loading.indexed import open_images
 from distap.data.shards.image_files import list_images
 from distap.data.shards.indexing import index_shards
 from distap.data.shards.load_index import load_index
-from distap.data.shards.packing import pack
 from distap.errors import DistapError
 
 PACKED = "packed"

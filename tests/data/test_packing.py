@@ -11,12 +11,12 @@ from images import write_images
 from PIL import Image
 from pyarrow import parquet
 
+from benchmarks.photos import pack
 from distap.data.loading.checking import check
 from distap.data.loading.indexed import Reader
 from distap.data.shards.image_files import ImageFile, list_images
 from distap.data.shards.indexing import index_shards
 from distap.data.shards.load_index import load_index
-from distap.data.shards.packing import pack
 from distap.errors import DistapError
 
 
@@ -113,8 +113,6 @@ def test_a_name_that_is_no_line_of_text_is_refused(tmp_path, image_folder, name)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("apple/0.png,3\n\ncar/0.png,1\n", [("3", ""), ("1", "")]),
-        ("apple/0.png,3,food\ncar/0.png,1,\n", [("3", "food"), ("1", "")]),
         ("path,class\napple/0.png,an apple\ncar/0.png,1\n", [("an apple", ""), ("1", "")]),
         ('\ufeffpath, class, group\napple/0.png,"a, b",food\ncar/0.png,c,\n', [("a, b", "food"), ("c", "")]),
         ("id;Class;group;filename\n1;a, b;food;apple/0.png\n2;c;;car/0.png\n", [("a, b", "food"), ("c", "")]),
@@ -275,17 +273,6 @@ def test_parquet_without_pyarrow_says_what_to_install(image_folder, monkeypatch)
         list_images(image_folder / "list.parquet")
 
 
-def test_shuffling_mixes_classes_and_loses_nothing(tmp_path):
-    images = write_images(tmp_path / "images", {"a": 8, "b": 8})
-    for name, options in {"listed": {}, "mixed": {"shuffle": 1}, "again": {"shuffle": 1}}.items():
-        pack(images, tmp_path / name, images_per_shard=8, **options)
-    listed, mixed = (keys_and_files(tmp_path / name) for name in ("listed", "mixed"))
-    assert sorted(entry[1:] for entry in listed) == sorted(entry[1:] for entry in mixed)
-    assert {label for _, label, _ in listed[:8]} == {0}
-    assert {label for _, label, _ in mixed[:8]} == {0, 1}
-    assert contents(tmp_path / "mixed") == contents(tmp_path / "again")
-
-
 def test_damaged_images_are_left_out_and_listed_with_the_reason(tmp_path, image_folder):
     (image_folder / "apple" / "0.png").write_bytes(b"no image")
     whole = (image_folder / "apple" / "1.png").read_bytes()
@@ -348,14 +335,6 @@ def test_nothing_is_packed_over(image_folder, shards):
     with pytest.raises(DistapError, match="there is something already"):
         pack(image_folder, shards)
     assert contents(shards) == before
-
-
-def test_an_image_that_vanishes_is_left_out(tmp_path, image_folder):
-    images = list_images(image_folder).images
-    images[3].path.unlink()
-    index, left_out = pack(images, tmp_path / "out")
-    assert len(index) == len(images) - 1
-    assert left_out == [(str(images[3].path), "files that cannot be read: No such file or directory")]
 
 
 def test_a_full_disk_is_named_and_nothing_is_left_there(tmp_path, small_disk):

@@ -8,11 +8,10 @@ from images import damage, indexed_images, write_images
 from ranks import on_ranks
 from steps import learning, step_with
 
-from distap.data.loading.pixels import HeldPixels
-from distap.data.loading.share import NO_SAMPLE
+from benchmarks.photos import pack
+from distap.data.loading.share import NO_SAMPLE, HeldPixels
 from distap.data.pixel_settings import PixelSettings
 from distap.data.shards.load_index import load_index
-from distap.data.shards.packing import pack
 from distap.errors import DistapError
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.micro_batches import MicroBatchSizes

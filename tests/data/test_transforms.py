@@ -168,8 +168,3 @@ def test_wrong_steps_are_refused_when_the_recipe_is_read(steps, message):
 def test_steps_that_do_not_end_in_pixels_of_the_size_are_refused_before_training(steps, message):
     with pytest.raises(DistapError, match=f"data.augmentation: .*{message}"):
         TorchvisionSteps(tuple(steps)).transform(40)
-
-
-def test_an_image_that_is_too_small_for_a_crop_is_told():
-    with pytest.raises(DistapError, match=r"320 x 240 pixels: RandomCrop: Required crop size \(300, 300\)"):
-        TorchvisionSteps(("RandomCrop",)).transform(300)(as_png(PHOTO))

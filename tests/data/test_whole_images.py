@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision.transforms import v2
 
-from benchmarks.photos import photo
+from benchmarks.photos import pack, photo
 from distap.data.images.decoding import DamagedImageError, EncodedImage, image_size
-from distap.data.images.image_sets import open_images
 from distap.data.images.whole_images import SizedImages, batches_of_one_shape, sized_chunks
+from distap.data.loading.indexed import open_images
 from distap.data.shards.indexing import index_shards
-from distap.data.shards.packing import pack
 from distap.data.sizing import Sizing
 from distap.errors import DistapError
 
@@ -74,10 +73,6 @@ def test_an_image_too_narrow_to_be_resized_is_damaged():
         Sizing.parse("resize 256 crop 224")(EncodedImage(encoded(Image.new("RGB", (9000, 2)))))
 
 
-def test_an_original_is_its_own_pixels():
-    assert torch.equal(Sizing("original")(EncodedImage(encoded(PHOTO))), pixels(PHOTO))
-
-
 @pytest.mark.parametrize(("side", "shape"), [(60, (40, 60)), (119, (79, 119)), (120, (80, 120)), (500, (80, 120))])
 def test_the_longer_side_is_scaled_down_and_never_up(side, shape):
     sizing = Sizing("side", side)
@@ -125,21 +120,6 @@ def test_every_image_is_in_one_batch_of_its_shape_within_the_limit(shapes, most)
     for numbers, batch in batches:
         assert all(torch.equal(image, images[n][1]) for n, image in zip(numbers, batch, strict=True))
         assert len(numbers) == 1 or batch[:, 0].numel() <= most
-
-
-def test_what_waits_for_its_shape_is_bounded():
-    drawn = []
-
-    def images():
-        for n in range(100):
-            drawn.append(n)
-            yield n, torch.zeros(3, 1, n + 1, dtype=torch.uint8)
-
-    given = 0
-    for numbers, batch in batches_of_one_shape(images(), 50):
-        given += batch[:, 0].numel()
-        assert sum(n + 1 for n in drawn) - given <= 4 * 50 + 100
-        assert len(numbers) == 1
 
 
 # Folders

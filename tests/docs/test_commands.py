@@ -16,11 +16,11 @@ from serving import url_when_ready
 from torch.distributed.run import get_args_parser
 
 from benchmarks.__main__ import BENCHMARKS, command_line
+from benchmarks.photos import pack
 from benchmarks.study.grid import Study
 from distap.cli import app
 from distap.config.reading import RECIPES, load_recipe
 from distap.config.recipe import Recipe
-from distap.data.shards.packing import pack
 from docs.recipe_keys import recipe_keys
 
 README, TUTORIAL, GUIDES = ROOT / "README.md", ROOT / "docs/tutorial.md", ROOT / "docs/guides"

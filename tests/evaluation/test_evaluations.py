@@ -19,11 +19,11 @@ from retrieval_reference import (
 from small_trainings import recipe, train
 
 import benchmarks.photos
+from benchmarks.photos import pack
 from distap.data.converters.converting import DATASETS, convert
 from distap.data.images.decoding import EncodedImage
-from distap.data.images.image_sets import open_images
+from distap.data.loading.indexed import open_images
 from distap.data.shards.image_files import ImageFile
-from distap.data.shards.packing import pack
 from distap.errors import DistapError
 from distap.evaluation.evaluation_set import GALLERY
 from distap.evaluation.extraction.extracted_folder import extract_to_folder

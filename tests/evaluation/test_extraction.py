@@ -9,11 +9,9 @@ from extractions import describer, encoded, extract, network, one_by_one, write_
 from PIL import Image
 from ranks import on_ranks
 
-from benchmarks.photos import photo
+from benchmarks.photos import pack, photo
 from distap.data.images.decoding import DamagedImageError
-from distap.data.images.image_sets import open_images
-from distap.data.loading.indexed import Reader
-from distap.data.shards.packing import pack
+from distap.data.loading.indexed import Reader, open_images
 from distap.data.sizing import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction import extracted_folder, extracting

@@ -120,23 +120,19 @@ def sfm(root: Path) -> None:
 
 def gldv2(root: Path) -> None:
     train = {5: ["0123456789abcdef", "0223456789abcdef"], 8: ["a123456789abcdef", "a223456789abcdef"]}
-    noisy = "ffff456789abcdef"
     index = ["1111111111111111", "2222222222222222", "3333333333333333"]
     test = ["4444444444444444", "5555555555555555", "6666666666666666"]
     write(
         root / "metadata/train_clean.csv", "landmark_id,images\n5,{}\n8,{}\n".format(*map(" ".join, train.values()))
     )
-    rows = "".join(f'{name},"http://a.example/a,{name}.jpg",{label}\n' for label in train for name in train[label])
-    write(root / "metadata/train.csv", f"id,url,landmark_id\n{rows}{noisy},http://a.example/b.jpg,8\n")
     write(root / "metadata/index.csv", "id\n" + "".join(f"{name}\n" for name in index))
-    write(root / "metadata/test.csv", "id\n" + "".join(f"{name}\n" for name in test))
     solutions = [
         f"{test[0]},{index[0]} {index[2]},Public",
         f"{test[1]},None,Ignored",
         f"{test[2]},{index[1]},Private",
     ]
     write(root / "ground_truth/retrieval_solution_v2.1.csv", "\n".join(["id,images,Usage", *solutions, ""]))
-    for folder, names in (("train", [*train[5], *train[8], noisy]), ("index", index), ("test", test)):
+    for folder, names in (("train", [*train[5], *train[8]]), ("index", index), ("test", test)):
         for place, name in enumerate(names):
             photo(root / folder / name[0] / name[1] / name[2] / f"{name}.jpg", place)
 

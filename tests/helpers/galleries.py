@@ -9,8 +9,8 @@ from images import write_images
 from PIL import Image
 from small_trainings import recipe
 
-from distap.data.images.image_sets import open_images
-from distap.data.shards.packing import pack
+from benchmarks.photos import pack
+from distap.data.loading.indexed import open_images
 from distap.data.sizing import Sizing
 from distap.evaluation.extraction.extracted_folder import extract_to_folder
 from distap.evaluation.extraction.extracting import Describing, Extraction

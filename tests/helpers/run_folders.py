@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 from images import write_images
 
+from benchmarks.photos import pack
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.index import Index
-from distap.data.shards.packing import pack
 from distap.evaluation.saved import Evaluation, Retrieved, folder_of_step
 
 FIGURES = {"mAP": 0.25, "mAP@R": 0.19, "R@1": 0.43, "R@5": 0.65, "R@10": 0.73}

@@ -9,8 +9,8 @@ from browser import DESKTOP, PHONE
 from PIL import Image
 from run_folders import retrieved, write_retrieved, write_run
 
+from benchmarks.photos import pack
 from distap.data.shards.load_index import load_index
-from distap.data.shards.packing import pack
 from distap.pages.report import report
 
 

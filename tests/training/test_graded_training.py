@@ -7,9 +7,9 @@ from ranks import on_ranks
 from small_trainings import DESCENT, losses, recipe, train
 
 import distap
+from benchmarks.photos import pack
 from distap.data.shards.image_files import list_images
 from distap.data.shards.load_index import load_index
-from distap.data.shards.packing import pack
 from distap.errors import DistapError
 from distap.stopwatch import Stopwatch
 from distap.training.build import images_of, network_of

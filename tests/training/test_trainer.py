@@ -15,8 +15,8 @@ from ranks import on_ranks
 from small_trainings import DESCENT, losses, parameters, recipe, train
 from stores import SHARD, found_checkpoint, list_checkpoints
 
+from benchmarks.photos import pack
 from distap.data.shards.load_index import load_index
-from distap.data.shards.packing import pack
 from distap.errors import FINISHED, RESTART, DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.saved import folder_of_step, read_evaluation, saved_steps

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distap.data.converters import faces, landmarks, metric_learning, protocols, revisited
-from distap.data.converters.dataset import GROUND_TRUTH_FILE, Count, Dataset, MissingListError, Split, find_list
+from distap.data.converters.dataset import GROUND_TRUTH_FILE, Count, Dataset, Split, find_list
 from distap.data.shards.image_files import NOT_THERE, ImageFile, Listing
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index
@@ -63,7 +63,6 @@ def convert(
     output: Path,
     *,
     only: Sequence[str] = (),
-    strict: bool = False,
     track: Track = untracked,
     **layout: Any,
 ) -> list[Converted]:
@@ -72,8 +71,7 @@ def convert(
     Args:
         source: folder of the files as the authors distribute them.
         output: folder that must not exist, or be empty, and appears when everything is in it.
-        only: names of the splits to convert; by default all that are not marked as on request.
-        strict: raise a DistapError if listed images are missing.
+        only: names of the splits to convert; by default all.
         layout: see `pack_parts`.
     """
     guide = "docs/guides/data-sets.md says which files are needed and where they have to lie"
@@ -85,7 +83,7 @@ def convert(
         if name not in known:
             raise DistapError(f"{dataset.title} has no split {name!r}; expected some of {', '.join(known)}")
     require_free(output)
-    chosen = [split for split in dataset.splits if (split.name in only if only else not split.on_request)]
+    chosen = [split for split in dataset.splits if split.name in (only or known)]
     listed, counts, truths = dict[str, Listing](), list[Count](), dict[str, str]()
     try:
         for split in chosen:
@@ -94,15 +92,13 @@ def convert(
             counts.append(count)
             if split.truth:
                 truths[GROUND_TRUTH_FILE] = json.dumps(split.truth(file), indent=1) + "\n"
-    except MissingListError as error:
+    except DistapError as error:
         raise DistapError(f"{error}; {remedy}") from error
     for name, listing in listed.items():
-        absent = [skipped.name for skipped in listing.left_out if skipped.reason == NOT_THERE]
-        if absent and (strict or not listing.images):
-            total = len(absent) + len(listing.images)
-            raise DistapError(f"{name}: {len(absent):,} of its {total:,} images are not there, first {absent[0]}")
         if not listing.images:
-            raise DistapError(f"{name}: its list names no image")
+            names = [skipped.name for skipped in listing.left_out if skipped.reason == NOT_THERE]
+            absent = f"none of its {len(names):,} images is there, first {names[0]}" if names else ""
+            raise DistapError(f"{name}: {absent or 'its list names no image'}")
     packed = pack_parts(listed, output, track=track, files=truths, **layout)
     return [
         Converted(split, count.images or 0, count.classes or 0, index, left_out)

@@ -1,6 +1,5 @@
 """Declare data sets, and read the list files that their authors distribute."""
 
-import csv
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -31,16 +30,14 @@ class Split:
     file: str  # the list of its images
     images: Callable[[Path, Path], Iterator[ImageFile]]  # yields the images in the list, from (source folder, list)
     published: tuple[Count, ...] = ()  # several if the authors' paper and files differ
-    on_request: bool = False  # converted only when it is named
     truth: Callable[[Path], dict[str, Any]] | None = None  # makes the contents of GROUND_TRUTH_FILE of the list
 
 
-@dataclass(frozen=True)
 class Dataset:
-    title: str
-    site: str  # where its authors offer it
-    splits: tuple[Split, ...]
-    folders: tuple[str, ...] = ("",)  # places in the source folder where the lists may lie
+    """A published data set; `site` is where its authors offer it, and `folders` of the source may hold its lists."""
+
+    def __init__(self, title: str, site: str, *splits: Split, folders: tuple[str, ...] = ("",)) -> None:
+        self.title, self.site, self.splits, self.folders = title, site, splits, folders
 
 
 def ground_truth(queries: list[dict[str, Any]], gallery: str = "gallery", **about: Any) -> dict[str, Any]:
@@ -48,18 +45,14 @@ def ground_truth(queries: list[dict[str, Any]], gallery: str = "gallery", **abou
     return {**about, "query": "query", "gallery": [gallery], "queries": queries}
 
 
-class MissingListError(DistapError):
-    """Raised if the source folder lacks a list file of the data set."""
-
-
 def find_list(source: Path, name: str, folders: Sequence[str] = ("",)) -> Path:
-    """Return a list file's path in one of these folders of the source; raise MissingListError if none has it."""
+    """Return a list file's path in one of these folders of the source; raise a DistapError if none has it."""
     places = [source / folder / name for folder in folders]
     for place in places:
         if place.exists():
             return place
     others = "".join(f", nor {place.relative_to(source)}" for place in places[1:])
-    raise MissingListError(f"{places[0]}: no such file{others}")
+    raise DistapError(f"{places[0]}: no such file{others}")
 
 
 class ListLine(NamedTuple):
@@ -87,7 +80,7 @@ class ListLine(NamedTuple):
 
 
 def read_lines(file: Path, separator: str | None = None) -> Iterator[ListLine]:
-    """Yield non-empty lines as cells, cut at commas (outside quotes) or, by default, at spaces and tabs."""
+    """Yield non-empty lines as cells, cut at a separator or, by default, at spaces and tabs."""
     try:
         with file.open("rb") as lines:
             for number, raw in enumerate(lines, 1):
@@ -96,9 +89,7 @@ def read_lines(file: Path, separator: str | None = None) -> Iterator[ListLine]:
                 except UnicodeDecodeError as error:
                     raise DistapError(f"{file}, line {number}: no text in UTF-8") from error
                 if text:
-                    # csv limits the length of a cell, which the long cells of Google Landmarks exceed.
-                    quoted = separator == "," and '"' in text
-                    yield ListLine(file, number, next(csv.reader([text])) if quoted else text.split(separator))
+                    yield ListLine(file, number, text.split(separator))
     except OSError as error:
         raise DistapError(f"{file}: cannot be read: {error.strerror or error}") from error
 

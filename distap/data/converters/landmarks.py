@@ -4,11 +4,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from distap.data.converters.dataset import Count, Dataset, ListLine, Split, ground_truth, read_lines, read_table
 from distap.data.shards.image_files import ImageFile
 
+ADDRESS = re.compile(r"(?i:https?)://([^/?#]+[^#]*)(?:#.*)?")
 IDENTIFIER = re.compile(r"[0-9a-f]{16}")
 OF_LANDMARKS = ["mAP@100", "mP@10"]
 USAGES = ("Public", "Private", "Ignored")
@@ -19,9 +20,6 @@ def _images(source: Path, file: Path) -> Iterator[ImageFile]:
     for line in read_lines(file):
         if len(line.cells) not in (2, 6):
             raise line.wrong(f"{len(line.cells)} columns, expected the image, its landmark and the four of a box")
-        for corner in line.cells[2:]:
-            if not corner.lstrip("-").replace(".", "", 1).isdigit():
-                raise line.wrong(f"{corner[:60]!r} is no number of a box")
         yield ImageFile(_path(line, source), str(line.integer(1, "landmark")))
 
 
@@ -30,13 +28,9 @@ def _path(line: ListLine, source: Path) -> Path:
     name = line.cells[0]
     if "://" not in name:
         return line.path(source, name)
-    try:
-        url = urlsplit(name)
-    except ValueError as error:
-        raise line.wrong(f"{name[:200]!r} is no address: {error}") from error
-    if url.scheme not in ("http", "https") or not url.netloc:
+    if (found := ADDRESS.fullmatch(name)) is None:
         raise line.wrong(f"{name[:200]!r} is no address of an image on the web")
-    place = url.netloc + url.path + (f"?{url.query}" if url.query else "")
+    place = found[1]
     as_listed = line.path(source / "images", place)
     if "%" not in place or not unquote(place).isprintable():
         return as_listed
@@ -47,11 +41,9 @@ def _path(line: ListLine, source: Path) -> Path:
 LANDMARKS_CLEAN = Dataset(  # Gordo et al. 2016, of the Landmarks of Babenko et al. 2014
     "Landmarks-clean",
     "http://download.europe.naverlabs.com/Computer-Vision-CodeandModels/ (annotations_landmarks)",
-    (
-        Split("train", "annotation_clean_train.txt", _images, (Count(42_410),)),
-        Split("validation", "annotation_clean_val.txt", _images, (Count(6_382),)),
-    ),
-    ("annotations_landmarks", "annotations", ""),
+    Split("train", "annotation_clean_train.txt", _images, (Count(42_410),)),
+    Split("validation", "annotation_clean_val.txt", _images, (Count(6_382),)),
+    folders=("annotations_landmarks", "annotations", ""),
 )
 
 
@@ -61,14 +53,6 @@ def _clean(source: Path, file: Path) -> Iterator[ImageFile]:
         landmark = str(line.integer(0, "landmark"))
         for name in line.cells[1].split():
             yield _google(line, source / "train", name, landmark)
-
-
-def _full(source: Path, file: Path) -> Iterator[ImageFile]:
-    columns = ["id", "url", "landmark_id"]
-    for line in read_table(file, columns, ",", heading=False):
-        if line.number == 1 and line.cells == columns:
-            continue  # a heading, which this list need not have
-        yield _google(line, source / "train", line.cells[0], str(line.integer(2, "landmark")))
 
 
 def _unlabelled(source: Path, file: Path) -> Iterator[ImageFile]:
@@ -112,12 +96,8 @@ def _identifier(line: ListLine, name: str) -> str:
 GOOGLE_LANDMARKS = Dataset(  # Weyand et al. 2020; the queries are those of ground truth 2.1
     "Google Landmarks v2",
     "https://github.com/cvdfoundation/google-landmark",
-    (
-        Split("train", "train_clean.csv", _clean, (Count(1_580_470, 81_313),)),
-        Split("index", "index.csv", _unlabelled, (Count(761_757, 761_757),)),
-        Split("query", "retrieval_solution_v2.1.csv", _queries, truth=_ground_truth),
-        Split("train_full", "train.csv", _full, (Count(4_132_914, 203_094),), on_request=True),
-        Split("test", "test.csv", _unlabelled, (Count(117_577, 117_577),), on_request=True),
-    ),
-    ("", "metadata", "ground_truth"),  # the lists lie next to the images, or as in the authors' addresses
+    Split("train", "train_clean.csv", _clean, (Count(1_580_470, 81_313),)),
+    Split("index", "index.csv", _unlabelled, (Count(761_757, 761_757),)),
+    Split("query", "retrieval_solution_v2.1.csv", _queries, truth=_ground_truth),
+    folders=("", "metadata", "ground_truth"),  # the lists lie next to the images, or as in the authors' addresses
 )

@@ -21,10 +21,8 @@ def _stanford(source: Path, file: Path) -> Iterator[ImageFile]:
 STANFORD_ONLINE_PRODUCTS = Dataset(  # Song et al. 2016
     "Stanford Online Products",
     "https://cvgl.stanford.edu/projects/lifted_struct",
-    (
-        Split("train", "Ebay_train.txt", _stanford, (Count(59_551, 11_318),)),
-        Split("test", "Ebay_test.txt", _stanford, (Count(60_502, 11_316),)),
-    ),
+    Split("train", "Ebay_train.txt", _stanford, (Count(59_551, 11_318),)),
+    Split("test", "Ebay_test.txt", _stanford, (Count(60_502, 11_316),)),
 )
 
 
@@ -46,10 +44,8 @@ def _by_number(file: Path, column: str) -> dict[int, str]:
 CUB = Dataset(  # Wah et al. 2011; as usual in metric learning, the first hundred classes train and the others test
     "CUB-200-2011",
     "https://www.vision.caltech.edu/datasets/cub_200_2011",
-    (
-        Split("train", "images.txt", partial(_cub, classes=range(1, 101)), (Count(5_864, 100),)),
-        Split("test", "images.txt", partial(_cub, classes=range(101, 201)), (Count(5_924, 100),)),
-    ),
+    Split("train", "images.txt", partial(_cub, classes=range(1, 101)), (Count(5_864, 100),)),
+    Split("test", "images.txt", partial(_cub, classes=range(101, 201)), (Count(5_924, 100),)),
 )
 
 
@@ -76,10 +72,8 @@ def _cars(source: Path, file: Path, classes: range) -> Iterator[ImageFile]:
 CARS = Dataset(  # Krause et al. 2013; split by classes like CUB, not by the list's own column `test`
     "Cars-196",
     "https://ai.stanford.edu/~jkrause/cars/car_dataset.html",
-    (
-        Split("train", "cars_annos.mat", partial(_cars, classes=range(1, 99)), (Count(8_054, 98),)),
-        Split("test", "cars_annos.mat", partial(_cars, classes=range(99, 197)), (Count(8_131, 98),)),
-    ),
+    Split("train", "cars_annos.mat", partial(_cars, classes=range(1, 99)), (Count(8_054, 98),)),
+    Split("test", "cars_annos.mat", partial(_cars, classes=range(99, 197)), (Count(8_131, 98),)),
 )
 
 
@@ -112,11 +106,9 @@ INATURALIST = Dataset(  # Van Horn et al. 2018, with the split of Brown et al. 2
     "iNaturalist 2018, split of Smooth-AP",
     "https://github.com/visipedia/inat_comp/tree/master/2018 (images) and "
     "https://github.com/Andrew-Brown1/Smooth_AP (Inat_dataset_splits)",
-    (
-        Split("train", "Inaturalist_train_set1.txt", _inaturalist, (Count(325_846, 5_690),)),
-        Split("test", "Inaturalist_test_set1.txt", _inaturalist, (Count(136_093, 2_452),)),
-    ),
-    ("Inat_dataset_splits", ""),
+    Split("train", "Inaturalist_train_set1.txt", _inaturalist, (Count(325_846, 5_690),)),
+    Split("test", "Inaturalist_test_set1.txt", _inaturalist, (Count(136_093, 2_452),)),
+    folders=("Inat_dataset_splits", ""),
 )
 
 
@@ -129,14 +121,12 @@ def _vehicle_id(source: Path, file: Path) -> Iterator[ImageFile]:
 VEHICLE_ID = Dataset(  # Liu et al. 2016
     "PKU VehicleID",
     "https://www.pkuml.org/resources/pku-vehicleid.html",
-    (
-        # The counts of the paper, and those of the files, which were corrected afterwards as their README tells.
-        Split("train", "train_list.txt", _vehicle_id, (Count(113_346, 13_164), Count(110_178, 13_134))),
-        Split("test_small", "test_list_800.txt", _vehicle_id, (Count(classes=800),)),
-        Split("test_medium", "test_list_1600.txt", _vehicle_id, (Count(classes=1_600),)),
-        Split("test_large", "test_list_2400.txt", _vehicle_id, (Count(classes=2_400),)),
-    ),
-    ("train_test_split",),
+    # The counts of the paper, and those of the files, which were corrected afterwards as their README tells.
+    Split("train", "train_list.txt", _vehicle_id, (Count(113_346, 13_164), Count(110_178, 13_134))),
+    Split("test_small", "test_list_800.txt", _vehicle_id, (Count(classes=800),)),
+    Split("test_medium", "test_list_1600.txt", _vehicle_id, (Count(classes=1_600),)),
+    Split("test_large", "test_list_2400.txt", _vehicle_id, (Count(classes=2_400),)),
+    folders=("train_test_split",),
 )
 
 IN_SHOP_COLUMNS = ["image_name", "item_id", "evaluation_status"]
@@ -167,9 +157,9 @@ def _in_shop(source: Path, file: Path, status: str) -> Iterator[ImageFile]:
 IN_SHOP = Dataset(  # Liu et al. 2016
     "In-shop Clothes Retrieval (DeepFashion)",
     "https://mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html",
-    tuple(
+    *(
         Split(status, "list_eval_partition.txt", partial(_in_shop, status=status), (count,))
         for status, count in IN_SHOP_COUNTS.items()
     ),
-    ("Eval", ""),
+    folders=("Eval", ""),
 )

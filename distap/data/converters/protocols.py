@@ -54,11 +54,9 @@ def _ilias(file: Path) -> dict[str, Any]:
 ILIAS = Dataset(  # Kordopatis-Zilos et al. 2025; distractors are shards of their own
     "ILIAS",
     "https://vrg.fel.cvut.cz/ilias",
-    (
-        Split("query", "image_query_ids.txt", _listed, (Count(1_232, 1_232),), truth=_ilias),
-        Split("gallery", "positive_ids.txt", _listed, (Count(4_715, 4_715),)),
-    ),
-    ("image_ids", ""),
+    Split("query", "image_query_ids.txt", _listed, (Count(1_232, 1_232),), truth=_ilias),
+    Split("gallery", "positive_ids.txt", _listed, (Count(4_715, 4_715),)),
+    folders=("image_ids", ""),
 )
 
 
@@ -123,7 +121,7 @@ def _reidentification(title: str, site: str, lists: tuple[str, str, str], *count
         Split("query", query, own, counts[1:2], truth=partial(_met_again, gallery=gallery)),
         Split("gallery", gallery, own, counts[2:]),
     )
-    return Dataset(title, site, splits)
+    return Dataset(title, site, *splits)
 
 
 MARKET = _reidentification(  # Zheng et al. 2015; 3,819 images of nobody (-1) are left out
@@ -166,11 +164,9 @@ def _places(file: Path) -> dict[str, Any]:
 PLACE_RECOGNITION = Dataset(  # the layout of Berton et al. 2022 for Pitts30k, MSLS, Tokyo 24/7, SF-XL and others
     "place recognition by UTM in file names",
     "https://github.com/gmberton/VPR-datasets-downloader",
-    (
-        Split("query", "queries", _views, truth=_places),
-        Split("gallery", "database", _views),
-    ),
-    ("", "images/test", "test"),
+    Split("query", "queries", _views, truth=_places),
+    Split("gallery", "database", _views),
+    folders=("", "images/test", "test"),
 )
 
 
@@ -205,11 +201,9 @@ def _of_domains(name: str, file: str, domains: tuple[str, ...], *counts: Count, 
 UNED = Dataset(  # Ypsilantis et al. 2023: one index of eight domains
     "UnED",
     "https://cmp.felk.cvut.cz/univ_emb",
-    (
-        _of_domains("train", "train", OF_THEMSELVES + OF_AN_INDEX, Count(2_831_222, 316_446)),
-        _of_domains("test", "test", OF_THEMSELVES, Count(225_636), truth=_by_classes),
-        _of_domains("query", "test", OF_AN_INDEX, Count(16_350)),
-        _of_domains("index", "index", OF_AN_INDEX, Count(1_171_490)),
-    ),
-    ("info_files",),
+    _of_domains("train", "train", OF_THEMSELVES + OF_AN_INDEX, Count(2_831_222, 316_446)),
+    _of_domains("test", "test", OF_THEMSELVES, Count(225_636), truth=_by_classes),
+    _of_domains("query", "test", OF_AN_INDEX, Count(16_350)),
+    _of_domains("index", "index", OF_AN_INDEX, Count(1_171_490)),
+    folders=("info_files",),
 )

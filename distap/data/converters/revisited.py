@@ -65,7 +65,7 @@ def _revisited(dataset: str, title: str, gallery: int) -> Dataset:
     file, truth = f"gnd_{dataset}.pkl", partial(_ground_truth, dataset=dataset)
     queries = Split("query", file, partial(_images, key="qimlist"), (Count(70, 70),), truth=truth)
     images = Split("gallery", file, partial(_images, key="imlist"), (Count(gallery, gallery),))
-    return Dataset(title, SITE, (queries, images))
+    return Dataset(title, SITE, queries, images)
 
 
 OXFORD = _revisited("roxford5k", "Revisited Oxford", 4_993)
@@ -73,7 +73,7 @@ PARIS = _revisited("rparis6k", "Revisited Paris", 6_322)
 DISTRACTORS = Dataset(
     "distractors of Revisited Oxford and Paris",
     SITE,
-    (Split("distractors", "revisitop1m.txt", _distractors, (Count(1_001_001, 1),)),),
+    Split("distractors", "revisitop1m.txt", _distractors, (Count(1_001_001, 1),)),
 )
 
 
@@ -92,8 +92,6 @@ def _sfm_images(source: Path, file: Path, part: str) -> Iterator[ImageFile]:
 SFM_120K = Dataset(  # Radenović et al. 2019: a class is a 3D model
     "retrieval-SfM-120k",
     "http://cmp.felk.cvut.cz/cnnimageretrieval",
-    (
-        Split("train", "retrieval-SfM-120k.pkl", partial(_sfm_images, part="train"), (Count(91_642, 551),)),
-        Split("validation", "retrieval-SfM-120k.pkl", partial(_sfm_images, part="val"), (Count(6_403, 162),)),
-    ),
+    Split("train", "retrieval-SfM-120k.pkl", partial(_sfm_images, part="train"), (Count(91_642, 551),)),
+    Split("validation", "retrieval-SfM-120k.pkl", partial(_sfm_images, part="val"), (Count(6_403, 162),)),
 )

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -53,9 +52,7 @@ class CropFlipColour:
 
     def transform(self, image_size: int, scaled_decoding: bool = True) -> "CropAndVary":
         """Draw a crop for the image's size, decode it (with `scaled_decoding` JPEG at reduced scale), and vary it."""
-        size = (image_size, image_size)
-        crop = v2.RandomResizedCrop(size, scale=(self.crop, 1.0))
-        choose = partial(_centre, size) if self.crop == 1 else partial(_random, crop)
+        crop = v2.RandomResizedCrop((image_size, image_size), scale=(self.crop, 1.0)) if self.crop < 1 else None
         steps: list[v2.Transform] = []
         if self.flip:
             steps.append(v2.RandomHorizontalFlip(self.flip))
@@ -63,7 +60,7 @@ class CropFlipColour:
             steps.append(v2.ColorJitter(self.colour, self.colour, self.colour, self.colour / 4))
         if self.grey:
             steps.append(v2.RandomGrayscale(self.grey))
-        return CropAndVary(image_size, choose, tuple(steps), scaled_decoding)
+        return CropAndVary(image_size, crop or v2.CenterCrop(image_size), tuple(steps), scaled_decoding)
 
 
 @dataclass(frozen=True)
@@ -87,12 +84,11 @@ class TorchvisionSteps:
         bilinear Resize or RandomResizedCrop decodes JPEG at reduced scale.
         """
         first, *rest = steps = self._built(image_size)
-        choose: Callable[[int, int], tuple[Box, Shape]] = _whole
-        if scaled_decoding and getattr(first, "antialias", False) and _is_bilinear(first):
-            choose = {v2.Resize: partial(_resized, first), v2.RandomResizedCrop: partial(_random, first)}.get(
-                type(first), _whole
-            )
-        vary = CropAndVary(image_size, choose, tuple(steps if choose is _whole else rest), scaled_decoding)
+        decodes = scaled_decoding and isinstance(first, v2.Resize | v2.RandomResizedCrop) and first.antialias
+        if decodes and first.interpolation in (InterpolationMode.BILINEAR, InterpolationMode.BILINEAR.value):
+            vary = CropAndVary(image_size, first, tuple(rest), scaled=True)
+        else:
+            vary = CropAndVary(image_size, None, tuple(steps), scaled_decoding)
         for width, height in ((3, 2), (2, 3)):
             seeded(vary, Blank((width * image_size, height * image_size)), 0)
         return vary
@@ -126,21 +122,28 @@ def _step(step: Any, image_size: int) -> v2.Transform:
         raise ValueError(f"steps: {name}: {error}") from error
 
 
-def _is_bilinear(step: v2.Transform) -> bool:
-    return step.interpolation in (InterpolationMode.BILINEAR, InterpolationMode.BILINEAR.value)
-
-
 @dataclass(frozen=True)
 class CropAndVary:
-    """Choose a box of an image and the size to decode it at, then vary the result."""
+    """Decode the part of an image that a first transform takes, at the size that it scales to; vary the result."""
 
     size: int  # of the result, pixels
-    choose: Callable[[int, int], tuple[Box, Shape]]  # by the image's width and height
+    first: v2.Transform | None  # None takes all of it at its own size; CenterCrop the largest square, scaled
     steps: tuple[v2.Transform, ...]
     scaled: bool
 
+    def part(self, width: int, height: int) -> tuple[Box, Shape]:
+        empty = torch.empty(3, height, width, dtype=torch.uint8, device="meta")
+        if isinstance(self.first, v2.RandomResizedCrop):  # a box as torchvision draws it, with torch's global state
+            drawn = self.first.make_params([empty])
+            left, top = drawn["left"], drawn["top"]
+            return (left, top, left + drawn["width"], top + drawn["height"]), tuple(self.first.size)
+        if isinstance(self.first, v2.CenterCrop):
+            return central_box(width, height), (self.size, self.size)
+        shape = (empty if self.first is None else self.first(empty)).shape
+        return (0, 0, width, height), (shape[1], shape[2])
+
     def __call__(self, image: Croppable) -> Tensor:
-        pixels = image.crop(*self.choose(*image.size), self.scaled)
+        pixels = image.crop(*self.part(*image.size), self.scaled)
         where = f"data.augmentation: an image of {image.size[0]} x {image.size[1]} pixels"
         try:
             for step in self.steps:
@@ -162,30 +165,6 @@ class Blank:
 
     def crop(self, box: Box, shape: Shape, scaled: bool) -> Tensor:
         return torch.zeros(3, *shape, dtype=torch.uint8)
-
-
-def _centre(shape: Shape, width: int, height: int) -> tuple[Box, Shape]:
-    return central_box(width, height), shape
-
-
-def _whole(width: int, height: int) -> tuple[Box, Shape]:
-    return (0, 0, width, height), (height, width)
-
-
-def _resized(resize: v2.Resize, width: int, height: int) -> tuple[Box, Shape]:
-    _, *shape = resize(_empty(width, height)).shape
-    return (0, 0, width, height), (shape[0], shape[1])
-
-
-def _random(crop: v2.RandomResizedCrop, width: int, height: int) -> tuple[Box, Shape]:
-    """Draw a box as torchvision does, with torch's global random state."""
-    drawn = crop.make_params([_empty(width, height)])
-    left, top = drawn["left"], drawn["top"]
-    return (left, top, left + drawn["width"], top + drawn["height"]), tuple(crop.size)
-
-
-def _empty(width: int, height: int) -> Tensor:
-    return torch.empty(3, height, width, dtype=torch.uint8, device="meta")
 
 
 def seeded(transform: Transform, image: Croppable, seed: int) -> Tensor:

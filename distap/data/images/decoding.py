@@ -33,8 +33,6 @@ MAX_SIDE = 65_535  # pixels; JPEG's own limit: images beyond it are made to harm
 MAX_SCANS, MAX_SCANNED = 100, 16
 UNNAMED = "an image"
 PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
-
-
 ORIENTATION = 0x0112  # EXIF's tag
 TILE_WIDTH, TILE_LENGTH = 322, 323  # TIFF's tags
 SMALL = 1_000_000  # pixels of an image whose scans cost nothing, whatever the limit
@@ -184,17 +182,12 @@ def _by_libjpeg(data: bytes, image: Image.Image, factor: int) -> np.ndarray[Any,
     if image.mode not in ("L", "RGB"):
         return None
     width, height = (-(-side // factor) for side in image.size)
-    with suppress(ValueError):
-        return _strict(data, width, height)
     # A file may lack no more than its end marker: then nothing of the image is missing once it has one.
-    with suppress(ValueError):
-        return _strict(data.rstrip(END_OF_JPEG[:1]) + END_OF_JPEG, width, height)
+    for whole in (data, data.rstrip(END_OF_JPEG[:1]) + END_OF_JPEG):
+        with suppress(ValueError):
+            found: np.ndarray[Any, Any] = simplejpeg.decode_jpeg(whole, "RGB", min_height=height, min_width=width)
+            return found if found.shape == (height, width, 3) else None
     return None
-
-
-def _strict(data: bytes, width: int, height: int) -> np.ndarray[Any, Any] | None:
-    found: np.ndarray[Any, Any] = simplejpeg.decode_jpeg(data, "RGB", min_height=height, min_width=width)
-    return found if found.shape == (height, width, 3) else None
 
 
 def _open(data: bytes, max_pixels: int) -> Image.Image:
@@ -227,10 +220,9 @@ def _scans(data: bytes) -> int:
 
 
 def _refuse_large(width: int, height: int, max_pixels: int) -> None:
-    if width * height > max_pixels:
-        raise DamagedImageError("too_large", f"{width} x {height} pixels, the limit is {max_pixels}")
-    if max(width, height) > MAX_SIDE:
-        raise DamagedImageError("too_large", f"{width} x {height} pixels, the limit of a side is {MAX_SIDE}")
+    if width * height > max_pixels or max(width, height) > MAX_SIDE:
+        limit = f"the limit is {max_pixels}, and {MAX_SIDE} a side"
+        raise DamagedImageError("too_large", f"{width} x {height} pixels, {limit}")
 
 
 def _turns(image: Image.Image) -> Turns:

@@ -24,7 +24,7 @@ from distap.errors import DistapError
 PREFETCH = 2  # chunks that each worker reads ahead
 HELD = 4  # batches whose pixels may wait for others of their shape, all shapes together
 QUALITY = 82  # of a thumbnail, from 1 to 95
-KEPT = 1024  # thumbnails in memory, of about 10 kB each
+THUMBNAILS_KEPT = 1024  # thumbnails in memory, of about 10 kB each
 logger = logging.getLogger("distap")
 
 
@@ -114,7 +114,7 @@ class Thumbnails:
     def __init__(self, reader: EncodedImages | None, samples: NDArray[np.int64], longer_side: int) -> None:
         self._reader, self._samples, self._longer_side = reader, samples, longer_side
         self._reading = threading.Lock()  # a reader of shards keeps files open for one thread
-        self._kept = lru_cache(KEPT)(self._made)
+        self._kept = lru_cache(THUMBNAILS_KEPT)(self._made)
 
     def jpeg(self, row: int) -> bytes | None:
         """Return the thumbnail of a row; None if there is no such row or its image cannot be read."""

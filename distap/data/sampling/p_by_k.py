@@ -129,6 +129,7 @@ class SuperPByKSampling(SomeOfEach):
             members = classes[group]
             # A super-category goes on with the next `cut` of its classes.
             cut = min(-(-self.classes // 2), len(members))
+            # `met` counts the batches before this one that had this super-category: an epoch has all of its pairs.
             met = int(epoch * np.sum(pairs == group) + np.sum(before == group)) if is_counted else step
             following = (members[places] for places in turns(len(members), cut, met, GROUP, seed, group))
             chosen.append(_some_of_each(data, following, self.images, images, seed, step))

@@ -66,6 +66,8 @@ class ClassesSampling(RandomSampling):
             # Deal the extra images out like cards, in one fixed order of the larger classes. So the number of images
             # that a class has given before this step follows from the step alone.
             order = larger[permutation(len(larger), EXTRA_TURN, seed)]
+            # Before this step, step * extra images were dealt: the class at place j of `order` got one of each full
+            # round, and one more if j comes before the place where the next is dealt. That is ceil((dealt - j) / n).
             starts[order] -= (np.arange(len(larger)) - step * extra) // len(larger)
             takes[order[(step * extra + np.arange(extra)) % len(larger)]] += 1
         labels = np.arange(data.count)

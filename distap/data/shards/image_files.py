@@ -118,8 +118,7 @@ def list_images(
     The columns are found by their names: path or filename, label or class, and optionally level1 (or group),
     level2 and so on (coarser classes that hold the class), split, and is_query and is_gallery, which cut the images
     into parts; others are ignored. A CSV has commas, semicolons or tabs between them. Paths are relative to the file.
-    A CSV without a heading has the columns path,label or path,label,level1 with integers as labels. Files that are
-    missing, and those without a class (see `class_name`), are left out.
+    Files that are missing, and those without a class (see `class_name`), are left out.
 
     Args:
         nested: what names the class of an image deeper in a folder: `top`, its folder in `source`; `leaf`, the
@@ -133,21 +132,22 @@ def list_images(
         listing, expected = _in_list(source, renamed), "lines of path,label"
     else:
         raise DistapError(f"{source}: no such folder, CSV or Parquet file")
-    if not listing.images:
-        told = "".join(f"\nleft out: {line}" for line in counted(listing.left_out))
-        raise DistapError(f"{source}: the data set is empty; expected {expected}{told}")
-    return listing
+    return _not_empty(listing, f"{source}: the data set is empty; expected {expected}")
 
 
 def list_unlabelled(folder: Path) -> Listing:
     """List the images in a folder and below, which have no class."""
     found = list(walk_images(folder))
     left_out = [skipped for skipped in found if isinstance(skipped, Skipped)]
-    if len(left_out) == len(found):
-        told = "".join(f"\nleft out: {line}" for line in counted(left_out))
-        expected = f"expected {', '.join(readable_formats())} files"
-        raise DistapError(f"{folder}: no image in it, nor shards; {expected}{told}")
-    return Listing([ImageFile(path, "") for path in found if isinstance(path, Path)], left_out, folder)
+    listing = Listing([ImageFile(path, "") for path in found if isinstance(path, Path)], left_out, folder)
+    expected = f"expected {', '.join(readable_formats())} files"
+    return _not_empty(listing, f"{folder}: no image in it, nor shards; {expected}")
+
+
+def _not_empty(listing: Listing, problem: str) -> Listing:
+    if not listing.images:
+        raise DistapError(problem + "".join(f"\nleft out: {line}" for line in counted(listing.left_out)))
+    return listing
 
 
 def sort_classes(names: Iterable[str]) -> list[str]:
@@ -180,22 +180,16 @@ def _in_folders(source: Path, nested: Nested | None) -> Listing:
             f"pack --nested` what its class is: `leaf` {leaf!r}, `top` {top!r}, `path` {'/'.join(found[deep])!r}; "
             "`merge` is leaf with folders of one name as one class, `levels` leaf with those above as coarser classes"
         )
-    if nested in ("leaf", "levels"):
-        _require_different_names(source, set(found.values()))
-    named = {"top": lambda folders: folders[0], "path": "/".join}.get(nested or "", lambda folders: folders[-1])
-    above = {path: folders[-2::-1] if nested == "levels" else () for path, folders in found.items()}
-    return Listing([ImageFile(path, named(found[path]), above[path]) for path in sorted(found)], left_out, source)
-
-
-def _require_different_names(source: Path, places: Iterable[tuple[str, ...]]) -> None:
     known: dict[str, tuple[str, ...]] = {}
-    for folders in sorted(places):
-        other = known.setdefault(folders[-1], folders)
-        if other != folders:
+    for folders in sorted(set(found.values()) if nested in ("leaf", "levels") else ()):
+        if (other := known.setdefault(folders[-1], folders)) != folders:
             raise DistapError(
                 f"{source}: two folders have one name: {'/'.join(other)} and {'/'.join(folders)}: `--nested merge` "
                 "makes one class of them, `--nested path` two"
             )
+    named = {"top": lambda folders: folders[0], "path": "/".join}.get(nested or "", lambda folders: folders[-1])
+    above = {path: folders[-2::-1] if nested == "levels" else () for path, folders in found.items()}
+    return Listing([ImageFile(path, named(found[path]), above[path]) for path in sorted(found)], left_out, source)
 
 
 def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
@@ -235,12 +229,8 @@ def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
     return Listing(list(compress(found, there)), left_out + missing, source.parent, parts if any(parts) else ())
 
 
-class _Flags(NamedTuple):
-    """A row's answers to which part of the data set its image belongs to; None where the row has none."""
-
-    split: str
-    query: bool | None
-    gallery: bool | None
+# A row's split, and whether its image is a query and in the gallery; None where the row has no answer.
+_Flags = tuple[str, bool | None, bool | None]
 
 
 def _flags(where: str, split: str, row: Mapping[str, Any]) -> _Flags:
@@ -254,7 +244,7 @@ def _flags(where: str, split: str, row: Mapping[str, Any]) -> _Flags:
                 f"{where}: is_{column} is {text!r}; expected true or false, or nothing in training rows"
             )
         answers.append(None if text in NO_CLASS else text in TRUE)
-    return _Flags(split, *answers)
+    return split, answers[0], answers[1]
 
 
 def _parts(source: Path, columns: Sequence[str], flags: Sequence[_Flags]) -> list[str]:

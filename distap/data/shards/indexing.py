@@ -23,7 +23,6 @@ from distap.storage.texts import is_line
 
 NAMES_FILE = "classes.txt"  # line k: the name of class k and, after tabs, those of coarser classes that hold it
 PATHS_FILE = "paths.txt"  # a line for each image: its key and, after a tab, the path of the file that was packed
-LARGE_COLUMN = 2**30  # bytes of all keys
 logger = logging.getLogger("distap")
 
 # An index of one shard, whose classes are called by their numbers in the shard; and the images left out.
@@ -90,13 +89,6 @@ def merge_scans(source: Source, storage: Storage, parts: Sequence[Index]) -> Ind
     if not len(numbers):
         raise DistapError(f"{source}: the data set is empty: no usable image in its shards")
     present, label = np.unique(numbers, return_inverse=True)
-    # All keys take as much memory as the longest.
-    widest = max(parts, key=lambda part: part.key.itemsize)
-    if (taken := len(numbers) * widest.key.itemsize) > max(LARGE_COLUMN, 16 * sum(part.key.nbytes for part in parts)):
-        problem = (
-            f"a key of {widest.key.itemsize // 4:,} letters makes those of all images take {taken / 1e9:,.0f} GB"
-        )
-        raise DistapError(f"{storage.where(widest.shard_name.item())}: {problem}; shorten it")
     names = (*SAMPLE_COLUMNS, *SHARD_COLUMNS)
     columns: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
     columns["shard"] = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts])

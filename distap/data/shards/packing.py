@@ -5,13 +5,12 @@ number of processes changes no byte.
 """
 
 import io
-import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import webdataset
 
@@ -20,10 +19,8 @@ from distap.data.images.decoding import DamagedImageError, decode, image_size, s
 from distap.data.images.formats import IMAGE_SUFFIXES, suffix_of
 from distap.data.shards.image_files import (
     Entry,
-    ImageFile,
     Listing,
     levels_of_each_class,
-    list_images,
     look_at_all,
     sort_classes,
 )
@@ -45,26 +42,6 @@ class _Job(NamedTuple):
     shard: Path
     first: int  # position of the first image in the data set, which begins its key
     entries: list[tuple[Entry, int]]  # with the numbers of their classes
-
-
-def pack(
-    images: Path | Listing | Sequence[ImageFile], output: Path, *arguments: Any, **layout: Any
-) -> tuple[Index, list[Skipped]]:
-    """Pack images into shards with an index next to them; return the index and the files that were left out.
-
-    `images` are in the order in which to pack them; or a folder or CSV, as in `list_images`. Their paths are kept
-    within the folder, or within the lowest one that holds all of them. See `pack_parts` for the other arguments.
-    """
-    listing = list_images(images) if isinstance(images, Path) else images
-    if not isinstance(listing, Listing):
-        if not listing:
-            raise DistapError(f"{output}: there are no images to pack")
-        listing = Listing(listing, (), Path(os.path.commonpath([image.path.absolute().parent for image in listing])))
-    if len(set(listing.parts)) > 1:
-        raise DistapError(
-            f"{output}: the list has several parts ({', '.join(listing.by_part())}); pack each by itself"
-        )
-    return pack_parts({"": listing}, output, *arguments, **layout)[0]
 
 
 def pack_parts(

@@ -2,7 +2,6 @@
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ COLUMN_NAMES = {
     **{"query": ("is_query",), "gallery": ("is_gallery",), "level1": ("level1", "group")},
     **{f"level{n}": (f"level{n}",) for n in range(2, 10)},  # ever coarser classes that hold the class
 }
-HEADLESS = ["path", "label", "group"]  # columns of a CSV without a heading
 
 Row = tuple[str, dict[str, Any]]  # its place, for messages, and its cells by column
 
@@ -67,11 +65,7 @@ def _csv(source: Path, renamed: Mapping[str, str]) -> tuple[Sequence[str], Itera
                 raise DistapError(f"{source}, line {number + 1}: not a CSV file in UTF-8: {error}") from error
 
     found = lines()
-    where, heading = next(found, ("", HEADLESS[:2]))
-    known = {name for names in COLUMN_NAMES.values() for name in names}
-    is_headless = not renamed and not known & {cell.lower() for cell in heading}
-    if is_headless and len(heading) in (2, 3) and heading[1].removeprefix("-").isdecimal():
-        heading, found = HEADLESS[: len(heading)], chain([(where, heading)], found)
+    _, heading = next(found, ("", ["path", "label"]))
     places, width = _places(source, heading, renamed), len(heading)
 
     def rows() -> Iterator[Row]:

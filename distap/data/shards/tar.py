@@ -25,7 +25,7 @@ MAX_HEADER = 2**20  # bytes of a header that a long name makes
 PACKERS = {b"\x1f\x8b": "gunzip", b"\xfd7zXZ\0": "unxz", b"BZh": "bunzip2", b"\x28\xb5\x2f\xfd": "unzstd"}
 APPLE_DOUBLE = b"\0\5\x16\7"  # the beginning of a ._ file, in which macOS keeps what a tar cannot
 LABEL_FIELD = "cls"  # suffix of the member that holds a sample's class number
-MEMBERS_TOLD = 8  # members of a sample that a message names
+LETTERS_TOLD = 200  # of the names of a sample's members, in a message
 MAX_DIGITS = 18  # of a class number, so that it fits int64
 
 
@@ -121,9 +121,7 @@ def labelled_image(key: str, members: dict[str, TarMember]) -> tuple[int, TarMem
     """
     images = [field for field in members if f".{field.lower()}" in IMAGE_SUFFIXES]
     if len(images) != 1:
-        found = ", ".join(f".{field}" for field in [*members][:MEMBERS_TOLD]) + (
-            ", ..." if len(members) > MEMBERS_TOLD else ""
-        )
+        found = ", ".join(f".{field}" for field in members)[:LETTERS_TOLD]
         dotted = any("." in field for field in members)
         remedy = "; a key ends at the first dot of a file's name, so rename files that have others" if dotted else ""
         raise DamagedImageError("missing_field", f"key {key!r} needs one image member; it has {found}{remedy}")
@@ -177,13 +175,16 @@ def _members(file: Readable, length: int, where: str) -> Iterator[TarMember]:
                 continue
             if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
                 raise tarfile.ReadError("no plain file (a link, device or the like)")
+            # tarfile has read the header alone and expects the next one at archive.offset: being elsewhere means that
+            # a size in a header lied, or that the file ends within this member.
             data = forward.read(member.size, MAX_MEMBER)
             forward.read(-member.size % TAR_BLOCK)
             if forward.position != archive.offset:
                 raise tarfile.ReadError("its contents are cut short")
             if not (member.name.rpartition("/")[2].startswith("._") and data.startswith(APPLE_DOUBLE)):
                 yield TarMember(member.name, member.offset_data, data)
-        # tarfile stops at anything that is no header: it has to be the first of two blocks of zeros or more.
+        # tarfile stops without an error at anything that is no header, such as one with a flipped bit, and takes it
+        # for the end. The block that it read last has to be the first of two blocks of zeros, with only zeros behind.
         ended, zeros = forward.block == bytes(TAR_BLOCK), True
         rest = 0
         while ended and zeros and (more := file.read(2**20)):

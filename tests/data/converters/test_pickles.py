@@ -147,10 +147,3 @@ def test_an_array_must_have_the_bytes_of_its_shape(tmp_path):
 def test_a_value_that_is_no_list_of_its_kind_is_named(kind, value, message, tmp_path):
     with pytest.raises(DistapError, match=rf"x\.pkl: {message}"):
         getattr(PlainValue(tmp_path / "x.pkl", "", {"pairs": value})["pairs"], kind)()
-
-
-def test_a_number_beyond_the_list_that_it_points_into_is_named(tmp_path):
-    with pytest.raises(DistapError, match=r"q\[1\] is 7, expected a whole number below 7"):
-        PlainValue(tmp_path, "q", [6, 7]).integers(below=7)
-    with pytest.raises(DistapError, match="the file has no 'gnd'"):
-        PlainValue(tmp_path, "", [])["gnd"]
