@@ -218,7 +218,7 @@ def _be_python(args: list[str], environment: dict[str, str]) -> None:
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     sys.stdout.reconfigure(line_buffering=True)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
-    sys.argv = args[1:] if args[0] == "-m" else args
+    sys.argv = {"-m": args[1:], "-c": ["-c", *args[2:]]}.get(args[0], args)
     if args[0] == "-m":
         sys.modules.pop(args[1], None)  # which this file may have imported; runpy would warn
         runpy.run_module(args[1], run_name="__main__", alter_sys=True)

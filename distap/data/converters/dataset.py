@@ -1,5 +1,6 @@
 """Declare data sets, and read the list files that their authors distribute."""
 
+import csv
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -80,7 +81,7 @@ class ListLine(NamedTuple):
 
 
 def read_lines(file: Path, separator: str | None = None) -> Iterator[ListLine]:
-    """Yield non-empty lines as cells, cut at a separator or, by default, at spaces and tabs."""
+    """Yield non-empty lines as cells, cut at commas (outside quotes) or, by default, at spaces and tabs."""
     try:
         with file.open("rb") as lines:
             for number, raw in enumerate(lines, 1):
@@ -89,7 +90,9 @@ def read_lines(file: Path, separator: str | None = None) -> Iterator[ListLine]:
                 except UnicodeDecodeError as error:
                     raise DistapError(f"{file}, line {number}: no text in UTF-8") from error
                 if text:
-                    yield ListLine(file, number, text.split(separator))
+                    # csv limits the length of a cell, which the long cells of Google Landmarks exceed.
+                    quoted = separator == "," and '"' in text
+                    yield ListLine(file, number, next(csv.reader([text])) if quoted else text.split(separator))
     except OSError as error:
         raise DistapError(f"{file}: cannot be read: {error.strerror or error}") from error
 
