@@ -3,6 +3,7 @@ import sys
 from collections import Counter
 from urllib.parse import unquote
 
+import numpy as np
 import pytest
 from dataset_trees import PEOPLE, TREES, cars, dump, photo
 
