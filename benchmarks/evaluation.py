@@ -25,6 +25,7 @@ from distap.data.converters.revisited import DIFFICULTIES, OF_REVISITED
 from distap.errors import DistapError
 from distap.evaluation.given_descriptors import evaluate
 from distap.retrieval.descriptor_files import read_descriptors
+from distap.retrieval.descriptor_parts import open_parts
 from distap.retrieval.evaluate import evaluate_descriptors
 from distap.retrieval.nearest import bounded_threads, nearest
 from distap.retrieval.truth import ListedTruth
@@ -35,7 +36,7 @@ NOISE = 0.7  # of an image's own direction against its class's
 CPU = torch.device("cpu")
 LABELLED_IMAGES = 5000  # of the gallery, which are easy, hard or junk to any query, as in Revisited Oxford
 EASY, HARD, JUNK = 40, 60, 40
-ROWS_WRITTEN, ROWS_MULTIPLIED = 8192, 1024  # at once
+ROWS_OF_A_PART, ROWS_MULTIPLIED = 65_536, 1024
 FOUND = 100  # neighbours that Faiss looks for
 LIBRARY, PRODUCT = "pytorch-metric-learning", "one dense product"
 GALLERY_HEADINGS = ("", *OF_REVISITED)
@@ -46,7 +47,7 @@ class EvaluationBenchmark(harness.Benchmark):
 
     distap evaluates by the full ranking. One dense product of all descriptors with all, without keeping it, is the
     measure of both. With --described: descriptors that `distap extract` wrote. With --gallery: Easy, Medium and Hard
-    against a gallery in a file of the temporary folder, of 2 bytes a number, next to the search of Faiss.
+    against distractors in files of the temporary folder, of 2 bytes a number, next to the search of Faiss.
     """
 
     name: ClassVar[str] = "eval"
@@ -93,21 +94,28 @@ class EvaluationBenchmark(harness.Benchmark):
         return harness.Report(figures, [table], [agreement(found), _speed(times)])
 
     def _gallery(self, gallery: int) -> harness.Report:
-        """Evaluate queries in three protocols against a gallery of float16 in a file."""
+        """Evaluate queries in three protocols against a gallery of float16 in files."""
         if gallery < LABELLED_IMAGES:
             raise DistapError(f"a gallery of {gallery} images; expected at least {LABELLED_IMAGES}")
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "gallery.npy"
-            queries, truth = write_gallery(path, gallery, self.dimensions, self.queries)
-            described = np.load(path, mmap_mode="r")
+            queries, truth = write_gallery(Path(folder), gallery, self.dimensions, self.queries)
+            parts = open_parts([folder], self.dimensions)
+            assert parts is not None
+            # Only the images that some query names are the gallery: the others are right and junk for none.
+            named, rest = parts[:LABELLED_IMAGES], None
+            if gallery > LABELLED_IMAGES:
+                rest = open_parts(sorted(Path(folder).iterdir())[1:], self.dimensions)
             figures: dict[str, Any] = {}
+
+            def evaluated() -> None:
+                found = evaluate_descriptors(queries, named, truth, OF_REVISITED, distractors=rest)
+                figures.update(found.summary())
+
             started = time.perf_counter()
-            peak = peak_bytes(
-                lambda: figures.update(evaluate_descriptors(queries, described, truth, OF_REVISITED).summary()), CPU
-            )
+            peak = peak_bytes(evaluated, CPU)
             seconds = time.perf_counter() - started
             started = time.perf_counter()
-            faiss_peak = peak_bytes(lambda: nearest(queries.numpy(), described, FOUND), CPU)
+            faiss_peak = peak_bytes(lambda: nearest(queries.numpy(), parts, FOUND), CPU)
             faiss_seconds = time.perf_counter() - started
         process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1)
         rows = [
@@ -165,8 +173,8 @@ def labelled_set(images: int, dimensions: int) -> tuple[Tensor, Tensor]:
     return normalize((1 - NOISE) * centres[labels] + NOISE * own), labels
 
 
-def write_gallery(path: Path, gallery: int, dimensions: int, count: int) -> tuple[Tensor, ListedTruth]:
-    """Write a gallery of which the first descriptors are relevant to some query and the others are distractors.
+def write_gallery(folder: Path, gallery: int, dimensions: int, count: int) -> tuple[Tensor, ListedTruth]:
+    """Write a gallery in parts: in the first are descriptors relevant to some query, in the others distractors.
 
     Returns:
         The queries' descriptors, and what they are to retrieve.
@@ -182,16 +190,13 @@ def write_gallery(path: Path, gallery: int, dimensions: int, count: int) -> tupl
         near[junk] += 0.2 * query
         positives.append([*easy.tolist(), *hard.tolist()])
         of_junk.append(junk.tolist())
-    header = {"descr": "<f2", "fortran_order": False, "shape": (gallery, dimensions)}
-    with path.open("wb") as file:
-        # The array's header, then its rows: a map that is written to would count as memory of this process.
-        np.lib.format.write_array_header_1_0(file, header)
-        for start in range(0, gallery, ROWS_WRITTEN):
-            own = normalize(torch.randn(min(ROWS_WRITTEN, gallery - start), dimensions, generator=generator))
-            labelled = near[start : start + len(own)]
-            own[: len(labelled)] += labelled
-            file.write(normalize(own).half().numpy().tobytes())
-    return queries, ListedTruth(gallery, positives, of_junk, [[1] * EASY + [2] * HARD] * count, DIFFICULTIES)
+    for number, start in enumerate([0, *range(LABELLED_IMAGES, gallery, ROWS_OF_A_PART)]):
+        size = LABELLED_IMAGES if start == 0 else min(ROWS_OF_A_PART, gallery - start)
+        own = normalize(torch.randn(size, dimensions, generator=generator))
+        if start == 0:
+            own = normalize(own + near)
+        np.save(folder / f"{number:04d}.npy", own.half().numpy())
+    return queries, ListedTruth(LABELLED_IMAGES, positives, of_junk, [[1] * EASY + [2] * HARD] * count, DIFFICULTIES)
 
 
 def agreement(found: dict[str, dict[str, float]]) -> str:
