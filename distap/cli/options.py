@@ -51,7 +51,7 @@ network = partial(typer.Option, rich_help_panel="Network")
 refinement = partial(typer.Option, rich_help_panel="Refinement of descriptors")
 output = partial(typer.Option, rich_help_panel="Output")
 
-TRAINED = "run folder, one of its checkpoints, or a URL of either"
+TRAINED = "run folder, one of its checkpoints, a URL of either, or a recipe, untrained"
 CHECKPOINT = network(help=f"Trained network: a {TRAINED}.", show_default=False)
 BEST = Annotated[bool, network("--best", help="Use a run folder's best checkpoint, not its newest.")]
 WHITENING = Annotated[

@@ -45,7 +45,8 @@ class DataSection(ImagesSection):
     """Training images: where they are, and how to read them."""
 
     train: Shards
-    """Shards to train on: a folder, a pattern or a URL."""
+    """Shards to train on: a folder, a pattern or a URL; or descriptors on which model.projection trains alone,
+    described:FOLDER that `distap extract` wrote."""
     train_index: Path | None = None
     """Index file of the training shards; null takes the one next to the shards."""
     reading: Annotated[Any, Chosen("source")] = "indexed"
@@ -70,6 +71,11 @@ class DataSection(ImagesSection):
     @property
     def train_source(self) -> Source:
         return parse_source(self.train, self.train_index)
+
+    @property
+    def is_described(self) -> bool:
+        """Tell whether descriptors stand for the training images."""
+        return self.train_source.kind == "described"
 
 
 class DescribingSection(Section):

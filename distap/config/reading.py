@@ -58,6 +58,12 @@ def changed_settings(
     return _overridden(settings, [overrides] if isinstance(overrides, Mapping) else overrides)
 
 
+def is_recipe(source: Path | str) -> bool:
+    """Tell whether a source is a recipe, by its file or by its name, and no run."""
+    is_ours = not Path(source).exists() and (RECIPES / f"{source}.yaml").is_file()
+    return is_ours or Path(source).suffix in (".yaml", ".yml")
+
+
 def recipe_file(config: Path) -> Path:
     """Return the path of a recipe: `config` itself, or the file of a recipe that distap ships, by its name."""
     is_name, ours = len(config.parts) == 1 and not config.suffix, RECIPES / f"{config}.yaml"

@@ -124,6 +124,12 @@ class Recipe(NetworkRecipe):
             )
         if name_of("engine", self.engine) == "deepspeed":
             self._fits_deepspeed()
+        is_alone = self.model.projection is not None and self.model.adapter is None
+        if self.data.is_described and not (is_alone and name_of("engine", self.engine) == "ddp"):
+            raise ValueError(
+                "data.train holds descriptors, which train model.projection alone: set it, leave model.adapter out, "
+                "and set engine to ddp"
+            )
         if self.model.adapter is not None and self.optimizer.layer_decay is not None:
             raise ValueError(
                 "optimizer.layer_decay is set, but adapters stand in no layer that timm knows: leave it out, or "

@@ -189,6 +189,8 @@ class ModelSection(Section):
     """Further arguments of timm.create_model, such as {img_size: 448} or {drop_path_rate: 0.1}."""
     layer_norm: bool = False
     """Apply layer normalisation to the pooled vector, as in ROADMAP's code."""
+    unit_length: bool = False
+    """Scale the pooled vector to length 1 before the projection, which then trains on extracted descriptors."""
     projection: PositiveInt | None = None
     """Number of dimensions of a linear layer after pooling; null for no layer."""
     whitening: NonNegativeInt = 0

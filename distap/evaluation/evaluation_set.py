@@ -18,6 +18,7 @@ from distap.data.images.cropping import Box
 from distap.data.loading.indexed import ImageSet
 from distap.data.shards.image_folders import warn_of
 from distap.errors import DistapError
+from distap.evaluation.described_images import DescribedImages
 from distap.evaluation.extraction.extracting import NOT_FINITE, Describing, Extraction, extract_descriptors
 from distap.evaluation.ground_truth import GroundTruth, TrueQuery
 from distap.evaluation.saved import DRAWN, LABELLED, QUERIED, Evaluation, Retrieved
@@ -103,6 +104,8 @@ def _descriptors(
     Args:
         boxes: by image number, the part of an image to describe, in pixels.
     """
+    if isinstance(images, DescribedImages):
+        return np.arange(len(images)), images.described_by(describing.describer)
     samples, descriptors, reasons = extract_descriptors(Extraction(describing, images, boxes))
     left_out = {str(images.keys[number]): reason for number, reason in reasons.items()}
     if broken := [key for key, reason in left_out.items() if reason == NOT_FINITE]:

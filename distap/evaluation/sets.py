@@ -11,6 +11,7 @@ from distap.data.images.decoding import MAX_PIXELS
 from distap.data.loading.indexed import ImageSet, open_images
 from distap.data.shards.index import Index
 from distap.errors import DistapError
+from distap.evaluation.described_images import open_described
 from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.extraction.extracting import Describing
 from distap.evaluation.ground_truth import read_truth
@@ -63,7 +64,8 @@ def open_set(
     more: dict[str, Any] = {"distractors": tuple(path for path in distractors if path not in shards)}
 
     def opened(part: Source | str) -> ImageSet:
-        return open_images(part, max_pixels, remote)
+        own = parse_source(part)
+        return open_described(own) if own.kind == "described" else open_images(own, max_pixels, remote)
 
     if truth is not None:
         if gallery_draws:

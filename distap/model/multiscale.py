@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, linear, normalize
 
 from distap.errors import DistapError
-from distap.model.network import RetrievalNetwork, in_full_precision
+from distap.model.network import Images, RetrievalNetwork, in_full_precision
 from distap.model.pooling import GeM
 
 LARGEST_SCALE = 8.0
@@ -64,7 +64,7 @@ class MultiScaleNetwork(nn.Module):
         self.register_buffer("mean", mean)
         self.register_buffer("projection", projection)
 
-    def forward(self, images: UInt8[Tensor, "n 3 height width"]) -> Float[Tensor, "n D"]:
+    def forward(self, images: Images) -> Float[Tensor, "n D"]:
         # Each scale with the whole micro-batch, whose images have one size.
         described = [self._at(images, scale) for scale in self.scales]
         with in_full_precision(images.device):
@@ -76,7 +76,7 @@ class MultiScaleNetwork(nn.Module):
                 return descriptors
             return normalize(linear(descriptors - self.mean, self.projection))
 
-    def _at(self, images: UInt8[Tensor, "n 3 height width"], scale: float) -> Tensor:
+    def _at(self, images: Images, scale: float) -> Tensor:
         if scale == 1:
             return self.network(images)
         pixels = images.to(self.network.mean.dtype)

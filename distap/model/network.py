@@ -18,6 +18,15 @@ from distap.model.backbone import TimmBackbone, architecture_of, has_class_token
 from distap.model.pooling import AutoPooling, Native
 
 BatchNormMode = Literal["frozen", "batch"]
+# With values from 0 to 255; or the descriptors that a network without a projection gives.
+Images = UInt8[Tensor, "n 3 height width"] | Float[Tensor, "n 3 height width"] | Float[Tensor, "n F"]
+
+
+class UnitLinear(nn.Linear):
+    """A linear layer behind a scaling of its input to length 1."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(normalize(input))
 
 
 class RetrievalNetwork(nn.Module):
@@ -39,6 +48,7 @@ class RetrievalNetwork(nn.Module):
         mean, std: of the pixels that the backbone was trained with; white is 1.
         features: C of the maps or tokens; None takes what the backbone says.
         layer_norm: standardise the pooled vector, without learned scale and shift, as ROADMAP's code does.
+        unit_length: scale the pooled vector to length 1 before the projection, which then takes descriptors too.
 
     A pooling may have the attributes `needs_class_token` (it then also gets the tokens (n, p, C) that stand before
     those of the image), `needs_map` (it takes no tokens) and `widens` (it gives so many times C numbers).
@@ -57,6 +67,7 @@ class RetrievalNetwork(nn.Module):
         std: tuple[float, float, float] = (0.5, 0.5, 0.5),
         features: int | None = None,
         layer_norm: bool = False,
+        unit_length: bool = False,
     ) -> None:
         super().__init__()
         if getattr(pooling, "needs_class_token", False) and not has_class_token(backbone):
@@ -77,7 +88,8 @@ class RetrievalNetwork(nn.Module):
         self.memory_format = torch.channels_last  # of the pixels that the backbone gets
         self.backbone = backbone
         self.pooling = pooling
-        self.head = nn.Identity() if projection is None else nn.Linear(pooled, projection)
+        linear = UnitLinear if unit_length else nn.Linear
+        self.head = nn.Identity() if projection is None else linear(pooled, projection)
         self._prefix = int(getattr(backbone, "num_prefix_tokens", 0))
         self._normalisers = [m for m in backbone.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.register_buffer("mean", 255 * torch.tensor(mean).view(1, 3, 1, 1), persistent=False)
@@ -113,17 +125,13 @@ class RetrievalNetwork(nn.Module):
         moving = self._normalisers if self.batchnorm == "batch" else []
         return [s for m in moving for s in (m.running_mean, m.running_var) if s is not None]
 
-    def forward(
-        self, images: UInt8[Tensor, "n 3 height width"] | Float[Tensor, "n 3 height width"]
-    ) -> Float[Tensor, "n C"]:
+    def forward(self, images: Images) -> Float[Tensor, "n C"]:
         """Return the descriptors, of length 1 in float32 or wider, of images with values from 0 to 255."""
-        pooled = self.pooled(images)
+        pooled = self.pooled(images) if images.ndim == 4 else images.to(self.mean.dtype)
         with in_full_precision(pooled.device):
             return normalize(self.head(pooled))
 
-    def pooled(
-        self, images: UInt8[Tensor, "n 3 height width"] | Float[Tensor, "n 3 height width"]
-    ) -> Float[Tensor, "n F"]:
+    def pooled(self, images: Images) -> Float[Tensor, "n F"]:
         """Return the pooled features of images, before the projection, in float32 or wider."""
         # Channels last: convolutions are faster, on CPUs and on GPUs.
         pixels = (images.to(self.mean.dtype, memory_format=self.memory_format) - self.mean) / self.std
@@ -165,6 +173,7 @@ def build_network(
     projection: int | None = None,
     batchnorm: BatchNormMode = "frozen",
     layer_norm: bool = False,
+    unit_length: bool = False,
     **of_timm: Any,
 ) -> RetrievalNetwork:
     """Build a RetrievalNetwork from the parts that a recipe chooses.
@@ -183,7 +192,8 @@ def build_network(
         pool = pooling.build(built)
     if not whole:
         weights.load(built)
-    network = RetrievalNetwork(built, pool, projection, batchnorm, **pixels_of(built), layer_norm=layer_norm)
+    ways = {**pixels_of(built), "layer_norm": layer_norm, "unit_length": unit_length}
+    network = RetrievalNetwork(built, pool, projection, batchnorm, **ways)
     if whole:
         weights.load(network)
     return network.to(memory_format=torch.channels_last)
@@ -236,17 +246,19 @@ class GivenNetwork:
         return whole.to(device)
 
 
-def fingerprint(network: RetrievalNetwork) -> str:
+def fingerprint(network: RetrievalNetwork, with_head: bool = True) -> str:
     """Return a SHA-256, in hexadecimal, of everything that determines a network's descriptors.
 
     It covers the architecture's name, the pooling and its settings, and the name, dtype, shape and bytes of every
     parameter and buffer, including the mean and deviation of pixels. The device and memory layout do not count.
+    Without its head, a network has the fingerprint of one that was built without a projection.
     """
     about = {"architecture": architecture_of(network.backbone), **settings_of(network.pooling)}
     about |= {"layer_norm": True} if network.layer_norm else {}
+    about |= {"unit_length": True} if with_head and isinstance(network.head, UnitLinear) else {}
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     tensors = {**network.state_dict(), **dict(network.named_buffers())}
-    for name in sorted(tensors):
+    for name in sorted(name for name in tensors if with_head or not name.startswith("head.")):
         tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -18,7 +18,7 @@ from distap.checkpoint.finding import opened_checkpoint
 from distap.errors import DistapError
 from distap.model.adapters import merge
 from distap.model.backbone import architecture_of
-from distap.model.network import RetrievalNetwork, settings_of
+from distap.model.network import RetrievalNetwork, UnitLinear, settings_of
 from distap.model.pooling import AutoPooling
 from distap.registry import GIVEN, build_part
 from distap.storage.texts import read_json
@@ -56,7 +56,8 @@ class TrainedNetwork:
         numbers = {name: one for name, one in self.tensors.items() if one.numel() == 1 and name in shapes}
         try:
             own = {name: one.reshape(shapes[name]) for name, one in numbers.items()}
-            network.load_state_dict({**self.tensors, **own})
+            kept = network.head.state_dict(prefix="head.") if self.settings["model"].get("projection") is None else {}
+            network.load_state_dict({**kept, **self.tensors, **own})
         except RuntimeError as error:
             why = shorten(str(error), 400)  # it lists every tensor that does not fit
             raise DistapError(f"{self.where}: its tensors are not those of its network: {why}") from error
@@ -65,7 +66,8 @@ class TrainedNetwork:
 
     def _others(self, network: RetrievalNetwork) -> dict[str, Any]:
         """Return the keys of section `model` whose value in this network differs, with that value."""
-        model = {"pooling": {"name": "gem"}, "layer_norm": False, "projection": None} | self.settings["model"]
+        before: dict[str, Any] = {"pooling": {"name": "gem"}, "layer_norm": False, "unit_length": False}
+        model = before | {"projection": None} | self.settings["model"]
         backbone, others = model.get("backbone"), dict[str, Any]()
         if isinstance(backbone, dict) and backbone.get("name") == GIVEN:
             return others
@@ -78,10 +80,13 @@ class TrainedNetwork:
         built = pooling.build(network.backbone) if isinstance(pooling, AutoPooling) else pooling.build()
         dimensions = None if isinstance(network.head, nn.Identity) else network.dimensions
         projection = model["projection"]
+        wanted = projection["dimensions"] if isinstance(projection, dict) else projection
         same = {
             "pooling": settings_of(built) == settings_of(network.pooling),
             "layer_norm": model["layer_norm"] == network.layer_norm,
-            "projection": dimensions == (projection["dimensions"] if isinstance(projection, dict) else projection),
+            # To a network without a projection a recipe may add one, which then stays random.
+            "unit_length": wanted is None or model["unit_length"] == isinstance(network.head, UnitLinear),
+            "projection": wanted in (None, dimensions),
         }
         others |= {key: model[key] for key, is_same in same.items() if not is_same}
         return others

@@ -29,15 +29,19 @@ logger = logging.getLogger("distap")
 
 
 class Fitting:
-    """Find micro-batch sizes by trying up to `share` random images, in the same order on every rank."""
+    """Find micro-batch sizes by trying up to `share` random images, in the same order on every rank.
 
-    def __init__(self, replica: Replica, world: World, image_size: int, share: int) -> None:
+    With a `width`, descriptors of so many dimensions stand for images.
+    """
+
+    def __init__(self, replica: Replica, world: World, image_size: int, share: int, width: int = 0) -> None:
         if replica.lockstep:
             raise DistapError(
                 "replay.size cannot be auto with this engine: its ranks communicate in every micro-batch, so none "
                 "may run out of memory by itself"
             )
         self._replica, self._world, self._image_size, self._share = replica, world, image_size, share
+        self._width = width
 
     def replay_size(self) -> int:
         """Return the micro-batch size that is fastest per image, forward and backward, the same on all ranks.
@@ -111,6 +115,8 @@ class Fitting:
         return saved.bytes
 
     def _images(self, size: int) -> Tensor:
+        if self._width:
+            return torch.randn(size, self._width, device=self._world.device)
         shape = (size, 3, self._image_size, self._image_size)
         return torch.randint(0, 256, shape, dtype=torch.uint8, device=self._world.device)
 

@@ -8,6 +8,7 @@ shards/{000..009}.tar             a brace pattern, as webdataset writes them
 https://host/{000..009}.tar       the same behind http(s)://, s3://, gs:// and file://
 imagefolder:photos/               images that are not packed: a folder with a sub-folder per class
 hf:photos, hf:user/name#train     a data set of Hugging Face: a folder that save_to_disk wrote, or a name, and a split
+described:descriptors/train       descriptors in place of images: a folder that `distap extract` wrote
 given:module:Class                one that was an object in Python, in the record of a run
 """
 
@@ -34,11 +35,11 @@ LISTABLE = ("", "s3", "gs")  # schemes whose folders can be listed; "" is the lo
 UNWRITABLE = {"http": "a web server", "https": "a web server", "memory": "the memory of one process"}
 MAX_SHARDS = 1_000_000
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_UNPACKED = ("imagefolder", "hf", "given")
+_UNPACKED = ("imagefolder", "hf", "described", "given")
 _GLOB = "*?["
 _EXPECTED = (
     "a folder, a glob or brace pattern of .tar files, the same behind http(s)://, s3://, gs:// or file://, or "
-    "imagefolder:FOLDER or hf:NAME"
+    "imagefolder:FOLDER, hf:NAME or described:FOLDER"
 )
 
 
@@ -50,7 +51,7 @@ class Source:
     base: str  # a folder, or the URL of one without the last slash
     pattern: str | None  # of the shards' names within the base; None means every .tar file in it
     kept_index: Path | None = None  # a local file that takes the place of the index next to the shards
-    kind: str = "shards"  # or imagefolder, hf, given
+    kind: str = "shards"  # or imagefolder, hf, described, given
     rows: Any = field(default=None, compare=False, repr=False)  # the images of a data set in Python
 
     def __str__(self) -> str:

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from distap.checkpoint.agreement import first_on_rank_0, on_all
-from distap.config.reading import recorded_recipe
+from distap.config.reading import is_recipe, load_recipe, recorded_recipe
 from distap.config.recipe import NetworkRecipe, Recipe
 from distap.data.loading.share import LoadingJob, TrainingImages
 from distap.data.sizing import Sizing
 from distap.errors import DistapError
+from distap.evaluation.described_images import DescribedTraining
 from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.extraction.extracting import Describing
 from distap.evaluation.extraction.image_describer import ImageDescriber
@@ -59,7 +60,7 @@ def images_of(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingIma
         max_pixels=data.max_pixels,
         remote=data.remote,
     )
-    return data.reading.open(job, world, stopwatch)
+    return (DescribedTraining if data.is_described else data.reading.open)(job, world, stopwatch)
 
 
 def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> RetrievalNetwork:
@@ -70,7 +71,7 @@ def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> Retr
     model, built = recipe.model, list[RetrievalNetwork]()
 
     def build(weights: Any) -> None:
-        options: dict[str, Any] = {"layer_norm": model.layer_norm}
+        options: dict[str, Any] = {"layer_norm": model.layer_norm, "unit_length": model.unit_length}
         if isinstance(model.backbone, TimmBackbone):
             options |= {"arguments": model.arguments, "image_size": recipe.data.image_size}
         # The first parameters are a function of the seed, whatever was drawn before.
@@ -186,6 +187,8 @@ def learner_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Learn
             parameter.data.copy_(world.broadcast(parameter.data.contiguous()))
     if recipe.model.freeze is not None:
         freeze(network, recipe.model.freeze)
+    if recipe.data.is_described:  # nothing reaches what stands before the head
+        freeze(network, [name for name, _ in network.named_parameters() if not name.startswith("head.")])
     trained = {name.partition(".")[0] for name, one in network.named_parameters() if one.requires_grad}
     if optimizer.head_only and trained == {"backbone"}:
         raise DistapError(
@@ -231,7 +234,8 @@ def loss_learner_of(recipe: Recipe, loss: Loss, world: World) -> Learner | None:
 
 
 def fitting_of(recipe: Recipe, replica: Replica, world: World, batch: int) -> Fitting:
-    return Fitting(replica, world, recipe.data.image_size, len(world.slots(batch)))
+    width = replica.network.get_parameter("head.weight").shape[1] if recipe.data.is_described else 0
+    return Fitting(replica, world, recipe.data.image_size, len(world.slots(batch)), width)
 
 
 def step_of(
@@ -274,8 +278,15 @@ def trained_network(
     """Load the network of a checkpoint, or of a run's newest or best one, on disk or behind a URL.
 
     Also return what its recipe says of the network and of images, with `overrides`. Rank 0 alone reads. `given` is
-    the network of a run that was started with one in Python; it gets the run's parameters.
+    the network of a run that was started with one in Python; it gets the run's parameters. Of a recipe, which may
+    stand for a checkpoint, it is the network that training begins with, without a projection that would be random.
     """
+    if is_recipe(path):
+        begun = first_on_rank_0(world, partial(load_recipe, Path(path), overrides))
+        is_whole = getattr(begun.model.weights, "whole", False) and not begun.data.is_described
+        model = begun.model if is_whole else begun.model.model_copy(update={"projection": None})
+        begun = begun.model_copy(update={"model": model})
+        return begun, network_of(begun, world)
     read: list[TrainedNetwork] = []
 
     def read_it() -> list[Any]:

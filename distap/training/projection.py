@@ -4,11 +4,12 @@ import logging
 
 import numpy as np
 import torch
+from torch.nn.functional import normalize
 
 from distap.checkpoint.agreement import on_all
 from distap.config.recipe import Recipe
 from distap.errors import DistapError
-from distap.model.network import RetrievalNetwork
+from distap.model.network import RetrievalNetwork, UnitLinear
 from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet
 from distap.retrieval.whitening import learn_pca
 from distap.stopwatch import Stopwatch
@@ -22,13 +23,15 @@ def whiten_projection(recipe: Recipe, network: RetrievalNetwork, world: World, o
     """Set the projection to the PCA whitening of its inputs over the first steps' images, on every rank.
 
     The images are augmented as in those steps, so they are a function of the data set and the seed. Do nothing
-    unless the recipe asks for it, or if its weights are those of a whole network. `only_check` describes no image.
+    unless the recipe asks for it, or if its weights are those of a whole network, to which no head is added here.
+    `only_check` describes no image.
 
     Raises:
         DistapError: the images, or what pooling gives, are too few for so many dimensions.
     """
     model, dimensions = recipe.model, recipe.model.projection
-    if dimensions is None or not model.whitening or getattr(model.weights, "whole", False):
+    is_whole = getattr(model.weights, "whole", False) and not recipe.data.is_described
+    if dimensions is None or not model.whitening or is_whole:
         return
     images = images_of(recipe, world, Stopwatch())  # another reader than the training's, which has a state
     wanted = model.whitening if images.index is None else min(model.whitening, len(images.index))
@@ -47,10 +50,9 @@ def whiten_projection(recipe: Recipe, network: RetrievalNetwork, world: World, o
         world.note(f"whitening of the images of step {share.step + 1}")
         count = len(world.slots(images.size))
         with torch.no_grad():
-            parts = [
-                network.pooled(share.images(slice(start, min(start + size, count))).to(world.device))
-                for start in range(0, count, size)
-            ]
+            given = (share.images(slice(start, min(start + size, count))) for start in range(0, count, size))
+            found = [one if one.ndim == 2 else network.pooled(one) for one in (one.to(world.device) for one in given)]
+            parts = [normalize(one) for one in found] if isinstance(layer, UnitLinear) else found
         present = share.present.to(world.device)
         # In the order of slots, without damaged images: the same rows on any number of ranks.
         gathered = world.gather_rows(torch.cat(parts).double(), images.size)

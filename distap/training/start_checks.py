@@ -11,6 +11,7 @@ from distap.checkpoint.agreement import on_all
 from distap.config.recipe import Recipe
 from distap.data.loading.share import TrainingImages
 from distap.errors import DistapError
+from distap.evaluation.described_images import open_described
 from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.sets import refuse_seen_classes
 from distap.model.backbone import gives_signed
@@ -74,6 +75,8 @@ def checked_network(recipe: Recipe, world: World, weights: Any = None) -> Retrie
                 found = network.eval()(torch.zeros(1, 3, size, size, dtype=torch.uint8, device=world.device))
             if found.shape != (1, network.dimensions):
                 raise RuntimeError(f"it gives {tuple(found.shape)} in place of (1, {network.dimensions})")
+            if weights is None and recipe.data.is_described:
+                open_described(recipe.data.train_source).rows_for(network)
         except DistapError:
             raise
         except Exception as error:  # each architecture raises its own

@@ -168,7 +168,9 @@ def test_a_full_disk_is_an_error_before_anything_is_read(shards, small_disk):
 
 def test_space_that_others_take_meanwhile_does_not_stop_the_spool(small_disk):
     disk = small_disk("1m")
-    held = HeldPixels(PixelSettings("spool", spool_folder=disk), 10, 160, pinned=False)  # 768,000 bytes
+    held = HeldPixels(
+        PixelSettings("spool", spool_folder=disk), (10, 3, 160, 160), torch.uint8, pinned=False
+    )  # 768,000 bytes
     (disk / "other").write_bytes(bytes(os.statvfs(disk).f_bavail * 4096))
     pixels = torch.randint(0, 256, (10, 3, 160, 160), dtype=torch.uint8)
     held.keep(0, pixels)
@@ -180,4 +182,4 @@ def test_a_spool_folder_that_cannot_be_used_is_named(tmp_path, folder):
     (tmp_path / "file").write_text("")
     settings = PixelSettings("spool", spool_folder=tmp_path / folder)
     with pytest.raises(DistapError, match=rf"data\.pixels\.spool_folder: .*{folder}: no spool file can be made"):
-        HeldPixels(settings, 1, 8, pinned=False)
+        HeldPixels(settings, (1, 3, 8, 8), torch.uint8, pinned=False)

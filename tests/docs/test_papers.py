@@ -54,5 +54,5 @@ def test_a_recipe_says_what_it_is_and_names_what_exists(name):
     assert settings["model"]["backbone"] in timm.list_pretrained()
     named = [settings["data"][key] for key in ("train", "validation", "gallery") if key in settings["data"]]
     for place in named:
-        data, split = place.removeprefix("data/").split("/")
+        data, split = re.sub(r"^(data|described:[\w-]+)/", "", place).split("/")
         assert data == head["data"] and split in {each.name for each in DATASETS[data].splits}

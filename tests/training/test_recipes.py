@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import distap
 from dataset_trees import TREES
 from ranks import on_ranks
 
@@ -58,7 +59,12 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_trains_evaluates_and_goes_on(folder, name):
+def test_a_recipe_trains_evaluates_and_goes_on(folder, name, monkeypatch):
+    kind, _, rows = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())["data"]["train"].rpartition(":")
+    if kind == "described":
+        monkeypatch.chdir(folder)
+        command = "extract", f"data/{rows.partition('/')[2]}", rows, "--checkpoint", name
+        assert distap(monkeypatch, *command, *made_small(name)) == 0
     on_ranks(2, trained, folder, name)
     recipe = load_recipe(RECIPES / f"{name}.yaml")
     entries = read_run_log(folder / recipe.run)

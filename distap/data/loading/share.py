@@ -1,11 +1,12 @@
 """The images of a training from any source, and one rank's share of a batch."""
 
 import errno
+import math
 import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from operator import add
@@ -42,6 +43,7 @@ class LoadingJob:
     seed: int
     transform: Transform
     image_size: int  # width and height of the pixels
+    dimensions: int | None = None  # of descriptors, if they stand for pixels
     chunk: int = 16  # images that a worker hands over at once; best as many as the network asks for at once
     workers: int = 0  # processes that read; 0 reads in the rank itself
     prefetch: int = 2  # chunks that each worker reads ahead
@@ -91,7 +93,7 @@ class Failure(NamedTuple):
 class Chunk(NamedTuple):
     """n images from a loader worker."""
 
-    pixels: Tensor  # (n, 3, size, size) uint8, zero in the place of a missing image
+    pixels: Tensor  # (n, 3, size, size) uint8, zero in the place of a missing image; or descriptors (n, C) float32
     samples: list[int]  # (n,) numbers of the images, NO_SAMPLE for a missing one
     labels: Tensor  # (n,), or (n, L) from the finest level: their classes, -1 for a missing image
     names: list[str]  # (n,) their shards and keys; of the damaged image if nothing stands in for it
@@ -100,28 +102,28 @@ class Chunk(NamedTuple):
 
 
 class HeldPixels:
-    """A buffer for the pixels of `count` images of size x size, which all shares of a rank reuse in turn.
+    """A buffer for pixels, or for descriptors, of this shape in all, which all shares of a rank reuse in turn.
 
-    Pixels wait as uint8 between describe and replay, in memory or in a mapped file, and come back byte for byte.
+    They wait between describe and replay, in memory or in a mapped file, and come back byte for byte.
     If `pinned`, rows come back in page-locked memory, from which a GPU copies without waiting.
     """
 
-    def __init__(self, settings: PixelSettings, count: int, size: int, pinned: bool) -> None:
-        shape, share_bytes = (count, 3, size, size), count * 3 * size * size
+    def __init__(self, settings: PixelSettings, shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> None:
+        share_bytes = math.prod(shape) * dtype.itemsize
         self.spool_size_bytes = 0
         if settings.in_memory(share_bytes):
-            self._pixels, self._pins = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned), False
+            self._pixels, self._pins = torch.empty(*shape, dtype=dtype, pin_memory=pinned), False
             return
         self.spool_size_bytes = share_bytes
         mapped = _mapped_file(settings.spool_folder or Path(tempfile.gettempdir()), share_bytes)
-        self._pixels, self._pins = torch.frombuffer(mapped, dtype=torch.uint8).view(shape), pinned
+        self._pixels, self._pins = torch.frombuffer(mapped, dtype=dtype).view(*shape), pinned
 
     def keep(self, start: int, pixels: Tensor) -> None:
         """Store the pixels of the rows from `start` on."""
         self._pixels[start : start + len(pixels)] = pixels
 
     def rows(self, rows: slice | Tensor) -> Tensor:
-        """Return (n, 3, size, size) uint8 of stored rows, valid until the next share is read."""
+        """Return stored rows, valid until the next share is read."""
         found = self._pixels[rows]
         # New page-locked memory each time: a copy to the GPU may still read the rows handed out last.
         return found.pin_memory() if self._pins else found
@@ -207,7 +209,9 @@ def shares_of(
     `chunks` are this rank's images of all these steps.
     """
     count = len(world.slots(job.sampling.size))
-    held = HeldPixels(job.pixels, count, job.image_size, pinned=world.device.type == "cuda")
+    size, width = job.image_size, job.dimensions
+    shape, dtype = ((count, 3, size, size), torch.uint8) if width is None else ((count, width), torch.float32)
+    held = HeldPixels(job.pixels, shape, dtype, pinned=world.device.type == "cuda")
 
     def shares() -> Generator[ShareOfBatch]:
         with closing(chunks):

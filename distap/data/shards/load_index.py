@@ -34,6 +34,8 @@ THREADS = 16  # remote shards whose sizes are asked for at once
 def load_index(source: Source | Path | str, remote: RemoteSettings | None = None, compare: bool = True) -> Index:
     """Read and check a data set's index; with `compare`, also that its shards exist with the same sizes."""
     source = parse_source(source)
+    if source.kind == "described":
+        raise DistapError(f"{source}: these are descriptors, and no images; only training and evaluation take them")
     if (rows := rows_behind(source)) is not None:
         images = [ImageFile(Path(key), name) for key, name in zip(rows.keys, rows.classes, strict=True)]
         index = index_of_files(source, range(len(rows.keys)), rows.keys, images, 0, rows.digests())

@@ -1,0 +1,102 @@
+"""Descriptors that `distap extract` wrote, in place of the images of a training or an evaluation set."""
+
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from distap.data.loading.indexed import ImageSet, Reader
+from distap.data.loading.share import Chunk, LoadingJob, ShareOfBatch, shares_of
+from distap.data.plan import PLAN_VERSION, Plan
+from distap.data.shards.image_files import ImageFile
+from distap.data.shards.index import Index
+from distap.data.shards.load_index import index_of_files
+from distap.errors import DistapError
+from distap.evaluation.extraction.image_describer import ImageDescriber
+from distap.model.network import RetrievalNetwork, UnitLinear, fingerprint
+from distap.retrieval.descriptor_files import DescriptorSet, read_descriptors
+from distap.retrieval.row_blocks import row_blocks
+from distap.stopwatch import Stopwatch
+from distap.storage.locations import Source
+from distap.storage.remotes import Traffic
+from distap.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescribedImages(ImageSet):
+    """N images of which the descriptors are known, and nothing else."""
+
+    known: DescriptorSet
+
+    def rows_for(self, network: RetrievalNetwork) -> NDArray[np.floating]:
+        """Return the (N, C) descriptors, as what this network gives to its head.
+
+        Raises:
+            DistapError: this network without its head has not described them, or not at one scale and unwhitened.
+        """
+        by, own = self.known.described_by, fingerprint(network, with_head=False)
+        if by.network != own:
+            raise DistapError(
+                f"{self.name}: the network {by.network[:12]} has described it, but without a projection this one is "
+                f"{own[:12]}: set model.weights to {{name: run, path: RUN}} of the run that `distap extract` took, "
+                "or extract with `--checkpoint RECIPE`, this recipe"
+            )
+        if by.scales != (1.0,) or by.whitening is not None:
+            how = f"at the scales {list(by.scales)}" if by.whitening is None else "with a whitening"
+            raise DistapError(f"{self.name}: described {how}, where no head can stand: extract without")
+        if not isinstance(network.head, UnitLinear | nn.Identity):
+            raise DistapError(f"{self.name}: its descriptors have length 1: set model.unit_length: true")
+        return self.known.descriptors
+
+    def described_by(self, describer: ImageDescriber) -> NDArray[np.float32]:
+        """Return the (N, D) descriptors behind the head of a describer's network, and behind its whitening."""
+        if describer.network.scales != (1.0,):
+            raise DistapError(f"{self.name}: descriptors have no scales: set evaluation.scales to [1]")
+        rows = self.rows_for(describer.retrieval_network)
+        with describer.evaluating():
+            parts = [
+                describer(torch.from_numpy(block)).to("cpu", torch.float32).numpy()
+                for _, block in row_blocks(rows, np.float32)
+            ]
+        return np.concatenate(parts)
+
+
+def open_described(source: Source) -> DescribedImages:
+    """Open a folder of `distap extract`, whose images all need a class."""
+    known = read_descriptors(Path(source.base))
+    if without := int((known.classes == "").sum()):
+        raise DistapError(f"{source}: {without:,} of its {len(known):,} images have no class")
+    keys: list[str] = known.keys.tolist()
+    images = [ImageFile(Path(key), name) for key, name in zip(keys, known.classes.tolist(), strict=True)]
+    index = index_of_files(source, keys, keys, images, 0, known.described_by.network)
+    return DescribedImages(
+        str(source), index.fingerprint, known.keys, known.classes, Reader(source, index), known=known
+    )
+
+
+class DescribedTraining:
+    """Descriptors in place of training images, drawn by the plan of batches and never augmented."""
+
+    def __init__(self, job: LoadingJob, world: World, stopwatch: Stopwatch) -> None:
+        self._images = open_described(job.source)
+        self.index: Index | None = self._images.reader.index
+        self.fingerprint, self.order, self.size = self._images.fingerprint, PLAN_VERSION, job.sampling.size
+        self.plan = Plan(self.index.classes, job.sampling, job.seed)
+        self._job, self._world, self._stopwatch = job, world, stopwatch
+
+    def shares(self, steps: range) -> Generator[ShareOfBatch]:
+        rows, keys, classes = self._images.known.descriptors, self._images.keys, self.plan.classes
+
+        def chunks() -> Generator[Chunk]:
+            for step in steps:
+                samples = self.plan.batch(step)[np.array(self._world.slots(self.size))]
+                labels = torch.from_numpy(classes.numbers[classes.labels[samples]])
+                values = torch.from_numpy(rows[samples].astype(np.float32, copy=False))
+                yield Chunk(values, samples.tolist(), labels, keys[samples].tolist(), [], Traffic())
+
+        job = replace(self._job, dimensions=rows.shape[1])
+        return shares_of(job, self._world, self._stopwatch, steps, chunks())
