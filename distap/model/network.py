@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -240,6 +240,7 @@ class GivenNetwork:
                 module.training = True
         if not isinstance(found, Tensor) or found.ndim != 2 or len(found) != 2:
             gives = f"{tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            gives += f" of {', '.join(map(str, found))}" if isinstance(found, Mapping) else ""
             raise DistapError(f"network: {name} gives {gives} for 2 images; expected descriptors (2, C)")
         whole = RetrievalNetwork(network, nn.Identity(), None, batchnorm, **pixels, features=found.shape[1])
         whole.memory_format = torch.contiguous_format  # a network may `view` what it computes

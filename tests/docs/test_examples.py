@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from copy import deepcopy
 from pathlib import Path
 
@@ -101,6 +102,14 @@ def test_loops_of_lightning_and_accelerate_have_the_losses_of_our_own_step(on_tw
     for name in ("accelerate_loop", "lightning_loop"):
         printed = re.findall(r"step \d: loss (\S+)", on_two_ranks(name))
         assert [float(loss) for loss in printed] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_trainer_of_transformers_saves_the_memory_and_goes_on_as_if_it_had_not_stopped(run, tmp_path):
+    pytest.importorskip("transformers")
+    losses = [re.findall(r"'loss': '?([\d.]+)", run(EXAMPLES / "transformers_loop.py", tmp_path / "out"))]
+    shutil.rmtree(tmp_path / "out/checkpoint-6")
+    losses.append(re.findall(r"'loss': '?([\d.]+)", run(EXAMPLES / "transformers_loop.py", tmp_path / "out")))
+    assert len(losses[0]) == 6 and losses[1] == losses[0][3:]
 
 
 @pytest.mark.slow
