@@ -27,7 +27,7 @@ TIMM_OPTIMIZERS = (
     *("adam", "adamw", "nadamw", "radam", "sgd", "momentum", "rmsprop", "lamb", "lars", "lion", "adafactor"),
     *("adopt", "adadelta", "adamax", "cadamw", "radamw", "sgdw"),
 )
-POOLINGS = ("native", "mean", "spoc", "max", "rmac", "cls", "cls_mean")
+POOLINGS = ("native", "mean", "spoc", "max", "rmac", "crow", "cls", "cls_mean")
 REGISTRY: dict[str, dict[str, str]] = {
     "loss": {
         "ap_q": "distap.ranking.losses.quantized:QuantizedAP",

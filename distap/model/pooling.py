@@ -74,6 +74,19 @@ class RMAC(nn.Module):
         return total
 
 
+class CroW(nn.Module):
+    """Sum weighted across dimensions (Kalantidis et al. 2016): places by what is active there, channels by rarity."""
+
+    needs_map = True
+
+    def forward(self, features: Float[Tensor, "n C h w"]) -> Float[Tensor, "n C"]:
+        activity = features.sum(1, keepdim=True).clamp(min=1e-6)
+        places = (activity / activity.norm(dim=(-2, -1), keepdim=True)).sqrt()
+        share = (features != 0).to(features.dtype).mean(dim=(-2, -1))  # of the places where a channel is active
+        rarity = (share.sum(1, keepdim=True) / share.clamp(min=1e-6)).log() * (share > 0)
+        return rarity * (features * places).sum(dim=(-2, -1))
+
+
 class ClassToken(nn.Module):
     needs_class_token = True
 
@@ -95,7 +108,7 @@ class Native(nn.Module):
 
 
 NAMED: dict[str, Callable[[], nn.Module]] = {
-    **{"mean": Mean, "spoc": Mean, "max": Max, "rmac": RMAC},
+    **{"mean": Mean, "spoc": Mean, "max": Max, "rmac": RMAC, "crow": CroW},
     **{"cls": ClassToken, "cls_mean": ClassTokenAndMean, "native": Native},
 }
 

@@ -1,5 +1,6 @@
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from networks import noise, random_network
@@ -81,3 +82,21 @@ def test_a_pooling_that_does_not_fit_is_refused(backbone, pooling, message):
 def test_every_pooling_is_recorded_under_its_own_name():
     for name in REGISTRY["pooling"]:
         assert name_of("pooling", build_part("pooling", name)) == name
+
+
+def test_crow_weighs_places_and_channels_as_the_authors_do():
+    features = torch.rand(2, 5, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    features[:, 1] *= features[:, 1] > 0.6
+    features[:, 2] = 0
+    expected = []
+    for image in features.numpy():
+        active = image.sum(0)
+        weights = (active / (active**2).sum() ** 0.5) ** 0.5
+        share = [np.count_nonzero(channel) / 12 for channel in image]
+        rarity = np.array([np.log(sum(share) / own) if own > 0 else 0 for own in share])
+        expected.append((image * weights).sum((1, 2)) * rarity)
+    features.requires_grad_(True)
+    pooled = build_part("pooling", "crow").build()(features)
+    np.testing.assert_allclose(pooled.detach(), np.stack(expected), rtol=1e-12)
+    pooled.sum().backward()
+    assert features.grad.isfinite().all()
