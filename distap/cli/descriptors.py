@@ -17,7 +17,9 @@ EXTRACTED_FOLDER = "New folder to write, or the folder of a stopped extraction t
 PART_IMAGES = "Number of images in a part file; a rank that is stopped loses at most one part."
 GRACE_SECONDS = 10.0  # for ranks to leave after a signal: finished parts are on the disk already
 DESCRIPTORS = Annotated[Path, typer.Argument(help="Folder that `distap extract` wrote.", show_default=False)]
-METHOD = "Scale the principal components (pca), or shrink directions in which images of a class differ (lw)."
+METHOD = (
+    "Scale principal components (pca), shrink directions in which a class differs (lw), or keep the first dimensions."
+)
 KIND = "Kind of index: flat is exact, ivf-pq is smallest, hnsw is fastest at high recall."
 FACTORY = "Index as a string for faiss.index_factory, such as OPQ64,IVF4096,PQ64, instead of --kind."
 WRITTEN = "File to write the whitening to, such as RUN/whitening.safetensors."
@@ -96,7 +98,7 @@ def extract_command(
 
 def whiten_command(
     descriptors: DESCRIPTORS,
-    kind: Annotated[Literal["pca", "lw"], typer.Option(help=METHOD)] = "pca",
+    kind: Annotated[Literal["pca", "lw", "first"], typer.Option(help=METHOD)] = "pca",
     dimensions: Annotated[
         int | None, typer.Option(help="Number of dimensions to keep.", min=1, show_default="all that vary")
     ] = None,
@@ -107,11 +109,12 @@ def whiten_command(
     `distap extract --whitening FILE` applies it. It fits only the network, image size and scales it was learned from.
     """
     from distap.retrieval.descriptor_files import read_descriptors
-    from distap.retrieval.whitening import WHITENING_FILE, learn_discriminative, learn_pca, save_whitening
+    from distap.retrieval.whitening import WHITENING_FILE, keep_first, learn_discriminative, learn_pca, save_whitening
     from distap.telemetry.terminal import print_result
 
     learned_from = read_descriptors(descriptors)
-    whitening = (learn_pca if kind == "pca" else learn_discriminative)(learned_from, dimensions)
+    learn = {"pca": learn_pca, "lw": learn_discriminative, "first": keep_first}[kind]
+    whitening = learn(learned_from, dimensions)
     path = output or descriptors
     if path.is_dir():
         path /= WHITENING_FILE

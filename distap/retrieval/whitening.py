@@ -117,6 +117,13 @@ def learn_pca(descriptors: DescriptorSet, dimensions: int | None = None) -> Whit
     return Whitening(mean, projection, descriptors.data, descriptors.described_by)
 
 
+def keep_first(descriptors: DescriptorSet, dimensions: int | None = None) -> Whitening:
+    """Keep the first dimensions as they are, which a Matryoshka loss has trained to stand alone."""
+    width = descriptors.descriptors.shape[1]
+    projection = _first(np.eye(width), dimensions, descriptors)
+    return Whitening(np.zeros(width), projection, descriptors.data, descriptors.described_by)
+
+
 def learn_discriminative(descriptors: DescriptorSet, dimensions: int | None = None) -> Whitening:
     """Learn discriminative whitening Lw (Radenović et al. 2018): matching images differ equally in all directions.
 
@@ -135,6 +142,8 @@ def learn_discriminative(descriptors: DescriptorSet, dimensions: int | None = No
 
 def _first(projection: NDArray[Any], dimensions: int | None, descriptors: DescriptorSet) -> NDArray[Any]:
     found, among = projection.shape
+    if descriptors.described_by.whitening is not None:
+        raise DistapError(f"{descriptors.data}: the descriptors are whitened already; learn from unwhitened ones")
     if dimensions is not None and not 1 <= dimensions <= found:
         raise DistapError(
             f"whitening: {dimensions} dimensions cannot be learned from the {len(descriptors)} descriptors of "
@@ -148,8 +157,6 @@ def _first(projection: NDArray[Any], dimensions: int | None, descriptors: Descri
 
 def _mean_and_covariance(descriptors: DescriptorSet) -> tuple[Float64[np.ndarray, " C"], Covariance]:
     values, total = descriptors.descriptors, len(descriptors)
-    if descriptors.described_by.whitening is not None:
-        raise DistapError(f"{descriptors.data}: the descriptors are whitened already; learn from unwhitened ones")
     if not total:
         raise DistapError("whitening: there is no descriptor to learn from")
     sums = (block.sum(axis=0) for _, block in row_blocks(values, np.float64))
