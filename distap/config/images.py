@@ -104,6 +104,10 @@ class EvaluatedSet(Section):
     """Shards to search in for the images of `data`; null lets these images retrieve each other."""
     gallery_draws: NonNegativeInt = 0
     """Draw a gallery of one image per class this many times, query the others, and average the figures."""
+    truth: Path | None = None
+    """File that says for each image of `data` which ones are right, as `distap eval --truth` reads it."""
+    figures: tuple[str, ...] = ()
+    """Names of the figures to compute, such as [mAP, R@1, H-AP]; none takes those of the set's protocol."""
     distractors: tuple[str, ...] = ()
     """Shards to add to the gallery of a data set with a ground truth."""
     sizing: SizingText | None = None
@@ -121,5 +125,7 @@ class EvaluationSection(DescribingSection):
     """Unit of evaluation.every: steps or epochs."""
     at_start: bool = True
     """Evaluate before the first step too, to show what training gains."""
+    figures: tuple[str, ...] = ()
+    """Names of the figures of data.validation; none takes mAP, mAP@R, and R@k and mP@k of recall_at."""
     also: dict[str, EvaluatedSet] = Field({})
     """Other data sets to evaluate on, by the name under which their figures appear."""

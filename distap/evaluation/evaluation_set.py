@@ -15,7 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from distap.data.images.cropping import Box
+from distap.data.labels import table_of_levels
 from distap.data.loading.indexed import ImageSet
+from distap.data.plan import Classes
 from distap.data.shards.image_folders import warn_of
 from distap.errors import DistapError
 from distap.evaluation.described_images import DescribedImages
@@ -25,6 +27,7 @@ from distap.evaluation.saved import DRAWN, LABELLED, QUERIED, Evaluation, Retrie
 from distap.randomness import permutation
 from distap.retrieval.descriptor_parts import DescriptorParts, open_parts
 from distap.retrieval.evaluate import Evaluated, evaluate_descriptors
+from distap.retrieval.figures import GRADED
 from distap.retrieval.refinement import PLAIN, Refinement
 from distap.retrieval.row_blocks import Descriptors
 from distap.retrieval.truth import ClassTruth, Truth
@@ -147,6 +150,18 @@ class DescribedSet:
         names, numbers = np.unique(self.classes[self.rows], return_inverse=True)
         return np.where(self.classes[self.rows] == "", -1, numbers.reshape(-1)), names
 
+    @cached_property
+    def levels(self) -> NDArray[np.int64]:
+        """Return class numbers as `labels` does, or for graded figures (n, L), with those of coarser classes."""
+        numbers, names = self.labels
+        above = dict[str, tuple[str, ...]]()
+        for index in (images.reader.index for images in self.of.image_sets):
+            above |= dict(zip(index.class_name.tolist(), map(tuple, index.class_levels.tolist()), strict=True))
+        table = table_of_levels([above.get(name, ()) for name in names.tolist()])
+        if not table.size or not GRADED.keys() & set(self.of.figures):
+            return numbers
+        return np.where(numbers[:, None] < 0, -1, Classes(np.arange(len(names)), table).numbers[numbers])
+
     def evaluate(self, refinement: Refinement = PLAIN) -> Evaluation:
         """Refine the descriptors and rank the gallery for each query; all ranks call this.
 
@@ -217,11 +232,12 @@ class DescribedSet:
                 f"{of.name}: its queries are in its gallery, and query expansion and re-ranking would take each "
                 "for its own first neighbour; give the gallery apart by --gallery"
             )
-        queries = self.queries[asking]
-        made, learned = self.describing.describer.described_by, refinement.whitening
-        made = made if learned is None else replace(made, whitening=learned.fingerprint)
-        dimensions = queries.shape[1] if learned is None else len(learned.projection)
-        more = open_parts(of.distractors, dimensions, described_by=made)
+        queries, learned, more = self.queries[asking], refinement.whitening, None
+        if of.distractors:  # or else the network need not be hashed
+            made = self.describing.describer.described_by
+            made = made if learned is None else replace(made, whitening=learned.fingerprint)
+            dimensions = queries.shape[1] if learned is None else len(learned.projection)
+            more = open_parts(of.distractors, dimensions, described_by=made)
         gallery = queries if is_same else self.gallery[among]
         refined, gallery, head = refinement.apply(queries, gallery, is_same, more)
         truth, neighbours = self._truth(asking, among), 0 if of.draws or of.truth else NEIGHBOURS
@@ -235,7 +251,7 @@ class DescribedSet:
             return of.truth.of_gallery(self.records, self.names, device, of.is_of_itself, self.lost)
         if of.truth:
             return of.truth.of_classes(self.classes, self.asking, self.among, device)
-        labels = torch.from_numpy(self.labels[0]).to(device)
+        labels = torch.from_numpy(self.levels).to(device)
         if of.kind == LABELLED:
             return ClassTruth(labels)
         count = len(self.asking)

@@ -158,9 +158,11 @@ def sets_of(recipe: Recipe) -> dict[str, EvaluationSet]:
     if recipe.evaluation.every == 0 or data.validation_source is None:
         return {}
     open_one: Callable[..., EvaluationSet] = partial(open_set, **reading_of(recipe))
-    own = open_one(data.validation_source, gallery=data.gallery, gallery_draws=data.gallery_draws)
+    figures = recipe.evaluation.figures
+    own = open_one(data.validation_source, gallery=data.gallery, gallery_draws=data.gallery_draws, figures=figures)
+    keys = ("distractors", "gallery", "gallery_draws", "truth", "figures")
     return {str(data.validation): own} | {
-        name: open_one(other.data, name, other.distractors, gallery=other.gallery, gallery_draws=other.gallery_draws)
+        name: open_one(other.data, name, **{key: getattr(other, key) for key in keys})
         for name, other in recipe.evaluation.also.items()
     }
 

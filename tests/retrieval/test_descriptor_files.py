@@ -56,7 +56,7 @@ def test_a_file_that_is_cut_or_longer_is_refused(tmp_path, images):
         whole = path.read_bytes()
         for damaged in (whole[:-1], whole[: len(whole) // 2], b"", whole + b"x"):
             path.write_bytes(damaged)
-            with pytest.raises(DistapError, match=rf"{path.name}: {len(damaged)} bytes, but about.json says"):
+            with pytest.raises(DistapError, match=rf"{path.name}: damaged .* {len(damaged)} bytes, not the"):
                 read_descriptors(tmp_path)
         path.unlink()
         with pytest.raises(DistapError, match=f"{path.name}: No such file"):

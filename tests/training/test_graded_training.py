@@ -8,10 +8,12 @@ from small_trainings import DESCENT, losses, recipe, train
 
 import distap
 from benchmarks.photos import pack
+from distap.data.loading.indexed import Reader
 from distap.data.shards.image_files import list_images
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 from distap.stopwatch import Stopwatch
+from distap.telemetry.runlog import read_run_log
 from distap.training.build import images_of, network_of
 from distap.world import World
 
@@ -70,6 +72,26 @@ def test_a_sum_of_graded_and_other_losses_trains_with_a_memory_of_levels(tmp_pat
     loss = {"h_ap": 0.9, "normalized_softmax": 0.1}
     train(World(), tmp_path, shards, **GRADED | {"loss": loss, "memory": {"size": 40}})
     assert len(losses(tmp_path)) == 3
+
+
+def test_graded_figures_of_a_training_are_those_of_its_descriptors(tmp_path, shards):
+    names, validation = ["H-AP", "NDCG"], {"data__validation": str(shards[0]), "data__unseen_classes": False}
+    evaluation = {
+        "at_start": False,
+        "figures": names,
+        "also": {"again": {"data": str(shards[0]), "figures": ["R@1"]}},
+    }
+    train(World(), tmp_path, shards, **GRADED, **validation, evaluation=evaluation)
+    (found,) = (entry for entry in read_run_log(tmp_path) if "validation" in entry)
+    network, index = distap.load(tmp_path), load_index(shards[0])
+    reader = Reader(shards[0], index)
+    with torch.no_grad():
+        descriptors = network.describe([reader.data(sample) for sample in range(len(index))])
+    levels = [levels_of(int(path.split("/")[1])) for path in index.path.tolist()]
+    expected = distap.evaluate(descriptors, levels, figures=["mAP", *names])
+    assert found["validation"] == pytest.approx({key: expected[key] for key in found["validation"]}, abs=1e-6)
+    assert {"mAP", "level 1 mAP", "level 2 mAP", "H-AP", "NDCG"} <= found["validation"].keys()
+    assert list(found["also"]["again"]) == ["mAP", "R@1"]
 
 
 def test_a_level_that_the_index_lacks_is_refused(tmp_path, shards):
