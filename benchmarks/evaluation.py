@@ -27,7 +27,7 @@ from distap.evaluation.given_descriptors import evaluate
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.retrieval.descriptor_parts import open_parts
 from distap.retrieval.evaluate import evaluate_descriptors
-from distap.retrieval.nearest import bounded_threads, nearest
+from distap.retrieval.row_blocks import bounded_threads, nearest
 from distap.retrieval.truth import ListedTruth
 from distap.world import World
 

@@ -38,9 +38,8 @@ from distap.data.converters.landmarks import OF_LANDMARKS
 from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob, ShareOfBatch
-from distap.data.pixel_settings import PixelSettings
 from distap.data.sampling.random import RandomSampling
-from distap.data.sizing import Sizing
+from distap.data.sizing import PixelSettings, Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.ranking import compiling
@@ -51,7 +50,7 @@ from distap.ranking.rank import rank_descriptors
 from distap.registry import REGISTRY
 from distap.retrieval.evaluate import evaluate_descriptors
 from distap.retrieval.figures import labelled_figures
-from distap.retrieval.nearest import installed_faiss, nearest
+from distap.retrieval.row_blocks import installed_faiss, nearest
 from distap.retrieval.truth import ClassTruth, ListedTruth
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.step import ThreeStages

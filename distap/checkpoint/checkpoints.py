@@ -21,8 +21,14 @@ from typing import Any
 
 from torch import Tensor
 
-from distap.checkpoint.manifest import MANIFEST_FILE, STATE_FILE, DamagedCheckpointError, Manifest, parse_manifest
-from distap.checkpoint.tensors import read_tensors
+from distap.checkpoint.manifest import (
+    MANIFEST_FILE,
+    STATE_FILE,
+    DamagedCheckpointError,
+    Manifest,
+    parse_manifest,
+    read_tensors,
+)
 from distap.errors import DistapError
 from distap.storage.atomic import make_folder, write_whole
 from distap.storage.files import LocalStorage, Storage

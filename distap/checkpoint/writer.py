@@ -17,8 +17,7 @@ from torch import Tensor
 
 from distap.checkpoint.agreement import on_all
 from distap.checkpoint.checkpoints import Checkpoints, FilesBeside
-from distap.checkpoint.manifest import STATE_FILE, Manifest
-from distap.checkpoint.tensors import write_tensors
+from distap.checkpoint.manifest import STATE_FILE, Manifest, write_tensors
 from distap.errors import DistapError
 from distap.processes.forks import in_daemon
 from distap.processes.watchdog import is_of_the_network

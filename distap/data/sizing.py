@@ -1,10 +1,10 @@
-"""How to scale an image for evaluation, as text and as a function."""
+"""How images are scaled and cropped, as text and as functions, and where pixels wait; this imports no torch."""
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from distap.data.images.cropping import Box, Shape, central_box
 from distap.errors import DistapError
 
 if TYPE_CHECKING:
@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 
     from distap.data.images.decoding import EncodedImage
 
+Box = tuple[int, int, int, int]  # left, top, right, bottom; pixels
+Shape = tuple[int, int]  # height and width, pixels
+Turns = tuple[bool, bool, bool]  # whether EXIF mirrors the stored image left to right, top to bottom, transposes it
+FACTORS = (8, 4, 2, 1)  # by which libjpeg can scale down while it decodes
 SIZINGS = re.compile(
     r"(?:resize (?P<resize>[0-9]+(?:x[0-9]+)?) )?(?:(?P<kind>crop|side) (?P<pixels>[0-9]+)|original)"
 )
@@ -91,3 +95,53 @@ class Sizing:
             inner = central_box(right - left, bottom - top)
             left, top, right, bottom = left + inner[0], top + inner[1], left + inner[2], top + inner[3]
         return image.crop((left, top, right, bottom), shape, scaled)
+
+
+def central_box(width: int, height: int) -> Box:
+    """Return the largest square in the middle of an image."""
+    side = min(width, height)
+    left, top = (width - side) // 2, (height - side) // 2
+    return left, top, left + side, top + side
+
+
+def reduction(box: Box, shape: Shape) -> int:
+    """Return the greatest factor by which libjpeg may shrink a box that must stay as large as `shape`, or 1."""
+    height, width = shape
+    across, down = box[2] - box[0], box[3] - box[1]
+    return next((factor for factor in FACTORS if across >= factor * width and down >= factor * height), 1)
+
+
+def stored_box(box: Box, size: tuple[int, int], turns: Turns) -> Box:
+    """Convert a box of the upright image to a box of the stored one, whose width and height is `size`."""
+    across, down, transposed = turns
+    width, height = size
+    left, top, right, bottom = (box[1], box[0], box[3], box[2]) if transposed else box
+    if across:
+        left, right = width - right, width - left
+    if down:
+        top, bottom = height - bottom, height - top
+    return left, top, right, bottom
+
+
+@dataclass(frozen=True)
+class PixelSettings:
+    """Choose where pixels wait between describe and replay."""
+
+    hold: Literal["auto", "memory", "spool"] = "auto"
+    """Hold pixels in memory (`memory`) or in a temporary file of this rank that is mapped into memory (`spool`);
+    `auto` takes memory if the share fits."""
+    memory_bytes: int = 8 * 2**30
+    """Hold at most this many bytes of a rank's share of the global batch in memory with `auto`; an image takes 3 x
+    data.image_size ** 2."""
+    spool_folder: Path | None = None
+    """Folder of the spool file; null takes the system's for temporary files. A folder that is itself in memory
+    (tmpfs) saves no memory."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic where it is a config section
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes < 0:
+            raise ValueError(f"memory_bytes is {self.memory_bytes}; expected 0 or more")
+
+    def in_memory(self, share_bytes: int) -> bool:
+        return self.hold == "memory" or (self.hold == "auto" and share_bytes <= self.memory_bytes)

@@ -29,7 +29,7 @@ from pydantic import (
 )
 from torch.nn.functional import normalize
 
-from distap.data.images.cropping import Box
+from distap.data.sizing import Box
 from distap.errors import DistapError
 from distap.retrieval.figures import figures_named, labelled_figures
 from distap.retrieval.row_blocks import taken

@@ -27,8 +27,7 @@ from distap.retrieval.descriptor_files import (
     reading,
     write_described,
 )
-from distap.retrieval.nearest import bounded_threads, installed_faiss
-from distap.retrieval.row_blocks import given_rows, on_device
+from distap.retrieval.row_blocks import bounded_threads, given_rows, installed_faiss, on_device
 from distap.storage.atomic import refuse_foreign
 
 faiss = installed_faiss()

@@ -21,8 +21,15 @@ from distap.errors import DistapError
 from distap.randomness import permutation
 from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet
 from distap.retrieval.index_files import SearchIndex
-from distap.retrieval.nearest import bounded_threads, installed_faiss, nearest, without_rows
-from distap.retrieval.row_blocks import finite, given_rows, row_blocks
+from distap.retrieval.row_blocks import (
+    bounded_threads,
+    finite,
+    given_rows,
+    installed_faiss,
+    nearest,
+    row_blocks,
+    without_rows,
+)
 
 faiss = installed_faiss()
 

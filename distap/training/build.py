@@ -20,9 +20,9 @@ from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.extraction.extracting import Describing
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.sets import open_set
+from distap.model.adapters import freeze
 from distap.model.backbone import RandomWeights, TimmBackbone
 from distap.model.folding import fold_batchnorm
-from distap.model.freezing import freeze
 from distap.model.network import GivenNetwork, RetrievalNetwork, build_network
 from distap.model.trained import TrainedNetwork, read_checkpoint
 from distap.ranking.loss import Loss
@@ -158,11 +158,10 @@ def sets_of(recipe: Recipe) -> dict[str, EvaluationSet]:
     if recipe.evaluation.every == 0 or data.validation_source is None:
         return {}
     open_one: Callable[..., EvaluationSet] = partial(open_set, **reading_of(recipe))
-    figures = recipe.evaluation.figures
-    own = open_one(data.validation_source, gallery=data.gallery, gallery_draws=data.gallery_draws, figures=figures)
-    keys = ("distractors", "gallery", "gallery_draws", "truth", "figures")
+    of_own = {"gallery": data.gallery, "gallery_draws": data.gallery_draws, "figures": recipe.evaluation.figures}
+    own = open_one(data.validation_source, **of_own)
     return {str(data.validation): own} | {
-        name: open_one(other.data, name, **{key: getattr(other, key) for key in keys})
+        name: open_one(other.data, name, **{key: getattr(other, key) for key in (*of_own, "distractors", "truth")})
         for name, other in recipe.evaluation.also.items()
     }
 

@@ -19,8 +19,7 @@ from stores import (
     writer_to,
 )
 
-from distap.checkpoint.manifest import DamagedCheckpointError
-from distap.checkpoint.tensors import write_tensors
+from distap.checkpoint.manifest import DamagedCheckpointError, write_tensors
 from distap.errors import FAILED, DistapError
 from distap.world import World
 

@@ -13,7 +13,6 @@ from PIL import Image, ImageFile, ImageOps
 
 from benchmarks.photos import jpeg, photo
 from distap.data.images import decoding
-from distap.data.images.cropping import reduction
 from distap.data.images.decoding import (
     DamagedImageError,
     EncodedImage,
@@ -24,6 +23,7 @@ from distap.data.images.decoding import (
 )
 from distap.data.images.formats import readable_formats
 from distap.data.loading.share import Failure
+from distap.data.sizing import reduction
 from distap.errors import FAILED, DistapError
 
 PHOTO = photo(301, 203, seed=0)

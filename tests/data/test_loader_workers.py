@@ -12,9 +12,9 @@ from images import indexed_images, started
 from launching import Program, output_of
 from launching import started as launched
 
-from distap.data.pixel_settings import PixelSettings
 from distap.data.shards.load_index import load_index
 from distap.data.shards.parallel import LostWorkerError, handed_over
+from distap.data.sizing import PixelSettings
 from distap.errors import DistapError
 
 

@@ -8,9 +8,9 @@ from PIL import Image
 from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob
-from distap.data.pixel_settings import PixelSettings
 from distap.data.sampling.random import RandomSampling
 from distap.data.shards.load_index import load_index
+from distap.data.sizing import PixelSettings
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import parse_source
 from distap.world import World

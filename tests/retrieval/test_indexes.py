@@ -12,7 +12,7 @@ from distap.errors import DistapError
 from distap.retrieval.descriptor_files import write_descriptors
 from distap.retrieval.index_files import read_index, write_index
 from distap.retrieval.indexing import KINDS, build_index, measure_recall
-from distap.retrieval.nearest import nearest
+from distap.retrieval.row_blocks import nearest
 from distap.retrieval.whitening import learn_discriminative, learn_pca, load_whitening
 
 # Named kinds and factory strings with search parameters; `quick` keeps packed codes, which cannot be reconstructed.

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from distap.errors import DistapError
-from distap.retrieval.nearest import nearest
+from distap.retrieval.row_blocks import nearest
 
 
 def sorted_whole(queries, gallery, k, exclude_self):

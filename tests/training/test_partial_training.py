@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 import distap
 from distap.apps.export.to_folder import export_to_folder
 from distap.errors import DistapError
-from distap.model.freezing import freeze
+from distap.model.adapters import freeze
 from distap.randomness import seed_for
 from distap.ranking.losses.smooth import SmoothAP
 from distap.ranking.rank import rank

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distap.data.converters.dataset import Count, Dataset, ListLine, Split, read_lines, read_table
-from distap.data.images.cropping import Box
 from distap.data.shards.image_files import ImageFile
+from distap.data.sizing import Box
 
 EXTENDED = 1.3  # width and height of what is cut out, in those of the bounding box (Cao et al. 2018)
 FEWEST_INSTANCES = 5  # of an identity of IJB-C, as in Brown et al. 2020

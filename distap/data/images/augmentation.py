@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 
-from distap.data.images.cropping import Box, Shape, central_box
+from distap.data.sizing import Box, Shape, central_box
 from distap.errors import DistapError
 from distap.registry import suggestion
 

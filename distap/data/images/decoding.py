@@ -20,8 +20,8 @@ from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
-from distap.data.images.cropping import Box, Shape, Turns, reduction, stored_box
 from distap.data.images.formats import format_of, mended, missing_reader, readable_formats
+from distap.data.sizing import Box, Shape, Turns, reduction, stored_box
 from distap.errors import FAILED, DistapError
 
 Reason = Literal["decode_error", "truncated", "crc_mismatch", "missing_field", "too_large"]

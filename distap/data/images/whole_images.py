@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from distap.data.images.cropping import Box, Shape
 from distap.data.images.decoding import DamagedImageError, EncodedImage
 from distap.data.shards.parallel import handed_over
-from distap.data.sizing import Sizing
+from distap.data.sizing import Box, Shape, Sizing
 from distap.errors import DistapError
 
 PREFETCH = 2  # chunks that each worker reads ahead

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from distap.data.images.augmentation import Croppable, Transform, seeded
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, NoReaderError, Reason
-from distap.data.pixel_settings import PixelSettings
 from distap.data.plan import Sampling
 from distap.data.shards.index import Index
 from distap.data.shards.parallel import LONGEST_WAIT, handed_over
+from distap.data.sizing import PixelSettings
 from distap.errors import DistapError
 from distap.randomness import seed_for
 from distap.stopwatch import Stopwatch

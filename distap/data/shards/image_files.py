@@ -13,12 +13,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from distap.data.images.cropping import Box
 from distap.data.images.formats import readable_formats
 from distap.data.labels import NO_CLASS, class_name, nesting
 from distap.data.shards.image_folders import Skipped, counted, walk_images
 from distap.data.shards.parallel import Track, ask_files, untracked
 from distap.data.shards.tables import read_list
+from distap.data.sizing import Box
 from distap.errors import DistapError
 from distap.randomness import permutation
 from distap.storage.texts import as_line, is_line

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import webdataset
 
-from distap.data.images.cropping import Box
 from distap.data.images.decoding import DamagedImageError, decode, image_size, seems_cut
 from distap.data.images.formats import IMAGE_SUFFIXES, suffix_of
 from distap.data.shards.image_files import (
@@ -29,6 +28,7 @@ from distap.data.shards.index import Index
 from distap.data.shards.indexing import NAMES_FILE, PATHS_FILE, merge_scans, scan_shard
 from distap.data.shards.parallel import Track, map_in_processes, untracked
 from distap.data.shards.tar import LABEL_FIELD
+from distap.data.sizing import Box
 from distap.errors import DistapError
 from distap.randomness import permutation
 from distap.storage.atomic import replacing_folder, write_whole
