@@ -20,7 +20,7 @@ from distap.storage.texts import read_json
 FOLDER, RESULT_FILE, RETRIEVED_FILE = "evaluations", "result.json", "retrieved.npz"
 LABELLED, QUERIED = "labelled set", "queries and another gallery"  # the protocols of which neighbours are kept
 DRAWN = "queries and a gallery that is drawn"
-COLUMNS = {
+HIT_COLUMNS = {
     **{"sample": "int64", "key": "U", "label": "int64", "first_positive": "int64", "class_name": "U"},
     "average_precision": "float64",
     "neighbours": "int64",  # rows of all images, one after the other
@@ -89,7 +89,7 @@ class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
             return self.hits
         path = self.folder / RETRIEVED_FILE
         with reading(path, "distap eval"):
-            columns: dict[str, Any] = read_columns(path.read_bytes(), COLUMNS)
+            columns: dict[str, Any] = read_columns(path.read_bytes(), HIT_COLUMNS)
             neighbours = columns["neighbours"].reshape(self.images, -1)
         return Retrieved(**columns | {"neighbours": neighbours})
 

@@ -23,7 +23,7 @@ from distap.storage.texts import read_json
 
 ABOUT_FILE, DESCRIPTORS_FILE, KEYS_FILE, CLASSES_FILE = "about.json", "descriptors.npy", "keys.npy", "classes.npy"
 EXTRACTION_FILE = "extraction.json"  # the plan of the extraction that writes a folder
-VERSION = 2
+DESCRIPTORS_VERSION = 2
 
 Texts = NDArray[Any]  # of np.str_; beartype would treat each text length as a type of its own
 
@@ -114,7 +114,7 @@ def write_described(
     except (OSError, RuntimeError) as error:  # the latter is Faiss's
         raise DistapError(f"{folder}: {', '.join(files)} cannot be written: {error}") from error
     record = {
-        "version": VERSION,
+        "version": DESCRIPTORS_VERSION,
         "data": descriptors.data,
         "images": len(descriptors),
         "dimensions": descriptors.descriptors.shape[1],
@@ -142,8 +142,10 @@ def read_described(
         raise DistapError(f"{folder}: its extraction has not ended; the command that began it continues it")
     with reading(path, command):
         about = read_json(path)
-        if about["version"] != VERSION:
-            raise DistapError(f"{path}: version {about['version']!r}, this distap reads {VERSION}; {remedy}")
+        if about["version"] != DESCRIPTORS_VERSION:
+            raise DistapError(
+                f"{path}: version {about['version']!r}, this distap reads {DESCRIPTORS_VERSION}; {remedy}"
+            )
         about |= {"data": str(about["data"]), "left_out": dict(about["left_out"])}
         described_by = DescribedBy.from_json(about["described_by"])
         shape = int(about["images"]), int(about["dimensions"])

@@ -24,7 +24,7 @@ from distap.retrieval.whitening import WHITENING_FILE, load_whitening, save_whit
 from distap.training.build import network_of, with_given
 from distap.world import World
 
-CHUNK = 128  # images that are decoded before they are described
+DECODED_AT_ONCE = 128  # images that are decoded before they are described
 TIMM_KEYS = ("input_size", "interpolation", "crop_pct", "mean", "std", "first_conv", "classifier", "license")
 
 
@@ -83,7 +83,7 @@ class DescriptorNetwork(
         if isinstance(images, str | Path | bytes | Image.Image) or not isinstance(images, Iterable):
             raise DistapError(f"images: a {type(images).__name__}; describe takes several, so put one into a list")
         left, parts = iter(images), list[Tensor]()
-        while chunk := [*map(image_file, islice(left, CHUNK))]:
+        while chunk := [*map(image_file, islice(left, DECODED_AT_ONCE))]:
             parts.append(self.describer.describe(chunk))
         return torch.cat(parts) if parts else torch.empty(0, self.dimensions)
 

@@ -22,7 +22,7 @@ from distap.world import World
 
 FEWEST, MOST = 128, 4096  # images of a part
 PARTS = 1024  # enough for many ranks, unless they would be small
-CHUNK = 16  # images that a worker hands over at once, at most
+HANDED_OVER = 16  # images that a worker hands over at once, at most
 PROGRESS_SECONDS = 2.0
 SUMMED_ROWS = 16_384  # descriptors shared among the ranks at once
 NOT_FINITE = "its descriptor is not finite"
@@ -149,11 +149,11 @@ def extract_descriptors(extraction: Extraction) -> tuple[NDArray[np.int64], NDAr
 
 
 def worker_requests(samples: list[int], areas: NDArray[np.int64], limit: int) -> list[list[int]]:
-    """Split images into requests for workers: at most CHUNK images, or `limit` pixels, or one image."""
+    """Split images into requests for workers: at most HANDED_OVER images, or `limit` pixels, or one image."""
     requests: list[list[int]] = [[]]
     held = 0
     for sample, area in zip(samples, areas[samples].tolist(), strict=True):
-        if requests[-1] and (held + area > limit or len(requests[-1]) == CHUNK):
+        if requests[-1] and (held + area > limit or len(requests[-1]) == HANDED_OVER):
             requests.append([])
             held = 0
         requests[-1].append(sample)
