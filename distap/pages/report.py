@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from distap import __version__
+import distap
 from distap.checkpoint.lease import FILE, RENEW_SECONDS, STALE_RENEWALS
 from distap.data.images.decoding import MAX_PIXELS, EncodedImage
 from distap.data.images.whole_images import EncodedImages, Thumbnails
@@ -59,7 +59,7 @@ def report(folder: Path, output: Path | None = None, reload: int | None = None) 
             "report.html",
             title=f"distap: {folder}",
             made=time.time(),
-            version=__version__,
+            version=distap.__version__,
             reload=reload,
             run=run,
             # Without access to its data, since a report is shown to others.

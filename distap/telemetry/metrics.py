@@ -18,7 +18,7 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Info, Summary, disable_created_metrics
 from prometheus_client.process_collector import ProcessCollector
 
-from distap import __version__
+import distap
 
 STAGES = ("data_wait", "describe", "gather", "rank", "replay", "reduce", "optimizer")
 BETWEEN_STEPS = ("evaluation", "checkpoint")
@@ -81,7 +81,7 @@ class TrainingMetrics(SimpleNamespace):
                 metric = kind(name, text, labels, namespace="distap", registry=where)
                 setattr(self, attribute, metric)
         ProcessCollector(registry=registry)
-        versions = {"version": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        versions = {"version": distap.__version__, "torch": torch.__version__, "python": platform.python_version()}
         Info("build", "Versions", namespace="distap", registry=registry).info(versions | {"device": device})
         # Each request runs in a thread of its own, where CUDA's current GPU is always the first, so name this one.
         gpu = torch.cuda.current_device() if torch.cuda.is_available() else None

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from distap import __version__
+import distap
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
 from distap.storage.texts import MOST_TEXT, parsed_json
@@ -40,7 +40,7 @@ def cut_run_log(folder: Path, step: int) -> None:
 
 def log_start(folder: Path, step: int, **about: Any) -> None:
     """Append when, where and with which versions a training starts from `step` to folder/starts.jsonl."""
-    versions = {"distap": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    versions = {"distap": distap.__version__, "torch": torch.__version__, "python": platform.python_version()}
     own = {"step": step, "time": time.time(), "host": socket.gethostname()}
     append_line(folder / STARTS_LOG, {**own, **versions, **about})
 

@@ -13,7 +13,7 @@ import torch
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from distap import __version__
+import distap
 from distap.apps.export.formats import Agreement
 from distap.checkpoint.checkpoints import Checkpoint
 from distap.config.recipe import NetworkRecipe
@@ -84,7 +84,7 @@ def model_card(origin: Origin, exported: Exported) -> str:
         std=std,
         loss=" + ".join(f"{weight:g} {part['name']}" for weight, part in terms),
         recipe_yaml=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).strip(),
-        version=__version__,
+        version=distap.__version__,
         torch=torch.__version__,
     )
     return without_secrets(f"{str(card).rstrip()}\n")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from distap import __version__
+import distap
 from distap.apps.export.card import Exported, Origin, model_card, origin_of
 from distap.apps.export.formats import (
     Agreement,
@@ -90,7 +90,7 @@ def _write(
     folder: Path, describer: ImageDescriber, origin: Origin, formats: Sequence[str], dynamic_size: bool
 ) -> Exported:
     image_size = describer.sizing.pixels or origin.recipe.data.image_size
-    about = {"distap": json.dumps({"version": __version__, "described_by": asdict(describer.described_by)})}
+    about = {"distap": json.dumps({"version": distap.__version__, "described_by": asdict(describer.described_by)})}
     several = describer.network.eval()
     programs: dict[str, Agreement] = {}
     if {"pt2", "onnx"} & set(formats):

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
-from distap import __version__
+import distap
 from distap.apps.serve.guard import Guard
 from distap.apps.serve.limits import ServeSettings
 from distap.apps.serve.service import Service
@@ -38,7 +38,7 @@ UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": U
 
 def build_app(service: Service) -> FastAPI:
     # The documentation pages of FastAPI load scripts from elsewhere.
-    app = FastAPI(title="distap search", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="distap search", version=distap.__version__, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, metrics=service.metrics, settings=service.settings)
     _add_problems(app)
     _add_searches(app, service)

@@ -15,7 +15,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from distap import __version__
+import distap
 from distap.apps.serve.limits import ServeSettings
 from distap.apps.serve.uploads import UPLOAD_PROBLEMS, RefusedError
 
@@ -43,7 +43,7 @@ class ServingMetrics:
         common: dict[str, Any] = {"namespace": "distap_search", "registry": self._registry}
         ProcessCollector(registry=self._registry)
         Info("build", "Versions", **common).info(
-            {"version": __version__, "torch": torch.__version__, "python": platform.python_version()}
+            {"version": distap.__version__, "torch": torch.__version__, "python": platform.python_version()}
         )
         self.requests = Counter("requests", "Requests answered", ["route", "status"], **common)
         self.seconds = Histogram(
