@@ -93,7 +93,7 @@ class EvaluationSet:
         if truth is not None and truth.queries:
             asked, gallery_names = ([names[number] for number in own] for own in (asking, among))
             lost = {*names}.difference(asked, gallery_names)
-            records, queries = truth.asking(asked, queries, lost.union(gallery_names))
+            records, queries = truth.asking(*truth.grouped(asked, queries, lost.union(gallery_names)))
             gallery_names, gallery = truth.grouped(gallery_names, gallery, lost.union(asked))
         rest = keys, classes, records, gallery_names, lost, describing
         return DescribedSet(self, queries, gallery, asking, among, *rest)
@@ -154,13 +154,14 @@ class DescribedSet:
     def levels(self) -> NDArray[np.int64]:
         """Return class numbers as `labels` does, or for graded figures (n, L), with those of coarser classes."""
         numbers, names = self.labels
+        if not GRADED.keys() & set(self.of.figures):
+            return numbers
         above = dict[str, tuple[str, ...]]()
         for index in (images.reader.index for images in self.of.image_sets):
             above |= dict(zip(index.class_name.tolist(), map(tuple, index.class_levels.tolist()), strict=True))
         table = table_of_levels([above.get(name, ()) for name in names.tolist()])
-        if not table.size or not GRADED.keys() & set(self.of.figures):
-            return numbers
-        return np.where(numbers[:, None] < 0, -1, Classes(np.arange(len(names)), table).numbers[numbers])
+        levels = Classes(np.arange(len(names)), table).numbers[numbers]
+        return np.where(numbers[:, None] < 0, -1, levels) if table.size else numbers
 
     def evaluate(self, refinement: Refinement = PLAIN) -> Evaluation:
         """Refine the descriptors and rank the gallery for each query; all ranks call this.

@@ -6,19 +6,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from distap.data.labels import class_numbers
 from distap.errors import DistapError
-from distap.evaluation.ground_truth import Name, parsed_truth, read_truth
+from distap.evaluation.ground_truth import GroundTruth, Name, parsed_truth, read_truth
 from distap.ranking.rankable import refuse_crossing
 from distap.retrieval.descriptor_parts import open_parts
 from distap.retrieval.evaluate import Evaluated, evaluate_descriptors
 from distap.retrieval.figures import labelled_figures
 from distap.retrieval.ranks import Ties
-from distap.retrieval.row_blocks import given_rows, taken
-from distap.retrieval.truth import ClassTruth
+from distap.retrieval.row_blocks import Descriptors, given_rows, taken
+from distap.retrieval.truth import ClassTruth, ListedTruth
 
 
 def evaluate(
@@ -73,26 +73,8 @@ def evaluate(
     if truth is not None:
         if cameras is not None or domains is not None:
             raise DistapError("cameras and domains are for labels: a truth names junk and parts itself")
-        if names is not None and len(names) != len(rows):
-            raise DistapError(f"there are {len(names)} names for {len(rows)} descriptors")
         known = read_truth(Path(truth)) if isinstance(truth, Path | str) else parsed_truth(truth, "truth")
-        of_rows: list[Name] = [*range(len(rows))] if names is None else [*names]
-        if repeated := len(of_rows) - len(set(of_rows)):
-            raise DistapError(f"names: {repeated} of {len(of_rows)} are repeated")
-        if known.instances and asks is not None:
-            raise DistapError("queries are for images, and the truth has instances: its queries retrieve all others")
-        there = {*of_rows, *known.instances}
-        if missing := [query.name for query in known.queries if query.name not in there]:
-            kind = "row numbers, since `names` is not given" if names is None else "texts of `names`"
-            raise DistapError(f"truth: query {missing[0]!r} and {len(missing) - 1} more are none of {kind}")
-        _, asking = known.asking(of_rows, rows)
-        of_rows, rows = known.grouped(of_rows, rows)
-        kept = np.arange(len(rows)) if asks is None else np.flatnonzero(~asks)
-        gallery = rows if asks is None else taken(rows, torch.from_numpy(kept))
-        listed = known.of_gallery(
-            known.queries, [of_rows[place] for place in kept], torch.device(rows.device), is_of_itself=True
-        )
-        return _summary(evaluate_descriptors(asking, gallery, listed, figures or known.figures, **rest))
+        return _summary(evaluate_descriptors(*_listed(known, rows, asks, names), figures or known.figures, **rest))
     classes, camera, domain = (
         None if values is None else _numbers(values, what, len(rows)).to(torch.device(rows.device))
         for values, what in ((labels, "labels"), (cameras, "cameras"), (domains, "domains"))
@@ -114,6 +96,29 @@ def evaluate(
     by_camera = None if camera is None else (camera[mask], camera[~mask])
     by_class = ClassTruth(classes[mask], classes[~mask], by_camera, parts[asks[: len(parts)]].tolist())
     return _summary(evaluate_descriptors(asking, among, by_class, figures, **rest))
+
+
+def _listed(
+    known: GroundTruth, rows: Descriptors, asks: NDArray[np.bool_] | None, names: Sequence[str] | None
+) -> tuple[Descriptors, Descriptors, ListedTruth]:
+    """Return queries, gallery and truth."""
+    if names is not None and len(names) != len(rows):
+        raise DistapError(f"there are {len(names)} names for {len(rows)} descriptors")
+    of_rows: list[Name] = [*range(len(rows))] if names is None else [*names]
+    if repeated := len(of_rows) - len(set(of_rows)):
+        raise DistapError(f"names: {repeated} of {len(of_rows)} are repeated")
+    if known.instances and asks is not None:
+        raise DistapError("queries are for images, and the truth has instances: its queries retrieve all others")
+    there = {*of_rows, *known.instances}
+    if missing := [query.name for query in known.queries if query.name not in there]:
+        kind = "row numbers, since `names` is not given" if names is None else "texts of `names`"
+        raise DistapError(f"truth: query {missing[0]!r} and {len(missing) - 1} more are none of {kind}")
+    of_rows, rows = known.grouped(of_rows, rows)
+    _, asking = known.asking(of_rows, rows)
+    kept = np.arange(len(rows)) if asks is None else np.flatnonzero(~asks)
+    gallery = rows if asks is None else taken(rows, torch.from_numpy(kept))
+    device, among = torch.device(rows.device), [of_rows[place] for place in kept]
+    return asking, gallery, known.of_gallery(known.queries, among, device, is_of_itself=True)
 
 
 def _summary(found: Evaluated) -> dict[str, float]:

@@ -112,11 +112,8 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
         means = normalize(sums.index_add_(0, number.to(rows.device), rows.double())).to(rows.dtype)
         return [*found], means if isinstance(descriptors, torch.Tensor) else means.numpy()
 
-    def asking(
-        self, names: Sequence[Name], descriptors: Any, lost: Collection[Name] = ()
-    ) -> tuple[list[TrueQuery], Any]:
-        """Return the queries that are among named images or instances, and their descriptors; see `grouped`."""
-        names, descriptors = self.grouped(names, descriptors, lost)
+    def asking(self, names: Sequence[Name], descriptors: Any) -> tuple[list[TrueQuery], Any]:
+        """Return the queries that are among images and instances as `grouped` names them, and their descriptors."""
         row = {name: place for place, name in enumerate(names)}
         found = [query for query in self.queries if query.name in row]
         return found, taken(descriptors, torch.tensor([row[query.name] for query in found]))
