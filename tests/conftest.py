@@ -33,15 +33,9 @@ settings.load_profile("ci" if "CI" in os.environ else "searching")
 # The longest files come first, so that none is left alone at the end; those that mostly wait are apart.
 FIRST = (
     *("test_multi_node", "test_trainer", "test_slurm", "test_export", "test_cut_network", "test_faults"),
-    *("test_examples", "test_watchdog", "test_trained_losses", "test_engines", "test_engine_trainings", "test_study"),
-    *(
-        "test_serving",
-        "test_stored_run",
-        "test_commands",
-        "test_backbones",
-        "test_many_ranks",
-        "test_partial_training",
-    ),
+    *("test_examples", "test_watchdog", "test_trained_losses", "test_engines", "test_engine_trainings"),
+    *("test_study", "test_serving", "test_stored_run", "test_commands", "test_backbones", "test_many_ranks"),
+    "test_partial_training",
 )
 
 

@@ -36,13 +36,7 @@ from distap.training.schedule import Length
 from distap.world import DRIVER, World, without_gpu
 
 COLLAPSED, COLLAPSED_STEPS = 1e-5, 5  # mean squared distance of descriptors to their mean, and steps that it lasts
-STEP_FIGURES = (
-    "loss",
-    "learning_rate",
-    "gradient_norm",
-    "spread",
-    "replay_drift",
-)  # of a StepResult and of the metrics
+STEP_FIGURES = "loss", "learning_rate", "gradient_norm", "spread", "replay_drift"  # of a step and of the metrics
 NAMED_IMAGES = 10  # images of a step whose descriptor is not finite that are named
 RECENT = 20  # steps whose median says how long the others will take
 logger = logging.getLogger("distap")
