@@ -243,6 +243,9 @@ def parsed_truth(truth: Mapping[str, Any], where: str) -> GroundTruth:
         if times == 1:
             continue
         raise DistapError(f"{where}: query {name} stands {times} times")
+    averaged = {image for images in found.instances.values() for image in images} - found.instances.keys()
+    if inside := [query.name for query in found.queries if query.name in averaged]:
+        raise DistapError(f"{where}: query {inside[0]!r} is an image of an instance; ask for the instance")
     if any(query.part == "mean" for query in found.queries):
         raise DistapError(f"{where}: no part may be called mean, as the figures over all parts are")
     if bool(found.query) != bool(found.gallery):

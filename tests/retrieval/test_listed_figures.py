@@ -249,3 +249,5 @@ def test_an_instance_of_several_images_has_the_mean_of_their_descriptors():
         distap.evaluate(rows, truth=wrong, names=names)
     with pytest.raises(DistapError, match="'28' is an instance, and an image that is in none"):
         distap.evaluate(rows, truth={**truth, "instances": truth["instances"] | {"28": ["0"]}}, names=names)
+    with pytest.raises(DistapError, match="query '28' is an image of an instance; ask for the instance"):
+        distap.evaluate(rows, truth={**truth, "instances": truth["instances"] | {"s": ["28"]}}, names=names)
