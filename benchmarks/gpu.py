@@ -175,7 +175,17 @@ class GPUBenchmark(harness.Benchmark):
 
     def _tests(self, world: World) -> harness.Report:
         """All tests marked gpu."""
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "tests/test_gpu.py",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+        ]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         lines = done.stdout.strip().splitlines()
         failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
