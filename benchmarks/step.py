@@ -43,7 +43,7 @@ from distap.world import World
 
 BACKWARD = 2.0  # operations of a backward pass over those of a forward pass: gradients by inputs and by weights
 SHARE_OF_FREE = 0.8  # of the free memory, at most, is given to graphs
-LOADED = "distap, its loader"
+LOADED, GRAPHS_KEPT = "distap, its loader", "distap, graphs kept"
 TWO_PASSES, ONE_PASS = "floor, 2f + 1b", "floor, 1f + 1b"
 SPEED = (
     "s: median and least of the rounds, of the slowest rank. x: times the floor's wall time in the same round, the "
@@ -150,6 +150,7 @@ class StepBenchmark(harness.Benchmark):
                     "collectives": [calls._asdict() for calls in collectives[name]],
                     "error": errors[name],
                     "stages": {stage: statistics.fmean(each[stage] for each in own) for stage in (own or [{}])[0]},
+                    "kept": result.kept if result else 0,
                     "left_out": self.batch - result.replayed - result.kept if result else 0,
                 }
             )
@@ -227,6 +228,8 @@ class StepBenchmark(harness.Benchmark):
         notes = [f"{name} is left out: {why}" for name, why in found["omitted"].items()]
         notes.append(f"error of the parameters' gradient, relative to {found['exact']}: {errors}")
         for row in figures:
+            if row["kept"]:
+                notes.append(f"{row['contender']}: {row['kept']} of {self.batch} images keep their graph")
             if row["left_out"]:
                 notes.append(f"{row['contender']} did not replay {row['left_out']} images, whose gradient is zero")
             if row["stages"]:
@@ -271,7 +274,7 @@ def possible_contenders(task: Task, graph: float) -> tuple[dict[str, Contender],
     Args:
         graph: bytes of the graph of an image.
     """
-    world, whole = task.world, len(task.micro_batches)
+    world = task.world
     free = SHARE_OF_FREE * -world.maximum(-free_memory(world.device))
     chosen: dict[str, Contender] = {
         TWO_PASSES: Floor(task, describes=True),
@@ -281,10 +284,9 @@ def possible_contenders(task: Task, graph: float) -> tuple[dict[str, Contender],
     }
     omitted = {}
     if keep := graphs_kept(task, graph):
-        kept = "graphs kept" if keep >= whole else f"{keep} of {whole} kept"
-        chosen[f"distap, {kept}"] = DistapStep(task, keep)
+        chosen[GRAPHS_KEPT] = DistapStep(task, keep)
     else:
-        omitted["distap, graphs kept"] = f"two graphs take {2 * graph * task.micro_batch / 1e9:.1f} GB"
+        omitted[GRAPHS_KEPT] = f"two graphs take {2 * graph * task.micro_batch / 1e9:.1f} GB"
     pairs, graphs = materialised_bytes(task.loss, task.batch.total) or 0, graph * len(task.batch.samples)
     if pairs <= free:
         chosen["cached gradients"] = CachedGradients(task)

@@ -31,7 +31,18 @@ pytestmark = [
 ]
 DEVICE = torch.device("cuda")
 IMAGES = 40
-LOSSES = sorted(set(REGISTRY["loss"]) - {"sum"})
+LOSSES = {
+    **{name: name for name in sorted(REGISTRY["loss"]) if name != "sum"},
+    "matryoshka": {"name": "matryoshka", "dimensions": [2, 5], "inner": "ap_q"},
+    # Many virtual images come before a positive: the gradient of recall@k, the usual inner loss, is 0 but for rounding.
+    "simix": {"name": "simix", "inner": "smooth_ap"},
+}
+
+
+@pytest.fixture(autouse=True)
+def without_tf32(monkeypatch):
+    """Convolutions of float32 take TF32 by default, whose gradient is about 1% off."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 def stepped(network, device, precision="float32", sizes=None, network_of=lambda network: network):
@@ -54,7 +65,7 @@ def distance(found, expected):
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize(("precision", "near"), [("float32", 0.02), ("bf16", 0.3)])
+@pytest.mark.parametrize(("precision", "near"), [("float32", 1e-3), ("bf16", 0.3)])
 def test_a_step_is_exact_and_its_stages_are_timed(precision, near):
     network = random_network().train()
     _, expected, _ = stepped(network.double(), torch.device("cpu"))
@@ -92,7 +103,7 @@ def test_micro_batches_are_halved_until_they_fit():
     _, expected, _ = stepped(network, DEVICE)
     _, found, step = stepped(network, DEVICE, sizes=sizes, network_of=lambda network: Hungry(network, 5))
     assert (step.stages.sizes.replay, step.stages.sizes.describe) == (4, 4)
-    assert distance(found, expected) < 1e-2
+    assert distance(found, expected) < 1e-3
 
 
 def test_copies_arrive_whole_while_both_sides_go_on():
@@ -117,7 +128,7 @@ def test_every_loss_is_near_to_float64_on_the_cpu(name):
     rankings = []
     for device, dtype in ((DEVICE, torch.float32), (torch.device("cpu"), torch.float64)):
         gathered = gathered_on(device, dtype)
-        loss = build_loss(name).sized(int(gathered.labels.max()) + 1, gathered.descriptors.shape[1], 0)
+        loss = build_loss(LOSSES[name]).sized(int(gathered.labels.max()) + 1, gathered.descriptors.shape[1], 0)
         if loss.learned is not None:
             loss.learned.to(device)
         rankings.append(rank_descriptors(loss, gathered, memory_bytes=2**18))
