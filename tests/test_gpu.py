@@ -34,7 +34,7 @@ IMAGES = 40
 LOSSES = {
     **{name: name for name in sorted(REGISTRY["loss"]) if name != "sum"},
     "matryoshka": {"name": "matryoshka", "dimensions": [2, 5], "inner": "ap_q"},
-    # Many virtual images come before a positive: the gradient of recall@k, the usual inner loss, is 0 but for rounding.
+    # Many virtual images come before a positive: the gradient of recall@k, its usual inner loss, is but rounding.
     "simix": {"name": "simix", "inner": "smooth_ap"},
 }
 
