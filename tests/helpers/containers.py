@@ -18,6 +18,7 @@ TOOLS = ("podman", "runc", "debootstrap")
 BASE = "localhost/debian:bookworm"
 IMAGE = "localhost/distap:test"
 # Neither a build nor a container may have more than the machine that this runs on, which podman would ask for.
+ROOM = 30e9  # bytes that the image takes while it is built: the environment four times
 LIMITS = ("--ulimit=nofile=1024:1024", "--ulimit=nproc=4096:4096")
 
 
@@ -82,6 +83,8 @@ def engine(folder: Path) -> Iterator[Engine]:
     missing = [tool for tool in TOOLS if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin") is None]
     if missing or os.geteuid() != 0:
         pytest.skip(f"needs root, podman, runc and debootstrap; missing: {', '.join(missing) or 'root'}")
+    if shutil.disk_usage(folder.parent).free < ROOM:
+        pytest.skip(f"needs {ROOM / 1e9:.0f} GB of disk, under {folder.parent}")
     opened = Engine(folder)
     try:
         yield opened
