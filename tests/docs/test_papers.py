@@ -1,4 +1,4 @@
-"""docs/papers.md names every value of every recipe, and no other."""
+"""docs/papers.md names every value of every recipe that changes a figure, and no other."""
 
 import re
 from collections import Counter
@@ -33,20 +33,34 @@ def documented():
                             yield name, key, yaml.safe_load(value)
 
 
+def head_of(name):
+    """The comments of a recipe, such as paper, data and expected."""
+    return dict(re.findall(r"^# (\w+): (.*)$", (RECIPES / f"{name}.yaml").read_text(), re.MULTILINE))
+
+
+def values_of(name):
+    """Settings of a recipe but for those that the page says its tables leave out."""
+    settings = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+    settings.pop("run")  # runs/NAME
+    (named,) = re.findall(r"leave out the keys (.*?), which change no figure", PAPERS.read_text(), re.DOTALL)
+    data = f"data/{head_of(name)['data']}"
+    implied = {"data.train": f"{data}/train", "data.validation": f"{data}/test"}
+    implied |= {"data.augmentation.name": "torchvision"}
+    values = dict(by_path(settings, "."))
+    return {key: values[key] for key in values if f"`{key}`" not in named and implied.get(key) != values[key]}
+
+
 def test_the_tables_hold_the_values_of_the_recipes_and_a_source_for_each():
     rows = list(documented())
     assert not [row for row, count in Counter((name, key) for name, key, _ in rows).items() if count > 1]
     for name in NAMES:
-        settings = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
-        settings.pop("run")  # runs/NAME
-        assert {key: value for of, key, value in rows if of == name} == dict(by_path(settings, "."))
+        assert {key: value for of, key, value in rows if of == name} == values_of(name)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_says_what_it_is_and_names_what_exists(name):
     text = (RECIPES / f"{name}.yaml").read_text()
-    head = dict(re.findall(r"^# (\w+): (.*)$", text, re.MULTILINE))
-    settings = yaml.safe_load(text)
+    head, settings = head_of(name), yaml.safe_load(text)
     assert head.keys() >= {"paper", "data", "expected", "memory"}
     assert head["data"] in DATASETS
     assert f"distap data convert {head['data']} SOURCE data/{head['data']}" in text
