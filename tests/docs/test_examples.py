@@ -148,12 +148,13 @@ def test_an_own_loss_is_named_in_a_recipe(tmp_path, training_shards, monkeypatch
     Trainer(chosen, World()).train()
 
 
-def test_the_python_of_readme_and_guides_runs_as_it_is_printed(tmp_path, run, photos, training_shards):
-    documents = ("README.md", "docs/guides/own-loop.md", "docs/guides/losses.md")
-    text = "\n".join((ROOT / document).read_text() for document in documents)
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 8
+def test_each_block_of_python_in_readme_and_guides_runs_by_itself(tmp_path, run, photos, training_shards):
+    blocks = []
+    for document, count in (("README.md", 1), ("docs/guides/own-loop.md", 5), ("docs/guides/losses.md", 3)):
+        found = re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.DOTALL | re.MULTILINE)
+        assert len(found) == count, document
+        blocks += found
     Trainer(recipe(tmp_path / "runs/demo/train", training_shards, steps=1), World()).train()
     (tmp_path / "photos").symlink_to(photos)
-    blocks.append("assert rank(descriptors, labels, loss=Mine(margin=0.2)).loss > 0")
-    run("-c", "\n".join(blocks))
+    blocks[-1] += "assert distap.rank([[1.0, 0.0]] * 4, [0, 0, 1, 1], loss=Mine(margin=0.2)).loss > 0\n"
+    run("-c", "\n".join(f"exec({block!r}, {{'__name__': '__main__'}})" for block in blocks))
