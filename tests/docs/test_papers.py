@@ -7,6 +7,7 @@ from fnmatch import filter as matching
 import pytest
 import timm
 import yaml
+from braceexpand import braceexpand
 from launching import ROOT
 
 from distap.config.reading import RECIPES
@@ -29,8 +30,9 @@ def documented():
                 for pattern in ["*"] if patterns == "all" else re.findall(r"`(.+?)`", patterns):
                     assert matching(names, pattern), f"{pattern} is none of the section's recipes"
                     for name in matching(names, pattern):
-                        for key, value in re.findall(r"`([a-z0-9_.]+): (.+?)`", values):
-                            yield name, key, yaml.safe_load(value)
+                        for keys, value in re.findall(r"`([a-z0-9_.{},]+): (.+?)`", values):
+                            for key in braceexpand(keys):
+                                yield name, key, yaml.safe_load(value)
 
 
 def head_of(name):
