@@ -1,4 +1,4 @@
-"""The hook by which mkdocs puts into reference pages what the code says: `<!-- keys -->` and the like."""
+"""The hook by which mkdocs puts into pages what the code says, `<!-- keys -->`, and studies, `<!-- study NAME -->`."""
 
 import inspect
 import re
@@ -13,6 +13,9 @@ from distap.cli import app
 from distap.telemetry.metrics import GLOBAL, OF_RANK
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.study.grid import Grid
+from benchmarks.study.results import Results, read_results
+from benchmarks.study.results import markdown as table_of
 from docs.recipe_keys import recipe_keys
 
 
@@ -76,6 +79,13 @@ def _commands(command, path: tuple[str, ...]) -> Iterator[str]:
             yield f"| `{cell(_name(each))}` | {default} | {cell(getattr(each, 'help', None) or '')} |"
 
 
+def study(name: str) -> str:
+    """The table of a study in docs/studies, of its trainings there."""
+    file = Path(__file__).parent / "studies" / f"{name}.yaml"
+    grid = Grid(file, file.parent)
+    return table_of(Results(grid, grid.study.seeds, read_results(file.with_suffix(".jsonl"))))
+
+
 def _name(parameter) -> str:
     if parameter.param_type_name == "option":
         return ", ".join(sorted(parameter.opts))
@@ -92,4 +102,5 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
 
 def on_page_markdown(markdown: str, **_: object) -> str:
     """Replace each mark by what it names."""
+    markdown = re.sub(r"<!-- study (\w+) -->", lambda mark: study(mark[1]), markdown)
     return re.sub(r"<!-- (\w+) -->", lambda mark: "\n".join(PAGES[mark[1]]()), markdown)
