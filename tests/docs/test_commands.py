@@ -194,6 +194,39 @@ def test_every_option_and_key_that_a_document_names_exists(document, known):
         assert named - keys == set()
 
 
+GONE = {  # what the list of Removed in CHANGELOG.md says, and what no page may say any more
+    "distap eval --descriptors": r"--descriptors\b",
+    "precision: fp16": r"\bfp16\b",
+    "evaluation.resize": r"evaluation\.(resize|crop|max_side|original)\b",
+    "python -m distap": r"python -m distap(?![.\w])",
+    "`whiten` of": r"`whiten`",
+    "metric_learning": r"`metric_learning`|MetricLearning\b",
+    "_pairs.json": r"--pairs\b|_pairs\.json",
+    "schedule.length": r"schedule\.length|schedule=step\b|name: step\b",
+    "export.json": r"export\.json",
+    "reshard": r"\breshard\b",
+    "distap index --gpu": r"distap index\b.*--gpu\b",
+    "distap eval --gap": r"--gap\b|decomposability|gaps of `?results",
+    "diffusion": r"diffusion",
+    "distap eval --compare": r"--compare\b",
+    "step.compile": r"step\.compile|torch\.compile",
+    "distap report RUN RUN": r"distap report RUN RUN|--before\b|--after\b",
+    "precision_at_recall": r"precision_at_recall|most confused classes",
+    "--queries": r"--queries\b",
+    "tracking_uri": r"\btracking_uri\b",
+    "--drain-seconds": r"--drain-seconds",
+    "POST /trace": r"POST /trace",
+}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_document_names_what_was_removed(document):
+    lists = re.findall(r"^### Removed$(.*?)^##", (ROOT / "CHANGELOG.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert [name for name in GONE if name not in " ".join(" ".join(lists).split())] == []
+    text = document.read_text()
+    assert {name: re.findall(pattern, text) for name, pattern in GONE.items() if re.search(pattern, text)} == {}
+
+
 def test_the_yaml_of_guides_is_a_study_and_parts_of_recipes():
     (study,) = blocks_of([GUIDES / "studies.md"], "yaml")
     Study.model_validate(yaml.safe_load(study))

@@ -59,6 +59,24 @@ def test_the_tables_hold_the_values_of_the_recipes_and_a_source_for_each():
         assert {key: value for of, key, value in rows if of == name} == values_of(name)
 
 
+def test_the_recipes_that_choose_names_have_its_losses_backbones_batches_and_memory():
+    rows = re.findall(
+        r"^\| .+ \| `([\w-]+)` \| (.+) \| `(.+)` \| ([\d,]+) \| ([\d.]+) \|$",
+        (ROOT / "docs/choose.md").read_text(),
+        re.MULTILINE,
+    )
+    assert len(rows) >= 6
+    for name, losses, backbone, batch, gigabytes in rows:
+        settings = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+        loss, drawn = settings["loss"], settings["sampling"]
+        named = loss if isinstance(loss, dict) and "name" not in loss else [loss["name"]]
+        assert re.findall(r"`(\w+)`", losses) == list(named)
+        assert backbone == settings["model"]["backbone"]
+        drawn = drawn.get("batch_size") or drawn["classes"] * drawn["images"]
+        assert int(batch.replace(",", "")) == drawn
+        assert head_of(name)["memory"].startswith(f"{gigabytes} GB")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_says_what_it_is_and_names_what_exists(name):
     text = (RECIPES / f"{name}.yaml").read_text()
