@@ -1,4 +1,4 @@
-"""The hook by which mkdocs puts into pages what the code says, `<!-- keys -->`, and studies, `<!-- study NAME -->`."""
+"""The hook by which mkdocs puts into pages what code says, `<!-- keys -->`, and studies, `<!-- study NAME -->`."""
 
 import inspect
 import re
