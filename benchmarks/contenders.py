@@ -92,8 +92,7 @@ def loaded_shares(
             parse_source(folder / "shards"),
             RandomSampling(batch_size=batch.total),
             seed=0,
-            transform=CropFlipColour(crop=1, flip=0).transform(image_size),
-            image_size=image_size,
+            sizes=((0, image_size, CropFlipColour(crop=1, flip=0).transform(image_size)),),
             chunk=chunk,
             workers=1,
         )

@@ -170,7 +170,7 @@ def _later(shards: Path, world: World) -> harness.Row:
     seconds = _seconds(lambda: load_index(shards, compare=False))
     after = private_bytes()
     settings = PByKSampling(1024, 4)
-    job = LoadingJob(parse_source(shards), settings, 0, CropFlipColour().transform(SIDE), SIDE, workers=1)
+    job = LoadingJob(parse_source(shards), settings, 0, ((0, SIDE, CropFlipColour().transform(SIDE)),), workers=1)
     started = time.perf_counter()
     images = IndexedSource().open(job, world, Stopwatch())
     shares = iter(images.shares(range(PIXEL_STEP, PIXEL_STEP + 1)))

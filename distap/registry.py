@@ -98,7 +98,6 @@ REGISTRY: dict[str, dict[str, str]] = {
     "logger": {
         "tensorboard": "distap.telemetry.loggers.trackers:TensorBoard",
         "wandb": "distap.telemetry.loggers.trackers:WeightsAndBiases",
-        "mlflow": "distap.telemetry.loggers.trackers:MLflow",
     },
 }
 

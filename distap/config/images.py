@@ -51,6 +51,9 @@ class DataSection(ImagesSection):
     """Index file of the training shards; null takes the one next to the shards."""
     reading: Annotated[Any, Chosen("source")] = "indexed"
     """Read image by image (`indexed`), or shard by shard with weaker promises (`streamed`)."""
+    image_sizes: dict[Annotated[float, Field(ge=0, lt=1)], PositiveInt] = Field({})
+    """Train on smaller images first: width and height by the share of the steps from which they hold, such as
+    {0: 64, 0.7: 96} next to an image_size of 96; none trains at image_size throughout."""
     unseen_classes: bool = True
     """Refuse a validation set that shares a class with training."""
     augmentation: Annotated[Any, Chosen("augmentation", otherwise="crop_flip_colour")] = "crop_flip_colour"
@@ -63,14 +66,21 @@ class DataSection(ImagesSection):
     """Stop when more than this share of images is damaged (10 are always tolerated)."""
 
     @model_validator(mode="after")
-    def _one_gallery(self) -> "DataSection":
+    def _keys_fit(self) -> "DataSection":
         if (self.gallery or self.gallery_draws) and not self.validation:
             raise ValueError("gallery and gallery_draws are for the images of validation, which names none")
+        if self.image_sizes and (largest := max(self.image_sizes.values())) > self.image_size:
+            raise ValueError(f"image_sizes: {largest} px are more than image_size, {self.image_size}")
         return self
 
     @property
     def train_source(self) -> Source:
         return parse_source(self.train, self.train_index)
+
+    @property
+    def sizes(self) -> list[tuple[float, int]]:
+        """Return sizes of training images, each with the share of the steps from which it holds, from 0 on."""
+        return sorted(({0.0: self.image_size} | self.image_sizes).items())
 
     @property
     def is_described(self) -> bool:

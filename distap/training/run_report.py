@@ -69,6 +69,8 @@ class RunReport:
         self.metrics.planned_steps.set(self.steps)
         self.metrics.checkpoint_interval.set(length.in_steps(recipe.checkpoint.every, recipe.checkpoint.unit))
         held = "" if index is None else f": {len(index):,} images of {len(index.class_name):,} classes"
+        for share, size in sorted(recipe.data.image_sizes.items()):
+            held += f", {size} px from step {math.ceil(share * self.steps) + 1:,} on"
         when = ("before the first step and " if recipe.evaluation.at_start and step == 0 else "") + "after the last"
         when += f", and every {every} {recipe.evaluation.unit}" if every else ""
         unset = "data.validation is not set" if recipe.data.validation is None else "evaluation.every is 0"
@@ -130,9 +132,8 @@ class RunReport:
                 "step %d: %d descriptors are not finite; their images are left out: %s", step, count, named
             )
         self._warn_if_collapsed(step, result)
-        parts = dict(stopwatch.seconds)
+        network, parts = stopwatch.seconds.pop("network"), dict(stopwatch.seconds)
         stopwatch.seconds.clear()
-        network = parts.pop("network")
         times = {**parts, "other": seconds - sum(parts.values()), "step": seconds, "network": network}
         figures = {name: getattr(result, name) for name in STEP_FIGURES}
         figures["batch_mAP"] = 1 - result.loss if getattr(self.recipe.loss, "is_ap", False) else math.nan

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from functools import partial
 from textwrap import shorten
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from distap.checkpoint.agreement import on_all
 from distap.config.recipe import Recipe
+from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.share import TrainingImages
 from distap.errors import DistapError
 from distap.evaluation.described_images import open_described
@@ -40,6 +42,8 @@ def checked_data(
     Raises a DistapError if no batches can be taken from the images, or data.validation shares classes with them.
     """
     data, images, sets = recipe.data, images_of(recipe, world, stopwatch), sets_of(recipe)
+    if data.is_described and (data.image_sizes or data.augmentation != CropFlipColour()):
+        raise DistapError(f"{data.train}: descriptors have no pixels: leave data.augmentation and image_sizes out")
     if images.size < world.size:
         raise DistapError(
             f"sampling gives {images.size} images a batch, fewer than the {world.size} ranks: give larger batches or "
@@ -67,9 +71,9 @@ def require_same_data(images: TrainingImages, name: str, world: World) -> None:
 
 def checked_network(recipe: Recipe, world: World, weights: Any = None) -> RetrievalNetwork:
     """Build the network (see `network_of`); raise a DistapError if it rejects images of the recipe's size."""
-    network, size = network_of(recipe, world, weights), recipe.data.image_size
+    network = network_of(recipe, world, weights)
 
-    def try_size() -> None:
+    def try_size(size: int) -> None:
         try:
             with torch.no_grad():
                 found = network.eval()(torch.zeros(1, 3, size, size, dtype=torch.uint8, device=world.device))
@@ -89,7 +93,8 @@ def checked_network(recipe: Recipe, world: World, weights: Any = None) -> Retrie
                 f"({shorten(str(error) or type(error).__name__, 200)})"
             ) from error
 
-    on_all(world, try_size, mine=world.rank == 0)
+    for size in sorted({size for _, size in recipe.data.sizes} | {recipe.data.image_size}):
+        on_all(world, partial(try_size, size), mine=world.rank == 0)
     if world.rank == 0 and isinstance(network.pooling, GeM) and gives_signed(network.backbone):
         told = "model.pooling: gem takes features below %g for %g, which loses about half of those of %s; see native"
         logger.warning(told, *[network.pooling.smallest] * 2, recipe.model.architecture)

@@ -1,6 +1,6 @@
 import numpy as np
 import torch
-from images import damage, indexed_images
+from images import AUGMENTATION, damage, indexed_images
 
 from distap.data.loading.share import NO_SAMPLE
 
@@ -23,6 +23,16 @@ def test_an_image_is_augmented_anew_each_step(shards):
     assert first.shape == (9, 3, 16, 16)
     assert sorted(samples) == sorted(again)
     assert not torch.equal(first[np.argsort(samples)], second[np.argsort(again)])
+
+
+def test_smaller_images_come_first_and_resuming_changes_nothing(shards):
+    sizes = tuple((share, size, AUGMENTATION.transform(size)) for share, size in ((0, 8), (0.5, 12), (0.75, 16)))
+    images = indexed_images(shards, sizes=sizes)
+    whole, plain = read(images, range(8)), read(indexed_images(shards), range(8))
+    assert [pixels.shape[-1] for pixels, _, _ in whole] == [8, 8, 8, 8, 12, 12, 16, 16]
+    assert all(torch.equal(pixels, other) for (pixels, _, _), (other, _, _) in zip(whole[6:], plain[6:], strict=True))
+    for (pixels, samples, _), (again, same, _) in zip(whole[3:], read(images, range(3, 8)), strict=True):
+        assert torch.equal(pixels, again) and samples == same
 
 
 def test_a_damaged_image_is_replaced_by_one_of_its_class_and_reported(shards):

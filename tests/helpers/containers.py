@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 TOOLS = ("podman", "runc", "debootstrap")
 BASE = "localhost/debian:bookworm"
 IMAGE = "localhost/distap:test"
-# Neither a build nor a container may have more than the machine that this runs on, which podman would ask for.
 ROOM = 30e9  # bytes that the image takes while it is built: the environment four times
+# Neither a build nor a container may have more than the machine that this runs on, which podman would ask for.
 LIMITS = ("--ulimit=nofile=1024:1024", "--ulimit=nproc=4096:4096")
 
 

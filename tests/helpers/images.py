@@ -35,8 +35,8 @@ def write_images(folder: Path, classes: dict[str, int], size: int = 24, seed: in
 def indexed_images(source, batch_size=6, seed=0, size=16, world=ALONE, **settings):
     """Images of random batches, which wait in memory if nothing else is said."""
     sampling, transform = RandomSampling(batch_size=batch_size), AUGMENTATION.transform(size)
-    settings = {"chunk": 2, "pixels": PixelSettings(hold="memory"), **settings}
-    job = LoadingJob(parse_source(source), sampling, seed, transform, size, **settings)
+    settings = {"chunk": 2, "pixels": PixelSettings(hold="memory"), "sizes": ((0, size, transform),), **settings}
+    job = LoadingJob(parse_source(source), sampling, seed, **settings)
     return IndexedSource().open(job, world, Stopwatch())
 
 

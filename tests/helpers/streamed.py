@@ -42,7 +42,7 @@ SPOILT = {(0, 1): {"png": png(7)[:-600]}, (1, 2): {"png": b"no image"}, (2, 5): 
 
 def streamed(source, world=ALONE, sampling=SAMPLING, reading=READING, **settings):
     source, transform = parse_source(source), AUGMENTATION.transform(16)
-    job = LoadingJob(source, sampling, SEED, transform, 16, chunk=CHUNK, **settings)
+    job = LoadingJob(source, sampling, SEED, ((0, 16, transform),), chunk=CHUNK, **settings)
     return reading.open(job, world, Stopwatch())
 
 

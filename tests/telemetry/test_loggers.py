@@ -1,6 +1,5 @@
 import json
 import shutil
-import socket
 import struct
 import sys
 import time
@@ -13,40 +12,30 @@ from small_trainings import train
 from distap.errors import DistapError
 from distap.registry import REGISTRY
 from distap.telemetry.loggers.loggers import LoggedRun, finite_figures, opened_loggers, prepare_loggers
-from distap.telemetry.loggers.trackers import MLflow, TensorBoard, WeightsAndBiases
+from distap.telemetry.loggers.trackers import TensorBoard, WeightsAndBiases
 from distap.telemetry.runlog import read_run_log
 from distap.world import World
 
 WITH_SECRETS = "https://me:password@example.org/{0..9}.tar?signature=password"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _mlflow_in_files() -> Iterator[None]:
-    """A store of files takes the same calls as a tracking server, which is not in mlflow-skinny."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-        yield
-
-
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, training_shards) -> tuple[Path, str]:
-    """A run of four steps, the last two of which were lost and done again; and MLflow's store."""
+def trained(tmp_path_factory, training_shards) -> Path:
+    """A run of four steps, the last two of which were lost and done again."""
     run = tmp_path_factory.mktemp("logged") / "run"
-    store = f"file://{run.parent / 'mlruns'}"
     settings = {
         "steps": 4,
         "checkpoint": {"every": 2},
         "data__validation": str(training_shards[1]),
         "evaluation": {"every": 2, "also": {"seen": {"data": str(training_shards[0])}}},
-        "loggers": {"tensorboard": {}, "wandb": {}, "mlflow": {}},
+        "loggers": {"tensorboard": {}, "wandb": {}},
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
-        patch.setenv("MLFLOW_TRACKING_URI", store)
         train(World(), run, training_shards, **settings)
         shutil.rmtree(run / "checkpoints" / "step-00000004")
         train(World(), run, training_shards, **settings)
-    return run, store
+    return run
 
 
 def figures_of_run_log(run: Path) -> dict[tuple[str, int], float]:
@@ -61,10 +50,9 @@ def figures_of_run_log(run: Path) -> dict[tuple[str, int], float]:
 def test_tensorboard_shows_every_figure_at_its_step_and_none_that_was_lost(trained):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run, _ = trained
-    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    events = EventAccumulator(str(trained / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     shown = [(name, event.step, event.value) for name in events.Tags()["scalars"] for event in events.Scalars(name)]
-    expected = figures_of_run_log(run)
+    expected = figures_of_run_log(trained)
     assert {(name, step): value for name, step, value in shown} == pytest.approx(expected, rel=1e-6)
     assert len(shown) == len(expected)
     assert {"loss", "seconds/describe", "validation/mAP", "also/seen/R@1"} <= {name for name, *_ in shown}
@@ -108,39 +96,14 @@ def figures_of_wandb(path: Path) -> dict[tuple[str, int], float]:
 
 
 def test_weights_and_biases_goes_on_in_the_run_that_was_interrupted(trained):
-    run, _ = trained
-    first, second = sorted(run.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+    first, second = sorted(trained.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
     settings = [record.run for path in (first, second) for record in wandb_records(path) if record.run.run_id]
-    assert {one.run_id for one in settings} == {(run / "loggers" / "wandb").read_text()}
+    assert {one.run_id for one in settings} == {(trained / "loggers" / "wandb").read_text()}
     assert [one.display_name for one in settings] == ["run", "run"]
     assert json.loads({item.key: item.value_json for item in settings[0].config.update}["steps"]) == 4
     again = figures_of_wandb(second)
     assert {step for _, step in again} == {3, 4}
-    assert figures_of_wandb(first) | again == figures_of_run_log(run)
-
-
-def mlflow_client(store: str):
-    from mlflow.tracking import MlflowClient
-
-    return MlflowClient(store)
-
-
-def test_mlflow_goes_on_in_the_run_that_was_interrupted_and_marks_it_as_finished(trained):
-    run, store = trained
-    client = mlflow_client(store)
-    (experiment,) = client.search_experiments(filter_string="name = 'distap'")
-    (found,) = client.search_runs([experiment.experiment_id])
-    assert found.info.run_id == (run / "loggers" / "mlflow").read_text()
-    assert (found.info.run_name, found.info.status) == ("run", "FINISHED")
-    assert found.data.params["model.backbone"] == "test_resnet"
-    assert found.data.params["optimizer.name"] == "adam"
-    logged = {}
-    for name in found.data.metrics:
-        history = client.get_metric_history(found.info.run_id, name)
-        logged |= {(name, metric.step): metric.value for metric in sorted(history, key=lambda one: one.timestamp)}
-    assert logged == {
-        (name.replace("@", "_at_"), step): value for (name, step), value in figures_of_run_log(run).items()
-    }
+    assert figures_of_wandb(first) | again == figures_of_run_log(trained)
 
 
 def logged_run(folder: Path, step: int = 0, steps: int = 3, **recipe: object) -> LoggedRun:
@@ -158,8 +121,7 @@ def log_steps(chosen, run, steps) -> list[str]:
 
 def test_no_logger_is_told_a_secret_of_an_address(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path / 'mlruns'}")
-    chosen = {"tensorboard": TensorBoard(), "wandb": WeightsAndBiases(), "mlflow": MLflow()}
+    chosen = {"tensorboard": TensorBoard(), "wandb": WeightsAndBiases()}
     prepare_loggers(chosen)
     assert log_steps(chosen, logged_run(tmp_path, data={"train": WITH_SECRETS}), [1]) == []
     records = [record for path in tmp_path.rglob("*.wandb") for record in wandb_records(path)]
@@ -168,7 +130,7 @@ def test_no_logger_is_told_a_secret_of_an_address(tmp_path, monkeypatch):
     written[Path(".wandb")] = b"".join(record.SerializeToString() for record in records)
     assert [path for path, data in written.items() if b"password" in data] == []
     shown = [path.name for path, data in written.items() if b"https://example.org/{0..9}.tar" in data]
-    for place in ("tfevents", ".wandb", "data.train"):
+    for place in ("tfevents", ".wandb"):
         assert any(place in name for name in shown), shown
 
 
@@ -202,29 +164,15 @@ def test_a_line_that_a_logger_refuses_is_counted_and_the_others_arrive(tmp_path,
     assert caplog.messages == [f"loggers.one: figures are lost: {error.__name__}: no step 2; training goes on"]
 
 
-def test_what_a_server_refuses_later_is_counted_when_mlflow_is_closed(tmp_path, monkeypatch, caplog):
-    run = tmp_path / "run" / "loggers" / "mlflow"
-    lost: list[str] = []
-    store = tmp_path / "mlruns"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{store}")
-    with opened_loggers({"mlflow": MLflow()}, logged_run(tmp_path), lost.append) as log:
-        (metrics,) = store.glob(f"*/{run.read_text()}/metrics")
-        metrics.rmdir()
-        metrics.touch()  # a file where a folder is to be
-        log({"step": 3, "time": 0.0, "loss": 0.5})
-    assert lost == ["mlflow"]
-    assert "loggers.mlflow: figures are lost" in caplog.text
+def test_why_a_logger_fails_is_said_without_the_password_of_its_address(tmp_path, caplog):
+    class Unreachable(Recorder):
+        def open(self, run: LoggedRun) -> None:
+            raise self.error("no answer of http://me:password@127.0.0.1:9")
 
-
-def test_why_a_logger_fails_is_said_without_the_password_of_its_address(tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))  # and nobody listens
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:password@127.0.0.1:{free.getsockname()[1]}")
-        chosen = {"mlflow": MLflow()}
-        log_steps(chosen, logged_run(tmp_path), [1])
-    assert "loggers.mlflow: figures are lost: MlflowException" in caplog.text
-    assert "http://127.0.0.1" in caplog.text and "password" not in caplog.text
+    log_steps({"one": Unreachable((), OSError)}, logged_run(tmp_path), [1])
+    assert caplog.messages == [
+        "loggers.one: figures are lost: OSError: no answer of http://127.0.0.1:9; training goes on"
+    ]
 
 
 @pytest.mark.parametrize("name", REGISTRY["logger"])

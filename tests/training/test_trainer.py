@@ -37,7 +37,12 @@ def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(tmp_path, trainin
     curves = []
     for ranks in (1, 2, 3):
         run = tmp_path / str(ranks)
-        changes = {"data__workers": int(ranks == 2), "optimizer": DESCENT, "steps": 5}
+        changes = {
+            "data__workers": int(ranks == 2),
+            "optimizer": DESCENT,
+            "steps": 5,
+            "data__image_sizes": {0: 24, 0.5: 32},
+        }
         on_ranks(ranks, train_on_ranks, run, training_shards, changes)
         curves.append(losses(run))
     assert len(curves[0]) == 5
@@ -49,6 +54,7 @@ def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(tmp_path, trainin
 WITH_MEMORY = {
     "loss": {"sup_ap": 0.5, "calibration": {"weight": 0.5, "weights": "class"}},
     "memory": {"size": 60, "after": 2},
+    "data__image_sizes": {0: 16, 0.8: 24},
     "steps": 5,
     "checkpoint": {"every": 4},
 }

@@ -56,10 +56,9 @@ class Reader:
 
     def data(self, sample: int) -> bytes:
         """Return the image's encoded bytes, checked against the index."""
-        index = self.index
-        shard, offset, size = int(index.shard[sample]), int(index.offset[sample]), int(index.size[sample])
+        shard, offset, size = (int(of[sample]) for of in (self.index.shard, self.index.offset, self.index.size))
         try:
-            data = self.storage.read(str(index.shard_name[shard]), offset, size)
+            data = self.storage.read(str(self.index.shard_name[shard]), offset, size)
         except DistapError as error:  # a file that is gone or may not be read, unless the disk itself fails
             if self.source.kind != "imagefolder" or isinstance(error, UnreachableError):
                 raise
@@ -67,7 +66,7 @@ class Reader:
         if self._damage(sample, data) and self.source.scheme:
             # A network may have changed the bytes on their way: read them once more.
             self.storage.meter.add(Traffic(retries=1))
-            data = self.storage.read(str(index.shard_name[shard]), offset, size)
+            data = self.storage.read(str(self.index.shard_name[shard]), offset, size)
         if damage := self._damage(sample, data):
             raise damage
         return data
@@ -176,7 +175,7 @@ class IndexedImages:
         self._reader = Reader(job.source, index, job.max_pixels, job.remote)
 
     def shares(self, steps: range) -> Generator[ShareOfBatch]:
-        job, slots = self._job, self._world.slots(self.size)
+        job, slots = replace(self._job, steps=steps.stop), self._world.slots(self.size)
 
         def requests() -> Iterator[list[Request]]:
             for step in steps:
@@ -201,13 +200,12 @@ class SlotImages:
     plan: Plan
 
     def chunk(self, requests: list[Request]) -> Chunk:
-        size = self.job.image_size
+        size, _ = self.job.at(requests[0][0])
         pixels = torch.zeros(len(requests), 3, size, size, dtype=torch.uint8)
-        samples, names, failures = list[int](), list[str](), list[Failure]()
-        for row, request in enumerate(requests):
-            sample = self._read(request, pixels[row], failures)
-            samples.append(sample)
-            names.append(self.reader.where(request[2] if sample == NO_SAMPLE else sample))
+        failures = list[Failure]()
+        samples = [self._read(request, row, failures) for request, row in zip(requests, pixels, strict=True)]
+        used = zip(requests, samples, strict=True)
+        names = [self.reader.where(asked[2] if sample == NO_SAMPLE else sample) for asked, sample in used]
         classes = self.plan.classes
         labels = torch.from_numpy(classes.numbers[classes.labels[samples]])
         labels[torch.tensor(samples) == NO_SAMPLE] = -1

@@ -41,8 +41,9 @@ class LoadingJob:
     source: Source
     sampling: Sampling
     seed: int
-    transform: Transform
-    image_size: int  # width and height of the pixels
+    # Share of the steps from which each holds (the first from 0), width and height of pixels, and the transform.
+    sizes: tuple[tuple[float, int, Transform], ...]
+    steps: int = 0  # of the whole training
     dimensions: int | None = None  # of descriptors, if they stand for pixels
     chunk: int = 16  # images that a worker hands over at once; best as many as the network asks for at once
     workers: int = 0  # processes that read; 0 reads in the rank itself
@@ -56,12 +57,21 @@ class LoadingJob:
         self, read: Callable[[Any], "Chunk"], workers: int, requests: Iterable[Any], name: Callable[[Any], str] = str
     ) -> Generator["Chunk"]:
         """Yield chunks of images that worker processes read, in the order of `requests`."""
-        bytes_ahead = self.workers * self.prefetch * self.chunk * 3 * self.image_size**2
+        bytes_ahead = self.workers * self.prefetch * self.chunk * 3 * self.largest**2
         return handed_over(read, requests, workers, self.prefetch, self.longest_wait, bytes_ahead, name)
+
+    @property
+    def largest(self) -> int:
+        """Return width and height of the largest pixels."""
+        return max(size for _, size, _ in self.sizes)
+
+    def at(self, step: int) -> tuple[int, Transform]:
+        """Return width and height of a step's pixels, and the transform to them."""
+        return next((size, to) for share, size, to in self.sizes[::-1] if step >= share * self.steps)
 
     def augmented(self, image: Croppable, step: int, slot: int) -> Tensor:
         """Augment an image for a slot of a step to (3, size, size) uint8; only seed, step and slot decide how."""
-        return seeded(self.transform, image, seed_for(AUGMENTATION, self.seed, step, slot))
+        return seeded(self.at(step)[1], image, seed_for(AUGMENTATION, self.seed, step, slot))
 
 
 class TrainingImages(Protocol):
@@ -112,14 +122,18 @@ class HeldPixels:
         share_bytes = math.prod(shape) * dtype.itemsize
         self.spool_size_bytes = 0
         if settings.in_memory(share_bytes):
-            self._pixels, self._pins = torch.empty(*shape, dtype=dtype, pin_memory=pinned), False
-            return
-        self.spool_size_bytes = share_bytes
-        mapped = _mapped_file(settings.spool_folder or Path(tempfile.gettempdir()), share_bytes)
-        self._pixels, self._pins = torch.frombuffer(mapped, dtype=dtype).view(*shape), pinned
+            self._whole, self._pins = torch.empty(*shape, dtype=dtype, pin_memory=pinned), False
+        else:
+            self.spool_size_bytes = share_bytes
+            mapped = _mapped_file(settings.spool_folder or Path(tempfile.gettempdir()), share_bytes)
+            self._whole, self._pins = torch.frombuffer(mapped, dtype=dtype).view(*shape), pinned
+        self._pixels = self._whole
 
     def keep(self, start: int, pixels: Tensor) -> None:
-        """Store the pixels of the rows from `start` on."""
+        """Store the pixels of the rows from `start` on; those of a step are of one size."""
+        if pixels.shape[1:] != self._pixels.shape[1:]:
+            shape = (len(self._pixels), *pixels.shape[1:])
+            self._pixels = self._whole.view(-1)[: math.prod(shape)].view(shape)
         self._pixels[start : start + len(pixels)] = pixels
 
     def rows(self, rows: slice | Tensor) -> Tensor:
@@ -209,7 +223,7 @@ def shares_of(
     `chunks` are this rank's images of all these steps.
     """
     count = len(world.slots(job.sampling.size))
-    size, width = job.image_size, job.dimensions
+    size, width = job.largest, job.dimensions
     shape, dtype = ((count, 3, size, size), torch.uint8) if width is None else ((count, width), torch.float32)
     held = HeldPixels(job.pixels, shape, dtype, pinned=world.device.type == "cuda")
 

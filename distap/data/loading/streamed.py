@@ -16,7 +16,7 @@ It promises less than indexed reading:
 import hashlib
 import random
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from typing import Any
@@ -111,7 +111,7 @@ class StreamedImages:
             return None
 
     def shares(self, steps: range) -> Generator[ShareOfBatch]:
-        job, shards, first = self._job, self._shards, steps.start
+        job, shards, first = replace(self._job, steps=steps.stop), self._shards, steps.start
         every = len(self._streams) * self._world.size
         streams = [
             Stream(shards, range(number, len(shards.names), every), number, job.seed, self._source.shuffle, first)

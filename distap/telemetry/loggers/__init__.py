@@ -1,1 +1,1 @@
-"""Send figures to TensorBoard, Weights & Biases or MLflow, next to Prometheus and the run's own log."""
+"""Send figures to TensorBoard or Weights & Biases, next to Prometheus and the run's own log."""
