@@ -1,6 +1,7 @@
 """Look at one's own images, and write a first recipe for them."""
 
 import json
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from distap.data.loading.indexed import Reader
 from distap.data.plan import Classes
 from distap.data.shards.index import Index
 from distap.data.shards.load_index import load_index
+from distap.data.shards.parallel import usable_cores
 from distap.errors import DistapError
 from distap.evaluation.sets import seen_classes
 from distap.randomness import permutation
@@ -30,7 +32,12 @@ BATCHES_AN_EPOCH = 8  # at least, of many classes
 EPOCHS, LEAST_STEPS = 10, 200
 WARMUP_SHARE, EVALUATIONS = 10, 10  # a tenth of the steps, and after each tenth
 RANDOM_RATE, PRETRAINED_RATE, CAREFUL_RATE = 1e-3, 3e-4, 1e-4  # of Adam, by weights
+FAMILIES = (  # parts of a backbone's name, Adam's rate, and what it rests on
+    (r"dinov[23]|siglip|clip|pe_core|eva02|aimv2", 1e-6, "as Berton et al. 2025 found for DINOv2"),
+    (r"deit|vit|swin|beit|eva|cait", 1e-5, "as Ramzi et al. 2021 train DeiT"),
+)
 SMALLEST_SIDE, STEP_OF_SIDE = 64, 32  # pixels; networks pretrained on photographs see little in fewer
+MOST_WORKERS = 16  # of a rank, where GPUs wait for images
 LARGEST_SIDE = {"cpu": 128, "cuda": 224}
 DEFAULT_BACKBONE = {"cpu": "tf_efficientnet_lite0", "cuda": "resnet50"}
 RECIPE_TEMPLATES = Environment(
@@ -100,10 +107,16 @@ def recipe_for(seen: Look, run: str, backbone: str | None, weights: str, size: i
         classes = min(wanted // images, seen.classes.most(images))
     batch = classes * images
     steps = max(round(EPOCHS * seen.images / batch), LEAST_STEPS)
-    nearest = round(seen.side / STEP_OF_SIDE) * STEP_OF_SIDE
-    side = size or int(np.clip(nearest, SMALLEST_SIDE, LARGEST_SIDE[seen.device]))
+    backbone = backbone or DEFAULT_BACKBONE[seen.device]
+    patch = re.search(r"patch(\d+)", backbone)
+    multiple = int(patch[1]) if patch else STEP_OF_SIDE
+    least, most, nearest = SMALLEST_SIDE // multiple, LARGEST_SIDE[seen.device] // multiple, seen.side / multiple
+    side = size or multiple * int(np.clip(round(nearest), least, most))
+    rate, source = next(((rate, why) for names, rate, why in FAMILIES if re.search(names, backbone)), (1.0, ""))
     # Fitted to few classes, pretrained features tell others apart less well.
-    is_careful = weights != "random" and is_small and not seen.shared
+    is_careful = weights != "random" and is_small and not seen.shared and not source
+    if weights == "random" or not source:
+        source, rate = "", RANDOM_RATE if weights == "random" else CAREFUL_RATE if is_careful else PRETRAINED_RATE
     return RECIPE_TEMPLATES.get_template("recipe.yaml").render(
         seen=seen,
         run=run,
@@ -117,10 +130,13 @@ def recipe_for(seen: Look, run: str, backbone: str | None, weights: str, size: i
         every=steps // EVALUATIONS,
         warmup=steps // WARMUP_SHARE,
         side=side,
-        backbone=backbone or DEFAULT_BACKBONE[seen.device],
+        backbone=backbone,
         weights=weights,
         is_careful=is_careful,
-        rate=RANDOM_RATE if weights == "random" else CAREFUL_RATE if is_careful else PRETRAINED_RATE,
+        rate=rate,
+        source=source,
+        gpus=torch.cuda.device_count(),
+        workers=min(MOST_WORKERS, max(2, usable_cores() // max(1, torch.cuda.device_count()) - 1)),
     )
 
 

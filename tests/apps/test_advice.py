@@ -105,3 +105,34 @@ def test_a_folder_of_images_is_told_from_shards_and_recipes(tmp_path, monkeypatc
     recipe.write_text(f"run: {tmp_path / 'run'}\nsteps: 2\ndata: {{train: {photos}}}\n")
     assert distap(monkeypatch, "train", recipe) == 2
     assert f"write imagefolder:{photos}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("backbone", "rate", "side", "source"),
+    [
+        ("vit_small_patch14_dinov2.lvd142m", 1e-6, 126, "Berton"),
+        ("vit_base_patch16_siglip_224.v2_webli", 1e-6, 128, "Berton"),
+        ("deit_small_patch16_224.fb_in1k", 1e-5, 128, "Ramzi"),
+        ("resnet50", 3e-4, 128, None),
+    ],
+)
+def test_rate_and_image_size_are_those_of_the_family(tmp_path, monkeypatch, backbone, rate, side, source):
+    recipe = tmp_path / "recipe.yaml"
+    for name in ("train", "test"):
+        write_images(tmp_path / "photos" / name, {"cat": 5, "dog": 5}, size=140)
+    assert distap(monkeypatch, "init", tmp_path / "photos", "--output", recipe, "--backbone", backbone) == 0
+    loaded = load_recipe(recipe)
+    assert (loaded.optimizer.learning_rate, loaded.data.image_size) == (rate, side)
+    assert (f"{source} et al. 202" in recipe.read_text()) == (source is not None)
+    assert (loaded.schedule.factor(0, 100) == 1) == (source is not None)
+
+
+def test_on_gpus_the_recipe_takes_bf16_and_a_worker_for_each_core(tmp_path, monkeypatch):
+    recipe = tmp_path / "recipe.yaml"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("distap.apps.advice.usable_cores", lambda: 16)
+    write_images(tmp_path / "photos", {"cat": 5, "dog": 5})
+    assert distap(monkeypatch, "init", tmp_path / "photos", "--output", recipe) == 0
+    loaded = load_recipe(recipe)
+    assert (loaded.precision, loaded.data.workers) == ("bf16", 7)
