@@ -65,7 +65,7 @@ def test_the_recipes_that_choose_names_have_its_losses_backbones_batches_and_mem
         (ROOT / "docs/choose.md").read_text(),
         re.MULTILINE,
     )
-    assert len(rows) == 7
+    assert len(rows) == 8
     for name, batch, gigabytes, losses, backbone in rows:
         settings = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
         loss, drawn = settings["loss"], settings["sampling"]
