@@ -108,8 +108,7 @@ def recipe_for(seen: Look, run: str, backbone: str | None, weights: str, size: i
     batch = classes * images
     steps = max(round(EPOCHS * seen.images / batch), LEAST_STEPS)
     backbone = backbone or DEFAULT_BACKBONE[seen.device]
-    patch = re.search(r"patch(\d+)", backbone)
-    multiple = int(patch[1]) if patch else STEP_OF_SIDE
+    multiple = int((re.search(r"patch(\d+)", backbone) or [0, STEP_OF_SIDE])[1])
     least, most, nearest = SMALLEST_SIDE // multiple, LARGEST_SIDE[seen.device] // multiple, seen.side / multiple
     side = size or multiple * int(np.clip(round(nearest), least, most))
     rate, source = next(((rate, why) for names, rate, why in FAMILIES if re.search(names, backbone)), (1.0, ""))

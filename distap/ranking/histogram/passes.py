@@ -93,7 +93,7 @@ class Passes(Counter):
     def __init__(self, loss: HistogramLoss, pairs: int, budget: Budget) -> None:
         super().__init__(loss, budget)
         self.histogram = loss
-        self.compiles = pairs >= compiling.PAYS_FROM_PAIRS
+        self.compiles = pairs >= compiling.PAYS_FROM_PAIRS * (compiling.ON_GPU if budget.device.type == "cuda" else 1)
         self.bins = loss.high, loss.width, loss.centres  # arguments of the functions below
         self._own: list[Images] = []  # of each part
         self._rest: list[Images] = []
