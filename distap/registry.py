@@ -292,4 +292,4 @@ def by_path(entry: Mapping[str, Any], separator: str, prefix: str = "") -> Itera
         if isinstance(value, Mapping) and value:
             yield from by_path(value, separator, f"{prefix}{key}{separator}")
         else:
-            yield prefix + key, value
+            yield f"{prefix}{key}", value

@@ -32,12 +32,11 @@ BATCHES_AN_EPOCH = 8  # at least, of many classes
 EPOCHS, LEAST_STEPS = 10, 200
 WARMUP_SHARE, EVALUATIONS = 10, 10  # a tenth of the steps, and after each tenth
 RANDOM_RATE, PRETRAINED_RATE, CAREFUL_RATE = 1e-3, 3e-4, 1e-4  # of Adam, by weights
-FAMILIES = (  # parts of a backbone's name, Adam's rate, and what it rests on
-    (r"dinov[23]|siglip|clip|pe_core|eva02|aimv2", 1e-6, "as Berton et al. 2025 found for DINOv2"),
-    (r"deit|vit|swin|beit|eva|cait", 1e-5, "as Ramzi et al. 2021 train DeiT"),
+FAMILIES = (  # beginnings of a backbone's name, Adam's rate, and what it rests on
+    (r"(vit|eva).*(dinov[23]|siglip|clip|pe_|aimv2)|eva02", 1e-6, "the best rate of Berton et al. 2025 for DINOv2"),
+    (r"vit|deit|swin|beit|eva|cait|xcit", 1e-5, "the rate of Ramzi et al. 2021 for DeiT on SOP"),
 )
 SMALLEST_SIDE, STEP_OF_SIDE = 64, 32  # pixels; networks pretrained on photographs see little in fewer
-MOST_WORKERS = 16  # of a rank, where GPUs wait for images
 LARGEST_SIDE = {"cpu": 128, "cuda": 224}
 DEFAULT_BACKBONE = {"cpu": "tf_efficientnet_lite0", "cuda": "resnet50"}
 RECIPE_TEMPLATES = Environment(
@@ -109,13 +108,14 @@ def recipe_for(seen: Look, run: str, backbone: str | None, weights: str, size: i
     steps = max(round(EPOCHS * seen.images / batch), LEAST_STEPS)
     backbone = backbone or DEFAULT_BACKBONE[seen.device]
     multiple = int((re.search(r"patch(\d+)", backbone) or [0, STEP_OF_SIDE])[1])
-    least, most, nearest = SMALLEST_SIDE // multiple, LARGEST_SIDE[seen.device] // multiple, seen.side / multiple
-    side = size or multiple * int(np.clip(round(nearest), least, most))
-    rate, source = next(((rate, why) for names, rate, why in FAMILIES if re.search(names, backbone)), (1.0, ""))
+    least, most = -(-SMALLEST_SIDE // multiple), max(1, LARGEST_SIDE[seen.device] // multiple)
+    side = size or multiple * int(np.clip(round(seen.side / multiple), least, most))
+    name = "" if weights == "random" else Path(backbone).name
+    source, rate = next(((why, rate) for names, rate, why in FAMILIES if re.match(names, name)), ("", RANDOM_RATE))
     # Fitted to few classes, pretrained features tell others apart less well.
     is_careful = weights != "random" and is_small and not seen.shared and not source
-    if weights == "random" or not source:
-        source, rate = "", RANDOM_RATE if weights == "random" else CAREFUL_RATE if is_careful else PRETRAINED_RATE
+    if name and not source:
+        rate = CAREFUL_RATE if is_careful else PRETRAINED_RATE
     return RECIPE_TEMPLATES.get_template("recipe.yaml").render(
         seen=seen,
         run=run,
@@ -135,7 +135,8 @@ def recipe_for(seen: Look, run: str, backbone: str | None, weights: str, size: i
         rate=rate,
         source=source,
         gpus=torch.cuda.device_count(),
-        workers=min(MOST_WORKERS, max(2, usable_cores() // max(1, torch.cuda.device_count()) - 1)),
+        takes_bf16=seen.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False),
+        workers=max(2, usable_cores() // max(1, torch.cuda.device_count()) - 1),
     )
 
 

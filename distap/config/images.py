@@ -69,8 +69,9 @@ class DataSection(ImagesSection):
     def _keys_fit(self) -> "DataSection":
         if (self.gallery or self.gallery_draws) and not self.validation:
             raise ValueError("gallery and gallery_draws are for the images of validation, which names none")
-        if self.image_sizes and (largest := max(self.image_sizes.values())) > self.image_size:
-            raise ValueError(f"image_sizes: {largest} px are more than image_size, {self.image_size}")
+        sizes = [size for _, size in self.sizes]
+        if sizes != sorted(sizes) or sizes[-1] != self.image_size:
+            raise ValueError(f"image_sizes: expected sizes that rise to image_size, {self.image_size}, not {sizes}")
         return self
 
     @property

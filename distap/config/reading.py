@@ -181,7 +181,8 @@ def _merge(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
         *parents, last = str(key).split(".")
         section = _section(settings, parents, key)
         is_sum = last == "loss" and isinstance(value, Mapping) and value.keys() & REGISTRY["loss"].keys()
-        if isinstance(value, Mapping) and "name" not in value and not is_sum:
+        is_section = isinstance(value, Mapping) and all(isinstance(each, str) for each in value)
+        if is_section and "name" not in value and not is_sum:
             _merge(_section(section, [last], key), value)
         else:
             section[last] = _copied(value) if isinstance(value, Mapping) else value

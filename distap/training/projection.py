@@ -22,7 +22,7 @@ logger = logging.getLogger("distap")
 def whiten_projection(recipe: Recipe, network: RetrievalNetwork, world: World, only_check: bool = False) -> None:
     """Set the projection to the PCA whitening of its inputs over the first steps' images, on every rank.
 
-    The images are augmented as in those steps, so they are a function of the data set and the seed. Do nothing
+    The images, augmented as in those steps, at data.image_size, are a function of data set and seed. Do nothing
     unless the recipe asks for it, or if its weights are those of a whole network, to which no head is added here.
     `only_check` describes no image.
 
@@ -33,7 +33,8 @@ def whiten_projection(recipe: Recipe, network: RetrievalNetwork, world: World, o
     is_whole = getattr(model.weights, "whole", False) and not recipe.data.is_described
     if dimensions is None or not model.whitening or is_whole:
         return
-    images = images_of(recipe, world, Stopwatch())  # another reader than the training's, which has a state
+    whole = recipe.model_copy(update={"data": recipe.data.model_copy(update={"image_sizes": {}})})
+    images = images_of(whole, world, Stopwatch())  # another reader than the training's, which has a state
     wanted = model.whitening if images.index is None else min(model.whitening, len(images.index))
     steps, layer = -(-wanted // images.size), network.head
     assert isinstance(layer, torch.nn.Linear)

@@ -69,8 +69,8 @@ class RunReport:
         self.metrics.planned_steps.set(self.steps)
         self.metrics.checkpoint_interval.set(length.in_steps(recipe.checkpoint.every, recipe.checkpoint.unit))
         held = "" if index is None else f": {len(index):,} images of {len(index.class_name):,} classes"
-        for share, size in sorted(recipe.data.image_sizes.items()):
-            held += f", {size} px from step {math.ceil(share * self.steps) + 1:,} on"
+        for share, size in recipe.data.sizes if recipe.data.image_sizes else ():
+            held += f", {size} px from step {round(share * self.steps) + 1:,} on"
         when = ("before the first step and " if recipe.evaluation.at_start and step == 0 else "") + "after the last"
         when += f", and every {every} {recipe.evaluation.unit}" if every else ""
         unset = "data.validation is not set" if recipe.data.validation is None else "evaluation.every is 0"

@@ -114,6 +114,9 @@ def test_a_folder_of_images_is_told_from_shards_and_recipes(tmp_path, monkeypatc
         ("vit_base_patch16_siglip_224.v2_webli", 1e-6, 128, "Berton"),
         ("deit_small_patch16_224.fb_in1k", 1e-5, 128, "Ramzi"),
         ("resnet50", 3e-4, 128, None),
+        ("convnext_base.clip_laion2b", 3e-4, 128, None),
+        ("mobilevitv2_100", 3e-4, 128, None),
+        ("local-dir:/data/vit/resnet50", 3e-4, 128, None),
     ],
 )
 def test_rate_and_image_size_are_those_of_the_family(tmp_path, monkeypatch, backbone, rate, side, source):
@@ -127,10 +130,11 @@ def test_rate_and_image_size_are_those_of_the_family(tmp_path, monkeypatch, back
     assert (loaded.schedule.factor(0, 100) == 1) == (source is not None)
 
 
-def test_on_gpus_the_recipe_takes_bf16_and_a_worker_for_each_core(tmp_path, monkeypatch):
+def test_on_gpus_the_recipe_takes_bf16_and_workers_by_the_cores_of_a_rank(tmp_path, monkeypatch):
     recipe = tmp_path / "recipe.yaml"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **how: True)
     monkeypatch.setattr("distap.apps.advice.usable_cores", lambda: 16)
     write_images(tmp_path / "photos", {"cat": 5, "dog": 5})
     assert distap(monkeypatch, "init", tmp_path / "photos", "--output", recipe) == 0

@@ -96,6 +96,7 @@ def test_a_loss_is_a_name_or_options_or_a_preset_or_a_sum(recipe, text, loss):
         ("model.weights={name: file}", "model.weights.path: missing"),
         ("evaluation.also={oxford: {data: shards}}", "evaluation.also is set, but data.validation names no data set"),
         ("engine=horovod", "engine 'horovod' is unknown; expected one of ddp, fsdp, deepspeed"),
+        ("data.image_sizes={0: 64}", r"data: image_sizes: expected sizes that rise to image_size, 224, not \[64\]"),
         ("precision=bf61", r"precision: 'bf61': must be 'float32' or 'bf16'; did you mean bf16\?"),
         ("replay.size=many", "replay.size: 'many': must be a whole number or 'auto'$"),
         ("replay.keep=-1", "replay.keep: -1: must be .* or 'auto'$"),
@@ -120,6 +121,13 @@ def test_a_mistake_in_a_file_is_told_with_its_line_and_one_of_an_override_withou
         load_recipe(recipe, ["memory.size=-1"])
     places = [line.removeprefix(str(recipe)).split(": ")[:2] for line in str(refused.value).split("\n")]
     assert places == [["", "memory.size"], [":7", "optimizer.learning_rate"], [":8", "stpes"]]
+
+
+def test_keys_that_are_numbers_make_a_value_that_is_replaced_whole(recipe):
+    first = load_recipe(recipe, ["data.image_sizes={0: 32, 0.5: 224}"])
+    sizes = {"data.image_sizes": {0: 64, 0.7: 224}}
+    assert load_recipe(recipe, ["data.image_sizes={0: 32, 0.5: 224}", sizes]).data.sizes == [(0, 64), (0.7, 224)]
+    assert first.data.sizes == [(0, 32), (0.5, 224)]
 
 
 def test_an_override_of_one_way_to_say_a_thing_replaces_the_others(recipe):

@@ -86,6 +86,7 @@ def test_a_recipe_says_what_it_is_and_names_what_exists(name):
     assert settings["model"]["backbone"] in timm.list_pretrained()
     if name.endswith("-own"):
         assert "distap data pack photos shards --split" in text and settings["data"]["train"] == "shards/train"
+        assert settings["data"]["validation"] == "shards/validation"  # as --split names it
         return
     assert head["data"] in DATASETS
     assert f"distap data convert {head['data']} SOURCE data/{head['data']}" in text

@@ -154,7 +154,7 @@ class CropAndVary:
             given = f"{tuple(pixels.shape)} {pixels.dtype}" if isinstance(pixels, Tensor) else type(pixels).__name__
             raise DistapError(
                 f"{where}: the steps give {given}; expected (3, {self.size}, {self.size}) uint8, as data.image_size "
-                "says: leave `size` out of the last crop, and normalising to the network"
+                "or image_sizes says: leave `size` out of the last crop, and normalising to the network"
             )
         return pixels
 

@@ -57,17 +57,12 @@ class LoadingJob:
         self, read: Callable[[Any], "Chunk"], workers: int, requests: Iterable[Any], name: Callable[[Any], str] = str
     ) -> Generator["Chunk"]:
         """Yield chunks of images that worker processes read, in the order of `requests`."""
-        bytes_ahead = self.workers * self.prefetch * self.chunk * 3 * self.largest**2
+        bytes_ahead = self.workers * self.prefetch * self.chunk * 3 * max(size for _, size, _ in self.sizes) ** 2
         return handed_over(read, requests, workers, self.prefetch, self.longest_wait, bytes_ahead, name)
-
-    @property
-    def largest(self) -> int:
-        """Return width and height of the largest pixels."""
-        return max(size for _, size, _ in self.sizes)
 
     def at(self, step: int) -> tuple[int, Transform]:
         """Return width and height of a step's pixels, and the transform to them."""
-        return next((size, to) for share, size, to in self.sizes[::-1] if step >= share * self.steps)
+        return next((size, to) for share, size, to in self.sizes[::-1] if step >= round(share * self.steps))
 
     def augmented(self, image: Croppable, step: int, slot: int) -> Tensor:
         """Augment an image for a slot of a step to (3, size, size) uint8; only seed, step and slot decide how."""
@@ -223,7 +218,7 @@ def shares_of(
     `chunks` are this rank's images of all these steps.
     """
     count = len(world.slots(job.sampling.size))
-    size, width = job.largest, job.dimensions
+    size, width = max(size for _, size, _ in job.sizes), job.dimensions
     shape, dtype = ((count, 3, size, size), torch.uint8) if width is None else ((count, width), torch.float32)
     held = HeldPixels(job.pixels, shape, dtype, pinned=world.device.type == "cuda")
 
