@@ -54,7 +54,7 @@ def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(tmp_path, trainin
 WITH_MEMORY = {
     "loss": {"sup_ap": 0.5, "calibration": {"weight": 0.5, "weights": "class"}},
     "memory": {"size": 60, "after": 2},
-    "data__image_sizes": {0: 16, 0.8: 24},
+    "data__image_sizes": {0: 16, 0.8: 32},
     "steps": 5,
     "checkpoint": {"every": 4},
 }
