@@ -136,7 +136,7 @@ def test_a_recipe_describes_images_with_the_network_that_it_begins_with(describe
         ({"model__adapter": "lora"}, "leave model.adapter out"),
         ({"engine": "fsdp"}, "set engine to ddp"),
         ({"data__augmentation": {"crop": 0.2}}, "descriptors have no pixels: leave data.augmentation"),
-        ({"data__image_sizes": {0: 16}}, "leave data.augmentation and image_sizes out"),
+        ({"data__image_sizes": {0: 16, 0.5: 32}}, "leave data.augmentation and image_sizes out"),
         ({"evaluation": {"scales": [1, 0.7]}}, r"set evaluation.scales to \[1\]"),
         ({"data__train": "described:nowhere"}, "nowhere/about.json: no such file"),
     ],
