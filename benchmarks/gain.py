@@ -15,7 +15,7 @@ from benchmarks import harness
 from distap.config.reading import load_recipe
 from distap.config.recipe import Recipe
 from distap.data.images.augmentation import seeded
-from distap.data.loading.indexed import Reader
+from distap.data.loading.reader import Reader
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 from distap.evaluation.sets import open_set

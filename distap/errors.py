@@ -11,7 +11,7 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -51,6 +51,14 @@ class CollectiveError(DistapError):
     """
 
     status = FAILED
+
+
+def suggestion(word: str, known: Collection[str]) -> str:
+    """End a message about an unknown word: 'did you mean', or the known words."""
+    close = difflib.get_close_matches(word, known, n=1)
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"expected one of {', '.join(known)}" if known else "it has none"
 
 
 def problems_of(errors: Iterable[Mapping[str, Any]]) -> list[str]:

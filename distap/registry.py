@@ -5,23 +5,18 @@ To add one of ours, write a class and add its line to REGISTRY. To use a class o
 pydantic model: its fields are the keys next to `name`, and METHODS names the method that it needs.
 """
 
-import difflib
+import ast
 import importlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import (
-    BaseModel,
-    GetCoreSchemaHandler,
-    PydanticSchemaGenerationError,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import BaseModel, GetCoreSchemaHandler, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError, core_schema
 
-from distap.errors import DistapError, problems_of
+from distap.errors import DistapError, problems_of, suggestion
 
 TIMM_OPTIMIZERS = (
     *("adam", "adamw", "nadamw", "radam", "sgd", "momentum", "rmsprop", "lamb", "lars", "lion", "adafactor"),
@@ -111,14 +106,6 @@ LOSS_BASE = "distap.ranking.loss:Loss"  # has methods that most losses do not wr
 GIVEN = "given"  # in the record of a run, the name of an object in Python that no recipe can name
 
 
-def suggestion(word: str, known: Collection[str]) -> str:
-    """End a message about an unknown word: 'did you mean', or the known words."""
-    close = difflib.get_close_matches(word, known, n=1)
-    if close:
-        return f"did you mean {close[0]}?"
-    return f"expected one of {', '.join(known)}" if known else "it has none"
-
-
 def class_of(kind: str, name: str) -> type:
     """Import the class of a name of this kind or of "package.module:Class"; raise a ValueError if there is none."""
     check_name(kind, name)
@@ -175,6 +162,19 @@ def fields_of(chosen: type) -> list[str]:
     return [one.name for one in fields(chosen)] if is_dataclass(chosen) else list(getattr(chosen, "model_fields", ()))
 
 
+def fields_in_source(place: str) -> list[str]:
+    """Return the fields of a class of ours as its source names them: importing it may take torch's seconds."""
+    module, _, name = place.partition(":")
+    tree = ast.parse(Path(__file__).parents[1].joinpath(*module.split(".")).with_suffix(".py").read_text("utf-8"))
+    homes = {each.name: node.module for node in tree.body if isinstance(node, ast.ImportFrom) for each in node.names}
+    (written,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    bases = [f"{homes.get(base, module)}:{base}" for base in map(ast.unparse, written.bases)]
+    found = {key: True for base in bases if base.startswith("distap.") for key in fields_in_source(base)}
+    for node in (each for each in written.body if isinstance(each, ast.AnnAssign)):
+        found[ast.unparse(node.target)] = "ClassVar" not in ast.unparse(node.annotation)
+    return [key for key, is_field in found.items() if is_field]
+
+
 def build_part(kind: str, name: str, **options: Any) -> Any:
     """Build an object of this kind; a DistapError names each wrong name, key or value."""
     try:
@@ -212,7 +212,7 @@ class Part:
             )
         chosen = class_of(self.kind, self.name)
         options, own = dict(self.keys), fields_of(chosen)
-        known = [field for field in own if field != "name"]
+        self.require_known(own)
         presets: Mapping[str, Mapping[str, Any]] = getattr(chosen, "presets", {})
         if (preset := options.pop("preset", None)) is not None:
             if str(preset) not in presets:
@@ -220,9 +220,16 @@ class Part:
                     f"{self.kind} {self.name} has no preset {preset!r}; {suggestion(str(preset), presets)}"
                 )
             options = {**presets[str(preset)], **options}
-        if wrong := [unknown_key(key, options[key], known) for key in options if key not in known]:
-            raise ValidationError.from_exception_data(f"{self.kind} {self.name}", wrong)
         return TypeAdapter(chosen).validate_python(options | ({"name": self.name} if "name" in own else {}))
+
+    def require_known(self, own: Collection[str]) -> None:
+        """Raise a ValidationError for each key that is neither among the fields `own` of the class nor a preset."""
+        known, wrong = [field for field in own if field != "name"], list[InitErrorDetails]()
+        for key in (key for key in self.keys if key not in (*known, "preset")):
+            told = PydanticCustomError("unknown_key", "unknown key; {hint}", {"hint": suggestion(str(key), known)})
+            wrong.append(InitErrorDetails(type=told, loc=(key,), input=self.keys[key]))
+        if wrong:
+            raise ValidationError.from_exception_data(f"{self.kind} {self.name}", wrong)
 
 
 @dataclass(frozen=True)
@@ -239,8 +246,7 @@ class Chosen:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         return core_schema.no_info_plain_validator_function(
-            self._validate,
-            serialization=core_schema.plain_serializer_function_ser_schema(self._dump, info_arg=True),
+            self._validate, serialization=core_schema.plain_serializer_function_ser_schema(self._dump, info_arg=True)
         )
 
     def _validate(self, value: Any) -> Any:
@@ -255,6 +261,8 @@ class Chosen:
         if name != GIVEN:
             check_name(self.kind, name)
         part = Part(self.kind, str(name), {key: value[key] for key in value if key != "name"})
+        if (place := REGISTRY[self.kind].get(part.name, "")).startswith("distap."):
+            part.require_known(fields_in_source(place))
         return part.build() if self.at_once else part
 
     def _dump(self, part: Any, info: core_schema.SerializationInfo) -> Any:
@@ -277,13 +285,6 @@ def _can_be_named(kind: str, part: object) -> bool:
         return class_of(kind, name_of(kind, part)) is type(part)
     except ValueError:
         return False
-
-
-def unknown_key(key: str, value: Any, known: Collection[str]) -> InitErrorDetails:
-    hint = suggestion(str(key), known)
-    return InitErrorDetails(
-        type=PydanticCustomError("unknown_key", "unknown key; {hint}", {"hint": hint}), loc=(key,), input=value
-    )
 
 
 def by_path(entry: Mapping[str, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:

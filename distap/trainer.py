@@ -28,14 +28,7 @@ from distap.telemetry.logs import origin
 from distap.telemetry.runlog import NOT_FINITE_LOG
 from distap.telemetry.terminal import set_up_run_logging
 from distap.telemetry.tracing import traced
-from distap.training.build import (
-    evaluations_of,
-    fitting_of,
-    learner_of,
-    loss_learner_of,
-    loss_of,
-    step_of,
-)
+from distap.training.build import evaluations_of, fitting_of, learner_of, loss_learner_of, loss_of, step_of
 from distap.training.projection import whiten_projection
 from distap.training.run_report import RunReport, logger
 from distap.training.run_state import RunState, is_begun
@@ -57,10 +50,7 @@ def trained(recipe: Recipe) -> Iterator[int]:
     rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
     set_up_run_logging(recipe.logs.format, recipe.run_id, rank)
     listening = recipe.metrics.port_of(local_rank), recipe.metrics.address
-    with (
-        Endpoint(rank).served(*listening) as endpoint,
-        joined_world(recipe.timeout_seconds, recipe.device) as world,
-    ):
+    with Endpoint(rank).served(*listening) as endpoint, joined_world(recipe.timeout_seconds, recipe.device) as world:
         yield Trainer(recipe, world, endpoint).train()
 
 
@@ -73,11 +63,7 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        world: World,
-        endpoint: Endpoint | None = None,
-        only_check: bool = False,
+        self, recipe: Recipe, world: World, endpoint: Endpoint | None = None, only_check: bool = False
     ) -> None:
         self.recipe, self.world = recipe, world
         self.endpoint, self._began = endpoint or Endpoint(world.rank), time.perf_counter()

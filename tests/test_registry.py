@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import pytest
 
 from distap.errors import DistapError
-from distap.registry import METHODS, REGISTRY, build_part, class_of
+from distap.registry import METHODS, REGISTRY, build_part, class_of, fields_in_source, fields_of
 
 
 @dataclass(frozen=True)
@@ -47,3 +47,4 @@ def test_what_fails_within_a_module_is_not_taken_for_a_name_that_it_lacks(tmp_pa
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in REGISTRY for name in REGISTRY[kind]])
 def test_every_line_of_the_table_names_a_class_that_is_there(kind, name):
     assert callable(getattr(class_of(kind, name), METHODS[kind]))
+    assert sorted(fields_in_source(REGISTRY[kind][name])) == sorted(fields_of(class_of(kind, name)))

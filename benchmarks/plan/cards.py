@@ -5,8 +5,7 @@ from typing import NamedTuple
 from benchmarks.plan.network_cost import Line, NetworkCost
 from benchmarks.plan.step_cost import FLOAT32, Machine, NetworkLink, Sharding, bins_of
 from distap.config.recipe import Recipe
-from distap.errors import DistapError
-from distap.registry import suggestion
+from distap.errors import DistapError, suggestion
 
 MATRIX_SHARE = 0.45  # of the rate of matrix products
 TRAFFIC_SHARE = 0.75  # of the memory's rate

@@ -14,8 +14,7 @@ from distap.config.parsing import parsed_yaml
 from distap.config.reading import changed_settings, recipe_file, recipe_from
 from distap.config.recipe import Recipe
 from distap.config.validation import Section
-from distap.errors import DistapError, problems_of
-from distap.registry import suggestion
+from distap.errors import DistapError, problems_of, suggestion
 
 TRAININGS = "trainings"  # folder of the runs
 Changes = Mapping[str, Any]  # to a recipe: values by dotted key, or nested

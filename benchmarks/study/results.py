@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.study.drawing import Mark, dots_svg, lines_svg, text_of
 from benchmarks.study.grid import Grid, Job, Point, Study
-from distap.errors import DistapError
-from distap.registry import suggestion
+from distap.errors import DistapError, suggestion
 from distap.storage.atomic import write_whole
 
 # Student's t for 95% of both sides, by degrees of freedom from 1 on; beyond these the last is a little too large.

@@ -7,17 +7,15 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from distap.data.images.decoding import DamagedImageError, image_size
-from distap.data.loading.indexed import Reader
+from distap.data.loading.reader import Reader
 from distap.data.plan import Classes
 from distap.data.shards.index import Index
 from distap.data.shards.load_index import load_index
 from distap.data.shards.parallel import usable_cores
 from distap.errors import DistapError
-from distap.evaluation.sets import seen_classes
 from distap.randomness import permutation
 from distap.storage.locations import parse_source
 
@@ -37,6 +35,7 @@ FAMILIES = (  # beginnings of a backbone's name, Adam's rate, and what it rests 
     (r"vit|deit|swin|beit|eva|cait|xcit", 1e-5, "the rate of Ramzi et al. 2021 for DeiT on SOP"),
 )
 SMALLEST_SIDE, STEP_OF_SIDE = 64, 32  # pixels; networks pretrained on photographs see little in fewer
+GPU_DEVICES = ("nvidiactl", "nvmap", "dxg", "kfd")  # of NVIDIA's driver, on Jetsons, in WSL, of AMD's driver
 LARGEST_SIDE = {"cpu": 128, "cuda": 224}
 DEFAULT_BACKBONE = {"cpu": "tf_efficientnet_lite0", "cuda": "resnet50"}
 RECIPE_TEMPLATES = Environment(
@@ -56,12 +55,21 @@ class Look:
 
     @property
     def device(self) -> str:
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return "cuda" if gpus_here()[0] else "cpu"
 
     @property
     def alone(self) -> int:
         """Number of classes with one image."""
         return self.classes.count - len(self.classes.with_pairs)
+
+
+def gpus_here() -> tuple[int, bool]:
+    """Return how many GPUs torch sees, and whether they compute in bf16; torch, which loads for seconds, may wait."""
+    if not any(Path("/dev", name).exists() for name in GPU_DEVICES):
+        return 0, False
+    from torch import cuda
+
+    return cuda.device_count(), cuda.device_count() > 0 and cuda.is_bf16_supported(including_emulation=False)
 
 
 def look(place: str) -> Look:
@@ -87,7 +95,7 @@ def look(place: str) -> Look:
             f"such classes at least: an image learns from others of its class and of other classes{pack}"
         )
     others = [name for key, each in sets.items() if key != "train" for name in load_index(each).class_name]
-    shared = len(seen_classes(index.class_name, others))
+    shared = len({*index.class_name} & {*others})
     return Look(sets, classes, shared, len(index), _side(sets["train"], index))
 
 
@@ -116,6 +124,7 @@ def recipe_for(seen: Look, run: str, backbone: str | None, weights: str, size: i
     is_careful = weights != "random" and is_small and not seen.shared and not source
     if name and not source:
         rate = CAREFUL_RATE if is_careful else PRETRAINED_RATE
+    gpus, takes_bf16 = gpus_here()
     return RECIPE_TEMPLATES.get_template("recipe.yaml").render(
         seen=seen,
         run=run,
@@ -134,9 +143,9 @@ def recipe_for(seen: Look, run: str, backbone: str | None, weights: str, size: i
         is_careful=is_careful,
         rate=rate,
         source=source,
-        gpus=torch.cuda.device_count(),
-        takes_bf16=seen.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False),
-        workers=max(2, usable_cores() // max(1, torch.cuda.device_count()) - 1),
+        gpus=gpus,
+        takes_bf16=takes_bf16,
+        workers=max(2, usable_cores() // max(1, gpus) - 1),
     )
 
 

@@ -4,24 +4,26 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage
 from distap.data.images.whole_images import Thumbnails, thumbnail
-from distap.data.loading.indexed import open_images
+from distap.data.loading.reader import open_images
 from distap.data.shards.load_index import index_of_folder
 from distap.errors import DistapError
-from distap.evaluation.extraction.image_describer import ImageDescriber, describer_like
 from distap.pages.page import THUMBNAIL, write_page
 from distap.retrieval.descriptor_files import DescribedBy
 from distap.retrieval.index_files import Hit, SearchIndex, read_index
-from distap.retrieval.whitening import load_whitening
 from distap.storage.locations import parse_source
 from distap.storage.remotes import RemoteSettings
-from distap.training.build import trained_network
-from distap.world import World
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from distap.evaluation.extraction.image_describer import ImageDescriber
+    from distap.world import World
 
 KEY_PREFIX = "key:"
 logger = logging.getLogger("distap")
@@ -50,9 +52,9 @@ class Searcher:
     """Find similar images in a gallery; several threads may call it at once."""
 
     index: SearchIndex
-    describer: ImageDescriber | None = None  # of the images that are searched for; None: search by key alone
+    describer: "ImageDescriber | None" = None  # of the images that are searched for; None: search by key alone
     remote: RemoteSettings | None = None  # how a remote data set is reached, from the network's recipe
-    pixels_of: Callable[[bytes], Tensor] | None = None  # decodes elsewhere, as the describer would
+    pixels_of: "Callable[[bytes], Tensor] | None" = None  # decodes elsewhere, as the describer would
 
     def by_image(self, image: bytes, k: int) -> list[Hit]:
         """Return the at most k images of the gallery that are most similar to an image file, best first.
@@ -98,7 +100,7 @@ def open_searcher(
     checkpoint: Path | str | None = None,
     whitening: Path | None = None,
     *,
-    world: World,
+    world: "World",
     best: bool = False,
     max_pixels: Callable[[DescribedBy], int] = lambda _: MAX_PIXELS,
 ) -> Searcher:
@@ -115,6 +117,10 @@ def open_searcher(
         return Searcher(opened)
     if maker.whitening is not None and whitening is None:
         raise DistapError(f"{index}: its images were described with a whitening: name its file with --whitening")
+    from distap.evaluation.extraction.image_describer import describer_like  # here, since keys need no network
+    from distap.retrieval.whitening import load_whitening
+    from distap.training.build import trained_network
+
     recipe, network = trained_network(checkpoint, world, best)
     learned = None if whitening is None else load_whitening(whitening)
     describer = describer_like(maker, network, learned, max_pixels(maker), recipe.data.scaled_decoding)

@@ -10,7 +10,7 @@ import typer
 
 from distap.cli.options import JSON, App, print_json
 from distap.data.shards.parallel import usable_cores
-from distap.errors import DistapError
+from distap.errors import DistapError, suggestion
 from distap.storage.locations import parse_source
 from distap.telemetry.terminal import print_result, print_warning, text_table, track
 
@@ -57,8 +57,7 @@ def convert_command(
     source: Annotated[Path, typer.Argument(help="Folder with the downloaded files of the data set.")],
     output: Annotated[Path, typer.Argument(help="Folder to write the shards to, with a sub-folder per split.")],
     split: Annotated[
-        list[str] | None,
-        typer.Option(help="Split to convert. Repeat the option for several.", show_default="all"),
+        list[str] | None, typer.Option(help="Split to convert. Repeat the option for several.", show_default="all")
     ] = None,
     images_per_shard: IMAGES_PER_SHARD = 1000,
     shuffle: SHUFFLE_OPTION = None,
@@ -71,7 +70,6 @@ def convert_command(
     are missing are counted.
     """
     from distap.data.converters.converting import DATASETS, convert
-    from distap.registry import suggestion
 
     if name not in DATASETS:
         raise DistapError(f"no data set is called {name!r}; {suggestion(name, DATASETS)}")
@@ -151,11 +149,7 @@ def index_shards_command(
 
 
 @data.command("check")
-def check_command(
-    source: SHARDS,
-    path: INDEX_OPTION = None,
-    workers: WORKERS = CORES,
-) -> None:
+def check_command(source: SHARDS, path: INDEX_OPTION = None, workers: WORKERS = CORES) -> None:
     """Compare every shard and image with the index, and decode every image; exit status 1 if anything is damaged.
 
     The data set is not changed. The check lists damaged or missing shards and continues.
@@ -176,11 +170,7 @@ def check_command(
 
 
 @data.command("stats")
-def stats_command(
-    source: SHARDS,
-    path: INDEX_OPTION = None,
-    as_json: JSON = False,
-) -> None:
+def stats_command(source: SHARDS, path: INDEX_OPTION = None, as_json: JSON = False) -> None:
     """Count the images, classes, images per class, bytes and left-out files of a data set."""
     from distap.data.shards.index import statistics
     from distap.data.shards.load_index import load_index

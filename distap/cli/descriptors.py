@@ -11,6 +11,7 @@ import typer
 from distap.cli import options
 from distap.cli.options import JSON, print_json
 from distap.errors import DistapError
+from distap.telemetry.terminal import print_result, print_warning, set_up_logging, track
 
 EXTRACTED_IMAGES = "Folder, pattern or URL of shards, or any folder with images."
 EXTRACTED_FOLDER = "New folder to write, or the folder of a stopped extraction to continue."
@@ -55,13 +56,12 @@ def extract_command(
     each; all must see OUTPUT.
     """
     from distap.checkpoint.agreement import first_on_rank_0
-    from distap.data.loading.indexed import ImageSet, open_images
+    from distap.data.loading.reader import ImageSet, open_images
     from distap.evaluation.extraction.extracted_folder import extract_to_folder
     from distap.evaluation.extraction.extracting import Describing, Extraction
     from distap.evaluation.extraction.image_describer import ImageDescriber
     from distap.processes.stopping import leave_when_asked
     from distap.storage.locations import parse_source
-    from distap.telemetry.terminal import print_result, print_warning, set_up_logging
     from distap.training.build import describing_of, trained_network
     from distap.world import joined_world
 
@@ -109,10 +109,10 @@ def whiten_command(
     `distap extract --whitening FILE` applies it. It fits only the network, image size and scales it was learned from.
     """
     from distap.retrieval.descriptor_files import read_descriptors
-    from distap.retrieval.whitening import WHITENING_FILE, keep_first, learn_discriminative, learn_pca, save_whitening
-    from distap.telemetry.terminal import print_result
 
     learned_from = read_descriptors(descriptors)
+    from distap.retrieval.whitening import WHITENING_FILE, keep_first, learn_discriminative, learn_pca, save_whitening
+
     learn = {"pca": learn_pca, "lw": learn_discriminative, "first": keep_first}[kind]
     whitening = learn(learned_from, dimensions)
     path = output or descriptors
@@ -140,16 +140,16 @@ def index_command(
     that described its images. With --json: `output`, `images`, `dimensions`, `name`, `recall`, `at` (its k), `bytes`,
     `milliseconds` per query, `queries`, `build_seconds`, `factory` and `search`.
     """
-    from distap.retrieval.descriptor_files import read_descriptors
-    from distap.retrieval.index_files import INDEX_FILE, require_free_for_index, write_index
-    from distap.retrieval.indexing import build_index, measure_recall
-    from distap.telemetry.terminal import print_result, track
-
     if kind is not None and factory is not None:
         raise DistapError("give one of --kind and --factory")
     name = factory or kind or "flat"
-    require_free_for_index(output)
+    from distap.retrieval.descriptor_files import read_descriptors
+
     gallery = read_descriptors(descriptors)
+    from distap.retrieval.index_files import INDEX_FILE, require_free_for_index, write_index
+    from distap.retrieval.indexing import build_index, measure_recall
+
+    require_free_for_index(output)
     built = build_index(gallery, name, search, track)
     figures = measure_recall(built.index, gallery.descriptors)
     write_index(output, built, gallery, {"measured": asdict(figures)})

@@ -9,6 +9,7 @@ import typer
 from distap.cli import options
 from distap.cli.options import JSON, OVERRIDES, print_json
 from distap.errors import DistapError
+from distap.telemetry.terminal import set_up_logging
 
 data_option = partial(typer.Option, rich_help_panel="Data sets")
 DATA = (
@@ -30,14 +31,11 @@ RESULTS_FOLDER = "Folder to write results.json to, and for each data set result.
 def eval_command(
     config: Annotated[Path | None, typer.Argument(help=RECIPE_EVALUATED)] = None,
     overrides: OVERRIDES = None,
-    checkpoint: Annotated[
-        str | None, options.network(help=f"Evaluate this trained network: a {options.TRAINED}.")
-    ] = None,
+    checkpoint: Annotated[str | None, options.CHECKPOINT] = None,
     best: options.BEST = False,
     data: Annotated[list[str] | None, data_option(help=DATA, show_default="the recipe's validation set")] = None,
     distractors: Annotated[
-        list[str] | None,
-        data_option(help="Shards to add to a gallery with a ground truth, or descriptors."),
+        list[str] | None, data_option(help="Shards to add to a gallery with a ground truth, or descriptors.")
     ] = None,
     gallery: Annotated[str | None, data_option(help=GALLERY_SET, show_default="all others of its own images")] = None,
     gallery_draws: Annotated[int, data_option(help=DRAWS, min=0)] = 0,
@@ -64,29 +62,28 @@ def eval_command(
     `torchrun [...] -m distap.cli eval`. With --json: `network`, `sizing` and `scales`, and in `sets`, by name, the
     figures from 0 to 1 of each refinement (`plain` is none).
     """
-    from distap.checkpoint.agreement import first_on_rank_0
-    from distap.config.reading import load_recipe
-    from distap.evaluation.extraction.image_describer import refuse_foreign_whitening
-    from distap.evaluation.sets import evaluate_sets, open_named_sets
-    from distap.retrieval.refinement import Expansion, KReciprocal, Refinement
-    from distap.retrieval.whitening import load_whitening
-    from distap.telemetry.terminal import set_up_logging
-    from distap.training.build import describing_of, network_of, reading_of, trained_network
-    from distap.world import joined_world
-
     changes = [*(overrides or [])]
     if checkpoint is not None and config is not None and "=" in str(config):  # the first override
         changes, config = [str(config), *changes], None
     if (config is None) == (checkpoint is None):
         raise DistapError("give either a recipe or --checkpoint")
+    from distap.config.reading import load_recipe
+
+    untrained = None if config is None else load_recipe(config, changes)
+    from distap.checkpoint.agreement import first_on_rank_0
+    from distap.evaluation.extraction.image_describer import refuse_foreign_whitening
+    from distap.evaluation.sets import evaluate_sets, open_named_sets
+    from distap.retrieval.refinement import Expansion, KReciprocal, Refinement
+    from distap.retrieval.whitening import load_whitening
+    from distap.training.build import describing_of, network_of, reading_of, trained_network
+    from distap.world import joined_world
+
     with joined_world() as world:
         set_up_logging(world.rank)
-        if checkpoint is not None:
-            recipe, network = trained_network(checkpoint, world, best, changes)
+        if untrained is None:
+            recipe, network = trained_network(str(checkpoint), world, best, changes)
         else:
-            assert config is not None
-            recipe = first_on_rank_0(world, partial(load_recipe, config, changes))
-            network = network_of(recipe, world)
+            recipe, network = untrained, network_of(untrained, world)
 
         def opened() -> Any:
             settings = recipe.data

@@ -6,13 +6,14 @@ from typing import Annotated
 import typer
 
 from distap.cli.options import BEST, OVERRIDES, TRAINED, WHITENING
+from distap.telemetry.terminal import print_result, print_warning, set_up_logging, text_table
 
 EXPORT_FOLDER = "Folder to write; it must be new or of an earlier export, which is replaced."
 PROGRAMS = "Format to write: pt2 (torch.export), onnx, or safetensors (for distap.load and timm). Repeat for several."
 
 
 def export_command(
-    checkpoint: Annotated[str, typer.Argument(help=f"Trained network: a {TRAINED}.", show_default=False)],
+    checkpoint: Annotated[str, typer.Argument(help=TRAINED, show_default=False)],
     output: Annotated[Path, typer.Argument(help=EXPORT_FOLDER, show_default=False)],
     overrides: OVERRIDES = None,
     best: BEST = False,
@@ -29,7 +30,6 @@ def export_command(
     evaluation.scales=[1,0.7] describes each image at two scales.
     """
     from distap.apps.export.to_folder import export_to_folder, installed_formats
-    from distap.telemetry.terminal import print_result, print_warning, set_up_logging, text_table
 
     set_up_logging(0)
     formats = format or installed_formats()

@@ -1,6 +1,7 @@
 """What several commands share: options of recipe, ranks and network, -h, results as JSON, refusal of URLs."""
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from typer.core import TyperCommand
 from distap.errors import DistapError
 from distap.processes.forks import in_fork
 from distap.processes.stopping import go_deaf
+from distap.storage.locations import scheme_of
+from distap.telemetry.terminal import console, print_error
 
 AUTO = 0  # ranks: one for each GPU
 
@@ -41,18 +44,15 @@ RANKS = Annotated[int, typer.Option(help=EACH_GPU, parser=parse_ranks, metavar="
 RECIPE_HELP = "Recipe: a YAML file, or a name of `distap recipes`."
 CHANGES = "Changes to the recipe, such as evaluation.sizing='side 1024' or optimizer.learning_rate=1e-4."
 RECIPE_ARGUMENT = Annotated[Path, typer.Argument(help=RECIPE_HELP, show_default=False)]
-OVERRIDES = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help=CHANGES, show_default=False),
-]
+OVERRIDES = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help=CHANGES, show_default=False)]
 
 # Options of one panel of --help.
 network = partial(typer.Option, rich_help_panel="Network")
 refinement = partial(typer.Option, rich_help_panel="Refinement of descriptors")
 output = partial(typer.Option, rich_help_panel="Output")
 
-TRAINED = "run folder, one of its checkpoints, a URL of either, or a recipe, untrained"
-CHECKPOINT = network(help=f"Trained network: a {TRAINED}.", show_default=False)
+TRAINED = "Trained network: a run folder, one of its checkpoints, a URL of either, or a recipe, untrained."
+CHECKPOINT = network(help=TRAINED, show_default=False)
 BEST = Annotated[bool, network("--best", help="Use a run folder's best checkpoint, not its newest.")]
 WHITENING = Annotated[
     Path | None, refinement(help="Apply this whitening, a file or folder that `distap whiten` wrote.")
@@ -65,8 +65,6 @@ def run(command: typer.Typer, name: str) -> None:
         command(prog_name=name)
     except DistapError as error:
         go_deaf()
-        from distap.telemetry.terminal import print_error
-
         print_error(error)
         sys.exit(error.status)
 
@@ -74,8 +72,20 @@ def run(command: typer.Typer, name: str) -> None:
 JSON = Annotated[bool, typer.Option("--json", help="Print results as JSON, and nothing else to the standard output.")]
 
 
+class LoadingNotice:
+    """An import hook that says at a terminal, once, that a command loads torch, which takes seconds."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def find_spec(self, name: str, *_: Any) -> None:
+        if name == "torch":
+            sys.meta_path.remove(self)
+            console.print(f"{self.command}: loading torch ...", style="dim")
+
+
 class CommonCommand(TyperCommand):
-    """A command that refuses URLs in place of folders and files."""
+    """A command that refuses URLs in place of folders and files, and a network that is not there."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -89,6 +99,18 @@ class CommonCommand(TyperCommand):
                 url = str(value).replace(":/", "://", 1)
                 raise DistapError(f"{url}: must be a folder or a file on this machine, not a URL")
         return left
+
+    def invoke(self, ctx: Any) -> Any:
+        if "RANK" in os.environ:  # torch is known to be loaded, and rank 0 alone may see the network
+            return super().invoke(ctx)
+        if console.is_terminal and "torch" not in sys.modules:
+            sys.meta_path.insert(0, LoadingNotice(ctx.command_path))
+        if trained := ctx.params.get("checkpoint"):
+            from distap.config.reading import is_recipe
+
+            if not (scheme_of(trained) or is_recipe(trained) or Path(trained).exists()):
+                raise DistapError(f"{trained}: no checkpoint there; expected a run or its checkpoint")
+        return super().invoke(ctx)
 
 
 class App(typer.Typer):

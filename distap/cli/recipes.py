@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
 from distap.cli.options import OVERRIDES, RECIPE_ARGUMENT
 from distap.errors import DistapError
+from distap.telemetry.terminal import print_result, print_warning
 
 INPUT_SIZE = "Width and height of the network's input, pixels."
 RECIPE_HEAD = ("paper", "data", "expected")  # of the comment that each of distap's recipes begins with
@@ -35,18 +37,18 @@ def init_command(
 
     Train it with `distap train recipe.yaml`; change what you know better.
     """
+    if output.exists():
+        raise DistapError(f"{output}: there is such a file already; give another --output")
     from distap.apps.advice import look, recipe_for
     from distap.config.parsing import parsed_yaml
     from distap.config.reading import recipe_from
     from distap.storage.atomic import write_whole
-    from distap.telemetry.terminal import print_result, print_warning
 
-    if output.exists():
-        raise DistapError(f"{output}: there is such a file already; give another --output")
     seen = look(images)
     folder = run or str(Path("runs") / output.stem)
     text = recipe_for(seen, folder, backbone, weights, image_size)
-    recipe_from(parsed_yaml(text, f"--weights {weights}"), f"{output} (not written)")
+    if weights not in ("timm", "random") or ":" in (backbone or ""):  # else all is right, without loading torch
+        recipe_from(parsed_yaml(text, f"--weights {weights}"), f"{output} (not written)")
     write_whole(output, text)
     print_result(text.rstrip("\n"))
     if seen.alone:
@@ -56,18 +58,14 @@ def init_command(
 
 def recipes_command(
     name: Annotated[
-        str | None,
-        typer.Argument(help="Name of the recipe to print.", show_default="list them all"),
+        str | None, typer.Argument(help="Name of the recipe to print.", show_default="list them all")
     ] = None,
 ) -> None:
     """List the recipes that come with distap, or print one.
 
     `distap train NAME key=value` trains one by its name; `distap recipes NAME > mine.yaml` makes it yours to change.
     """
-    from rich.table import Table
-
     from distap.config.reading import RECIPES, recipe_file
-    from distap.telemetry.terminal import print_result
 
     if name is not None:
         typer.echo(recipe_file(Path(name)).read_text("utf-8"), nl=False)

@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
+from rich.table import Table
 
 from distap.apps.serve.limits import ServeSettings
 from distap.cli.options import BEST, CHECKPOINT, JSON, WHITENING, print_json
+from distap.errors import FAILED
+from distap.telemetry.terminal import print_result, print_warning, set_up_logging, text_table
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from distap.apps.search import SearchResult
 
 SEARCHED_INDEX = Annotated[Path, typer.Argument(help="Folder that `distap index` wrote.", show_default=False)]
@@ -41,8 +43,6 @@ def search_command(
     from 1, `key`, `class` and `similarity`; or the `problem` of a file that cannot be used.
     """
     from distap.apps.search import open_searcher, open_thumbnails, queries_from, write_search_page
-    from distap.errors import FAILED
-    from distap.telemetry.terminal import print_result, print_warning, set_up_logging
     from distap.world import joined_world
 
     with joined_world() as world:
@@ -89,11 +89,7 @@ _limits = [one.replace(kind=one.KEYWORD_ONLY) for one in signature(ServeSettings
 serve_command.__signature__ = Signature([*_own, *_limits])  # type: ignore[attr-defined]
 
 
-def _table(result: "SearchResult") -> "Table":
-    from rich.markup import escape
-
-    from distap.telemetry.terminal import text_table
-
+def _table(result: "SearchResult") -> Table:
     rows = [
         (str(rank), escape(hit.key), escape(hit.class_name), f"{hit.similarity:.4f}")
         for rank, hit in enumerate(result.hits, 1)

@@ -10,6 +10,7 @@ import typer
 
 from distap.cli.options import AUTO, JSON, OVERRIDES, RANKS, RECIPE_ARGUMENT, print_json, ranks_to_start
 from distap.processes.stopping import end_when_asked, go_deaf
+from distap.telemetry.terminal import figures_table, print_result, set_up_logging
 
 REPORT_FOLDER = "Folder to write report.html and summary.json to."
 FOLLOW = "Rewrite the page at this interval while a run trains, and let the browser reload it."
@@ -77,13 +78,13 @@ def _set_take_over(take_over: bool) -> None:
 def check_training(config: Path, overrides: list[str], ranks: int) -> None:
     """Build all parts of a training in this process, and print what `ranks` ranks would do."""
     from distap.config.reading import load_recipe
-    from distap.telemetry.terminal import print_result, set_up_logging
+
+    set_up_logging(0, as_results=True)
+    recipe = load_recipe(config, overrides)
     from distap.trainer import Trainer
     from distap.training.start_checks import check_start
     from distap.world import joined_world
 
-    set_up_logging(0, as_results=True)
-    recipe = load_recipe(config, overrides)
     check_start(recipe, ranks)
     with joined_world(recipe.timeout_seconds, recipe.device) as world:
         trainer = Trainer(recipe, world, only_check=True)
@@ -111,7 +112,6 @@ def report_command(
     `train_seconds` and `outside_network_share`.
     """
     from distap.pages.report import follow_run, report
-    from distap.telemetry.terminal import figures_table, print_result
 
     if follow is not None:
         follow_run(run, follow, lambda: report(run, output, reload=follow))

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ValidationError
 from distap.config.images import DescribingSection, ImagesSection
 from distap.config.parsing import line_of, parsed_yaml
 from distap.config.recipe import NetworkRecipe, Recipe
-from distap.errors import DistapError, problems_of
-from distap.registry import GIVEN, REGISTRY, Part, by_path, fields_of, suggestion
+from distap.errors import DistapError, problems_of, suggestion
+from distap.registry import GIVEN, REGISTRY, Part, by_path, fields_of
 from distap.storage.locations import from_folder
 from distap.storage.texts import MOST_TEXT, read_text, without_secrets
 

@@ -8,8 +8,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Subset
-
 from distap.data.images.decoding import DamagedImageError, image_file
 from distap.data.labels import class_name
 from distap.data.shards.image_folders import Skipped
@@ -110,6 +108,8 @@ def source_of(data: Any, track: Track = untracked) -> Source:
     """
     if isinstance(data, str | Path | Source):
         return parse_source(data)
+    from torch.utils.data import Subset  # here, since paths need no torch
+
     base, chosen = data, None
     while isinstance(base, Subset):
         chosen = list(base.indices) if chosen is None else [base.indices[number] for number in chosen]

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from distap.data.loading.indexed import ImageSet, Reader
+from distap.data.loading.reader import ImageSet, Reader
 from distap.data.loading.share import Chunk, LoadingJob, ShareOfBatch, shares_of
 from distap.data.plan import PLAN_VERSION, Plan
 from distap.data.shards.image_files import ImageFile

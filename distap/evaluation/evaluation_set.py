@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from distap.data.labels import table_of_levels
-from distap.data.loading.indexed import ImageSet
+from distap.data.loading.reader import ImageSet
 from distap.data.plan import Classes
 from distap.data.shards.image_folders import warn_of
 from distap.data.sizing import Box

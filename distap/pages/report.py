@@ -14,7 +14,7 @@ import distap
 from distap.checkpoint.lease import FILE, RENEW_SECONDS, STALE_RENEWALS
 from distap.data.images.decoding import MAX_PIXELS, EncodedImage
 from distap.data.images.whole_images import EncodedImages, Thumbnails
-from distap.data.loading.indexed import open_images
+from distap.data.loading.reader import open_images
 from distap.errors import DistapError
 from distap.evaluation.saved import Evaluation
 from distap.pages.charts import MOST_POINTS, Chart, line_chart

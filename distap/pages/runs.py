@@ -54,10 +54,7 @@ class Run:
             when: each and {name: each.figures[name] for name in SUMMARY_FIGURES if name in each.figures}
             for when, each in (("before", self.before), ("after", self.after))
         }
-        return summary | {
-            "train_seconds": self.train_seconds,
-            "outside_network_share": self.outside_network_share,
-        }
+        return summary | {"train_seconds": self.train_seconds, "outside_network_share": self.outside_network_share}
 
     def evaluations(self) -> dict[str, Evaluation]:
         """Return the evaluations as `before` and `after`, or by step within the training."""

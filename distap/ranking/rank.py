@@ -10,21 +10,12 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.nn.functional import pad
 
-from distap.errors import DistapError, tensor_given
+from distap.errors import DistapError, suggestion, tensor_given
 from distap.ranking.gather import Gathering, gather
 from distap.ranking.gathered import Gathered
-from distap.ranking.loss import (
-    AnyLoss,
-    Budget,
-    Counter,
-    Loss,
-    build_loss,
-    full_precision,
-    rank_on_rank_zero,
-)
+from distap.ranking.loss import AnyLoss, Budget, Counter, Loss, build_loss, full_precision, rank_on_rank_zero
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rankable import check_arguments, refuse_crossing
-from distap.registry import suggestion
 from distap.world import World
 
 Mode = Literal["sharded", "central"]

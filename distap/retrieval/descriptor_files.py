@@ -86,10 +86,7 @@ def write_descriptors(folder: Path, descriptors: DescriptorSet) -> None:
 
 
 def write_described(
-    folder: Path,
-    descriptors: DescriptorSet,
-    files: Mapping[str, Callable[[BinaryIO], Any] | None],
-    **about: Any,
+    folder: Path, descriptors: DescriptorSet, files: Mapping[str, Callable[[BinaryIO], Any] | None], **about: Any
 ) -> None:
     """Write files with keys and classes of descriptors, and finally their record.
 

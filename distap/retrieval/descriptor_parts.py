@@ -55,10 +55,7 @@ class DescriptorParts:
 
 
 def open_parts(
-    paths: Sequence[Path | str],
-    dimensions: int,
-    dot_product: bool = False,
-    described_by: DescribedBy | None = None,
+    paths: Sequence[Path | str], dimensions: int, dot_product: bool = False, described_by: DescribedBy | None = None
 ) -> DescriptorParts | None:
     """Open files of descriptors, and folders of such files; return None if there is no path.
 

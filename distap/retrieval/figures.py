@@ -151,11 +151,7 @@ def set_intersection(ranked: Ranked, _: int) -> Float64[Tensor, " q"]:
 
 
 Figure = Callable[[Ranked, int], Float64[Tensor, " q"]]  # of each query; NaN for one without a positive
-GRADED: dict[str, Figure] = {
-    "H-AP": hierarchical_average_precision,
-    "NDCG": discounted_gain,
-    "ASI": set_intersection,
-}
+GRADED: dict[str, Figure] = {"H-AP": hierarchical_average_precision, "NDCG": discounted_gain, "ASI": set_intersection}
 FIGURES: dict[str, Figure] = {
     "mAP": lambda ranked, _: average_precision(ranked, LAST_RANK),
     "mAP@R": lambda ranked, _: average_precision(ranked, ranked.count),

@@ -34,22 +34,8 @@ from distap.ranking.loss import Loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Mode, Ranking, rank_descriptors, start_gathering
 from distap.ranking.rankable import refuse_other_leaves
-from distap.stages.exactness import (
-    SavedBuffers,
-    drift,
-    drift_error,
-    mixes_images,
-    normalises_by_batch,
-    refuse_mixing,
-)
-from distap.stages.micro_batches import (
-    BackwardPass,
-    Batch,
-    MicroBatchSizes,
-    Rows,
-    backward_passes,
-    is_out_of_memory,
-)
+from distap.stages.exactness import SavedBuffers, drift, drift_error, mixes_images, normalises_by_batch, refuse_mixing
+from distap.stages.micro_batches import BackwardPass, Batch, MicroBatchSizes, Rows, backward_passes, is_out_of_memory
 from distap.stages.replica import Replica
 from distap.stopwatch import Stopwatch
 from distap.world import World

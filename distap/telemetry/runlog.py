@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import distap
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
@@ -40,6 +38,8 @@ def cut_run_log(folder: Path, step: int) -> None:
 
 def log_start(folder: Path, step: int, **about: Any) -> None:
     """Append when, where and with which versions a training starts from `step` to folder/starts.jsonl."""
+    import torch  # here, since a page about a run needs none
+
     versions = {"distap": distap.__version__, "torch": torch.__version__, "python": platform.python_version()}
     own = {"step": step, "time": time.time(), "host": socket.gethostname()}
     append_line(folder / STARTS_LOG, {**own, **versions, **about})

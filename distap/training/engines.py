@@ -4,16 +4,17 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
 from distap.config.recipe import PrecisionName
-from distap.stages.fsdp import FSDPReplica, make_contiguous, shard
-from distap.stages.replica import Replica, computing_in
-from distap.training.learner import Learner
 from distap.world import World
+
+if TYPE_CHECKING:
+    from distap.stages.replica import Replica
+    from distap.training.learner import Learner
 
 GREATEST_BUCKET = 500_000_000  # parameters in one message of DeepSpeed
 logger = logging.getLogger("distap")
@@ -31,11 +32,15 @@ class DDPSettings:
         world: World,
         clip_norm: float | None = None,
         precision: PrecisionName = "float32",
-    ) -> Learner:
+    ) -> "Learner":
         """Return a learner for a network that is on its device, with the same parameters on every rank."""
+        from distap.training.learner import Learner  # here and below, since a recipe is read without it
+
         return Learner(self._replica(network, world, precision), build_optimizer(), clip_norm)
 
-    def _replica(self, network: nn.Module, world: World, precision: PrecisionName) -> Replica:
+    def _replica(self, network: nn.Module, world: World, precision: PrecisionName) -> "Replica":
+        from distap.stages.replica import Replica, computing_in
+
         return Replica(network, world, computing_in(precision, network))
 
 
@@ -43,7 +48,10 @@ class DDPSettings:
 class FSDPSettings(DDPSettings):
     """FSDP2: each rank holds a shard of every parameter. A single rank keeps the network as it is."""
 
-    def _replica(self, network: nn.Module, world: World, precision: PrecisionName) -> Replica:
+    def _replica(self, network: nn.Module, world: World, precision: PrecisionName) -> "Replica":
+        from distap.stages.fsdp import FSDPReplica, shard
+        from distap.stages.replica import computing_in
+
         if world.size == 1:
             return super()._replica(network, world, precision)
         shard(network, world)
@@ -66,8 +74,10 @@ class DeepSpeedSettings(DDPSettings):
         world: World,
         clip_norm: float | None = None,
         precision: PrecisionName = "float32",
-    ) -> Learner:
+    ) -> "Learner":
         from distap.stages.deepspeed import ZeroReplica
+        from distap.stages.fsdp import make_contiguous
+        from distap.stages.replica import computing_in
         from distap.training.zero import ZeroLearner, check_for_zero
 
         optimizer = build_optimizer()

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from timm import optim
 from torch import nn
 from torch.optim import Optimizer
 
@@ -25,13 +24,16 @@ class TimmOptimizer:
     """Small number added to denominators of the update, against division by zero."""
 
     def __post_init__(self) -> None:
-        about = optim.get_optimizer_info(self.name)
         for option in self._options():
-            if not getattr(about, f"has_{option}"):
+            from timm import optim  # here and below, since it takes seconds to load
+
+            if not getattr(optim.get_optimizer_info(self.name), f"has_{option}"):
                 raise ValueError(f"{option} is set, but the optimiser {self.name} has no {option}")
 
     def build(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Return the optimiser over groups of `params`, `weight_decay`, and `factor` of the learning rate."""
+        from timm import optim
+
         options = self._options()
         if self.name == "lamb":
             options["max_grad_norm"] = None  # timm's would clip at 1; optimizer.clip_norm decides instead
@@ -54,6 +56,8 @@ def parameter_groups(
     Vectors, and what timm's network says itself, such as position embeddings, do not decay. With `layer_decay`, the
     layers of the backbone have groups of their own.
     """
+    from timm import optim
+
     groups: list[dict[str, Any]] = []
     for part, (module, settings) in parts.items():
         options: dict[str, Any] = {"no_weight_decay_list": getattr(module, "no_weight_decay", set)()}

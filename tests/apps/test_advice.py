@@ -132,7 +132,7 @@ def test_rate_and_image_size_are_those_of_the_family(tmp_path, monkeypatch, back
 
 def test_on_gpus_the_recipe_takes_bf16_and_workers_by_the_cores_of_a_rank(tmp_path, monkeypatch):
     recipe = tmp_path / "recipe.yaml"
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("distap.apps.advice.GPU_DEVICES", ("null",))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **how: True)
     monkeypatch.setattr("distap.apps.advice.usable_cores", lambda: 16)

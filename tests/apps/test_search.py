@@ -10,7 +10,7 @@ from commands import distap
 from galleries import CLASSES, Gallery, index_to, make_gallery, upload
 
 from distap.apps.search import open_searcher, open_thumbnails, queries_from
-from distap.data.loading.indexed import open_images
+from distap.data.loading.reader import open_images
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.retrieval.index_files import write_index

@@ -1,3 +1,5 @@
+import os
+import pty
 import re
 import subprocess
 import sys
@@ -91,11 +93,84 @@ def test_bad_input_gets_one_clear_error_and_a_non_zero_exit(
     assert "Traceback" not in printed
 
 
-@pytest.mark.parametrize("mistake", ["missing.yaml", "emoji loss=smoth_ap", "emoji steps=-1"])
-def test_a_mistake_in_a_recipe_is_answered_without_torch(mistake):
-    code = "import sys; sys.modules['torch'] = None; from distap.cli import main; main()"
-    answer = subprocess.run([sys.executable, "-c", code, "train", *mistake.split()], capture_output=True, text=True)
-    assert answer.returncode == 2 and answer.stderr.startswith("error: ")
+WITHOUT_TORCH = """
+import sys
+sys.modules.update(dict.fromkeys(("torch", "torchvision", "timm", "webdataset")))  # importing them fails
+from distap.cli import main
+for command in sys.stdin.read().splitlines():
+    sys.argv = ["distap", *command.split()]
+    try:
+        main()
+    except SystemExit as end:
+        print(f"STATUS {end.code or 0}: {command}")
+    except BaseException as error:
+        print(f"STATUS {error!r}: {command}")
+"""
+COMPUTES_NOTHING = """
+0: --version
+0: --help
+0: recipes
+0: recipes emoji
+0: init {tmp}/images --output {tmp}/new.yaml
+0: data pack {tmp}/images {tmp}/packed
+0: data pack {tmp}/listed.csv {tmp}/listed --shuffle 1
+0: data index {tmp}/packed
+0: data check {tmp}/packed
+0: data check imagefolder:{tmp}/images
+0: data stats {tmp}/packed
+0: report {tmp}/run
+2: data pack {tmp}/wrong.csv {tmp}/none
+2: data convert cars {tmp}/images {tmp}/none
+2: data convert sop {tmp}/images {tmp}/none
+2: data stats {tmp}/none
+2: init {tmp}/none
+2: train missing.yaml
+2: train emoji loss=smoth_ap
+2: train emoji steps=-1
+2: train emoji loss.binz=3
+2: train emoji optimizer.lr=1 --dry-run
+2: config emoji model.pooling.powr=3
+2: eval emoji data.augmentation.flop=1
+2: eval emoji --figurs mAP
+2: eval
+2: eval --checkpoint {tmp}/none
+2: extract {tmp}/packed {tmp}/out --checkpoint {tmp}/none
+2: export {tmp}/none {tmp}/out
+2: whiten {tmp}/none
+2: index {tmp}/none {tmp}/out
+2: index {tmp}/none {tmp}/out --kind flat --factory Flat
+2: search {tmp}/packed 0 --checkpoint {tmp}/none
+2: serve {tmp}/packed --checkpoint {tmp}/none
+2: report {tmp}/none
+"""
+
+
+def test_a_command_that_computes_nothing_loads_no_torch(tmp_path, monkeypatch, config):
+    write_images(tmp_path / "images", {"a": 3, "b": 3})
+    (tmp_path / "images/a/3.png").write_bytes((tmp_path / "images/a/0.png").read_bytes()[:-20])  # is decoded
+    (tmp_path / "listed.csv").write_text("path,label,box\nimages/a/0.png,a,\nimages/b/0.png,b,\n")
+    (tmp_path / "wrong.csv").write_text("file_path,label\nimages/a/0.png,a\n")
+    assert distap(monkeypatch, "train", config, "steps=1", "evaluation.every=0") == 0
+    expected = [line.format(tmp=tmp_path) for line in COMPUTES_NOTHING.split("\n") if line]
+    commands = "\n".join(line.partition(": ")[2] for line in expected)
+    said = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], input=commands, capture_output=True, text=True)
+    answers = [line.removeprefix("STATUS ") for line in said.stdout.splitlines() if line.startswith("STATUS ")]
+    assert answers == expected, said.stderr
+
+
+@pytest.mark.parametrize(("command", "loads"), [("config emoji", True), ("recipes", False)])
+def test_a_terminal_is_told_once_that_torch_is_loaded(command, loads):
+    ours, theirs = pty.openpty()
+    code = "import sys; sys.modules.update(timm=None, torchvision=None); from distap.cli import main; main()"
+    subprocess.run(
+        [sys.executable, "-c", code, *command.split()], stderr=theirs, stdout=subprocess.DEVNULL, check=True
+    )
+    os.set_blocking(ours, False)
+    try:
+        told = os.read(ours, 2**16).decode()
+    except BlockingIOError:
+        told = ""
+    assert told.count("distap config: loading torch ...") == loads and bool(told) == loads
 
 
 def commands(command, path=()):

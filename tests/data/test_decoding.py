@@ -88,7 +88,7 @@ def test_pixels_of_a_jpeg_are_those_of_pillow_at_every_scale(mode, options):
             if width // factor and height // factor:
                 box = (0, 0, width // factor * factor, height // factor * factor)
                 expected = pixels(image.convert("RGB"))[: height // factor, : width // factor]
-                found = EncodedImage(data)._decoded(box, factor).permute(1, 2, 0).numpy()
+                found = EncodedImage(data)._decoded(box, (height // factor, width // factor))
                 np.testing.assert_array_equal(found, expected)
 
 
@@ -105,6 +105,16 @@ def test_boxes_are_upright_whatever_the_orientation(orientation, scaled):
     reference = EncodedImage(encoded(upright, "PNG")).crop(box, (32, 32)).int()
     difference = (image.crop(box, (32, 32), scaled).int() - reference).abs().float()
     assert difference.mean() < (2 if scaled else 0.2)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG"])
+def test_pillow_scales_a_whole_image_as_torch_does(orientation, file_format):
+    image = EncodedImage(encoded(PHOTO, file_format, exif=turned(orientation)))
+    width, height = (side // 3 for side in image.size)
+    found = pixels(image.scaled((height, width))).astype(int)
+    expected = image.crop((0, 0, *image.size), (height, width)).permute(1, 2, 0).numpy()
+    assert np.abs(found - expected).max() <= 1
 
 
 @pytest.mark.parametrize("file_format", ["PNG", "WEBP", "TIFF", "AVIF", "HEIF"])

@@ -9,7 +9,7 @@ from small_trainings import losses, parameters, train
 
 from benchmarks.photos import pack
 from distap.data.loading.checking import check
-from distap.data.loading.indexed import open_images
+from distap.data.loading.reader import open_images
 from distap.data.loading.streamed import StreamedShards
 from distap.data.shards.indexing import index_shards
 from distap.data.shards.load_index import load_index

@@ -90,7 +90,7 @@ from pathlib import Path
 from distap.data.shards.load_index import load_index
 from distap.data.images.whole_images import SizedImages, sized_chunks
 from distap.data.sizing import Sizing
-from distap.data.loading.indexed import Reader
+from distap.data.loading.reader import Reader
 
 folder = Path(sys.argv[1])
 index = load_index(folder)

@@ -11,7 +11,7 @@ from torchvision.datasets import ImageFolder
 
 from distap.data.images.decoding import DamagedImageError
 from distap.data.loading.checking import check
-from distap.data.loading.indexed import Reader, open_images
+from distap.data.loading.reader import Reader, open_images
 from distap.data.map_style import source_of
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError

@@ -13,10 +13,11 @@ from pyarrow import parquet
 
 from benchmarks.photos import pack
 from distap.data.loading.checking import check
-from distap.data.loading.indexed import Reader
+from distap.data.loading.reader import Reader
 from distap.data.shards.image_files import ImageFile, list_images
 from distap.data.shards.indexing import index_shards
 from distap.data.shards.load_index import load_index
+from distap.data.shards.tar import read_groups
 from distap.errors import DistapError
 
 
@@ -56,6 +57,17 @@ def test_plain_webdataset_reads_our_shards(shards):
     assert [sample["__key__"] for sample in samples] == index.key.tolist()
     assert [sample["cls"] for sample in samples] == index.label.tolist()
     assert all(sample["png"].size == (24, 24) for sample in samples)
+
+
+def test_our_shards_are_those_of_webdataset_byte_for_byte(tmp_path, shards):
+    for path in sorted(shards.glob("*.tar")):
+        with (
+            path.open("rb") as ours,
+            webdataset.TarWriter(str(tmp_path / "their.tar"), mtime=0, encoder=False) as theirs,
+        ):
+            for key, members in read_groups(ours, path.stat().st_size, path.name):
+                theirs.write({"__key__": key, **{field: member.data for field, member in members.items()}})
+        assert (tmp_path / "their.tar").read_bytes() == path.read_bytes()
 
 
 def test_the_number_of_workers_changes_no_byte(tmp_path, image_folder):

@@ -11,7 +11,7 @@ from torchvision.transforms import v2
 from benchmarks.photos import pack, photo
 from distap.data.images.decoding import DamagedImageError, EncodedImage, image_size
 from distap.data.images.whole_images import SizedImages, batches_of_one_shape, sized_chunks
-from distap.data.loading.indexed import open_images
+from distap.data.loading.reader import open_images
 from distap.data.shards.indexing import index_shards
 from distap.data.sizing import Sizing
 from distap.errors import DistapError

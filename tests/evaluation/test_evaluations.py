@@ -22,7 +22,7 @@ import benchmarks.photos
 from benchmarks.photos import pack
 from distap.data.converters.converting import DATASETS, convert
 from distap.data.images.decoding import EncodedImage
-from distap.data.loading.indexed import open_images
+from distap.data.loading.reader import open_images
 from distap.data.shards.image_files import ImageFile
 from distap.errors import DistapError
 from distap.evaluation.evaluation_set import GALLERY

@@ -11,7 +11,7 @@ from ranks import on_ranks
 
 from benchmarks.photos import pack, photo
 from distap.data.images.decoding import DamagedImageError
-from distap.data.loading.indexed import Reader, open_images
+from distap.data.loading.reader import Reader, open_images
 from distap.data.sizing import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction import extracted_folder, extracting

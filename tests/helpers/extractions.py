@@ -9,7 +9,7 @@ from networks import random_network
 from PIL import Image
 
 from benchmarks.photos import photo
-from distap.data.loading.indexed import open_images
+from distap.data.loading.reader import open_images
 from distap.data.sizing import Sizing
 from distap.evaluation.extraction.extracted_folder import extract_to_folder
 from distap.evaluation.extraction.extracting import Describing, Extraction

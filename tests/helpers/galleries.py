@@ -10,7 +10,7 @@ from PIL import Image
 from small_trainings import recipe
 
 from benchmarks.photos import pack
-from distap.data.loading.indexed import open_images
+from distap.data.loading.reader import open_images
 from distap.data.sizing import Sizing
 from distap.evaluation.extraction.extracted_folder import extract_to_folder
 from distap.evaluation.extraction.extracting import Describing, Extraction

@@ -13,7 +13,7 @@ from images import indexed_images
 from servers import gcs_server, s3_files, s3_server, web_server
 
 from distap.data.images.decoding import DamagedImageError
-from distap.data.loading.indexed import Reader
+from distap.data.loading.reader import Reader
 from distap.data.shards.indexing import index_shards
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError

@@ -8,7 +8,7 @@ from small_trainings import DESCENT, losses, recipe, train
 
 import distap
 from benchmarks.photos import pack
-from distap.data.loading.indexed import Reader
+from distap.data.loading.reader import Reader
 from distap.data.shards.image_files import list_images
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError

@@ -23,11 +23,7 @@ from distap.model.backbone import SOURCES
 from distap.storage.texts import without_secrets
 from distap.telemetry.runlog import read_run_log
 
-BEGAN_WITH = {
-    "file": "a file of weights",
-    "package": "the weights of a package",
-    "run": "a trained network",
-}
+BEGAN_WITH = {"file": "a file of weights", "package": "the weights of a package", "run": "a trained network"}
 
 
 @dataclass(frozen=True)

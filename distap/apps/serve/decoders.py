@@ -26,7 +26,7 @@ from distap.data.sizing import Sizing
 
 OUT_OF_MEMORY = re.compile("memory|could not create decoder", re.IGNORECASE)  # as libraries say it
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload([__name__])  # what decoders need, and no network
+CONTEXT.set_forkserver_preload([__name__, "torchvision.transforms.v2"])  # what decoders need, and no network
 
 
 @dataclass(frozen=True)

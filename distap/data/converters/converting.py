@@ -58,13 +58,7 @@ class Converted:
 
 
 def convert(
-    dataset: Dataset,
-    source: Path,
-    output: Path,
-    *,
-    only: Sequence[str] = (),
-    track: Track = untracked,
-    **layout: Any,
+    dataset: Dataset, source: Path, output: Path, *, only: Sequence[str] = (), track: Track = untracked, **layout: Any
 ) -> list[Converted]:
     """Convert the splits of a data set into shards in output/SPLIT, with a JSON file for some of the splits.
 

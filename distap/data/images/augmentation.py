@@ -3,17 +3,16 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 
 from distap.data.sizing import Box, Shape, central_box
-from distap.errors import DistapError
-from distap.registry import suggestion
+from distap.errors import DistapError, suggestion
 
-ENUMERATIONS = {"interpolation": InterpolationMode, "policy": AutoAugmentPolicy}  # by the argument that takes one
+if TYPE_CHECKING:
+    from torchvision.transforms import v2  # which a recipe is read without, since it takes a second to load
 
 
 class Croppable(Protocol):
@@ -52,6 +51,8 @@ class CropFlipColour:
 
     def transform(self, image_size: int, scaled_decoding: bool = True) -> "CropAndVary":
         """Draw a crop for the image's size, decode it (with `scaled_decoding` JPEG at reduced scale), and vary it."""
+        from torchvision.transforms import v2
+
         crop = v2.RandomResizedCrop((image_size, image_size), scale=(self.crop, 1.0)) if self.crop < 1 else None
         steps: list[v2.Transform] = []
         if self.flip:
@@ -83,6 +84,8 @@ class TorchvisionSteps:
         Without `scaled_decoding` the pixels are torchvision's own, bit for bit. With it, a first step that is a
         bilinear Resize or RandomResizedCrop decodes JPEG at reduced scale.
         """
+        from torchvision.transforms import InterpolationMode, v2
+
         first, *rest = steps = self._built(image_size)
         decodes = scaled_decoding and isinstance(first, v2.Resize | v2.RandomResizedCrop) and first.antialias
         if decodes and first.interpolation in (InterpolationMode.BILINEAR, InterpolationMode.BILINEAR.value):
@@ -93,11 +96,13 @@ class TorchvisionSteps:
             seeded(vary, Blank((width * image_size, height * image_size)), 0)
         return vary
 
-    def _built(self, image_size: int) -> list[v2.Transform]:
+    def _built(self, image_size: int) -> "list[v2.Transform]":
         return [_step(step, image_size) for step in self.steps]
 
 
-def _step(step: Any, image_size: int) -> v2.Transform:
+def _step(step: Any, image_size: int) -> "v2.Transform":
+    from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
+
     name, options = next(iter(step.items())) if isinstance(step, Mapping) and len(step) == 1 else (step, None)
     known = [each for each, kind in vars(v2).items() if isinstance(kind, type) and issubclass(kind, v2.Transform)]
     if name not in known:
@@ -114,7 +119,8 @@ def _step(step: Any, image_size: int) -> v2.Transform:
             options = {"size": image_size, **options}
         if isinstance(options.get("transforms"), list):
             options = {**options, "transforms": [_step(inner, image_size) for inner in options["transforms"]]}
-        options = {key: ENUMERATIONS[key](value) if key in ENUMERATIONS else value for key, value in options.items()}
+        enumerations = {"interpolation": InterpolationMode, "policy": AutoAugmentPolicy}  # by argument
+        options = {key: enumerations.get(key, lambda same: same)(value) for key, value in options.items()}
         if options.get("value") == "random":
             raise ValueError("value: random is for pixels around 0, and these are uint8; give a number or three")
         return getattr(v2, name)(**options)
@@ -127,11 +133,13 @@ class CropAndVary:
     """Decode the part of an image that a first transform takes, at the size that it scales to; vary the result."""
 
     size: int  # of the result, pixels
-    first: v2.Transform | None  # None takes all of it at its own size; CenterCrop the largest square, scaled
-    steps: tuple[v2.Transform, ...]
+    first: "v2.Transform | None"  # None takes all of it at its own size; CenterCrop the largest square, scaled
+    steps: "tuple[v2.Transform, ...]"
     scaled: bool
 
     def part(self, width: int, height: int) -> tuple[Box, Shape]:
+        from torchvision.transforms import v2
+
         empty = torch.empty(3, height, width, dtype=torch.uint8, device="meta")
         if isinstance(self.first, v2.RandomResizedCrop):  # a box as torchvision draws it, with torch's global state
             drawn = self.first.make_params([empty])

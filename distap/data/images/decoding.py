@@ -11,18 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import simplejpeg
-import torch
 from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
-from torch import Tensor
-from torchvision.transforms.v2 import functional as F
 
 from distap.data.images.formats import format_of, mended, missing_reader, readable_formats
 from distap.data.sizing import Box, Shape, Turns, reduction, stored_box
 from distap.errors import FAILED, DistapError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Reason = Literal["decode_error", "truncated", "crc_mismatch", "missing_field", "too_large"]
 REASONS: tuple[Reason, ...] = ("decode_error", "truncated", "crc_mismatch", "missing_field", "too_large")
@@ -87,7 +87,7 @@ def image_file(image: Any) -> bytes:
             return Path(image).read_bytes()
         except OSError as error:
             raise DistapError(f"{image}: cannot be read: {error.strerror or error}") from error
-    if isinstance(image, Tensor):
+    if hasattr(image, "permute"):  # a tensor
         image = image.cpu().permute(1, 2, 0).numpy() if image.ndim == 3 else image.numpy()
     if isinstance(image, np.ndarray):
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
@@ -132,46 +132,51 @@ class EncodedImage:
 
     def whole(self) -> Image.Image:
         """Decode the whole image, upright and RGB."""
-        width, height = self.size
-        return Image.fromarray(self.crop((0, 0, width, height), (height, width)).permute(1, 2, 0).numpy())
+        return self.scaled(self.size[::-1])
 
-    def crop(self, box: Box, shape: Shape, scaled: bool = True) -> Tensor:
+    def scaled(self, shape: Shape) -> Image.Image:
+        """Scale the whole upright image by Pillow, which nearly gives the pixels of `crop` and loads no torch."""
+        pixels, (across, down, transposed) = self._decoded((0, 0, *self.size), shape), self._turns
+        pixels = pixels[:: -1 if down else 1, :: -1 if across else 1]
+        upright = Image.fromarray(np.ascontiguousarray(pixels.swapaxes(0, 1) if transposed else pixels))
+        return upright.resize(shape[::-1], Image.Resampling.BILINEAR)
+
+    def crop(self, box: Box, shape: Shape, scaled: bool = True) -> "Tensor":
         """Crop and scale a part of the upright image to (3, height, width) uint8; `scaled` allows decoding at 1/f.
 
         The part is first widened or narrowed, by less than a pixel of the result, to whole blocks of f x f pixels of
         the file, where f is its `reduction`: libjpeg can decode at 1/f, which makes one pixel of each block. An
         antialiased bilinear resize does the rest.
         """
-        factor = reduction(box, shape)
-        left, top, right, bottom = stored_box(box, self._stored_size, self._turns)
-        part = (
-            left // factor * factor,
-            top // factor * factor,
-            min(-(-right // factor), self._stored_size[0] // factor) * factor,
-            min(-(-bottom // factor), self._stored_size[1] // factor) * factor,
-        )
+        import torch
+        from torchvision.transforms.v2 import functional as F
+
+        decoded = torch.from_numpy(self._decoded(box, shape, scaled)).permute(2, 0, 1)
         across, down, transposed = self._turns
-        decoded = self._decoded(part, factor if scaled else 1)
         pixels: Tensor = F.resize(decoded, [*(shape[::-1] if transposed else shape)], antialias=True)
         pixels = pixels.flip([axis for axis, mirrored in ((2, across), (1, down)) if mirrored])
         return (pixels.transpose(1, 2) if transposed else pixels).contiguous()
 
-    def _decoded(self, part: Box, factor: int) -> Tensor:
-        """Decode a part of the stored image, at 1/factor of its size or in full, to (3, height, width) uint8."""
+    def _decoded(self, box: Box, shape: Shape, scaled: bool = True) -> np.ndarray[Any, Any]:
+        """Decode a part of the image, at 1/f of its size or in full, to (height, width, 3) uint8 as stored."""
+        factor = reduction(box, shape)
+        left, top, right, bottom = stored_box(box, self._stored_size, self._turns)
+        left, top = left // factor * factor, top // factor * factor
+        right = min(-(-right // factor), self._stored_size[0] // factor) * factor
+        bottom = min(-(-bottom // factor), self._stored_size[1] // factor) * factor
+        factor = factor if scaled else 1
         with self._told():
-            left, top, right, bottom = (edge // factor for edge in part) if self._is_jpeg else part
-            pixels = _by_libjpeg(self._data, self._image, factor) if self._is_jpeg else None
-            if pixels is None:
-                image = self._image
-                if self._is_jpeg:
-                    image = _open(self._data, self._max_pixels)
-                    image.draft(None, (image.width // factor, image.height // factor))
-                    image.load()
-                pixels = np.array(_rgb(image.crop((left, top, right, bottom))))
-            else:
-                # In one piece, since a resize would else take twice the time.
-                pixels = np.ascontiguousarray(pixels[top:bottom, left:right])
-            return torch.from_numpy(pixels).permute(2, 0, 1)
+            if self._is_jpeg:
+                left, top, right, bottom = (edge // factor for edge in (left, top, right, bottom))
+                if (pixels := _by_libjpeg(self._data, self._image, factor)) is not None:
+                    # In one piece, since a resize would else take twice the time.
+                    return np.ascontiguousarray(pixels[top:bottom, left:right])
+            image = self._image
+            if self._is_jpeg:
+                image = _open(self._data, self._max_pixels)
+                image.draft(None, (image.width // factor, image.height // factor))
+                image.load()
+            return np.array(_rgb(image.crop((left, top, right, bottom))))
 
 
 def _by_libjpeg(data: bytes, image: Image.Image, factor: int) -> np.ndarray[Any, Any] | None:

@@ -7,18 +7,18 @@ from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from PIL import Image
-from torch import Tensor
 
 from distap.data.images.decoding import DamagedImageError, EncodedImage
 from distap.data.shards.parallel import handed_over
 from distap.data.sizing import Box, Shape, Sizing
 from distap.errors import DistapError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PREFETCH = 2  # chunks that each worker reads ahead
 HELD = 4  # batches whose pixels may wait for others of their shape, all shapes together
@@ -38,10 +38,10 @@ class SizedChunk(NamedTuple):
 
     samples: list[int]
     shapes: list[Shape]
-    pixels: Tensor  # of all images one after the other, uint8
+    pixels: "Tensor"  # of all images one after the other, uint8
     damaged: dict[int, str]  # the samples that could not be read, and why
 
-    def images(self) -> Iterator[tuple[int, Tensor]]:
+    def images(self) -> Iterator[tuple[int, "Tensor"]]:
         """Yield each image's number and its pixels (3, height, width), as a view."""
         parts = self.pixels.split([3 * height * width for height, width in self.shapes])
         for sample, shape, part in zip(self.samples, self.shapes, parts, strict=True):
@@ -56,7 +56,9 @@ class SizedImages:
     scaled: bool = True  # whether JPEG may be decoded at reduced scale
 
     def chunk(self, samples: list[int]) -> SizedChunk:
-        present, damaged = dict[int, Tensor](), dict[int, str]()
+        import torch  # here, since thumbnails need none
+
+        present, damaged = dict[int, torch.Tensor](), dict[int, str]()
         for sample in samples:
             try:
                 present[sample] = self.sizing(self.reader.encoded(sample), self.boxes.get(sample), self.scaled)
@@ -64,7 +66,7 @@ class SizedImages:
                 damaged[sample] = str(error)
         shapes = [(pixels.shape[1], pixels.shape[2]) for pixels in present.values()]
         none = torch.empty(0, dtype=torch.uint8)
-        return SizedChunk(list(present), shapes, torch.cat([none, *map(Tensor.flatten, present.values())]), damaged)
+        return SizedChunk(list(present), shapes, torch.cat([none, *map(torch.flatten, present.values())]), damaged)
 
 
 def sized_chunks(images: SizedImages, requests: Iterable[list[int]], workers: int) -> Generator[SizedChunk]:
@@ -73,22 +75,24 @@ def sized_chunks(images: SizedImages, requests: Iterable[list[int]], workers: in
 
 
 def batches_of_one_shape(
-    images: Iterable[tuple[int, Tensor]], most_pixels: int
-) -> Iterator[tuple[list[int], Tensor]]:
+    images: Iterable[tuple[int, "Tensor"]], most_pixels: int
+) -> Iterator[tuple[list[int], "Tensor"]]:
     """Collect (number, (3, height, width)) images in batches of one shape: numbers and (n, 3, height, width).
 
     A batch is given when no other image of its shape fits into its `most_pixels` (height times width, summed up), and
     all are given at the end. When the images that wait for others of their shape have more than HELD times as many,
     the fullest batches are given early. The batches depend on the images alone. A larger image is a batch alone.
     """
+    from torch import stack
+
     waiting: dict[Shape, list[tuple[int, Tensor]]] = defaultdict(list)
 
     def area(shape: Shape, more: int = 0) -> int:
         return (len(waiting[shape]) + more) * shape[0] * shape[1]
 
-    def take(shape: Shape) -> tuple[list[int], Tensor]:
+    def take(shape: Shape) -> tuple[list[int], "Tensor"]:
         samples, pixels = zip(*waiting.pop(shape), strict=True)
-        return list(samples), torch.stack(pixels)
+        return list(samples), stack(pixels)
 
     for sample, pixels in images:
         shape = (pixels.shape[1], pixels.shape[2])
@@ -139,6 +143,5 @@ class Thumbnails:
 def thumbnail(image: EncodedImage, longer_side: int, form: str = "JPEG", quality: int = QUALITY) -> bytes:
     """Encode an image in the format `form`, scaled down to `longer_side` pixels if it is larger."""
     buffer = io.BytesIO()
-    pixels = Sizing("side", longer_side)(image).permute(1, 2, 0).numpy()
-    Image.fromarray(pixels).save(buffer, form, quality=quality)
+    image.scaled(Sizing("side", longer_side).shape(*image.size)).save(buffer, form, quality=quality)
     return buffer.getvalue()

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distap.data.images.decoding import DamagedImageError, OutOfMemoryError
-from distap.data.loading.indexed import Reader
+from distap.data.loading.reader import Reader
 from distap.data.shards.index import Index
 from distap.data.shards.load_index import load_index
 from distap.data.shards.parallel import Track, map_in_processes, untracked

@@ -6,23 +6,16 @@ number of processes changes no byte.
 
 import io
 import re
+import tarfile
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-import webdataset
-
 from distap.data.images.decoding import DamagedImageError, decode, image_size, seems_cut
 from distap.data.images.formats import IMAGE_SUFFIXES, suffix_of
-from distap.data.shards.image_files import (
-    Entry,
-    Listing,
-    levels_of_each_class,
-    look_at_all,
-    sort_classes,
-)
+from distap.data.shards.image_files import Entry, Listing, levels_of_each_class, look_at_all, sort_classes
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index
 from distap.data.shards.indexing import NAMES_FILE, PATHS_FILE, merge_scans, scan_shard
@@ -125,7 +118,7 @@ def _pack(
 def _write_shard(job: _Job) -> tuple[Index, list[Skipped]]:
     """Write a shard; return its index and the images left out."""
     skipped: list[Skipped] = []
-    with job.shard.open("wb") as file, webdataset.TarWriter(file, mtime=0, encoder=False) as writer:
+    with tarfile.open(job.shard, "w", format=tarfile.USTAR_FORMAT) as shard:
         for position, (entry, label) in enumerate(job.entries, job.first):
             data, path = entry.read(), entry.image.path
             if not data:
@@ -140,7 +133,11 @@ def _write_shard(job: _Job) -> tuple[Index, list[Skipped]]:
                 continue
             stem = re.sub(r"[^A-Za-z0-9_-]+", "_", path.stem)[:60]
             fields = {_field_of(path, data): data, LABEL_FIELD: str(label).encode()}
-            writer.write({"__key__": f"{position:08d}-{stem}", **fields})
+            for field, content in sorted(fields.items()):
+                member = tarfile.TarInfo(f"{position:08d}-{stem}.{field}")
+                member.size, member.mode = len(content), 0o444
+                member.uname = member.gname = "bigdata"  # as webdataset writes it, which would wait for torch
+                shard.addfile(member, io.BytesIO(content))
     with job.shard.open("rb") as written:
         index, _ = scan_shard(written, job.shard.name, job.shard.stat().st_size, str(job.shard))
     return index, skipped

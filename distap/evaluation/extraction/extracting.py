@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from distap.data.images.decoding import DamagedImageError
 from distap.data.images.whole_images import SizedChunk, SizedImages, batches_of_one_shape, sized_chunks
-from distap.data.loading.indexed import ImageSet
+from distap.data.loading.reader import ImageSet
 from distap.data.sizing import Box
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber

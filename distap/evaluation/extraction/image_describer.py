@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torchvision.transforms.v2  # noqa: F401 - once, and not in each process that reads images
 from torch import Tensor
 
 from distap.config.recipe import PrecisionName

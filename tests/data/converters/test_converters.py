@@ -10,7 +10,7 @@ from dataset_trees import PEOPLE, TREES, cars, dump, photo
 from distap.data.converters.converting import DATASETS, convert
 from distap.data.converters.protocols import OF_AN_INDEX, OF_THEMSELVES
 from distap.data.images.decoding import decode
-from distap.data.loading.indexed import Reader
+from distap.data.loading.reader import Reader
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 

@@ -1,0 +1,141 @@
+"""Open a data set and read its images by number, each by its offset in the shards; this imports no torch."""
+
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage, image_size
+from distap.data.map_style import DatasetRows, rows_behind
+from distap.data.shards.image_folders import Skipped
+from distap.data.shards.index import Index
+from distap.data.shards.load_index import index_of_folder, load_index
+from distap.errors import DistapError
+from distap.storage.files import Storage, storage_of
+from distap.storage.locations import Source, parse_source
+from distap.storage.remotes import RemoteSettings, Traffic, UnreachableError
+
+HEADER_BYTES = 1 << 16  # the header of nearly every image fits in them
+
+
+class Reader:
+    """Read images of a data set, each by its place in a shard; safe to copy into loader workers.
+
+    Args:
+        source: the data set.
+        index: the index of the same data set.
+        max_pixels: images with more pixels (width times height) are refused without decoding.
+        remote: how a remote source is reached, and how often reading is tried.
+    """
+
+    def __init__(
+        self,
+        source: Source | Path | str,
+        index: Index,
+        max_pixels: int = MAX_PIXELS,
+        remote: RemoteSettings | None = None,
+    ) -> None:
+        self.source, self.index, self.max_pixels = parse_source(source), index, max_pixels
+        rows = rows_behind(self.source)
+        self.storage: Storage | DatasetRows = storage_of(self.source.base, remote) if rows is None else rows
+
+    def encoded(self, sample: int) -> EncodedImage:
+        """Return an image's file, not decoded yet; raise DamagedImageError if its bytes changed or are no image."""
+        return EncodedImage(self.data(sample), self.max_pixels, self.where(sample))
+
+    def data(self, sample: int) -> bytes:
+        """Return the image's encoded bytes, checked against the index."""
+        shard, offset, size = (int(of[sample]) for of in (self.index.shard, self.index.offset, self.index.size))
+        try:
+            data = self.storage.read(str(self.index.shard_name[shard]), offset, size)
+        except DistapError as error:  # a file that is gone or may not be read, unless the disk itself fails
+            if self.source.kind != "imagefolder" or isinstance(error, UnreachableError):
+                raise
+            raise DamagedImageError("decode_error", str(error)) from error
+        if self._damage(sample, data) and self.source.scheme:
+            # A network may have changed the bytes on their way: read them once more.
+            self.storage.meter.add(Traffic(retries=1))
+            data = self.storage.read(str(self.index.shard_name[shard]), offset, size)
+        if damage := self._damage(sample, data):
+            raise damage
+        return data
+
+    def where(self, sample: int) -> str:
+        """Return shard and name of a sample, for messages."""
+        if isinstance(self.storage, DatasetRows):
+            return self.storage.where(sample)
+        shard, name = self.index.shard_name[self.index.shard[sample]], self.index.names[sample]
+        return name if self.source.kind == "imagefolder" else f"{shard}:{name}"
+
+    def size(self, sample: int) -> tuple[int, int]:
+        """Read width and height of the decoded image from the file's header; (0, 0) if unknown."""
+        try:
+            if self.source.kind == "imagefolder" and self.index.size[sample] > HEADER_BYTES:
+                name = str(self.index.shard_name[sample])
+                with suppress(DamagedImageError, DistapError):  # then all of it may tell
+                    return image_size(self.storage.read(name, 0, HEADER_BYTES), self.max_pixels, upright=True)
+            return image_size(self.data(sample), self.max_pixels, upright=True)
+        except DamagedImageError:
+            return 0, 0
+
+    def _damage(self, sample: int, data: bytes) -> DamagedImageError | None:
+        size = int(self.index.size[sample])
+        if len(data) < size:
+            return DamagedImageError("truncated", f"{len(data)} bytes of {size}")
+        if int(self.index.crc32[sample]) not in (0, zlib.crc32(data)):
+            return DamagedImageError("crc_mismatch", "the bytes have changed since they were indexed")
+        return None
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """N images in order, with their names and their reader."""
+
+    name: str  # as it was given
+    fingerprint: str  # identifies the images
+    keys: NDArray[np.str_]  # (N,) name of each, unlike all others
+    classes: NDArray[np.str_]  # (N,) name of its class, "" for none
+    reader: Reader
+    left_out: tuple[Skipped, ...] = ()  # files that are not read, and why
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def sizes(self, samples: Sequence[int]) -> NDArray[np.int64]:
+        """Read (n, 2) width and height in pixels from headers; they may be wrong and serve planning only.
+
+        Those of shards are as stored, before EXIF's orientation; (0, 0) is unknown.
+        """
+        if self.reader.source.kind == "shards":
+            index, rows = self.reader.index, np.asarray(samples, dtype=np.int64)
+            return np.stack([index.width[rows], index.height[rows]], axis=1).astype(np.int64)
+        return np.array([self.reader.size(sample) for sample in samples], dtype=np.int64).reshape(-1, 2)
+
+
+def open_images(
+    source: Source | Path | str, max_pixels: int = MAX_PIXELS, remote: RemoteSettings | None = None
+) -> ImageSet:
+    """Open the images of shards (see `Reader`), or of a local folder without index and shards."""
+    source = parse_source(source)
+    if _is_plain(source):
+        index, source = index_of_folder(source, labelled=False), replace(source, kind="imagefolder")
+    else:
+        index = load_index(source, remote)
+    keys = index.names
+    if len(np.unique(keys)) < len(keys):  # each shard of other makers may count from 0
+        shards = index.shard_name[index.shard].tolist()
+        keys = np.array([f"{shard}:{key}" for shard, key in zip(shards, index.key.tolist(), strict=True)])
+    reader = Reader(source, index, max_pixels, remote)
+    return ImageSet(str(source), index.fingerprint, keys, index.class_name[index.label], reader, index.left_out)
+
+
+def _is_plain(source: Source) -> bool:
+    folder = Path(source.base)
+    is_named = source.pattern is not None or source.kept_index is not None or source.kind != "shards"
+    if source.scheme or is_named or not folder.is_dir():
+        return False
+    return not Path(source.index).exists() and next(folder.glob("*.tar"), None) is None
