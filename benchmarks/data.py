@@ -12,7 +12,7 @@ from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 
 import torch
 import webdataset
@@ -23,7 +23,7 @@ from typer import Option
 
 from benchmarks import harness
 from benchmarks.photos import jpeg, packed, photo
-from distap.data.images.augmentation import CropAndVary, CropFlipColour, Croppable, Transform, seeded
+from distap.data.images.augmentation import CropAndVary, CropFlipColour, Transform, seeded
 from distap.data.images.decoding import EncodedImage
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob
@@ -113,7 +113,7 @@ class DataBenchmark(harness.Benchmark):
     def _decode(self, transform: CropAndVary, files: Sequence[bytes]) -> Rates:
         """Return images a second of a core's time."""
 
-        def decode(opened: Callable[[bytes], Croppable], changed: Transform) -> None:
+        def decode(opened: Callable[[bytes], Any], changed: Transform) -> None:
             for seed, data in enumerate(files):
                 seeded(changed, opened(data), seed)
 
@@ -168,7 +168,7 @@ class DataBenchmark(harness.Benchmark):
         dataset = (
             webdataset.WebDataset(sorted(map(str, shards.glob("*.tar"))), shardshuffle=False)
             .to_tuple(name)
-            .map(lambda sample: transform(ByTorchvision(sample[0])))
+            .map(lambda sample: transform(cast(EncodedImage, ByTorchvision(sample[0]))))
             .repeat()
             .batched(CHUNK, collation_fn=torch.stack)
         )

@@ -28,7 +28,7 @@ from distap.retrieval.descriptor_files import read_descriptors
 from distap.retrieval.descriptor_parts import open_parts
 from distap.retrieval.evaluate import evaluate_descriptors
 from distap.retrieval.row_blocks import bounded_threads, nearest
-from distap.retrieval.truth import ListedTruth
+from distap.retrieval.truth import Truth
 from distap.world import World
 
 LEAST_OF_A_CLASS, MOST_OF_A_CLASS = 2, 9  # 5.5 on average; Stanford Online Products has 5.3
@@ -173,7 +173,7 @@ def labelled_set(images: int, dimensions: int) -> tuple[Tensor, Tensor]:
     return normalize((1 - NOISE) * centres[labels] + NOISE * own), labels
 
 
-def write_gallery(folder: Path, gallery: int, dimensions: int, count: int) -> tuple[Tensor, ListedTruth]:
+def write_gallery(folder: Path, gallery: int, dimensions: int, count: int) -> tuple[Tensor, Truth]:
     """Write a gallery in parts: in the first are descriptors relevant to some query, in the others distractors.
 
     Returns:
@@ -196,7 +196,7 @@ def write_gallery(folder: Path, gallery: int, dimensions: int, count: int) -> tu
         if start == 0:
             own = normalize(own + near)
         np.save(folder / f"{number:04d}.npy", own.half().numpy())
-    return queries, ListedTruth(LABELLED_IMAGES, positives, of_junk, [[1] * EASY + [2] * HARD] * count, DIFFICULTIES)
+    return queries, Truth(LABELLED_IMAGES, positives, of_junk, [[1] * EASY + [2] * HARD] * count, DIFFICULTIES)
 
 
 def agreement(found: dict[str, dict[str, float]]) -> str:

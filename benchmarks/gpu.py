@@ -51,7 +51,7 @@ from distap.registry import REGISTRY
 from distap.retrieval.evaluate import evaluate_descriptors
 from distap.retrieval.figures import labelled_figures
 from distap.retrieval.row_blocks import installed_faiss, nearest
-from distap.retrieval.truth import ClassTruth, ListedTruth
+from distap.retrieval.truth import Truth, class_truth
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.step import ThreeStages
 from distap.stopwatch import Stopwatch
@@ -305,10 +305,10 @@ class GPUBenchmark(harness.Benchmark):
         rows = []
         for device in dict.fromkeys((world.device, CPU)):
             own, theirs, queries = descriptors.to(device), labels.to(device), others[:70].to(device)
-            on_device, truth = others.to(device), ListedTruth(gallery, rows_of, parts=parts, device=device)
+            on_device, truth = others.to(device), Truth(gallery, rows_of, parts=parts, device=device)
             actions: dict[str, Callable[[], object]] = {
                 f"all pairs of {images:,}": partial(
-                    evaluate_descriptors, own, own, ClassTruth(theirs), labelled_figures(), 10
+                    evaluate_descriptors, own, own, class_truth(theirs), labelled_figures(), 10
                 ),
                 f"70 queries, {gallery:,} images": partial(
                     evaluate_descriptors, queries, on_device, truth, OF_LANDMARKS

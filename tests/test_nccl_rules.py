@@ -20,7 +20,7 @@ from distap.ranking.loss import build_loss
 from distap.ranking.rank import rank_descriptors
 from distap.retrieval import evaluate
 from distap.retrieval.figures import labelled_figures
-from distap.retrieval.truth import ClassTruth, ListedTruth
+from distap.retrieval.truth import Truth, class_truth
 
 IMAGES = 91  # uneven on two ranks
 
@@ -46,10 +46,10 @@ def shared(world):
             ranking = rank_descriptors(loss, gathered, memory_bytes=2**16)
             found[getattr(name, "__name__", name)] = values(ranking.loss), values(ranking.gradient)
         evaluate.MOST_QUERIES = 8  # several blocks a rank
-        gallery, truth = descriptors.to(device), ClassTruth(labels.to(device))
+        gallery, truth = descriptors.to(device), class_truth(labels.to(device))
         figures = evaluate.evaluate_descriptors(gallery, gallery, truth, labelled_figures(), 10, world=world)
         parts = ["Public" if row % 2 else "Private" for row in range(15)]
-        listed = ListedTruth(IMAGES, [[row, row + 20] for row in range(15)], parts=parts, device=device)
+        listed = Truth(IMAGES, [[row, row + 20] for row in range(15)], parts=parts, device=device)
         found["figures"] = figures.summary()
         evaluate.MOST_QUERIES = 20  # a single block: ranks share the gallery
         asked = gallery[:15]

@@ -20,7 +20,7 @@ from distap.ranking.rank import rank_descriptors
 from distap.registry import REGISTRY
 from distap.retrieval.evaluate import evaluate_descriptors
 from distap.retrieval.figures import labelled_figures
-from distap.retrieval.truth import ClassTruth, ListedTruth
+from distap.retrieval.truth import Truth, class_truth
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stopwatch import Stopwatch
 from distap.world import World
@@ -112,7 +112,7 @@ def all_figures(device):
     descriptors, labels = normalize(raw).to(device), labels.to(device)
     generator = torch.Generator().manual_seed(0)
     head = torch.stack([(row + 1 + torch.randperm(59, generator=generator)[:4]) % 60 for row in range(60)]).to(device)
-    of_classes, of_queries = ClassTruth(labels), ClassTruth(labels[:20], labels[20:])
+    of_classes, of_queries = class_truth(labels), class_truth(labels[:20], labels[20:])
     found, protocol = [], labelled_figures()
     for first in (None, head):
         found.append(evaluate_descriptors(descriptors, descriptors, of_classes, protocol, 10, head=first))
@@ -120,9 +120,9 @@ def all_figures(device):
         queried = descriptors[:20], descriptors[20:]
         found.append(evaluate_descriptors(*queried, of_queries, protocol, 10, head=own))
     positives, junk = [[row, row + 20, 40 + row] for row in range(15)], [[59 - row] for row in range(15, 0, -1)]
-    graded = ListedTruth(60, [own[:2] for own in positives], junk, [[1, 2]] * 15, DIFFICULTIES, device=device)
+    graded = Truth(60, [own[:2] for own in positives], junk, [[1, 2]] * 15, DIFFICULTIES, device=device)
     parts = ["Public" if row % 2 else "Private" for row in range(15)]
-    landmarks = ListedTruth(60, positives, parts=parts, device=device)
+    landmarks = Truth(60, positives, parts=parts, device=device)
     for truth, protocol in ((graded, OF_REVISITED), (landmarks, OF_LANDMARKS)):
         found.append(evaluate_descriptors(descriptors[:15], descriptors, truth, protocol))
     return [{name: plain(value) for name, value in vars(one).items() if name != "leading"} for one in found]

@@ -55,4 +55,4 @@ def test_parts_of_every_kind_from_outside_train_on_two_ranks(tmp_path, training_
     assert len(found) == 2 and all(0 < loss < 2 for loss in found)
     *steps, last = map(json.loads, file.read_text().splitlines())
     assert [line["loss"] for line in steps if "loss" in line] == found
-    assert last == {"outcome": "finished"}
+    assert last == {"failed": False}

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from distap.data.images.decoding import DamagedImageError, image_size
 from distap.data.loading.reader import Reader
 from distap.data.plan import Classes
 from distap.data.shards.index import Index
@@ -177,12 +176,7 @@ def _side(source: str, index: Index) -> int:
     known = index.width > 0
     if known.any():
         return int(np.median(np.minimum(index.width, index.height)[known]))
-    reader, sides = Reader(parse_source(source), index), list[int]()
-    for sample in permutation(len(index), 0)[:SIZES_LOOKED_AT].tolist():
-        try:
-            sides.append(min(image_size(reader.data(sample))))
-        except DamagedImageError:
-            continue
-    if not sides:
+    reader, some = Reader(parse_source(source), index), permutation(len(index), 0)[:SIZES_LOOKED_AT].tolist()
+    if not (sides := list(filter(None, (min(reader.size(sample)) for sample in some)))):
         raise DistapError(f"{source}: none of {SIZES_LOOKED_AT} images that were looked at can be read")
     return int(np.median(sides))

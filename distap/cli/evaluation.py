@@ -22,16 +22,14 @@ DRAWS = "Draw a gallery of one image per class this many times, query the others
 QUERY_EXPANSION = "Move each query towards its neighbours, weighted by similarity to this power; 0 weighs all alike."
 DATABASE_AUGMENTATION = "Move each gallery image towards its neighbours, weighted by similarity to this power."
 RERANK_NEIGHBOURS = "Number of neighbours used by --rerank; take about the number of images per class."
-RECIPE_EVALUATED = "Recipe (a YAML file or a name of `distap recipes`) whose network to evaluate before training."
 NEIGHBOURS_HELP = "Number of neighbours used by --query-expansion and --database-augmentation."
 FIGURES = "Figures to compute, such as mAP@R,R@1,R@20,mAP@1000,mP@5/min. Each has its definition in the guide."
 RESULTS_FOLDER = "Folder to write results.json to, and for each data set result.json, queries and neighbours."
 
 
 def eval_command(
-    config: Annotated[Path | None, typer.Argument(help=RECIPE_EVALUATED)] = None,
+    checkpoint: Annotated[str, options.CHECKPOINT],
     overrides: OVERRIDES = None,
-    checkpoint: Annotated[str | None, options.CHECKPOINT] = None,
     best: options.BEST = False,
     data: Annotated[list[str] | None, data_option(help=DATA, show_default="the recipe's validation set")] = None,
     distractors: Annotated[
@@ -57,33 +55,21 @@ def eval_command(
 
     In shards with classes, every image is a query against all others, or against the images of --gallery. A folder
     that `distap data convert` wrote for Revisited Oxford or Paris, or for Google Landmarks v2, is evaluated by its
-    ground truth. Give a recipe to evaluate the network that training starts from, or --checkpoint for a trained one,
-    whose recipe KEY=VALUE changes: evaluation.sizing='side 1024' takes whole images. To use several ranks, run
-    `torchrun [...] -m distap.cli eval`. With --json: `network`, `sizing` and `scales`, and in `sets`, by name, the
-    figures from 0 to 1 of each refinement (`plain` is none).
+    ground truth. KEY=VALUE changes the recipe of the network: evaluation.sizing='side 1024' takes whole images. For
+    several ranks run `torchrun [...] -m distap.cli eval`. With --json: `network`, `sizing` and `scales`, and in
+    `sets`, by name, the figures from 0 to 1 of each refinement (`plain` is none).
     """
-    changes = [*(overrides or [])]
-    if checkpoint is not None and config is not None and "=" in str(config):  # the first override
-        changes, config = [str(config), *changes], None
-    if (config is None) == (checkpoint is None):
-        raise DistapError("give either a recipe or --checkpoint")
-    from distap.config.reading import load_recipe
-
-    untrained = None if config is None else load_recipe(config, changes)
     from distap.checkpoint.agreement import first_on_rank_0
     from distap.evaluation.extraction.image_describer import refuse_foreign_whitening
     from distap.evaluation.sets import evaluate_sets, open_named_sets
     from distap.retrieval.refinement import Expansion, KReciprocal, Refinement
     from distap.retrieval.whitening import load_whitening
-    from distap.training.build import describing_of, network_of, reading_of, trained_network
+    from distap.training.build import describing_of, reading_of, trained_network
     from distap.world import joined_world
 
     with joined_world() as world:
         set_up_logging(world.rank)
-        if untrained is None:
-            recipe, network = trained_network(str(checkpoint), world, best, changes)
-        else:
-            recipe, network = untrained, network_of(untrained, world)
+        recipe, network = trained_network(checkpoint, world, best, overrides or [])
 
         def opened() -> Any:
             settings = recipe.data
@@ -112,7 +98,6 @@ def eval_command(
             return sets, describing, refinement
 
         parts = first_on_rank_0(world, opened)
-        where = str(checkpoint or config)
-        found = evaluate_sets(*parts, output=output, printed=not as_json, network=where)
+        found = evaluate_sets(*parts, output=output, printed=not as_json, network=checkpoint)
         if as_json and world.rank == 0:
             print_json(found)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from pydantic import NonNegativeInt
+
 from distap.errors import DistapError
 
 if TYPE_CHECKING:
@@ -130,7 +132,7 @@ class PixelSettings:
     hold: Literal["auto", "memory", "spool"] = "auto"
     """Hold pixels in memory (`memory`) or in a temporary file of this rank that is mapped into memory (`spool`);
     `auto` takes memory if the share fits."""
-    memory_bytes: int = 8 * 2**30
+    memory_bytes: NonNegativeInt = 8 * 2**30
     """Hold at most this many bytes of a rank's share of the global batch in memory with `auto`; an image takes 3 x
     data.image_size ** 2."""
     spool_folder: Path | None = None
@@ -138,10 +140,6 @@ class PixelSettings:
     (tmpfs) saves no memory."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic where it is a config section
-
-    def __post_init__(self) -> None:
-        if self.memory_bytes < 0:
-            raise ValueError(f"memory_bytes is {self.memory_bytes}; expected 0 or more")
 
     def in_memory(self, share_bytes: int) -> bool:
         return self.hold == "memory" or (self.hold == "auto" and share_bytes <= self.memory_bytes)

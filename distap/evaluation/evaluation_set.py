@@ -30,7 +30,7 @@ from distap.retrieval.evaluate import Evaluated, evaluate_descriptors
 from distap.retrieval.figures import GRADED
 from distap.retrieval.refinement import PLAIN, Refinement
 from distap.retrieval.row_blocks import Descriptors
-from distap.retrieval.truth import ClassTruth, Truth
+from distap.retrieval.truth import Truth, class_truth
 
 GALLERY = 31  # first word of the key that galleries are drawn with: the same ones in every run
 NEIGHBOURS = 10  # images that are reported of each query
@@ -254,7 +254,7 @@ class DescribedSet:
             return of.truth.of_classes(self.classes, self.asking, self.among, device)
         labels = torch.from_numpy(self.levels).to(device)
         if of.kind == LABELLED:
-            return ClassTruth(labels)
+            return class_truth(labels)
         count = len(self.asking)
         others = labels[count:] if of.gallery else labels
-        return ClassTruth(labels[:count][asking], others[among])
+        return class_truth(labels[:count][asking], others[among])

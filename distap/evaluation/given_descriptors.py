@@ -18,7 +18,7 @@ from distap.retrieval.evaluate import Evaluated, evaluate_descriptors
 from distap.retrieval.figures import labelled_figures
 from distap.retrieval.ranks import Ties
 from distap.retrieval.row_blocks import Descriptors, given_rows, taken
-from distap.retrieval.truth import ClassTruth, ListedTruth
+from distap.retrieval.truth import Truth, class_truth
 
 
 def evaluate(
@@ -89,18 +89,18 @@ def evaluate(
         parts[domain.cpu().numpy() < 0] = ""
     figures = figures or labelled_figures()
     if asks is None:
-        by_class = ClassTruth(classes, None, None if camera is None else (camera, camera), parts.tolist())
+        by_class = class_truth(classes, None, None if camera is None else (camera, camera), parts.tolist())
         return _summary(evaluate_descriptors(rows, rows, by_class, figures, **rest))
     mask = torch.from_numpy(asks).to(classes.device)
     asking, among = (taken(rows, some.nonzero()[:, 0]) for some in (mask, ~mask))
     by_camera = None if camera is None else (camera[mask], camera[~mask])
-    by_class = ClassTruth(classes[mask], classes[~mask], by_camera, parts[asks[: len(parts)]].tolist())
+    by_class = class_truth(classes[mask], classes[~mask], by_camera, parts[asks[: len(parts)]].tolist())
     return _summary(evaluate_descriptors(asking, among, by_class, figures, **rest))
 
 
 def _listed(
     known: GroundTruth, rows: Descriptors, asks: NDArray[np.bool_] | None, names: Sequence[str] | None
-) -> tuple[Descriptors, Descriptors, ListedTruth]:
+) -> tuple[Descriptors, Descriptors, Truth]:
     """Return queries, gallery and truth."""
     if names is not None and len(names) != len(rows):
         raise DistapError(f"there are {len(names)} names for {len(rows)} descriptors")

@@ -33,7 +33,7 @@ from distap.data.sizing import Box
 from distap.errors import DistapError
 from distap.retrieval.figures import figures_named, labelled_figures
 from distap.retrieval.row_blocks import taken
-from distap.retrieval.truth import NONE, ListedTruth
+from distap.retrieval.truth import NONE, Truth, rows_by_class
 from distap.storage.texts import read_json
 
 EARTH_METRES = 6_371_008.8  # mean radius
@@ -125,7 +125,7 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
         device: torch.device,
         is_of_itself: bool = False,
         lost: Collection[Name] = (),
-    ) -> ListedTruth:
+    ) -> Truth:
         """Return the truth of some queries for a gallery of images by name; if a name repeats, take the first.
 
         Args:
@@ -155,7 +155,7 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
             ignored.append({*rows(query, "junk")} - {NONE, own[-1]})
             taken_out = ignored[-1] | {NONE, own[-1]}
             graded.append({one: grade for one, grade in zip(found, grades, strict=True) if one not in taken_out})
-        return ListedTruth(
+        return Truth(
             len(names),
             [[*each] for each in graded],
             [[*each] for each in ignored],
@@ -168,26 +168,19 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
 
     def of_classes(
         self, classes: NDArray[np.str_], asking: NDArray[np.int64], among: NDArray[np.int64], device: torch.device
-    ) -> ListedTruth:
+    ) -> Truth:
         """Return the truth of a file without queries, by the classes of all images and the numbers of both sides.
 
         An image of one of the query's classes, which `|` joins, is right. What stands before the first slash of a
         query's class is its domain.
         """
-        order = np.argsort(classes[among], kind="stable")
-        names, starts = np.unique(classes[among][order], return_index=True)
-        rows = dict(zip(names.tolist(), np.split(order, starts[1:]), strict=True))
+        rows, none = rows_by_class(classes[among]), np.empty(0, np.int64)
         row_of = dict(zip(among.tolist(), range(len(among)), strict=True))
-        own = [row_of.get(number, NONE) for number in asking.tolist()]
+        own = torch.tensor([row_of.get(number, NONE) for number in asking.tolist()], device=device)
         queries = classes[asking].tolist()
-        found = [np.concatenate([rows.get(one, order[:0]) for one in name.split("|")]) for name in queries]
-        return ListedTruth(
-            len(among),
-            [each[each != row] for each, row in zip(found, own, strict=True)],
-            parts=[name.partition("/")[0] for name in queries],
-            device=device,
-            own=torch.tensor(own, device=device),
-        )
+        found = [np.concatenate([rows.get(one, none) for one in name.split("|")]) for name in queries]
+        domains = [name.partition("/")[0] for name in queries]
+        return Truth(len(among), found, parts=domains, device=device, own=own)
 
     def _near(self, asking: Sequence[TrueQuery], names: Sequence[Name]) -> list[list[int]]:
         """Return for each query the rows of the images within the radius."""

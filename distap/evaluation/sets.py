@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distap.data.converters.dataset import GROUND_TRUTH_FILE
-from distap.data.images.decoding import MAX_PIXELS
 from distap.data.loading.reader import ImageSet, open_images
-from distap.data.shards.index import Index
 from distap.errors import DistapError
 from distap.evaluation.described_images import open_described
 from distap.evaluation.evaluation_set import EvaluationSet
@@ -37,7 +35,6 @@ def open_set(
     gallery_draws: int = 0,
     at: Sequence[int] = AT,
     figures: Sequence[str] = (),
-    max_pixels: int = MAX_PIXELS,
     remote: RemoteSettings | None = None,
 ) -> EvaluationSet:
     """Open a data set to evaluate on: shards with classes, or a converted folder with a ground truth.
@@ -50,7 +47,7 @@ def open_set(
         gallery_draws: draw a gallery of one image per class this many times, and query the others; 0 draws none.
         at: values k of R@k and mP@k, for sets without a ground truth.
         figures: names of the figures to compute instead, see `distap.retrieval.figures`.
-        max_pixels, remote: see `open_images`.
+        remote: see `open_images`.
     """
     figures_named(figures)  # raises for an unknown one
     source = parse_source(where)
@@ -65,7 +62,7 @@ def open_set(
 
     def opened(part: Source | str) -> ImageSet:
         own = parse_source(part)
-        return open_described(own) if own.kind == "described" else open_images(own, max_pixels, remote)
+        return open_described(own) if own.kind == "described" else open_images(own, remote)
 
     if truth is not None:
         if gallery_draws:
@@ -111,16 +108,6 @@ def open_set(
                 "out, and each retrieves all others"
             )
     return found
-
-
-def refuse_seen_classes(train: Index, validation: ImageSet) -> None:
-    """Raise a DistapError if training and validation share a class."""
-    if seen := sorted({*train.class_name.tolist()} & {*validation.classes.tolist()}):
-        raise DistapError(
-            f"data.validation: {validation.name} shares {len(seen)} classes with the training set "
-            f"({', '.join(seen[:3])}, ...), so its figures would not be of unseen classes; set "
-            "data.unseen_classes=false if that is meant"
-        )
 
 
 def open_named_sets(

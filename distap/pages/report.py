@@ -2,18 +2,18 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import yaml
 
 import distap
 from distap.checkpoint.lease import FILE, RENEW_SECONDS, STALE_RENEWALS
-from distap.data.images.decoding import MAX_PIXELS, EncodedImage
-from distap.data.images.whole_images import EncodedImages, Thumbnails
+from distap.data.images.decoding import EncodedImage
+from distap.data.images.whole_images import Thumbnails
 from distap.data.loading.reader import open_images
 from distap.errors import DistapError
 from distap.evaluation.saved import Evaluation
@@ -97,23 +97,16 @@ def _thumbnails(evaluation: Evaluation, recipe: dict[str, Any]) -> Thumbnails:
     if evaluation.gallery is not None:
         sources.append(parse_source(evaluation.gallery))
     remote = RemoteSettings(**data.get("remote", {}))
-    sets = [open_images(source, data.get("max_pixels", MAX_PIXELS), remote) for source in sources]
+    sets = [open_images(source, remote) for source in sources]
     if "+".join(images.fingerprint for images in sets) != evaluation.fingerprint:
         named = " or ".join(map(str, sources))
         raise DistapError(f"{named}: the data set has changed since it was evaluated in {evaluation.folder}")
-    count = sum(len(images.keys) for images in sets)
-    return Thumbnails(_Joined([images.reader for images in sets], len(sets[0].keys)), np.arange(count), THUMBNAIL)
 
+    def encoded(sample: int) -> EncodedImage:  # those of a separate gallery follow
+        is_of_gallery = sample >= len(sets[0])
+        return sets[is_of_gallery].reader.encoded(sample - is_of_gallery * len(sets[0]))
 
-class _Joined(NamedTuple):
-    """Read images of a data set, followed by those of its separate gallery."""
-
-    readers: Sequence[EncodedImages]
-    own: int  # images of the first reader
-
-    def encoded(self, sample: int) -> EncodedImage:
-        is_own = sample < self.own
-        return self.readers[0 if is_own else 1].encoded(sample if is_own else sample - self.own)
+    return Thumbnails(encoded, np.arange(sum(map(len, sets))), THUMBNAIL)
 
 
 def training_charts(run: Run) -> dict[str, Chart | None]:

@@ -80,11 +80,6 @@ class DescriptorSet:
             )
 
 
-def write_descriptors(folder: Path, descriptors: DescriptorSet) -> None:
-    """Write descriptors to a folder for `read_descriptors`; see `write_described`."""
-    write_described(folder, descriptors, {DESCRIPTORS_FILE: _array(descriptors.descriptors)})
-
-
 def write_described(
     folder: Path, descriptors: DescriptorSet, files: Mapping[str, Callable[[BinaryIO], Any] | None], **about: Any
 ) -> None:
@@ -158,7 +153,7 @@ def read_described(
 
 
 def read_descriptors(folder: Path) -> DescriptorSet:
-    """Read a folder of `write_descriptors`, the descriptors as a memory map; see `read_described` for errors."""
+    """Read a folder of `distap extract`, the descriptors as a memory map; see `read_described` for errors."""
     about, described_by, keys, classes, shape = read_described(
         folder, DESCRIPTORS_FILE, "distap extract", "extract again"
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from distap.retrieval.figures import GRADED, Ranked, figures_named
 from distap.retrieval.ranks import CONVERTED_NUMBERS, MANY, Block, Ties, count_negatives
 from distap.retrieval.row_blocks import Descriptors, on_device, require_same_dimensions, taken
-from distap.retrieval.truth import NONE, ClassTruth, Truth
+from distap.retrieval.truth import NONE, Truth
 from distap.world import ALONE, World
 
 BLOCK_PAIRS = 2**25  # similarities held at once: 128 MB in float32
@@ -92,7 +92,7 @@ def evaluate_descriptors(
     neighbours, others = min(neighbours, others), others + (0 if distractors is None else len(distractors))
     order = truth.order[counts[truth.order].argsort(descending=True, stable=True)]  # least padding in blocks
     is_symmetric = (
-        isinstance(truth, ClassTruth)
+        truth.is_symmetric
         and is_same
         and head is None
         and isinstance(gallery, Tensor)
@@ -131,7 +131,7 @@ def evaluate_descriptors(
                 values[name][rows] = figure(every)
             for group, right in truth.groups.items():
                 ranked = every
-                if right is not None and grades is not None and truth.is_graded:
+                if right is not None and grades is not None and truth.levels is not None:
                     ranked = every.among(right)
                 elif right is not None and grades is not None:
                     # `before` counts no positive of any grade, so those of other grades are left out, like junk.

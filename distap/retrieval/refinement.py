@@ -32,10 +32,6 @@ class Expansion:
     neighbours: int = 10  # K, searched in the whole gallery
     power: float = 2.0  # α
 
-    def __post_init__(self) -> None:
-        if self.neighbours < 0 or not 0 <= self.power < np.inf:
-            raise DistapError(f"{self}: expected neighbours and power of at least 0")
-
     def apply(self, queries: Descriptors, gallery: Descriptors, same: bool = False) -> NDArray[Any]:
         """Return expanded queries (Q, C) in a new array of their dtype, from descriptors of length 1.
 
@@ -95,8 +91,6 @@ def reranked_heads(
         size: K, at most the size of the gallery. Re-ranking holds K² numbers for one query at a time.
         exclude_self: query i is row i of the gallery, and not in its own head.
     """
-    if size < 1:
-        raise DistapError(f"re-ranking: a head of {size} images, expected at least 1")
     size = min(size, len(gallery) - exclude_self)
     heads = np.empty((len(queries), max(size, 0)), np.int64)
     if heads.size:

@@ -187,7 +187,15 @@ class LocalStorage(Storage):
 
     @retried("read")
     def mapped(self, name: str) -> bytes | mmap:
-        return _map(self._local(name))
+        path = self._local(name)
+        try:
+            file = open_regular(path)
+        except ValueError as error:
+            raise DistapError(f"{path}: {error}") from error
+        with file:
+            if os.fstat(file.fileno()).st_size < LARGE_FILE:  # a mapped file stays open
+                return file.read()
+            return mmap(file.fileno(), 0, access=ACCESS_READ)
 
     @retried("listed")
     def names(self, pattern: str) -> list[str]:
@@ -219,17 +227,6 @@ class LocalStorage(Storage):
         super().remove(name)
         with suppress(OSError):
             self._local(name).parent.rmdir()  # a bucket has no empty folders either
-
-
-def _map(path: Path) -> bytes | mmap:
-    try:
-        file = open_regular(path)
-    except ValueError as error:
-        raise DistapError(f"{path}: {error}") from error
-    with file:
-        if os.fstat(file.fileno()).st_size < max(LARGE_FILE, 1):  # a mapped file stays open
-            return file.read()
-        return mmap(file.fileno(), 0, access=ACCESS_READ)
 
 
 class _Blocks(io.RawIOBase):

@@ -50,21 +50,17 @@ class Traffic(NamedTuple):
 
 
 class Meter:
-    """Count the traffic of this process; a copy in another process, or a fork, counts separately."""
+    """Count the traffic of this process; a copy in another process counts on by itself."""
 
     def __init__(self) -> None:
-        self._process, self._total = os.getpid(), Traffic()
-
-    def __reduce__(self) -> tuple[type["Meter"], tuple[()]]:
-        return Meter, ()
+        self._total = Traffic()
 
     def add(self, traffic: Traffic) -> None:
-        self._total = Traffic(*map(add, self.take(), traffic))
+        self._total = Traffic(*map(add, self._total, traffic))
 
     def take(self) -> Traffic:
         """Return the counts since the last call."""
-        taken = self._total if self._process == os.getpid() else Traffic()
-        self._process, self._total = os.getpid(), Traffic()
+        taken, self._total = self._total, Traffic()
         return taken
 
 

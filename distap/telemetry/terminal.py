@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from distap.storage.texts import printable
@@ -98,13 +98,12 @@ def tell(text: str, **figures: float) -> None:
 
 def figures_table(columns: dict[str, dict[str, float]]) -> Table:
     """Draw results in percent, one column each; with two columns, add the gain in points."""
-    gains = ["gain"] if len(columns) == 2 else []
-    table = Table("", *(Column(name, justify="right") for name in [*columns, *gains]))
+    gains, rows = ["gain"] if len(columns) == 2 else [], list[list[str]]()
     for figure in next(iter(columns.values())):
         values = [100 * column[figure] for column in columns.values()]
         gain = [f"{values[1] - values[0]:+.1f}"] if gains else []
-        table.add_row(figure, *(f"{value:.1f}" for value in values), *gain)
-    return table
+        rows.append([figure, *(f"{value:.1f}" for value in values), *gain])
+    return text_table("", "", ["", *columns, *gains], rows)
 
 
 def text_table(title: str, caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

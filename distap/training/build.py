@@ -56,7 +56,6 @@ def images_of(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingIma
         prefetch=data.prefetch,
         longest_wait=recipe.timeout_seconds,
         pixels=data.pixels,
-        max_pixels=data.max_pixels,
         remote=data.remote,
     )
     return (DescribedTraining if data.is_described else data.reading.open)(job, world, stopwatch)
@@ -136,7 +135,6 @@ def describing_of(
         network,
         Sizing.parse(sizing or recipe.sizing),
         scales or evaluation.scales,
-        max_pixels=data.max_pixels,
         scaled=data.scaled_decoding,
         whitening=None if whitening is None else load_whitening(Path(whitening)),
         antialias=evaluation.antialias,
@@ -147,8 +145,7 @@ def describing_of(
 
 def reading_of(recipe: NetworkRecipe) -> dict[str, Any]:
     """Return the settings of `open_set` that a recipe's data sets share."""
-    of_data = {name: getattr(recipe.data, name) for name in ("max_pixels", "remote")}
-    return of_data | {"at": recipe.evaluation.recall_at}
+    return {"remote": recipe.data.remote, "at": recipe.evaluation.recall_at}
 
 
 def sets_of(recipe: Recipe) -> dict[str, EvaluationSet]:

@@ -15,7 +15,6 @@ from distap.data.loading.share import TrainingImages
 from distap.errors import DistapError
 from distap.evaluation.described_images import open_described
 from distap.evaluation.evaluation_set import EvaluationSet
-from distap.evaluation.sets import refuse_seen_classes
 from distap.model.backbone import gives_signed
 from distap.model.network import RetrievalNetwork
 from distap.model.pooling import GeM
@@ -54,11 +53,16 @@ def checked_data(
         raise DistapError(f"data.validation: {data.validation} has a ground truth: name it in evaluation.also")
     unseen = () if validation is None or not data.unseen_classes else validation.image_sets
     for opened in unseen:
-        if images.index is not None:
-            refuse_seen_classes(images.index, opened)
-        elif world.rank == 0:
-            told = "%s has no index, so nothing checks whether it shares classes with %s"
-            logger.warning(told, data.train, opened.name)
+        if images.index is None:
+            if world.rank == 0:
+                told = "%s has no index, so nothing checks whether it shares classes with %s"
+                logger.warning(told, data.train, opened.name)
+        elif seen := sorted({*images.index.class_name.tolist()} & {*opened.classes.tolist()}):
+            raise DistapError(
+                f"data.validation: {opened.name} shares {len(seen)} classes with the training set "
+                f"({', '.join(seen[:3])}, ...), so its figures would not be of unseen classes; set "
+                "data.unseen_classes=false if that is meant"
+            )
     return images, sets
 
 

@@ -76,7 +76,6 @@ def test_packing_says_what_it_did(tmp_path, monkeypatch, capsys):
         ),
         (["train", "{config}", "--ranks", "2", "data.validation={train}"], "classes with the training set"),
         (["train", "{tmp}/nothing.yaml"], "nothing.yaml: the recipe cannot be read"),
-        (["eval"], "give either a recipe or --checkpoint"),
         (["eval", "--checkpoint", "{tmp}"], "no checkpoint there"),
         (["report", "{tmp}", "--output", "{tmp}"], "no such run log"),
     ],

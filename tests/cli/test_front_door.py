@@ -49,7 +49,7 @@ def test_the_version_is_told_without_the_command_on_the_path():
 
 
 def test_figures_go_to_a_file_and_progress_does_not(tmp_path, monkeypatch, capfd, recipe):
-    command = "eval", recipe, "--output", tmp_path / "out"
+    command = "eval", "--checkpoint", recipe, "--output", tmp_path / "out"
     assert distap(monkeypatch, *command) == 0
     printed = capfd.readouterr().out
     assert "mAP@R" in printed and "\x1b" not in printed and "describing" not in printed

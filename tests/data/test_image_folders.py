@@ -10,7 +10,6 @@ from small_trainings import losses, parameters, train
 from benchmarks.photos import pack
 from distap.data.loading.checking import check
 from distap.data.loading.reader import open_images
-from distap.data.loading.streamed import StreamedShards
 from distap.data.shards.indexing import index_shards
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
@@ -86,7 +85,5 @@ def test_what_needs_shards_or_an_index_is_refused(folders):
     source = f"imagefolder:{folders / 'test'}"
     with pytest.raises(DistapError, match="not packed are no shards"):
         index_shards(source)
-    with pytest.raises(DistapError, match="not packed are no shards"):
-        StreamedShards(parse_source(source))
     with pytest.raises(DistapError, match="need no index"):
         parse_source(source, folders / "index.npz")

@@ -10,6 +10,7 @@ from distap.data.plan import Classes, Plan, in_turn
 from distap.data.sampling.p_by_k import PByKSampling, SuperPByKSampling
 from distap.data.sampling.random import ClassesSampling, RandomSampling
 from distap.errors import DistapError
+from distap.registry import build_part
 
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=9)
 
@@ -266,13 +267,10 @@ def test_balanced_p_by_k_takes_as_many_classes_of_each_coarser_class_as_can_be(g
         (labels_of([5] * 8), ClassesSampling(batch_size=15), "8 classes: set it to 16 or more, or choose p_by_k"),
         (labels_of([1] * 7), ClassesSampling(batch_size=14), "the data set has only 7 images"),
         (MANY, RandomSampling(batch_size=1000), "batch_size is 1000, but the data set has only"),
-        (MANY, RandomSampling(batch_size=1), "at least 2 images"),
         (MANY, PByKSampling(classes=36, images=2), "only 34 classes have two images or more"),
         (MANY, PByKSampling(classes=34, images=7), "the data set has only"),
-        (MANY, PByKSampling(classes=3, images=1), "images of at least 2"),
         (SIX, PByKSampling(classes=4, balance=2), "sampling.balance is 2; the index has 1 levels of coarser"),
         (labels_of([5] * 8), SuperPByKSampling(), "the index has 0, and 8 classes without"),
-        (super_labels([[3, 3], [4, 4]]), SuperPByKSampling(classes=1, images=4), "classes of at least 2"),
         (super_labels([[3, 3]]), SuperPByKSampling(classes=2, images=2), "the index has 1, and 0 classes without"),
         (
             super_labels([[3, 3], [4, 4]]),
@@ -284,6 +282,14 @@ def test_balanced_p_by_k_takes_as_many_classes_of_each_coarser_class_as_can_be(g
 def test_what_a_data_set_cannot_give_is_refused(classes, sampling, message):
     with pytest.raises(DistapError, match=message):
         Plan(classes if isinstance(classes, Classes) else Classes(classes), sampling, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"), [("random", "batch_size", 1), ("p_by_k", "images", 1), ("super_p_by_k", "classes", 1)]
+)
+def test_a_batch_without_two_images_to_compare_is_refused_when_the_recipe_is_read(name, key, value):
+    with pytest.raises(DistapError, match=f"{key}: 1: must be greater than or equal to 2"):
+        build_part("sampling", name, **{key: value})
 
 
 labels = st.lists(st.integers(0, 4), min_size=4, max_size=8).map(

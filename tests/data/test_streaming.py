@@ -6,7 +6,7 @@ from streamed import SAMPLING, SPOILT, STEPS, png, seen, streamed, write_by_webd
 
 from distap.config.reading import recipe_from
 from distap.data.loading.streamed import StreamedSource
-from distap.data.sampling.random import ClassesSampling, RandomSampling
+from distap.data.sampling.random import RandomSampling
 from distap.data.shards.tar import DamagedShardError
 from distap.errors import DistapError
 from distap.storage.remotes import RemoteSettings
@@ -86,8 +86,6 @@ def test_a_tar_that_was_cut_is_an_error_that_names_it_and_never_a_silent_skip(tm
 def test_settings_that_do_not_fit_are_refused(spoilt, tmp_path):
     with pytest.raises(DistapError, match=r"8 shards for 9 ranks, .* smaller --images-per-shard"):
         streamed(spoilt, World(0, 9))
-    with pytest.raises(DistapError, match=r"data\.reading is streamed, .* set sampling to random"):
-        streamed(spoilt, sampling=ClassesSampling(batch_size=8))
     settings = settings_of("shards", reading="streamed") | {"sampling": {"name": "classes", "batch_size": 8}}
     with pytest.raises(DistapError, match=r"but sampling\.name is classes; set it to random"):
         recipe_from(settings, "test")

@@ -290,7 +290,7 @@ def test_several_sets_are_evaluated_in_one_call(converted, training_shards, tmp_
     sets = [f"--data=oxford={converted / 'roxford5k'}", f"--data=own={training_shards[1]}"]
     expanded = "--query-expansion=2"
     options = [expanded, "evaluation.sizing=original", f"--output={tmp_path / 'out'}"]
-    configured = ["eval", tmp_path / "recipe.yaml"]
+    configured = ["eval", "--checkpoint", tmp_path / "recipe.yaml"]
     assert distap(monkeypatch, *configured, *sets[:1], *options) == 0
     assert distap(monkeypatch, *configured, *sets, expanded, f"--output={tmp_path / 'both'}") == 0
     assert distap(monkeypatch, *configured, *sets, "--figures=R@2,mP@3/min", f"--output={tmp_path / 'named'}") == 0
@@ -329,7 +329,8 @@ def test_a_folder_of_photographs_is_evaluated_by_a_truth_of_a_few_lines(
             "queries": [{"name": "mug.png", "positives": ["mug-again.png"], "junk": ["mug-behind.png"]},
                         {"name": "pen.png", "positives": ["pen-again.png"], "part": "pens"}]}"""
     )
-    configured = ["eval", tmp_path / "recipe.yaml", f"--data={tmp_path / 'photos'}", "evaluation.sizing=original"]
+    recipe_and_data = ["--checkpoint", tmp_path / "recipe.yaml", f"--data={tmp_path / 'photos'}"]
+    configured = ["eval", *recipe_and_data, "evaluation.sizing=original"]
     assert distap(monkeypatch, *configured, f"--truth={tmp_path / 'truth.json'}", "--json") == 0
     figures = json.loads(capsys.readouterr().out)["sets"]["photos"]["plain"]
     how = describing(tmp_path, training_shards)

@@ -12,7 +12,7 @@ from distap.data.converters.revisited import DIFFICULTIES, OF_REVISITED
 from distap.retrieval import evaluate, ranks
 from distap.retrieval.descriptor_parts import DescriptorParts
 from distap.retrieval.figures import labelled_figures
-from distap.retrieval.truth import ClassTruth, ListedTruth
+from distap.retrieval.truth import Truth, class_truth
 from distap.world import World
 
 IMAGES, CLASSES, QUERIES = 600, 40, 5
@@ -27,10 +27,10 @@ def evaluations(world):
     gallery = normalize(centres[labels] + noise)
     queries, of_queries = gallery[:QUERIES], labels[:QUERIES].tolist()  # a single block, whose gallery ranks share
     rows = [(labels == label).nonzero().flatten().tolist() for label in of_queries]
-    graded = ListedTruth(
+    graded = Truth(
         IMAGES, [own[2:9] for own in rows], [own[9:] for own in rows], [[1] * 4 + [2] * 3] * QUERIES, DIFFICULTIES
     )
-    landmarks = ListedTruth(IMAGES, rows, parts=["Public"] * QUERIES)
+    landmarks = Truth(IMAGES, rows, parts=["Public"] * QUERIES)
     head = torch.stack([torch.randperm(IMAGES, generator=generator)[:20] for _ in range(QUERIES)])
     protocol, half = labelled_figures(), gallery.numpy().astype(np.float16)
     more = DescriptorParts([("part", half[:70]), ("another", half[100:333])])
@@ -39,9 +39,9 @@ def evaluations(world):
             *arguments, world=world, head=first, distractors=more if first is None else None
         )
         for first, *arguments in (
-            (None, gallery, gallery, ClassTruth(labels), protocol, 10),
-            (None, gallery[:200], gallery[200:], ClassTruth(labels[:200], labels[200:]), protocol, 10),
-            (None, gallery[:20], gallery, ClassTruth(labels[:20], labels), protocol),
+            (None, gallery, gallery, class_truth(labels), protocol, 10),
+            (None, gallery[:200], gallery[200:], class_truth(labels[:200], labels[200:]), protocol, 10),
+            (None, gallery[:20], gallery, class_truth(labels[:20], labels), protocol),
             (None, queries, gallery, graded, OF_REVISITED),
             (head, queries, half, graded, OF_REVISITED),
             (None, queries, gallery, landmarks, OF_LANDMARKS),

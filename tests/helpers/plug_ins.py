@@ -131,6 +131,6 @@ class LinesInFile:
     def log(self, step: int, time: float, figures: Mapping[str, float]) -> None:
         print(json.dumps({"step": step, **figures}), file=self._opened)
 
-    def close(self, outcome: str) -> None:
-        print(json.dumps({"outcome": outcome}), file=self._opened)
+    def close(self, failed: bool) -> None:
+        print(json.dumps({"failed": failed}), file=self._opened)
         self._opened.close()

@@ -1,8 +1,15 @@
 """Slow, obvious versions of what is done to descriptors and rankings behind the network, as their papers write it."""
 
+from functools import partial
+
 import numpy as np
 
-from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet
+from distap.retrieval.descriptor_files import DESCRIPTORS_FILE, DescribedBy, DescriptorSet, write_described
+
+
+def write_descriptors(folder, descriptors):
+    """Write a folder as `distap extract` does."""
+    write_described(folder, descriptors, {DESCRIPTORS_FILE: partial(np.save, arr=descriptors.descriptors)})
 
 
 def unit(values):

@@ -3,10 +3,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from postprocessing_reference import clustered
+from postprocessing_reference import clustered, write_descriptors
 
 from distap.errors import DistapError
-from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet, read_descriptors, write_descriptors
+from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet, read_descriptors
 from distap.storage.atomic import file_identity
 
 DTYPES = [np.float32, np.float16]

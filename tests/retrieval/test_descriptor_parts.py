@@ -6,12 +6,13 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from postprocessing_reference import write_descriptors
 from retrieval_reference import labelled_figures, order_of
 from torch.nn.functional import normalize
 
 import distap
 from distap.errors import DistapError
-from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet, write_descriptors
+from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet
 from distap.retrieval.descriptor_parts import DescriptorParts, open_parts
 
 LEFT_OUT = "left_out"

@@ -4,12 +4,11 @@ from dataclasses import replace
 import faiss
 import numpy as np
 import pytest
-from postprocessing_reference import clustered, described
+from postprocessing_reference import clustered, described, write_descriptors
 from typer.testing import CliRunner
 
 from distap.cli import app
 from distap.errors import DistapError
-from distap.retrieval.descriptor_files import write_descriptors
 from distap.retrieval.index_files import read_index, write_index
 from distap.retrieval.indexing import KINDS, build_index, measure_recall
 from distap.retrieval.row_blocks import nearest

@@ -17,11 +17,11 @@ from distap.retrieval import figures
 from distap.retrieval.evaluate import evaluate_descriptors
 from distap.retrieval.figures import AT
 from distap.retrieval.ranks import FEW, MANY, count_above
-from distap.retrieval.truth import ClassTruth
+from distap.retrieval.truth import class_truth
 
 
 def evaluated(descriptors, labels, neighbours=0, at=AT, **settings):
-    truth = ClassTruth(labels)
+    truth = class_truth(labels)
     return evaluate_descriptors(descriptors, descriptors, truth, figures.labelled_figures(at), neighbours, **settings)
 
 
@@ -109,9 +109,9 @@ def test_the_query_is_removed_by_its_index_also_where_duplicates_exist():
 @pytest.mark.parametrize("labels", [torch.arange(4), torch.tensor([-1, -1, -1, 0])])
 def test_a_set_without_any_positive_is_an_error(labels):
     with pytest.raises(DistapError, match="none of the 4 images has another of its class"):
-        ClassTruth(labels)
+        class_truth(labels)
     with pytest.raises(DistapError, match="none of the 4 queries has an image of its class in the gallery"):
-        ClassTruth(labels, labels + 10)
+        class_truth(labels, labels + 10)
 
 
 @pytest.mark.parametrize("pairs", [2**26, 30, 1])
@@ -129,7 +129,7 @@ def test_queries_against_a_gallery_have_the_figures_of_sorting_it(monkeypatch, p
             order = order_of(own, positives, set(), head[row].tolist() if is_headed else ())
             orders[row] = [place in positives for place in order]
     monkeypatch.setattr("distap.retrieval.evaluate.BLOCK_PAIRS", pairs)
-    truth, protocol = ClassTruth(query_labels, gallery_labels), figures.labelled_figures((1, 7))
+    truth, protocol = class_truth(query_labels, gallery_labels), figures.labelled_figures((1, 7))
     for values in (gallery, gallery.numpy()):
         found = evaluate_descriptors(queries, values, truth, protocol, 10, head=head)
         assert found.summary() == pytest.approx(labelled_figures(orders, (1, 7)), abs=1e-12)

@@ -18,7 +18,7 @@ from distap.errors import DistapError
 from distap.evaluation.ground_truth import EARTH_METRES, parsed_truth
 from distap.retrieval.evaluate import evaluate_descriptors
 from distap.retrieval.figures import AT
-from distap.retrieval.truth import ListedTruth
+from distap.retrieval.truth import Truth
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ def graded(gallery, *queries):
     """The truth of queries that are given as their easy, hard and junk rows."""
     grades = [[1] * len(easy) + [2] * len(hard) for easy, hard, _ in queries]
     positives, junk = [[*easy, *hard] for easy, hard, _ in queries], [junk for *_, junk in queries]
-    return ListedTruth(gallery, positives, junk, grades, DIFFICULTIES)
+    return Truth(gallery, positives, junk, grades, DIFFICULTIES)
 
 
 def problem(seed, queries, gallery, tied):
@@ -120,7 +120,7 @@ def test_queries_without_any_positive_have_no_figure():
 @pytest.mark.parametrize("resident", [2**30, 0])
 def test_a_gallery_of_another_network_or_with_a_hole_is_an_error(monkeypatch, resident):
     monkeypatch.setattr("distap.retrieval.evaluate.RESIDENT_BYTES", resident)
-    truth = ListedTruth(4, [[0]])
+    truth = Truth(4, [[0]])
     with pytest.raises(DistapError, match="5 dimensions and the gallery 4"):
         evaluate_descriptors(torch.eye(5)[:1], torch.eye(4), truth, OF_LANDMARKS)
     gallery = np.eye(4, dtype=np.float16)

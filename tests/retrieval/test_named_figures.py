@@ -16,7 +16,7 @@ import distap
 from distap.errors import DistapError
 from distap.retrieval.evaluate import evaluate_descriptors
 from distap.retrieval.figures import GRADED
-from distap.retrieval.truth import ListedTruth
+from distap.retrieval.truth import Truth
 
 NAMES = ["mAP", "mAP@R", "mAP@3", "mAP@1000", "R@1", "R@20", "CMC@2", "mP@5", "mP@5/min", "mP@5/last", *GRADED]
 
@@ -69,7 +69,7 @@ def problem(seed: int, tied: bool):
     rows = [(own & ~junk).nonzero().flatten().tolist() for own, junk in zip(levels > 0, is_junk, strict=True)]
     grades = [levels[query, own].tolist() for query, own in enumerate(rows)]
     junk = [own.nonzero().flatten().tolist() for own in is_junk]
-    truth = ListedTruth(gallery, rows, junk, grades, {"": (1, 2, 3), "good": (2, 3)})
+    truth = Truth(gallery, rows, junk, grades, {"": (1, 2, 3), "good": (2, 3)})
     return described[:6], described[6:], truth, levels
 
 

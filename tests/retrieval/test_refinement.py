@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 from postprocessing_reference import clustered, expanded
 
-from distap.errors import DistapError
 from distap.retrieval.refinement import Expansion
 
 
@@ -40,9 +39,3 @@ def test_a_memory_map_in_half_precision_stays_so(tmp_path, gallery):
     single = np.array(mapped, np.float32)
     assert augmented.dtype == np.float16 and not isinstance(augmented, np.memmap)
     np.testing.assert_allclose(augmented, Expansion(5).apply(single, single, same=True), atol=1e-3)
-
-
-@pytest.mark.parametrize(("neighbours", "power"), [(-1, 2.0), (3, -1.0), (3, float("nan")), (3, float("inf"))])
-def test_settings_that_are_no_use_are_refused(neighbours, power):
-    with pytest.raises(DistapError, match="expected neighbours and power of at least 0"):
-        Expansion(neighbours, power)

@@ -106,8 +106,8 @@ def test_weights_and_biases_goes_on_in_the_run_that_was_interrupted(trained):
     assert figures_of_wandb(first) | again == figures_of_run_log(trained)
 
 
-def logged_run(folder: Path, step: int = 0, steps: int = 3, **recipe: object) -> LoggedRun:
-    return LoggedRun(folder / "run", "mine", recipe, step, steps)
+def logged_run(folder: Path, step: int = 0, **recipe: object) -> LoggedRun:
+    return LoggedRun(folder / "run", "mine", recipe, step)
 
 
 def log_steps(chosen, run, steps) -> list[str]:
@@ -152,7 +152,7 @@ class Recorder:
             raise self.error(f"no step {step}\nfor a long reason")
         self.steps.append(step)
 
-    def close(self, outcome: str) -> None:
+    def close(self, failed: bool) -> None:
         pass
 
 

@@ -3,11 +3,13 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from distap.data.images.decoding import EncodedImage, image_file
 from distap.data.sizing import Box, Shape, central_box
 from distap.errors import DistapError, suggestion
 
@@ -15,39 +17,22 @@ if TYPE_CHECKING:
     from torchvision.transforms import v2  # which a recipe is read without, since it takes a second to load
 
 
-class Croppable(Protocol):
-    """An image that a transform can crop, such as `EncodedImage`."""
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Width and height, pixels."""
-
-    def crop(self, box: Box, shape: Shape, scaled: bool) -> Tensor:
-        """Crop and scale a part of the image to (3, height, width) uint8; `scaled` allows decoding at lower scale."""
-
-
-Transform = Callable[[Croppable], Tensor]
+Transform = Callable[[EncodedImage], Tensor]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
 class CropFlipColour:
     """Crop, flip and colour images at random."""
 
-    crop: float = 0.5
+    crop: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Smallest share of the image's area that a random crop keeps; 1 crops the centre only."""
-    flip: float = 0.5
+    flip: Share = 0.5
     """Probability of a horizontal flip."""
-    colour: float = 0.0
+    colour: Share = 0.0
     """Strength of random changes of brightness, contrast and saturation; a quarter of it for hue."""
-    grey: float = 0.0
+    grey: Share = 0.0
     """Probability of turning an image grey."""
-
-    def __post_init__(self) -> None:
-        for name in ("crop", "flip", "colour", "grey"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected a number from 0 to 1")
-        if self.crop == 0:
-            raise ValueError("crop is 0; expected a share of the image's area above 0")
 
     def transform(self, image_size: int, scaled_decoding: bool = True) -> "CropAndVary":
         """Draw a crop for the image's size, decode it (with `scaled_decoding` JPEG at reduced scale), and vary it."""
@@ -93,7 +78,8 @@ class TorchvisionSteps:
         else:
             vary = CropAndVary(image_size, None, tuple(steps), scaled_decoding)
         for width, height in ((3, 2), (2, 3)):
-            seeded(vary, Blank((width * image_size, height * image_size)), 0)
+            blank = torch.zeros(3, height * image_size, width * image_size, dtype=torch.uint8)
+            seeded(vary, EncodedImage(image_file(blank)), 0)
         return vary
 
     def _built(self, image_size: int) -> "list[v2.Transform]":
@@ -150,7 +136,7 @@ class CropAndVary:
         shape = (empty if self.first is None else self.first(empty)).shape
         return (0, 0, width, height), (shape[1], shape[2])
 
-    def __call__(self, image: Croppable) -> Tensor:
+    def __call__(self, image: EncodedImage) -> Tensor:
         pixels = image.crop(*self.part(*image.size), self.scaled)
         where = f"data.augmentation: an image of {image.size[0]} x {image.size[1]} pixels"
         try:
@@ -167,15 +153,7 @@ class CropAndVary:
         return pixels
 
 
-@dataclass
-class Blank:
-    size: tuple[int, int]
-
-    def crop(self, box: Box, shape: Shape, scaled: bool) -> Tensor:
-        return torch.zeros(3, *shape, dtype=torch.uint8)
-
-
-def seeded(transform: Transform, image: Croppable, seed: int) -> Tensor:
+def seeded(transform: Transform, image: EncodedImage, seed: int) -> Tensor:
     """Transform an image with the randomness of `seed`; keep torch's global random state."""
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would seed GPUs as well, and take longer than a crop.

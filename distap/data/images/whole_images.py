@@ -4,10 +4,10 @@ import io
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,17 +20,13 @@ from distap.errors import DistapError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from distap.data.loading.reader import Reader
+
 PREFETCH = 2  # chunks that each worker reads ahead
 HELD = 4  # batches whose pixels may wait for others of their shape, all shapes together
 QUALITY = 82  # of a thumbnail, from 1 to 95
 THUMBNAILS_KEPT = 1024  # thumbnails in memory, of about 10 kB each
 logger = logging.getLogger("distap")
-
-
-class EncodedImages(Protocol):
-    """Images accessed by number, such as a `Reader`."""
-
-    def encoded(self, sample: int) -> EncodedImage: ...
 
 
 class SizedChunk(NamedTuple):
@@ -50,7 +46,7 @@ class SizedChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class SizedImages:
-    reader: EncodedImages
+    reader: "Reader"
     sizing: Sizing
     boxes: Mapping[int, Box] = field(default_factory=dict)  # the part of an image that counts; the whole of others
     scaled: bool = True  # whether JPEG may be decoded at reduced scale
@@ -109,13 +105,15 @@ class Thumbnails:
     """JPEG thumbnails of a data set's images, at most `longer_side` pixels; several threads may ask at once.
 
     Args:
-        reader: reads the images; None if there is no data set, and so no thumbnail.
+        encoded: returns an image by its number in the data set; None if there is no data set, and so no thumbnail.
         samples: (N,) number in the data set of each row's image, -1 for a missing image.
         longer_side: longest side of a thumbnail, pixels.
     """
 
-    def __init__(self, reader: EncodedImages | None, samples: NDArray[np.int64], longer_side: int) -> None:
-        self._reader, self._samples, self._longer_side = reader, samples, longer_side
+    def __init__(
+        self, encoded: Callable[[int], EncodedImage] | None, samples: NDArray[np.int64], longer_side: int
+    ) -> None:
+        self._encoded, self._samples, self._longer_side = encoded, samples, longer_side
         self._reading = threading.Lock()  # a reader of shards keeps files open for one thread
         self._kept = lru_cache(THUMBNAILS_KEPT)(self._made)
 
@@ -129,11 +127,11 @@ class Thumbnails:
 
     def _made(self, row: int) -> bytes | None:
         sample = int(self._samples[row])
-        if self._reader is None or sample < 0:
+        if self._encoded is None or sample < 0:
             return None
         try:
             with self._reading:
-                image = self._reader.encoded(sample)
+                image = self._encoded(sample)
             return thumbnail(image, self._longer_side)
         except DamagedImageError as error:
             logger.warning("no thumbnail of image %d: %s", sample, error)

@@ -41,7 +41,7 @@ class IndexedImages:
         self.plan = Plan(index.classes, job.sampling, job.seed)
         self.size = job.sampling.size
         self._job, self._world, self._stopwatch = job, world, stopwatch
-        self._reader = Reader(job.source, index, job.max_pixels, job.remote)
+        self._reader = Reader(job.source, index, job.remote)
 
     def shares(self, steps: range) -> Generator[ShareOfBatch]:
         job, slots = replace(self._job, steps=steps.stop), self._world.slots(self.size)

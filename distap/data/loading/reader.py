@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage, image_size
+from distap.data.images.decoding import DamagedImageError, EncodedImage, image_size
 from distap.data.map_style import DatasetRows, rows_behind
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index
@@ -28,24 +28,17 @@ class Reader:
     Args:
         source: the data set.
         index: the index of the same data set.
-        max_pixels: images with more pixels (width times height) are refused without decoding.
         remote: how a remote source is reached, and how often reading is tried.
     """
 
-    def __init__(
-        self,
-        source: Source | Path | str,
-        index: Index,
-        max_pixels: int = MAX_PIXELS,
-        remote: RemoteSettings | None = None,
-    ) -> None:
-        self.source, self.index, self.max_pixels = parse_source(source), index, max_pixels
+    def __init__(self, source: Source | Path | str, index: Index, remote: RemoteSettings | None = None) -> None:
+        self.source, self.index = parse_source(source), index
         rows = rows_behind(self.source)
         self.storage: Storage | DatasetRows = storage_of(self.source.base, remote) if rows is None else rows
 
     def encoded(self, sample: int) -> EncodedImage:
         """Return an image's file, not decoded yet; raise DamagedImageError if its bytes changed or are no image."""
-        return EncodedImage(self.data(sample), self.max_pixels, self.where(sample))
+        return EncodedImage(self.data(sample), name=self.where(sample))
 
     def data(self, sample: int) -> bytes:
         """Return the image's encoded bytes, checked against the index."""
@@ -77,8 +70,8 @@ class Reader:
             if self.source.kind == "imagefolder" and self.index.size[sample] > HEADER_BYTES:
                 name = str(self.index.shard_name[sample])
                 with suppress(DamagedImageError, DistapError):  # then all of it may tell
-                    return image_size(self.storage.read(name, 0, HEADER_BYTES), self.max_pixels, upright=True)
-            return image_size(self.data(sample), self.max_pixels, upright=True)
+                    return image_size(self.storage.read(name, 0, HEADER_BYTES), upright=True)
+            return image_size(self.data(sample), upright=True)
         except DamagedImageError:
             return 0, 0
 
@@ -116,12 +109,13 @@ class ImageSet:
         return np.array([self.reader.size(sample) for sample in samples], dtype=np.int64).reshape(-1, 2)
 
 
-def open_images(
-    source: Source | Path | str, max_pixels: int = MAX_PIXELS, remote: RemoteSettings | None = None
-) -> ImageSet:
+def open_images(source: Source | Path | str, remote: RemoteSettings | None = None) -> ImageSet:
     """Open the images of shards (see `Reader`), or of a local folder without index and shards."""
     source = parse_source(source)
-    if _is_plain(source):
+    folder = Path(source.base)
+    is_named = source.pattern is not None or source.kept_index is not None or source.kind != "shards"
+    holds_shards = Path(source.index).exists() or next(folder.glob("*.tar"), None) is not None
+    if not (source.scheme or is_named or holds_shards) and folder.is_dir():
         index, source = index_of_folder(source, labelled=False), replace(source, kind="imagefolder")
     else:
         index = load_index(source, remote)
@@ -129,13 +123,5 @@ def open_images(
     if len(np.unique(keys)) < len(keys):  # each shard of other makers may count from 0
         shards = index.shard_name[index.shard].tolist()
         keys = np.array([f"{shard}:{key}" for shard, key in zip(shards, index.key.tolist(), strict=True)])
-    reader = Reader(source, index, max_pixels, remote)
+    reader = Reader(source, index, remote)
     return ImageSet(str(source), index.fingerprint, keys, index.class_name[index.label], reader, index.left_out)
-
-
-def _is_plain(source: Source) -> bool:
-    folder = Path(source.base)
-    is_named = source.pattern is not None or source.kept_index is not None or source.kind != "shards"
-    if source.scheme or is_named or not folder.is_dir():
-        return False
-    return not Path(source.index).exists() and next(folder.glob("*.tar"), None) is None

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from distap.data.images.augmentation import Croppable, Transform, seeded
-from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, NoReaderError, Reason
+from distap.data.images.augmentation import Transform, seeded
+from distap.data.images.decoding import DamagedImageError, EncodedImage, NoReaderError, Reason
 from distap.data.plan import Sampling
 from distap.data.shards.index import Index
 from distap.data.shards.parallel import LONGEST_WAIT, handed_over
@@ -50,7 +50,6 @@ class LoadingJob:
     prefetch: int = 2  # chunks that each worker reads ahead
     longest_wait: float = LONGEST_WAIT  # seconds for the next chunk
     pixels: PixelSettings = field(default_factory=PixelSettings)  # where pixels wait for the replay
-    max_pixels: int = MAX_PIXELS  # images with more (width times height) are refused without decoding
     remote: RemoteSettings | None = None
 
     def chunks(
@@ -64,7 +63,7 @@ class LoadingJob:
         """Return width and height of a step's pixels, and the transform to them."""
         return next((size, to) for share, size, to in self.sizes[::-1] if step >= round(share * self.steps))
 
-    def augmented(self, image: Croppable, step: int, slot: int) -> Tensor:
+    def augmented(self, image: EncodedImage, step: int, slot: int) -> Tensor:
         """Augment an image for a slot of a step to (3, size, size) uint8; only seed, step and slot decide how."""
         return seeded(self.at(step)[1], image, seed_for(AUGMENTATION, self.seed, step, slot))
 

@@ -23,21 +23,20 @@ from typing import Any
 
 import torch
 import webdataset
+from pydantic import PositiveInt
 from torch import Tensor
 
 from distap.data.images.decoding import DamagedImageError, EncodedImage
 from distap.data.labels import class_name
 from distap.data.loading.share import Chunk, Failure, LoadingJob, ShareOfBatch, shares_of
-from distap.data.sampling.random import RandomSampling
 from distap.data.shards.index import Index
 from distap.data.shards.load_index import load_index
-from distap.data.shards.tar import LABEL_FIELD, MAX_DIGITS, Group, TarMember, labelled_image, read_groups
+from distap.data.shards.tar import LABEL_FIELD, MAX_DIGITS, TarMember, labelled_image, read_groups
 from distap.errors import DistapError
 from distap.randomness import permutation, seed_for
 from distap.stopwatch import Stopwatch
-from distap.storage.files import storage_of
-from distap.storage.locations import Source, shard_names
-from distap.storage.remotes import RemoteSettings
+from distap.storage.files import Storage, storage_of
+from distap.storage.locations import shard_names
 from distap.storage.texts import parsed_json
 from distap.world import World
 
@@ -57,12 +56,8 @@ class StreamedSource:
     number is the number of the class; any other text (but in cls) is the name of one."""
     label_key: str | None = None
     """Key of the class in a member that is JSON, with dots between the keys of nested objects."""
-    shuffle: int = 128
+    shuffle: PositiveInt = 128
     """Number of a shard's images that are held in memory, as files, to draw the next from; 1 keeps their order."""
-
-    def __post_init__(self) -> None:
-        if self.shuffle < 1:
-            raise ValueError(f"shuffle is {self.shuffle}; expected 1 or more")
 
     def open(self, job: LoadingJob, world: World, stopwatch: Stopwatch) -> "StreamedImages":
         return StreamedImages(self, job, world, stopwatch)
@@ -87,20 +82,19 @@ class StreamedImages:
     """Images of this rank's streams. Stream k of rank r of W reads shards number r + W k, modulo all."""
 
     def __init__(self, source: StreamedSource, job: LoadingJob, world: World, stopwatch: Stopwatch) -> None:
-        if type(job.sampling) is not RandomSampling:
-            raise DistapError(
-                "data.reading is streamed, which takes images in the order of shards: set sampling to random"
-            )
         self._source, self._job, self._world, self._stopwatch = source, job, world, stopwatch
-        self._shards = StreamedShards(job.source, job.remote)
-        shards, ranks = len(self._shards.names), world.size
+        self._storage = storage_of(job.source.base, job.remote)
+        self._names = shard_names(job.source, self._storage)
+        shards, ranks = len(self._names), world.size
         if shards < ranks:
             raise DistapError(
                 f"{job.source}: {shards} shards for {ranks} ranks, each of which reads shards of its own: pack with "
                 "a smaller --images-per-shard"
             )
         self._streams = range(world.rank, ranks * max(min(job.workers, shards // ranks), 1), ranks)
-        self.size, self.fingerprint, self.order = job.sampling.size, self._shards.fingerprint, 3
+        # Of the shards' names, since their contents are unknown before reading.
+        self.fingerprint = hashlib.sha256("\0".join(self._names).encode(errors="backslashreplace")).hexdigest()
+        self.size, self.order = job.sampling.size, 3
 
     @cached_property
     def index(self) -> Index | None:
@@ -111,10 +105,10 @@ class StreamedImages:
             return None
 
     def shares(self, steps: range) -> Generator[ShareOfBatch]:
-        job, shards, first = replace(self._job, steps=steps.stop), self._shards, steps.start
+        job, names, first = replace(self._job, steps=steps.stop), self._names, steps.start
         every = len(self._streams) * self._world.size
         streams = [
-            Stream(shards, range(number, len(shards.names), every), number, job.seed, self._source.shuffle, first)
+            Stream(self._storage, names, range(number, len(names), every), number, job, self._source.shuffle, first)
             for number in self._streams
         ]
         images = StreamImages(self._source, job, self._world.slots(self.size), streams)
@@ -122,38 +116,16 @@ class StreamedImages:
         return shares_of(job, self._world, self._stopwatch, steps, chunks)
 
 
-class StreamedShards:
-    """Read shards from first to last byte; safe to copy into loader workers."""
-
-    def __init__(self, source: Source, remote: RemoteSettings | None = None) -> None:
-        self.source = source
-        self._storage = storage_of(source.base, remote)
-        self.meter = self._storage.meter
-        self.names = shard_names(source, self._storage)
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the shards' names, since their contents are unknown before reading."""
-        return hashlib.sha256("\0".join(self.names).encode(errors="backslashreplace")).hexdigest()
-
-    def samples(self, shard: int, shuffle: int, seed: int) -> Iterator[Group]:
-        """Yield key and members of a shard's samples, shuffled through webdataset's buffer of `shuffle` samples."""
-        name = self.names[shard]
-        length = self._storage.about(name).size
-        with self._storage.open(name) as file:
-            groups = read_groups(file, length, self._storage.where(name))
-            yield from webdataset.shuffle(shuffle, initial=shuffle, rng=random.Random(seed))(groups)
-
-
 @dataclass
 class Stream:
     """Samples of one stream, which one worker reads."""
 
-    shards: StreamedShards
+    storage: Storage
+    names: list[str]  # of all shards
     own: range  # numbers of its shards
     number: int  # of the stream, unlike all others
-    seed: int
-    shuffle: int
+    job: LoadingJob
+    shuffle: int  # samples in webdataset's buffer
     first: int  # step
     _step: int = -1
     _in_batch: set[str] = field(default_factory=set)  # names of the images of a step that were used
@@ -178,7 +150,7 @@ class Stream:
                 self._in_batch.add(sample[0])
                 yield sample
         raise DistapError(
-            f"{self.shards.source}: a loader worker has only {len(self._in_batch)} images in its {len(self.own)} "
+            f"{self.job.source}: a loader worker has only {len(self._in_batch)} images in its {len(self.own)} "
             "shards, too few for its part of a batch, in which no image may be twice, or too many of them damaged: "
             "set sampling.batch_size or data.workers lower"
         )
@@ -186,11 +158,14 @@ class Stream:
     def _walk(self) -> Iterator[Found | None]:
         """Yield each sample of each pass from number `first` on, and None at the end of a pass; without end."""
         for turn in count(self.first):
-            for place in permutation(len(self.own), SHARD_ORDER, self.seed, self.number, turn).tolist():
+            for place in permutation(len(self.own), SHARD_ORDER, self.job.seed, self.number, turn).tolist():
                 shard = self.own[place]
-                name, seed = self.shards.names[shard], seed_for(WITHIN_SHARD, self.seed, turn, shard)
-                for key, members in self.shards.samples(shard, self.shuffle, seed):
-                    yield f"{name}:{key}", key, members
+                name, order = self.names[shard], random.Random(seed_for(WITHIN_SHARD, self.job.seed, turn, shard))
+                length = self.storage.about(name).size
+                with self.storage.open(name) as file:
+                    groups = read_groups(file, length, self.storage.where(name))
+                    for key, members in webdataset.shuffle(self.shuffle, initial=self.shuffle, rng=order)(groups):
+                        yield f"{name}:{key}", key, members
             yield None
 
 
@@ -221,7 +196,7 @@ class StreamImages:
             for name, key, members in stream.candidates(step):
                 try:
                     label, image, _ = labelled_image(key, self.source.labelled(key, members))
-                    pixels.append(self.job.augmented(EncodedImage(image.data, self.job.max_pixels, name), step, slot))
+                    pixels.append(self.job.augmented(EncodedImage(image.data, name=name), step, slot))
                 except DamagedImageError as error:
                     failures.append(Failure.of(name, error))
                 else:
@@ -229,7 +204,7 @@ class StreamImages:
                     labels.append(label)
                     names.append(name)
                     break
-        return Chunk(torch.stack(pixels), samples, torch.tensor(labels), names, failures, stream.shards.meter.take())
+        return Chunk(torch.stack(pixels), samples, torch.tensor(labels), names, failures, stream.storage.meter.take())
 
 
 def number_of(name: str) -> int:

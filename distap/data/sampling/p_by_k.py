@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, PositiveInt
 
 from distap.data.plan import Classes, Samples, turns
 from distap.data.sampling.random import ClassesSampling
@@ -22,10 +24,10 @@ COUNTED = 65_536  # pairs of super-categories
 class SomeOfEach:
     """Take P classes and K images of each."""
 
-    classes: int = 64
+    classes: PositiveInt = 64
     """Number P of classes in a global batch."""
-    images: int = 4
-    """Number K of images of each class, at least 2."""
+    images: Annotated[int, Field(ge=2)] = 4
+    """Number K of images of each class."""
 
     @property
     def size(self) -> int:
@@ -34,11 +36,6 @@ class SomeOfEach:
     @property
     def _asked(self) -> str:
         return f"sampling takes {self.classes} classes x {self.images} images = {self.size} a batch"
-
-    def _require_least(self, classes: int) -> None:
-        if self.classes < classes or self.images < 2:
-            given = f"{self.classes} and {self.images}"
-            raise DistapError(f"sampling needs classes of at least {classes} and images of at least 2, not {given}")
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,6 @@ class PByKSampling(SomeOfEach):
     null takes no account of them."""
 
     def check(self, data: Classes) -> None:
-        self._require_least(1)
         usable, levels = data.with_pairs, data.levels.shape[1]
         if self.balance is not None and not 1 <= self.balance <= levels:
             raise DistapError(f"sampling.balance is {self.balance}; the index has {levels} levels of coarser classes")
@@ -95,8 +91,10 @@ class SuperPByKSampling(SomeOfEach):
     without enough images for a batch are left out, but each super-category must be in a pair that is not.
     """
 
+    classes: Annotated[int, Field(ge=2)] = 64
+    """Number P of classes in a global batch."""
+
     def check(self, data: Classes) -> None:
-        self._require_least(2)
         without = len(data.with_pairs) - sum(map(len, data.by_group.values()))
         if without or len(data.by_group) < 2:
             raise DistapError(

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from distap.data.plan import Classes, Samples, in_turn, turns
 from distap.errors import DistapError
@@ -22,7 +24,7 @@ class RandomSampling:
     no epochs; each batch is drawn anew.
     """
 
-    batch_size: int = 4096
+    batch_size: Annotated[int, Field(ge=2)] = 4096
     """Number B of images in a global batch."""
 
     @property
@@ -30,8 +32,6 @@ class RandomSampling:
         return self.batch_size
 
     def check(self, data: Classes) -> None:
-        if self.batch_size < 2:
-            raise DistapError(f"sampling.batch_size is {self.batch_size}; ranking needs at least 2 images")
         if self.batch_size > len(data):
             only = f"the data set has only {len(data)} images and no image may be in a batch twice"
             raise DistapError(f"sampling.batch_size is {self.batch_size}, but {only}: set it to {len(data)} or less")

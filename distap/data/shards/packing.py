@@ -132,7 +132,10 @@ def _write_shard(job: _Job) -> tuple[Index, list[Skipped]]:
                 skipped.append(Skipped(str(path), str(error)))
                 continue
             stem = re.sub(r"[^A-Za-z0-9_-]+", "_", path.stem)[:60]
-            fields = {_field_of(path, data): data, LABEL_FIELD: str(label).encode()}
+            # The file's suffix without its dot, or that of its content.
+            suffix = path.suffix.lower()
+            field = suffix.removeprefix(".") if suffix in IMAGE_SUFFIXES else suffix_of(data)
+            fields = {field: data, LABEL_FIELD: str(label).encode()}
             for field, content in sorted(fields.items()):
                 member = tarfile.TarInfo(f"{position:08d}-{stem}.{field}")
                 member.size, member.mode = len(content), 0o444
@@ -152,9 +155,3 @@ def _cut_out(data: bytes, box: Box, name: str) -> bytes:
         raise DamagedImageError("decode_error", f"box {box} lies outside of {image.width} x {image.height} pixels")
     image.crop(inside).save(buffer, "JPEG", quality=95, subsampling=0)
     return buffer.getvalue()
-
-
-def _field_of(path: Path, data: bytes) -> str:
-    """Return the field of an image in its sample: the file's suffix without its dot, or that of its content."""
-    suffix = path.suffix.lower()
-    return suffix.removeprefix(".") if suffix in IMAGE_SUFFIXES else suffix_of(data)

@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from distap.errors import DistapError
 from distap.registry import REGISTRY, by_path
 from distap.storage.atomic import write_whole
 from distap.storage.texts import without_secrets
 
-Outcome = Literal["finished", "stopped", "failed"]
 logger = logging.getLogger("distap")
 
 
@@ -31,7 +30,6 @@ class LoggedRun:
     id: str
     recipe: Mapping[str, Any]  # plain nested values; a logger gets them without secrets
     step: int  # steps behind the state that the run goes on from; figures of later steps are to be replaced
-    steps: int  # of the whole run
 
     def kept_id(self, name: str, create: Callable[[], str]) -> str:
         """Return this run's id in a logger's terms, kept in RUN/loggers/NAME; create it on first use."""
@@ -56,8 +54,8 @@ class Logger(Protocol):
     def log(self, step: int, time: float, figures: Mapping[str, float]) -> None:
         """Log finite figures by name, at a Unix time in seconds; a step may have several lines."""
 
-    def close(self, outcome: Outcome) -> None:
-        """Flush everything; no further call follows."""
+    def close(self, failed: bool) -> None:
+        """Flush everything; no further call follows. `failed` tells whether an error has ended the training."""
 
 
 def prepare_loggers(chosen: Mapping[str, Logger]) -> None:
@@ -83,7 +81,6 @@ def opened_loggers(
     run = replace(run, recipe=json.loads(without_secrets(json.dumps(run.recipe))))
     opened: dict[str, Logger] = {}
     told: set[str] = set()
-    last = run.step
 
     @contextmanager
     def surviving(name: str) -> Iterator[None]:
@@ -98,28 +95,26 @@ def opened_loggers(
             count_lost(name)
 
     def log(entry: Mapping[str, Any]) -> None:
-        nonlocal last
-        last = entry["step"]
         figures = finite_figures({key: value for key, value in entry.items() if key not in ("step", "time")})
         for name in chosen:
             if name not in opened:
                 count_lost(name)
                 continue
             with surviving(name):
-                opened[name].log(last, entry["time"], figures)
+                opened[name].log(entry["step"], entry["time"], figures)
 
     for name, one in chosen.items():
         with surviving(name):
             one.open(run)
             opened[name] = one
-    outcome: Outcome = "failed"
+    failed = True
     try:
         yield log
-        outcome = "finished" if last >= run.steps else "stopped"
+        failed = False
     finally:
         for name, one in opened.items():
             with surviving(name):
-                one.close(outcome)
+                one.close(failed)
 
 
 def finite_figures(entry: Mapping[str, Any]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distap.errors import DistapError
-from distap.telemetry.loggers.loggers import LoggedRun, Outcome
+from distap.telemetry.loggers.loggers import LoggedRun
 
 FLUSH_SECONDS = 10
 
@@ -35,7 +35,7 @@ class TensorBoard:
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step, walltime=time)
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, failed: bool) -> None:
         self._writer.close()
 
 
@@ -79,5 +79,5 @@ class WeightsAndBiases:
     def log(self, step: int, time: float, figures: Mapping[str, float]) -> None:
         self._run.log({"step": step, "_timestamp": time, **figures})
 
-    def close(self, outcome: Outcome) -> None:
-        self._run.finish(exit_code=int(outcome == "failed"))
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))

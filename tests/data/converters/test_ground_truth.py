@@ -113,7 +113,8 @@ def test_uned_is_right_by_class_and_domain_in_one_index(tmp_path):
     assert (truth.query, truth.gallery, truth.queries) == (("test", "query"), ("test", "index"), ())
     classes = np.array(["cars/0", "cars/0", "sop/0", "gldv2/7|gldv2/8", "gldv2/7", "gldv2/8", "cars/7"])
     found = truth.of_classes(classes, np.arange(4), np.array([0, 1, 2, 4, 5, 6]), torch.device("cpu"))
-    assert [sorted(each.tolist()) for each in found.positives] == [[1], [0], [], [3, 4]]
+    assert [sorted(each.tolist()) for each in found.positives] == [[0, 1], [0, 1], [2], [3, 4]]
+    assert found.counts.tolist() == [1, 1, 0, 2]  # without the query itself
     assert found.parts == ["cars", "cars", "sop", "gldv2"] and found.own.tolist() == [0, 1, 2, -1]
 
 
