@@ -22,7 +22,7 @@ from distap.config.recipe import PrecisionName
 from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob, ShareOfBatch
-from distap.data.sampling.random import RandomSampling
+from distap.data.sampling import RandomSampling
 from distap.model.backbone import FileWeights, PackageWeights, RandomWeights, TimmBackbone, TimmWeights
 from distap.model.network import RetrievalNetwork, build_network
 from distap.model.pooling import GeMPooling

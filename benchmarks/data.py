@@ -27,7 +27,7 @@ from distap.data.images.augmentation import CropAndVary, CropFlipColour, Transfo
 from distap.data.images.decoding import EncodedImage
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob
-from distap.data.sampling.random import RandomSampling
+from distap.data.sampling import RandomSampling
 from distap.data.sizing import Box, PixelSettings, Shape, reduction
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import parse_source

@@ -38,7 +38,7 @@ from distap.data.converters.landmarks import OF_LANDMARKS
 from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob, ShareOfBatch
-from distap.data.sampling.random import RandomSampling
+from distap.data.sampling import RandomSampling
 from distap.data.sizing import PixelSettings, Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber

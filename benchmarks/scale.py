@@ -19,8 +19,7 @@ from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob
 from distap.data.plan import Plan, Sampling
-from distap.data.sampling.p_by_k import PByKSampling, SuperPByKSampling
-from distap.data.sampling.random import ClassesSampling, RandomSampling
+from distap.data.sampling import ClassesSampling, PByKSampling, RandomSampling, SuperPByKSampling
 from distap.data.shards.load_index import load_index
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import parse_source

@@ -11,6 +11,7 @@
 
 import difflib
 import inspect
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import wraps
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 if TYPE_CHECKING:
     from torch import Tensor
 
+logger = logging.getLogger("distap")  # of the whole package
 F = TypeVar("F", bound=Callable[..., Any])
 FINISHED = 0
 FAILED = 1

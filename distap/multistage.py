@@ -1,6 +1,5 @@
 """The three stages for any training loop: `loss = multistage(images, labels)`, then `loss.backward()`."""
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from distap.errors import DistapError, checked, tensor_given
+from distap.errors import DistapError, checked, logger, tensor_given
 from distap.ranking.listwise import KnownGradient
 from distap.ranking.loss import AnyLoss, build_loss
 from distap.ranking.losses.base import DescriptorLoss
@@ -27,8 +26,6 @@ from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.replica import CallersReplica, ReplacedForward, refuse_unusable, set_batchnorm, world_of
 from distap.stages.step import ThreeStages
 from distap.world import World
-
-logger = logging.getLogger("distap")
 
 
 class Multistage(nn.Module):

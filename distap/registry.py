@@ -56,10 +56,10 @@ REGISTRY: dict[str, dict[str, str]] = {
         "sum": "distap.ranking.losses.sums:WeightedSum",
     },
     "sampling": {
-        "random": "distap.data.sampling.random:RandomSampling",
-        "classes": "distap.data.sampling.random:ClassesSampling",
-        "p_by_k": "distap.data.sampling.p_by_k:PByKSampling",
-        "super_p_by_k": "distap.data.sampling.p_by_k:SuperPByKSampling",
+        "random": "distap.data.sampling:RandomSampling",
+        "classes": "distap.data.sampling:ClassesSampling",
+        "p_by_k": "distap.data.sampling:PByKSampling",
+        "super_p_by_k": "distap.data.sampling:SuperPByKSampling",
     },
     "augmentation": {
         "crop_flip_colour": "distap.data.images.augmentation:CropFlipColour",
@@ -91,8 +91,8 @@ REGISTRY: dict[str, dict[str, str]] = {
         "deepspeed": "distap.training.engines:DeepSpeedSettings",
     },
     "logger": {
-        "tensorboard": "distap.telemetry.loggers.trackers:TensorBoard",
-        "wandb": "distap.telemetry.loggers.trackers:WeightsAndBiases",
+        "tensorboard": "distap.telemetry.loggers:TensorBoard",
+        "wandb": "distap.telemetry.loggers:WeightsAndBiases",
     },
 }
 

@@ -16,7 +16,7 @@ import torch
 from distap.checkpoint.agreement import first_on_rank_0
 from distap.config.recipe import Recipe
 from distap.data.loading.share import ShareOfBatch
-from distap.errors import CAUSES, FINISHED, RESTART, DistapError
+from distap.errors import CAUSES, FINISHED, RESTART, DistapError, logger
 from distap.evaluation.extraction.extracting import BrokenOffError
 from distap.model.backbone import RandomWeights
 from distap.processes.stopping import StopRequest
@@ -30,7 +30,7 @@ from distap.telemetry.terminal import set_up_run_logging
 from distap.telemetry.tracing import traced
 from distap.training.build import evaluations_of, fitting_of, learner_of, loss_learner_of, loss_of, step_of
 from distap.training.projection import whiten_projection
-from distap.training.run_report import RunReport, logger
+from distap.training.run_report import RunReport
 from distap.training.run_state import RunState, is_begun
 from distap.training.schedule import Length
 from distap.training.start_checks import checked_data, checked_network, require_same_data

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, PositiveInt, ValidationError, field_vali
 from distap.config.parsing import parsed_yaml
 from distap.config.reading import changed_settings, recipe_file, recipe_from
 from distap.config.recipe import Recipe
-from distap.config.validation import Section
+from distap.config.sections import Section
 from distap.errors import DistapError, problems_of, suggestion
 
 TRAININGS = "trainings"  # folder of the runs

@@ -1,6 +1,5 @@
 """Search an index by images or keys, for `distap search` and `distap serve`."""
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedIm
 from distap.data.images.whole_images import Thumbnails, thumbnail
 from distap.data.loading.reader import open_images
 from distap.data.shards.load_index import index_of_folder
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.pages.page import THUMBNAIL, write_page
 from distap.retrieval.descriptor_files import DescribedBy
 from distap.retrieval.index_files import Hit, SearchIndex, read_index
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from distap.world import World
 
 KEY_PREFIX = "key:"
-logger = logging.getLogger("distap")
 
 
 @dataclass(frozen=True)

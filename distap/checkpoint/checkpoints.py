@@ -8,7 +8,6 @@ A folder without manifest is no checkpoint, so that neither a disk nor a bucket 
 again, while the first checkpoint of this step is still there, goes to step-00000012.1.
 """
 
-import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,7 @@ from distap.checkpoint.manifest import (
     parse_manifest,
     read_tensors,
 )
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.storage.atomic import make_folder, write_whole
 from distap.storage.files import LocalStorage, Storage
 from distap.storage.remotes import MissingFileError, UnreachableError
@@ -39,7 +38,6 @@ CHECKPOINTS_FOLDER = "checkpoints"  # within the folder of a run
 NAME = pattern(r"step-\d{8}(\.\d+)?")
 STEP = len("step-00000000")  # characters of a name that tell the step
 DOWNLOADS = 4  # files at once
-logger = logging.getLogger("distap")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Find the checkpoint to resume from or to read a network from, on disk or in a store."""
 
-import logging
 import shutil
 import tempfile
 import uuid
@@ -11,12 +10,10 @@ from pathlib import Path
 from distap.checkpoint.agreement import on_all
 from distap.checkpoint.checkpoints import NAME, Checkpoint, Checkpoints, FilesBeside
 from distap.checkpoint.manifest import DamagedCheckpointError, verify_files
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.storage.files import storage_of
 from distap.storage.locations import parse_store, scheme_of
 from distap.world import World
-
-logger = logging.getLogger("distap")
 
 
 @contextmanager

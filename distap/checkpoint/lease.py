@@ -8,7 +8,6 @@ does not renew its lease while the second waits. A person who knows more says so
 """
 
 import json
-import logging
 import os
 import socket
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.storage.files import Storage
 from distap.storage.remotes import MissingFileError
 from distap.storage.texts import parsed_json
@@ -30,7 +29,6 @@ RENEW_SECONDS = 20.0
 STALE_RENEWALS = 3  # that a training has missed if it is gone
 JOB = "DISTAP_JOB"  # set by a launcher: its job of several hosts
 TAKE_OVER = "DISTAP_TAKE_OVER"  # set in the environment of all ranks by --take-over
-logger = logging.getLogger("distap")
 
 
 class Lease:

@@ -1,7 +1,6 @@
 """Write checkpoints in a thread while training goes on, to disk or to a store."""
 
 import json
-import logging
 import os
 import time
 from collections import deque
@@ -18,7 +17,7 @@ from torch import Tensor
 from distap.checkpoint.agreement import on_all
 from distap.checkpoint.checkpoints import Checkpoints, FilesBeside
 from distap.checkpoint.manifest import STATE_FILE, Manifest, write_tensors
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.processes.forks import in_daemon
 from distap.processes.watchdog import is_of_the_network
 from distap.storage.atomic import FileIdentity, file_identity, write_whole
@@ -26,7 +25,6 @@ from distap.storage.remotes import UnreachableError
 from distap.world import CPU, World
 
 WAIT_SHARE = 0.95  # of timeout_seconds: a wait for a checkpoint ends before the watchdog ends the rank
-logger = logging.getLogger("distap")
 
 
 @dataclass(frozen=True)

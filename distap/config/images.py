@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from distap.config.validation import Section, Shards, SizingText, Unit
+from distap.config.sections import Section, Shards, SizingText, Unit
 from distap.data.sizing import PixelSettings
 from distap.registry import Chosen
 from distap.storage.locations import Source, parse_source

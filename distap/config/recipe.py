@@ -18,10 +18,10 @@ from distap.config.sections import (
     OptimizerSection,
     RankSection,
     ReplaySection,
+    Section,
     StepSection,
     StopSection,
 )
-from distap.config.validation import Section
 from distap.registry import Chosen, Part, name_of, sum_in_full
 
 LOADER_CHUNK = 16  # images that a worker hands over at once if micro-batches are `auto`

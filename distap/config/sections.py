@@ -1,12 +1,17 @@
 """The sections of a recipe, each with its keys, their meaning and their defaults."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
+    PlainSerializer,
+    PlainValidator,
     PositiveFloat,
     PositiveInt,
     SerializerFunctionWrapHandler,
@@ -16,9 +21,41 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
-from distap.config.validation import Section, StoreURL, Unit
+from distap.data.sizing import Sizing
+from distap.errors import DistapError
 from distap.registry import REGISTRY, Chosen, name_of
+from distap.storage.locations import Source, parse_source, parse_store
+
+Unit = Literal["steps", "epochs"]  # an epoch is as many images as there are to train on
+
+
+class Section(BaseModel):
+    """A section of a recipe: refuse unknown keys and later changes. Validate defaults too, which may be names."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+def _parsed(parse: Callable[[str], object]) -> Callable[[object], str | Source]:
+    """Normalise a text by parsing it; keep a data set in Python as it is."""
+
+    def check(value: object) -> str | Source:
+        if isinstance(value, Source):
+            return str(value) if value.rows is None else value
+        if not isinstance(value, str):
+            raise PydanticCustomError("string_type", "Input should be a valid string")
+        try:
+            return str(parse(value))
+        except DistapError as error:
+            raise ValueError(str(error)) from error
+
+    return check
+
+
+Shards = Annotated[str | Source, PlainValidator(_parsed(parse_source)), PlainSerializer(str)]
+SizingText = Annotated[str, AfterValidator(_parsed(Sizing.parse))]
+StoreURL = Annotated[str, AfterValidator(_parsed(parse_store))]
 
 
 class MemorySection(Section):

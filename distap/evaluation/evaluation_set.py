@@ -4,7 +4,6 @@ Classes or a ground truth say which gallery images are right for a query. The qu
 gallery as in In-Shop, or a gallery that is drawn from their own images as in VehicleID.
 """
 
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +18,7 @@ from distap.data.loading.reader import ImageSet
 from distap.data.plan import Classes
 from distap.data.shards.image_folders import warn_of
 from distap.data.sizing import Box
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.evaluation.described_images import DescribedImages
 from distap.evaluation.extraction.extracting import NOT_FINITE, Describing, Extraction, extract_descriptors
 from distap.evaluation.ground_truth import GroundTruth, TrueQuery
@@ -34,7 +33,6 @@ from distap.retrieval.truth import Truth, class_truth
 
 GALLERY = 31  # first word of the key that galleries are drawn with: the same ones in every run
 NEIGHBOURS = 10  # images that are reported of each query
-logger = logging.getLogger("distap")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ The launcher imports what its ranks need, forks them, and computes nothing itsel
 """
 
 import itertools
-import logging
 import os
 import runpy
 import signal
@@ -24,14 +23,13 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from distap.errors import FAILED, FINISHED, MISTAKE, RESTART
+from distap.errors import FAILED, FINISHED, MISTAKE, RESTART, logger
 from distap.processes.forks import die_with_parent, forking_context
 from distap.processes.stopping import MARGIN_SECONDS, SIGNALS, TRACE_SIGNAL, call_on_signal, go_deaf
 
 LOOPBACK = "127.0.0.1"  # a host's own name may be one that nobody can resolve
 LEAVE_SECONDS = 10  # for the other ranks, after one has left with an error
 POLL_SECONDS = 0.05
-logger = logging.getLogger("distap")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ Python runs a signal's handler when the main thread returns to Python code, whic
 a collective. So a thread of its own reads the signals from a pipe that Python's C handler writes to at once.
 """
 
-import logging
 import os
 import signal
 import threading
@@ -16,13 +15,12 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from distap.errors import RESTART
+from distap.errors import RESTART, logger
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TRACE_SIGNAL = signal.SIGUSR1
 MARGIN_SECONDS = 15  # beyond the grace time, before a launcher kills a rank
 ONE_REQUEST_SECONDS = 1.0  # a signal to a process group arrives twice, once through the launcher
-logger = logging.getLogger("distap")
 
 
 class StopRequest:

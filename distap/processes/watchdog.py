@@ -14,7 +14,6 @@ thread that waits in gloo cannot be interrupted.
 """
 
 import json
-import logging
 import os
 import re
 import sys
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distap.errors import FAILED, MISTAKE, CollectiveError
+from distap.errors import FAILED, MISTAKE, CollectiveError, logger
 from distap.processes.meeting import Party, RankProcess, listed
 
 BEAT_SECONDS = 1.0
@@ -37,7 +36,6 @@ SILENT_BEATS = 3.0
 VERDICT_SECONDS = 5.0  # from the verdict to the end of the process, unless the main thread leaves by itself
 # gloo, NCCL and the store raise plain RuntimeErrors, which these marks tell apart.
 OF_THE_NETWORK = ("/gloo/", "NCCL error", "NCCL communicator", "Connection ", "Broken pipe", "imed out")
-logger = logging.getLogger("distap")
 
 
 @dataclass

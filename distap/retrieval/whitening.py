@@ -6,7 +6,6 @@ directions in which images of a class differ. Covariances are accumulated in flo
 
 import hashlib
 import json
-import logging
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 from torch import Tensor
 
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet, reading
 from distap.retrieval.row_blocks import row_blocks
 from distap.storage.atomic import write_whole
@@ -31,7 +30,6 @@ WHITENING_VERSION = 1
 NO_VARIANCE = 1e-9  # share of the greatest variance that rounding to float16 leaves in a constant direction
 HALF_POWER = 0.25  # Revaud et al. 2019: 'square-rooted' PCA; 0.5 is full whitening
 
-logger = logging.getLogger("distap")
 
 Covariance = Float64[np.ndarray, "C C"]
 

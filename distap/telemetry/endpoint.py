@@ -10,7 +10,6 @@ A rank whose threads all hang answers nothing, which a liveness probe takes for 
 """
 
 import json
-import logging
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,10 +24,8 @@ from wsgiref.types import StartResponse, WSGIEnvironment
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.processes.watchdog import Watchdog
-
-logger = logging.getLogger("distap")
 
 
 @dataclass

@@ -21,10 +21,10 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from distap.errors import logger
 from distap.storage.texts import printable
 
 LogFormat = Literal["text", "json"]
-logger = logging.getLogger("distap")
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """Write and read a run's log, metrics.jsonl: one JSON object for each step or evaluation."""
 
 import json
-import logging
 import math
 import platform
 import socket
@@ -12,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import distap
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.storage.atomic import write_whole
 from distap.storage.texts import MOST_TEXT, parsed_json
 
 RUN_LOG, NOT_FINITE_LOG, STARTS_LOG = "metrics.jsonl", "not_finite.jsonl", "starts.jsonl"
-logger = logging.getLogger("distap")
 
 
 def append_line(path: Path, entry: dict[str, Any]) -> None:

@@ -15,14 +15,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from distap.errors import logger
 from distap.storage.texts import printable
 from distap.telemetry.logs import LogFormat, log_lines, origin
 
 T = TypeVar("T")
 TELL_SECONDS = 30.0  # from one line about progress to the next, without a terminal
 FILE_COLUMNS = 250  # of a file or pipe that results go to, so that a row of a table is one line
-
-logger = logging.getLogger("distap")
 
 
 class _Console(Console):

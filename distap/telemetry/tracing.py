@@ -5,7 +5,6 @@ appear in it under their names. Errors of the profiler never end the training.
 """
 
 import json
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +13,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from distap.errors import logger
+
 KINETO_QUIET = "99"
-logger = logging.getLogger("distap")
 
 
 @contextmanager

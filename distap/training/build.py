@@ -1,6 +1,5 @@
 """Build the parts of a training from a recipe: images, network, engine, step, evaluations."""
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from distap.config.reading import is_recipe, load_recipe, recorded_recipe
 from distap.config.recipe import NetworkRecipe, Recipe
 from distap.data.loading.share import LoadingJob, TrainingImages
 from distap.data.sizing import Sizing
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.evaluation.described_images import DescribedTraining
 from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.extraction.extracting import Describing
@@ -40,7 +39,6 @@ from distap.training.optimizer import parameter_groups
 from distap.world import World
 
 GIVEN_PARTS = ("backbone", "weights", "pooling")  # keys of the model for which a network in Python stands
-logger = logging.getLogger("distap")
 
 
 def images_of(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingImages:

@@ -1,7 +1,6 @@
 """Ways in which ranks share a network; a recipe chooses one under `engine`."""
 
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distap.config.recipe import PrecisionName
+from distap.errors import logger
 from distap.world import World
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from distap.training.learner import Learner
 
 GREATEST_BUCKET = 500_000_000  # parameters in one message of DeepSpeed
-logger = logging.getLogger("distap")
 BuildOptimizer = Callable[[], Optimizer]  # over the network's parameters, which FSDP has replaced by shards then
 
 

@@ -1,22 +1,18 @@
 """Initialise a projection as a whitening of training images (Revaud et al. 2019: PCA) before the first step."""
 
-import logging
-
 import numpy as np
 import torch
 from torch.nn.functional import normalize
 
 from distap.checkpoint.agreement import on_all
 from distap.config.recipe import Recipe
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.model.network import RetrievalNetwork, UnitLinear
 from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet
 from distap.retrieval.whitening import learn_pca
 from distap.stopwatch import Stopwatch
 from distap.training.build import images_of
 from distap.world import World
-
-logger = logging.getLogger("distap")
 
 
 def whiten_projection(recipe: Recipe, network: RetrievalNetwork, world: World, only_check: bool = False) -> None:

@@ -1,6 +1,5 @@
 """Report a running training to metrics, the run's log, loggers and the terminal."""
 
-import logging
 import math
 import shutil
 import statistics
@@ -20,13 +19,13 @@ from distap.checkpoint.writer import Written
 from distap.config.recipe import Recipe
 from distap.data.images.decoding import REASONS
 from distap.data.loading.share import ShareOfBatch, TrainingImages
-from distap.errors import CAUSES, DistapError
+from distap.errors import CAUSES, DistapError, logger
 from distap.evaluation.saved import Evaluation, folder_of_step, keep_few
 from distap.model.network import RetrievalNetwork
 from distap.registry import name_of
 from distap.stopwatch import Stopwatch
 from distap.telemetry.endpoint import Endpoint
-from distap.telemetry.loggers.loggers import LoggedRun, opened_loggers, prepare_loggers
+from distap.telemetry.loggers import LoggedRun, opened_loggers, prepare_loggers
 from distap.telemetry.logs import origin
 from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
 from distap.telemetry.runlog import NOT_FINITE_LOG, RUN_LOG, append_line, cut_run_log, log_start
@@ -39,7 +38,6 @@ COLLAPSED, COLLAPSED_STEPS = 1e-5, 5  # mean squared distance of descriptors to 
 STEP_FIGURES = "loss", "learning_rate", "gradient_norm", "spread", "replay_drift"  # of a step and of the metrics
 NAMED_IMAGES = 10  # images of a step whose descriptor is not finite that are named
 RECENT = 20  # steps whose median says how long the others will take
-logger = logging.getLogger("distap")
 
 
 class RunReport:

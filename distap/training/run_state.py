@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from distap.checkpoint.manifest import DamagedCheckpointError
 from distap.checkpoint.writer import CheckpointWriter
 from distap.config.recipe import Recipe
 from distap.data.loading.share import TrainingImages
-from distap.errors import CAUSES, DistapError
+from distap.errors import CAUSES, DistapError, logger
 from distap.evaluation.saved import FOLDER as EVALUATIONS
 from distap.model.backbone import SOURCES, built_again
 from distap.ranking.memory import CrossBatchMemory
@@ -29,7 +28,6 @@ from distap.world import World
 # Files of the run folder that go to a store together with checkpoints.
 BESIDE = ("recipe.yaml", RUN_LOG, STARTS_LOG, NOT_FINITE_LOG, f"{EVALUATIONS}/*/*", "loggers/*", "tensorboard/*")
 MAY_CHANGE = ("learning_rate", "clip_norm", "head_only")  # of `optimizer`; its state does not depend on them
-logger = logging.getLogger("distap")
 
 
 def is_begun(recipe: Recipe, world: World) -> bool:

@@ -12,8 +12,7 @@ from pydantic import NonNegativeFloat
 
 from distap.config.images import EvaluationSection
 from distap.config.recipe import Recipe
-from distap.config.sections import CheckpointSection
-from distap.config.validation import Unit
+from distap.config.sections import CheckpointSection, Unit
 from distap.errors import DistapError
 
 

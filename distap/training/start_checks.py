@@ -1,6 +1,5 @@
 """Find mistakes in a training's data and network before the first step, and report each once."""
 
-import logging
 import re
 from functools import partial
 from textwrap import shorten
@@ -12,7 +11,7 @@ from distap.checkpoint.agreement import on_all
 from distap.config.recipe import Recipe
 from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.share import TrainingImages
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.evaluation.described_images import open_described
 from distap.evaluation.evaluation_set import EvaluationSet
 from distap.model.backbone import gives_signed
@@ -24,7 +23,6 @@ from distap.training.build import images_of, network_of, sets_of
 from distap.world import World, device_of
 
 OF_DEVICE = re.compile("CUDA|cuDNN|NCCL|HIP")  # in errors that no network is to blame for
-logger = logging.getLogger("distap")
 
 
 def check_start(recipe: Recipe, ranks: int) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.metric_learning import MetricLearning
 from distap.config.reading import RECIPES, load_recipe, recipe_from
-from distap.data.sampling.random import RandomSampling
+from distap.data.sampling import RandomSampling
 from distap.errors import DistapError
 from distap.ranking.losses.calibration import Calibration
 from distap.ranking.losses.quantized import QuantizedAP

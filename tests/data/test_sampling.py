@@ -7,8 +7,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from distap.data.plan import Classes, Plan, in_turn
-from distap.data.sampling.p_by_k import PByKSampling, SuperPByKSampling
-from distap.data.sampling.random import ClassesSampling, RandomSampling
+from distap.data.sampling import ClassesSampling, PByKSampling, RandomSampling, SuperPByKSampling
 from distap.errors import DistapError
 from distap.registry import build_part
 

@@ -6,7 +6,7 @@ from streamed import SAMPLING, SPOILT, STEPS, png, seen, streamed, write_by_webd
 
 from distap.config.reading import recipe_from
 from distap.data.loading.streamed import StreamedSource
-from distap.data.sampling.random import RandomSampling
+from distap.data.sampling import RandomSampling
 from distap.data.shards.tar import DamagedShardError
 from distap.errors import DistapError
 from distap.storage.remotes import RemoteSettings

@@ -8,7 +8,7 @@ from PIL import Image
 from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob
-from distap.data.sampling.random import RandomSampling
+from distap.data.sampling import RandomSampling
 from distap.data.shards.load_index import load_index
 from distap.data.sizing import PixelSettings
 from distap.stopwatch import Stopwatch

@@ -10,7 +10,7 @@ from PIL import Image
 
 from distap.data.loading.share import LoadingJob
 from distap.data.loading.streamed import StreamedSource
-from distap.data.sampling.random import RandomSampling
+from distap.data.sampling import RandomSampling
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import parse_source
 

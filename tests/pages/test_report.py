@@ -19,8 +19,7 @@ from distap import RELEASE
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 from distap.evaluation.saved import folder_of_step, saved_steps
-from distap.pages.report import report
-from distap.pages.runs import read_run
+from distap.pages.report import read_run, report
 from distap.trainer import Trainer
 from distap.world import World
 

@@ -11,8 +11,14 @@ from small_trainings import train
 
 from distap.errors import DistapError
 from distap.registry import REGISTRY
-from distap.telemetry.loggers.loggers import LoggedRun, finite_figures, opened_loggers, prepare_loggers
-from distap.telemetry.loggers.trackers import TensorBoard, WeightsAndBiases
+from distap.telemetry.loggers import (
+    LoggedRun,
+    TensorBoard,
+    WeightsAndBiases,
+    finite_figures,
+    opened_loggers,
+    prepare_loggers,
+)
 from distap.telemetry.runlog import read_run_log
 from distap.world import World
 

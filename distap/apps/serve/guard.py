@@ -1,6 +1,5 @@
 """Middleware around every request: security headers, Prometheus metrics, and no traceback to a client."""
 
-import logging
 import platform
 import socket
 import time
@@ -18,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import distap
 from distap.apps.serve.limits import ServeSettings
 from distap.apps.serve.uploads import UPLOAD_PROBLEMS, RefusedError
+from distap.errors import logger
 
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 CLIENT_GONE = 499  # as nginx counts them; nobody receives it
@@ -34,7 +34,6 @@ HEADERS = {  # of every answer: what a browser may do with it
     "Cross-Origin-Opener-Policy": "same-origin",
 }
 SERVER_FAILED = RefusedError(500, "failed", "the server failed at this request, and has written why into its log")
-logger = logging.getLogger("distap")
 
 
 class ServingMetrics:

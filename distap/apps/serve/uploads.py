@@ -1,7 +1,6 @@
 """Read the image of a request, within limits, and refuse with an error that helps."""
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Mapping
 from tempfile import gettempdir
 
@@ -14,9 +13,9 @@ from starlette.types import Message
 from distap.apps.serve.limits import ServeSettings
 from distap.data.images.decoding import DamagedImageError, NoReaderError
 from distap.data.images.formats import readable_formats
+from distap.errors import logger
 
 FIELDS, FIELD_BYTES = 4, 1_000  # next to the image
-logger = logging.getLogger("distap")
 UPLOAD_HELP = "send multipart/form-data with the image's file in the field `image`"
 
 UPLOAD_PROBLEMS = (  # the reasons of refused uploads

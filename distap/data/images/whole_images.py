@@ -1,7 +1,6 @@
 """Scale images in their own shapes, collect them into large batches of one shape, and make thumbnails."""
 
 import io
-import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from distap.data.images.decoding import DamagedImageError, EncodedImage
 from distap.data.shards.parallel import handed_over
 from distap.data.sizing import Box, Shape, Sizing
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +25,6 @@ PREFETCH = 2  # chunks that each worker reads ahead
 HELD = 4  # batches whose pixels may wait for others of their shape, all shapes together
 QUALITY = 82  # of a thumbnail, from 1 to 95
 THUMBNAILS_KEPT = 1024  # thumbnails in memory, of about 10 kB each
-logger = logging.getLogger("distap")
 
 
 class SizedChunk(NamedTuple):

@@ -3,7 +3,6 @@
 Every file that is found is either listed as an image or reported as left out, with the reason.
 """
 
-import logging
 import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,14 +18,13 @@ from distap.data.shards.image_folders import Skipped, counted, walk_images
 from distap.data.shards.parallel import Track, ask_files, untracked
 from distap.data.shards.tables import read_list
 from distap.data.sizing import Box
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.randomness import permutation
 from distap.storage.texts import as_line, is_line
 
 Nested = Literal["top", "leaf", "merge", "path", "levels"]
 NOT_THERE = "listed images that are not there"
 TRUE, FALSE = ("true", "1", "1.0", "yes"), ("false", "0", "0.0", "no")
-logger = logging.getLogger("distap")
 
 
 class ImageFile(NamedTuple):

@@ -1,6 +1,5 @@
 """Walk through folders, and give a reason for leaving out each file that is no image."""
 
-import logging
 import os
 import re
 from collections import defaultdict
@@ -10,9 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distap.data.images.formats import OF_SUFFIX, START_BYTES, format_of, missing_reader
+from distap.errors import logger
 from distap.storage.texts import as_line
 
-logger = logging.getLogger("distap")
 _EXTENSION = re.compile(r"\.(?=[a-z0-9]{1,5}$)\d*[a-z]\w*")  # ".mp4", but not ".02" or ".jpg_large"
 
 

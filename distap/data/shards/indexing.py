@@ -1,6 +1,5 @@
 """Index WebDataset tar shards in one strict pass over every byte."""
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import COLUMNS, SAMPLE_COLUMNS, SHARD_COLUMNS, Index
 from distap.data.shards.parallel import Track, map_in_processes, untracked
 from distap.data.shards.tar import DamagedShardError, Readable, Sample, read_samples
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.storage.atomic import Hashed
 from distap.storage.files import Storage, storage_of
 from distap.storage.locations import LISTABLE, Source, parse_source, shard_names
@@ -23,7 +22,6 @@ from distap.storage.texts import is_line
 
 NAMES_FILE = "classes.txt"  # line k: the name of class k and, after tabs, those of coarser classes that hold it
 PATHS_FILE = "paths.txt"  # a line for each image: its key and, after a tab, the path of the file that was packed
-logger = logging.getLogger("distap")
 
 # An index of one shard, whose classes are called by their numbers in the shard; and the images left out.
 Scan = tuple[Index, list[Skipped]]

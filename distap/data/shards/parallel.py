@@ -1,7 +1,6 @@
 """Spread work over processes that end with their parent, and show its progress."""
 
 import gc
-import logging
 import os
 import shutil
 import sys
@@ -18,7 +17,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, TypeVar
 
-from distap.errors import FAILED, DistapError
+from distap.errors import FAILED, DistapError, logger
 from distap.processes.forks import die_with_parent, forking_context
 from distap.processes.stopping import go_deaf
 
@@ -28,7 +27,6 @@ STAT_THREADS, STAT_CHUNK = 32, 256  # a network file system answers slowly, but 
 SHARED_MEMORY = "/dev/shm"  # through which workers hand images over
 LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")  # of a socket in it
 LONGEST_WAIT = 600.0  # seconds for the next images
-logger = logging.getLogger("distap")
 
 # Wraps a loop over (items, description, total): yields the items unchanged and shows the progress.
 Track = Callable[[Iterable[Any], str, int], Iterable[Any]]

@@ -1,25 +1,27 @@
-"""Loggers of a run, which rank 0 calls in turn.
+"""Send figures to TensorBoard, Weights & Biases or other loggers of a run, which rank 0 calls in turn.
 
 Each package sends what it is given from a queue of its own. An error of a logger costs a line and a warning, never
 the training. The figures are those of metrics.jsonl under the same names; nested names are joined by a slash
 (`seconds/describe`, `validation/mAP`), and figures that are not finite are left out.
 """
 
+import importlib
 import json
-import logging
 import math
+import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.registry import REGISTRY, by_path
 from distap.storage.atomic import write_whole
 from distap.storage.texts import without_secrets
 
-logger = logging.getLogger("distap")
+FLUSH_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -124,3 +126,72 @@ def finite_figures(entry: Mapping[str, Any]) -> dict[str, float]:
         for name, value in by_path(entry, "/")
         if isinstance(value, int | float) and math.isfinite(value)
     }
+
+
+@dataclass
+class TensorBoard:
+    """Log to event files in RUN/tensorboard: a recipe's `loggers.tensorboard`, which has no keys."""
+
+    def prepare(self) -> None:
+        for module in ("tensorboard", "torch.utils.tensorboard"):
+            importlib.import_module(module)
+
+    def open(self, run: LoggedRun) -> None:
+        """Open a new event file, which hides later steps of earlier files."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Figures of the step that the run goes on from, such as its evaluation, stay.
+        purged = run.step + 1 if run.step else 0
+        self._writer = SummaryWriter(run.folder / "tensorboard", purge_step=purged, flush_secs=FLUSH_SECONDS)
+        self._writer.add_text("recipe", f"```json\n{json.dumps(run.recipe, indent=2)}\n```", run.step)
+
+    def log(self, step: int, time: float, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step, walltime=time)
+
+    def close(self, failed: bool) -> None:
+        self._writer.close()
+
+
+@dataclass
+class WeightsAndBiases:
+    """Log to Weights & Biases, with the key WANDB_API_KEY: a recipe's `loggers.wandb`, which has no keys.
+
+    Server, user or team, project (by default `distap`) and group are WANDB_BASE_URL, WANDB_ENTITY, WANDB_PROJECT and
+    WANDB_RUN_GROUP. With WANDB_MODE=offline, RUN/wandb gets files for `wandb sync`. RUN/loggers/wandb has the id.
+    """
+
+    def prepare(self) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would report to its maker
+        os.environ.setdefault("WANDB_SILENT", "true")
+        for patience in ("WANDB_INIT_TIMEOUT", "WANDB_FINISH_TIMEOUT"):  # the end would wait without limit
+            os.environ.setdefault(patience, "30")
+        wandb: Any = importlib.import_module("wandb")
+        # Without a key, init would ask the terminal for one.
+        if os.environ.get("WANDB_MODE") != "offline" and not wandb.login(prompt=False, verify=False):
+            raise DistapError("loggers.wandb: no key: set WANDB_API_KEY in the environment, or WANDB_MODE=offline")
+
+    def open(self, run: LoggedRun) -> None:
+        wandb: Any = importlib.import_module("wandb")
+        # Send neither terminal output nor the command line, which may hold an address with a secret.
+        ours = wandb.Settings(
+            silent=True, console="off", reinit="create_new", allow_val_change=True, x_disable_meta=True
+        )
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "distap"),
+            name=run.id,
+            id=run.kept_id("wandb", lambda: secrets.token_hex(4)),
+            resume="allow",
+            dir=str(run.folder),
+            config=dict(run.recipe),
+            settings=ours,
+        )
+        # W&B drops steps that do not grow, as a step that is done again after an interruption.
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, time: float, figures: Mapping[str, float]) -> None:
+        self._run.log({"step": step, "_timestamp": time, **figures})
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))

@@ -1,1 +1,0 @@
-"""Ways to choose the images of a global batch."""

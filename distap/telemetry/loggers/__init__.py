@@ -1,1 +1,0 @@
-"""Send figures to TensorBoard or Weights & Biases, next to Prometheus and the run's own log."""
