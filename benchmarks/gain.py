@@ -124,7 +124,6 @@ def looped(recipe: Recipe, loss: str, rate: float, seconds: float, batch: int) -
 
 def figures_of(recipe: Recipe, network: RetrievalNetwork) -> dict[str, Any]:
     """mAP, mAP@R and R@1 in percent on data.validation."""
-    source = recipe.data.validation_source
-    assert source is not None
-    found = open_set(source).describe(describing_of(recipe, network, World())).evaluate().figures
+    assert recipe.data.validation is not None
+    found = open_set(recipe.data.validation).describe(describing_of(recipe, network, World())).evaluate().figures
     return {name: 100 * found[name] for name in ("mAP", "mAP@R", "R@1")}

@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, PositiveInt, ValidationError, field_validator
 
-from distap.config.parsing import parsed_yaml
-from distap.config.reading import changed_settings, recipe_file, recipe_from
+from distap.config.reading import changed_settings, parsed_yaml, recipe_file, recipe_from
 from distap.config.recipe import Recipe
 from distap.config.sections import Section
 from distap.errors import DistapError, problems_of, suggestion

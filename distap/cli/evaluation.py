@@ -9,6 +9,7 @@ import typer
 from distap.cli import options
 from distap.cli.options import JSON, OVERRIDES, print_json
 from distap.errors import DistapError
+from distap.storage.locations import parse_source
 from distap.telemetry.terminal import set_up_logging
 
 data_option = partial(typer.Option, rich_help_panel="Data sets")
@@ -59,12 +60,13 @@ def eval_command(
     several ranks run `torchrun [...] -m distap.cli eval`. With --json: `network`, `sizing` and `scales`, and in
     `sets`, by name, the figures from 0 to 1 of each refinement (`plain` is none).
     """
+    wanted = figures.replace(",", " ").split()
     from distap.checkpoint.agreement import first_on_rank_0
     from distap.evaluation.extraction.image_describer import refuse_foreign_whitening
     from distap.evaluation.sets import evaluate_sets, open_named_sets
     from distap.retrieval.refinement import Expansion, KReciprocal, Refinement
     from distap.retrieval.whitening import load_whitening
-    from distap.training.build import describing_of, reading_of, trained_network
+    from distap.training.build import describing_of, trained_network
     from distap.world import joined_world
 
     with joined_world() as world:
@@ -84,14 +86,14 @@ def eval_command(
             if learned is not None:
                 refuse_foreign_whitening(learned, describing.describer.described_by)
             among: dict[str, Any] = {"gallery": gallery, "gallery_draws": gallery_draws}
-            if not data and settings.validation_source is None:
+            if not data and settings.validation is None:
                 raise DistapError("the recipe has no data.validation: name a data set with --data")
             if not data and gallery is None and not gallery_draws:
                 among = {name: getattr(settings, name) for name in among}
-            named: Any = data or [settings.validation_source]
-            how = reading_of(recipe) | {"truth": truth, "figures": figures.replace(",", " ").split()}
+            named: Any = data or [parse_source(settings.validation or "")]
+            how: dict[str, Any] = {"remote": settings.remote, "at": recipe.evaluation.recall_at, "truth": truth}
             try:
-                sets = open_named_sets(named, distractors or [], **among, **how)
+                sets = open_named_sets(named, distractors or [], figures=wanted, **among, **how)
             except DistapError as error:
                 also = " and --gallery" if among["gallery"] else ""
                 raise error if data else DistapError(f"{error}; if it has moved, name it by --data{also}") from error

@@ -40,8 +40,7 @@ def init_command(
     if output.exists():
         raise DistapError(f"{output}: there is such a file already; give another --output")
     from distap.apps.advice import look, recipe_for
-    from distap.config.parsing import parsed_yaml
-    from distap.config.reading import recipe_from
+    from distap.config.reading import parsed_yaml, recipe_from
     from distap.storage.atomic import write_whole
 
     seen = look(images)

@@ -19,8 +19,6 @@ class ImagesSection(Section):
 
     validation: Shards | None = None
     """Shards to evaluate on; null evaluates nothing."""
-    validation_index: Path | None = None
-    """Index file of the validation shards; null takes the one next to the shards."""
     gallery: Shards | None = None
     """Shards to search in for the images of data.validation; null lets these images retrieve each other."""
     gallery_draws: NonNegativeInt = 0
@@ -33,10 +31,6 @@ class ImagesSection(Section):
     """Number of reader processes of each rank; 0 reads in the rank itself."""
     scaled_decoding: bool = True
     """Decode JPEG at 1/2, 1/4 or 1/8 scale if a crop allows it."""
-
-    @property
-    def validation_source(self) -> Source | None:
-        return parse_source(self.validation, self.validation_index) if self.validation else None
 
 
 class DataSection(ImagesSection):

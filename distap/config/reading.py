@@ -1,15 +1,16 @@
-"""Read a recipe from YAML, apply overrides, and explain wrong keys and values."""
+"""Read a recipe from YAML, exactly, apply overrides, and explain wrong keys and values."""
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
 from distap.config.images import DescribingSection, ImagesSection
-from distap.config.parsing import line_of, parsed_yaml
 from distap.config.recipe import NetworkRecipe, Recipe
 from distap.errors import DistapError, problems_of, suggestion
 from distap.registry import GIVEN, REGISTRY, Part, by_path, fields_of
@@ -111,7 +112,7 @@ def recorded_recipe(
     kept: dict[str, Any] = {"model": {**settings["model"], "weights": "random"}}
     for name, section in (("data", ImagesSection), ("evaluation", DescribingSection)):
         kept[name] = {key: value for key, value in settings.get(name, {}).items() if key in fields_of(section)}
-    for key in ("validation", "validation_index", "gallery"):
+    for key in ("validation", "gallery"):
         if kept["data"].get(key) and folder not in (None, str(Path.cwd())) and Path(str(folder)).is_dir():
             kept["data"][key] = from_folder(kept["data"][key], str(folder))
     return _checked(NetworkRecipe, _overridden(kept, overrides), lambda key: source)
@@ -215,14 +216,13 @@ def _as_written(error: dict[str, Any], settings: dict[str, Any], kind: type[Netw
     keys = _written_keys(error["loc"], settings)
     if error["type"] not in UNKNOWN_KEY:
         return {**error, "loc": keys}
-    known = _known_beside(keys, kind)
+    known, hint = _known_beside(keys, kind), ""
     if keys[-1] in PLACES:
         hint = f"did you mean {PLACES[keys[-1]]}?"
     elif error["type"] != "unknown_key" or difflib.get_close_matches(keys[-1], known):
         hint = suggestion(keys[-1], known)
-    else:
-        return {**error, "loc": keys}
-    return {**error, "loc": keys, "type": "unknown_key", "msg": f"unknown key; {hint}"}
+    told = {"type": "unknown_key", "msg": f"unknown key; {hint}"} if hint else {}
+    return {**error, "loc": keys, **told}
 
 
 def _written_keys(location: tuple[int | str, ...], settings: dict[str, Any]) -> list[str]:
@@ -251,3 +251,50 @@ def _known_beside(keys: list[str], kind: type[NetworkRecipe]) -> list[str]:
         inside = [] if field is None else [field.annotation, *get_args(field.annotation)]
         section = next((one for one in inside if isinstance(one, type) and fields_of(one)), None)
     return fields_of(section) if section else []
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader without aliases, whose few lines can stand for billions of values, nor any key twice."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            alias = self.peek_event()
+            raise yaml.MarkedYAMLError(problem=f"an alias, *{alias.anchor}", problem_mark=alias.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        known = set[tuple[str, str]]()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if (key.tag, key.value) in known:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value} stands twice", problem_mark=key.start_mark)
+            known.add((key.tag, key.value))
+        return super().construct_mapping(node, deep)
+
+
+def parsed_yaml(text: str, where: str, comments: bool = True) -> Any:
+    """Parse YAML; a DistapError names `where` and the place in the text.
+
+    Without `comments`, as on a command line, a text with ` #` is that whole text: `run=runs/exp #1`.
+    """
+    try:
+        tokens = [] if comments else list(yaml.scan(text, _Loader))
+        gaps = (text[one.end_mark.index : then.start_mark.index] for one, then in pairwise(tokens))
+        if any("#" in gap for gap in gaps):
+            if len(tokens) <= 3:  # the stream's start and end, and a word between them
+                return text
+            raise DistapError(f"{where}: a comment within a value; put quotes around the text that holds #")
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: such as of the date 2026-02-31
+        raise DistapError(f"{where}: not valid YAML: {str(error) or type(error).__name__}") from error
+
+
+def line_of(text: str, keys: Sequence[str]) -> int:
+    """Return the line, from 1, of the innermost of these nested keys that the text has; 0 if it has none."""
+    node, line = yaml.compose(text, _Loader), 0
+    for key in keys:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+        found = next((pair for pair in pairs if pair[0].value == key), None)
+        if found is None:
+            break
+        line, node = found[0].start_mark.line + 1, found[1]
+    return line

@@ -1,9 +1,7 @@
 """Save an evaluation to a folder, and read its figures and hits back without network or images."""
 
 import io
-import math
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -99,11 +97,6 @@ def read_evaluation(folder: Path) -> Evaluation:
     path = folder / RESULT_FILE
     with reading(path, "distap eval"):
         return Evaluation.model_validate({**read_json(path), "folder": folder})
-
-
-def nan_as_null(figures: Mapping[str, float]) -> dict[str, float | None]:
-    """Replace NaN by None, since JSON has no NaN."""
-    return {name: None if math.isnan(value) else value for name, value in figures.items()}
 
 
 def folder_of_step(run: Path, step: int) -> Path:

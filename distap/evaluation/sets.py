@@ -13,7 +13,6 @@ from distap.evaluation.described_images import open_described
 from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.extraction.extracting import Describing
 from distap.evaluation.ground_truth import read_truth
-from distap.evaluation.saved import nan_as_null
 from distap.retrieval.descriptor_parts import holds_descriptors
 from distap.retrieval.figures import AT, figures_named, labelled_figures
 from distap.retrieval.refinement import Refinement
@@ -54,9 +53,6 @@ def open_set(
     name = name or Path(source.base).name or "data"
     if name in (".", "..") or Path(name).name != name:
         raise DistapError(f"{name!r} is no name for a data set: folders are called by it")
-    if gallery is not None and gallery_draws:
-        raise DistapError(f"{source}: give either a gallery, or gallery_draws to draw one of its own images")
-
     shards = [path for path in distractors if not holds_descriptors(path)]
     more: dict[str, Any] = {"distractors": tuple(path for path in distractors if path not in shards)}
 
@@ -64,47 +60,42 @@ def open_set(
         own = parse_source(part)
         return open_described(own) if own.kind == "described" else open_images(own, remote)
 
-    if truth is not None:
-        if gallery_draws:
-            raise DistapError(f"{source}: a truth says what is right, so that no gallery is drawn")
-        known = read_truth(Path(truth))
-        queries, *parts = map(opened, (source, *([] if gallery is None else [gallery]), *shards))
-        if gallery is None or parts[0].fingerprint == queries.fingerprint:
-            parts = [queries, *parts[gallery is not None :]]
-        return EvaluationSet(name, (queries,), tuple(figures) or known.figures, tuple(parts), known, **more)
-    truth_file = Path(source.base) / GROUND_TRUTH_FILE
-    if not source.scheme and source.pattern is None and source.kind == "shards" and truth_file.is_file():
-        if gallery is not None or gallery_draws:
-            raise DistapError(
-                f"{source}: its gallery is that of its ground truth, so leave gallery and its draws out"
-            )
+    folder, known = Path(source.base), None if truth is None else read_truth(Path(truth))
+    asked: Sequence[Source | str] = [source]
+    among: Sequence[Source | str] = [] if gallery is None else [gallery]
+    is_whole, truth_file = not source.scheme and source.pattern is None, folder / GROUND_TRUTH_FILE
+    if known is None and is_whole and source.kind == "shards" and truth_file.is_file():
+        if among:
+            raise DistapError(f"{source}: its gallery is that of its ground truth, so leave gallery out")
         known = read_truth(truth_file)
-        of_splits = {one: opened(str(truth_file.parent / one)) for one in (*known.query, *known.gallery)}
-        asking = tuple(of_splits[one] for one in known.query)
-        parts = [*(of_splits[one] for one in known.gallery), *map(opened, shards)]
-        return EvaluationSet(name, asking, tuple(figures) or known.figures, tuple(parts), known, **more)
+        asked, among = ([str(folder / part) for part in parts] for parts in (known.query, known.gallery))
+    if gallery_draws and (known or among):
+        raise DistapError(f"{source}: its gallery is known, so that none is drawn: leave gallery_draws out")
+    if known:
+        of_part = {part: opened(part) for part in (*asked, *among, *shards)}
+        queries, parts = ([of_part[part] for part in own] for own in (asked, [*among, *shards]))
+        if truth is not None and (not among or parts[0].fingerprint == queries[0].fingerprint):
+            parts = [*queries, *parts[len(among) :]]
+        return EvaluationSet(name, tuple(queries), tuple(figures) or known.figures, tuple(parts), known, **more)
     if shards:
         raise DistapError(f"{source}: distractors need a ground truth, but {truth_file} is not there")
-    folder = Path(source.base)
     pair = folder.with_name(f"{folder.name.removesuffix('query')}gallery")  # as `distap data pack` names them
-    has_pair = folder.name.endswith("query") and source.pattern is None and not source.scheme and pair.is_dir()
-    if has_pair and gallery is None and not gallery_draws:
+    if folder.name.endswith("query") and is_whole and pair.is_dir() and not among and not gallery_draws:
         raise DistapError(
             f"{source}: give its gallery, {pair}, by data.gallery or --gallery; if these are to retrieve each other, "
             f"write {source}/*.tar"
         )
     names = tuple(dict.fromkeys(("mAP", *figures))) if figures else labelled_figures(at)  # results are sorted by mAP
-    others = () if gallery is None else (opened(gallery),)
-    found = EvaluationSet(name, (opened(source),), names, others, draws=gallery_draws, **more)
+    found = EvaluationSet(name, (opened(source),), names, tuple(map(opened, among)), draws=gallery_draws, **more)
     for images in found.image_sets:
         if images.classes[0] == "":
             raise DistapError(
                 f"{images.name}: a plain folder of images says nothing of classes; `distap data pack` it"
             )
-    for among in found.gallery:
-        if among.fingerprint == found.queries[0].fingerprint:
+    for other in found.gallery:
+        if other.fingerprint == found.queries[0].fingerprint:
             raise DistapError(
-                f"{among.name}: these are the queries themselves, and each would retrieve itself; leave the gallery "
+                f"{other.name}: these are the queries themselves, and each would retrieve itself; leave the gallery "
                 "out, and each retrieves all others"
             )
     return found
@@ -150,7 +141,7 @@ def evaluate_sets(
         told = f"{found.queries} queries, {each or found.left_out} without a positive left out"
         if printed:
             print_result(f"{name}: {told}", figures_table({refinement.name: found.figures}))
-        results[name] = {refinement.name: nan_as_null(found.figures)}
+        results[name] = {refinement.name: json.loads(found.model_dump_json())["figures"]}  # without NaN
         if output is not None:
             found.save(output / name if len(sets) > 1 else output, **about)
     about["sets"] = results

@@ -13,7 +13,7 @@ import yaml
 
 import distap
 from distap.checkpoint.lease import FILE, RENEW_SECONDS, STALE_RENEWALS
-from distap.config.parsing import parsed_yaml
+from distap.config.reading import parsed_yaml
 from distap.data.images.decoding import EncodedImage
 from distap.data.images.whole_images import Thumbnails
 from distap.data.loading.reader import open_images
@@ -24,7 +24,6 @@ from distap.pages.contact_sheets import ContactSheets, Sheet
 from distap.pages.page import THUMBNAIL, write_page
 from distap.retrieval.descriptor_files import reading
 from distap.storage.atomic import write_whole
-from distap.storage.locations import parse_source
 from distap.storage.remotes import RemoteSettings
 from distap.storage.texts import read_text, without_secrets
 from distap.telemetry.runlog import read_run_log, read_starts
@@ -101,13 +100,9 @@ def read_run(folder: Path) -> Run:
     """Read a run's folder, with its first and its newest evaluation."""
     entries = read_run_log(folder)
     path = folder / "recipe.yaml"
-    try:
+    with reading(path, "distap train"):
         recipe = parsed_yaml(read_text(path), str(path))
-    except (OSError, ValueError) as error:
-        raise DistapError(f"{path}: the run's recipe cannot be read: {error}") from error
-    missing = [key for key in SECTIONS if not isinstance(recipe, dict) or key not in recipe]
-    if missing:
-        raise DistapError(f"{path}: not the recipe of a run: {', '.join(missing)} missing; a training writes it")
+        recipe |= {key: recipe[key] for key in SECTIONS}
     # An evaluation that the log does not know is from before an interruption.
     known = {entry["step"] for entry in entries if "validation" in entry}
     own = [step for step in saved_steps(folder) if step in known]
@@ -170,14 +165,10 @@ def contact_sheets(evaluations: dict[str, Evaluation], recipe: dict[str, Any]) -
 
 def _thumbnails(evaluation: Evaluation, recipe: dict[str, Any]) -> Thumbnails:
     data = recipe["data"]
-    kept = data.get("validation_index") if evaluation.data == data.get("validation") else None
-    sources = [parse_source(evaluation.data, kept and Path(kept))]
-    if evaluation.gallery is not None:
-        sources.append(parse_source(evaluation.gallery))
-    remote = RemoteSettings(**data.get("remote", {}))
-    sets = [open_images(source, remote) for source in sources]
+    sources = [source for source in (evaluation.data, evaluation.gallery) if source is not None]
+    sets = [open_images(source, RemoteSettings(**data.get("remote", {}))) for source in sources]
     if "+".join(images.fingerprint for images in sets) != evaluation.fingerprint:
-        named = " or ".join(map(str, sources))
+        named = " or ".join(sources)
         raise DistapError(f"{named}: the data set has changed since it was evaluated in {evaluation.folder}")
 
     def encoded(sample: int) -> EncodedImage:  # those of a separate gallery follow

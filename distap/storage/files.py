@@ -19,7 +19,6 @@ from distap.storage.locations import joined, scheme_of
 from distap.storage.remotes import Meter, RemoteSettings, Traffic, answer_of_web, file_system, retried
 from distap.storage.texts import open_regular
 
-LARGEST_WHOLE = 2**31 - 1  # bytes of a file that is read by one request
 REQUEST_BYTES = 8 * 2**20  # bytes of one request when a whole file is read
 SENT_PART = 64 * 2**20  # bytes of a large file that are sent within a time-out
 LARGE_FILE = 16 * 2**20  # bytes of a file on disk that is mapped
@@ -85,15 +84,9 @@ class Storage:
         self.meter.add(Traffic(read_bytes=len(data)))
         return data
 
-    @retried("read")
     def read_whole(self, name: str) -> bytes:
-        """Return a whole file; one of a web server may have LARGEST_WHOLE bytes at most."""
-        if self.scheme not in ("http", "https"):
-            return bytes(self._files.cat_file(self.where(name)))
-        data = answer_of_web(self._files, self.where(name), 0, LARGEST_WHOLE)
-        if len(data) > LARGEST_WHOLE:
-            raise DistapError(f"{self.where(name)}: more than {LARGEST_WHOLE:,} bytes")
-        return data
+        with self.open(name) as file:
+            return file.read()
 
     def mapped(self, name: str) -> bytes | mmap:
         """Return a whole file; map a large file on disk into memory instead of reading it."""

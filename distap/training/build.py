@@ -141,19 +141,14 @@ def describing_of(
     return Describing(describer, world, data.workers, shown)
 
 
-def reading_of(recipe: NetworkRecipe) -> dict[str, Any]:
-    """Return the settings of `open_set` that a recipe's data sets share."""
-    return {"remote": recipe.data.remote, "at": recipe.evaluation.recall_at}
-
-
 def sets_of(recipe: Recipe) -> dict[str, EvaluationSet]:
     """Open the data sets that a training evaluates on, by name, data.validation first."""
     data = recipe.data
-    if recipe.evaluation.every == 0 or data.validation_source is None:
+    if recipe.evaluation.every == 0 or data.validation is None:
         return {}
-    open_one: Callable[..., EvaluationSet] = partial(open_set, **reading_of(recipe))
+    open_one: Callable[..., EvaluationSet] = partial(open_set, remote=data.remote, at=recipe.evaluation.recall_at)
     of_own = {"gallery": data.gallery, "gallery_draws": data.gallery_draws, "figures": recipe.evaluation.figures}
-    own = open_one(data.validation_source, **of_own)
+    own = open_one(data.validation, **of_own)
     return {str(data.validation): own} | {
         name: open_one(other.data, name, **{key: getattr(other, key) for key in (*of_own, "distractors", "truth")})
         for name, other in recipe.evaluation.also.items()

@@ -63,7 +63,7 @@ class RunState:
         self.lease = Lease("run" if section.store is None else "checkpoint.store", storage)
         self.checkpoints, self._spool = Checkpoints(storage), recipe.run / CHECKPOINTS_FOLDER
         # Hosts that use a store need not share the run's folder.
-        self._beside = FilesBeside(storage, recipe.run, BESIDE) if section.store is not None else None
+        self._beside = FilesBeside(storage, recipe.run, BESIDE if section.store is not None else ())
         self.writer = CheckpointWriter(
             self.checkpoints,
             world,
@@ -101,8 +101,7 @@ class RunState:
 
     def _fetch_beside(self) -> float | None:
         """Download the files next to checkpoints from a store; return the best score of a checkpoint."""
-        if self._beside is not None:
-            self._beside.fetch()
+        self._beside.fetch()
         return self.checkpoints.best()[0]
 
     def save(self, step: int, score: float | None = None) -> None:
@@ -129,7 +128,7 @@ class RunState:
 
     def send_beside(self) -> None:
         """Upload the files next to checkpoints to the store, if there is one, without a checkpoint."""
-        if self._beside is not None and self.world.rank == 0:
+        if self.world.rank == 0:
             self._beside.send()
 
     def _take_over(self, checkpoint: Checkpoint) -> None:

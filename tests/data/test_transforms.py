@@ -71,8 +71,8 @@ def test_a_flip_mirrors_the_crop():
 
 @pytest.mark.parametrize("settings", [{"crop": 0}, {"crop": 1.5}, {"flip": -0.1}, {"colour": 2}, {"grey": 7}])
 def test_settings_out_of_range_are_refused(settings):
-    with pytest.raises(ValueError, match=f"{next(iter(settings))} is"):
-        CropFlipColour(**settings)
+    with pytest.raises(DistapError, match=f"{next(iter(settings))}: .* must be (less|greater) than"):
+        build_part("augmentation", "crop_flip_colour", **settings)
 
 
 # Steps of torchvision

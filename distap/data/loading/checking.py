@@ -1,7 +1,9 @@
 """Check a data set: every byte of its shards against the index, and every image by decoding it."""
 
 import hashlib
+from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,21 +51,13 @@ def check(
     order = np.lexsort((index.offset, index.shard))
     jobs = list(enumerate(np.split(order, np.cumsum(index.shard_counts)[:-1])))
     check_shard = partial(_check_shard, Reader(source, index, remote=settings))
-    found = map_in_processes(check_shard, jobs, workers, "checking shards", track)
-    return index, [damage for shard in found for damage in shard] + _not_indexed(source, settings, index)
-
-
-def _not_indexed(source: Source, remote: RemoteSettings, index: Index) -> list[Damage]:
-    """Return shards in the data set's folder that its index lacks, so that nothing reads their images."""
-    if source.kind != "shards" or source.scheme not in LISTABLE:
-        return []
-    try:
-        there = set(shard_names(source, storage_of(source.base, remote)))
-    except DistapError:  # not one shard is left, which is said of each
-        return []
-    unknown = sorted(there - set(index.shard_name.tolist()))
-    detail = "the index does not have it, so its images are not read: `distap data index` reads it"
-    return [Damage(name, "", "shard_not_indexed", detail) for name in unknown]
+    damaged = list(chain(*map_in_processes(check_shard, jobs, workers, "checking shards", track)))
+    if source.kind == "shards" and source.scheme in LISTABLE:
+        with suppress(DistapError):  # not one shard is left, which is said of each
+            unknown = set(shard_names(source, storage_of(source.base, settings))) - set(index.shard_name.tolist())
+            detail = "the index does not have it, so its images are not read: `distap data index` reads it"
+            damaged += [Damage(name, "", "shard_not_indexed", detail) for name in sorted(unknown)]
+    return index, damaged
 
 
 def same_bytes(index: Index) -> NDArray[np.int64]:
