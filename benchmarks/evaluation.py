@@ -25,9 +25,8 @@ from distap.data.converters.revisited import DIFFICULTIES, OF_REVISITED
 from distap.errors import DistapError
 from distap.evaluation.given_descriptors import evaluate
 from distap.retrieval.descriptor_files import read_descriptors
-from distap.retrieval.descriptor_parts import open_parts
 from distap.retrieval.evaluate import evaluate_descriptors
-from distap.retrieval.row_blocks import bounded_threads, nearest
+from distap.retrieval.row_blocks import bounded_threads, nearest, open_parts
 from distap.retrieval.truth import Truth
 from distap.world import World
 

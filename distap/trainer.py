@@ -29,11 +29,10 @@ from distap.telemetry.runlog import NOT_FINITE_LOG
 from distap.telemetry.terminal import set_up_run_logging
 from distap.telemetry.tracing import traced
 from distap.training.build import evaluations_of, fitting_of, learner_of, loss_learner_of, loss_of, step_of
-from distap.training.projection import whiten_projection
 from distap.training.run_report import RunReport
 from distap.training.run_state import RunState, is_begun
 from distap.training.schedule import Length
-from distap.training.start_checks import checked_data, checked_network, require_same_data
+from distap.training.start_checks import checked_data, checked_network, require_same_data, whiten_projection
 from distap.world import World, joined_world
 
 TRACES = "traces"

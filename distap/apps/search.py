@@ -14,7 +14,7 @@ from distap.data.shards.load_index import index_of_folder
 from distap.errors import DistapError, logger
 from distap.pages.page import THUMBNAIL, write_page
 from distap.retrieval.descriptor_files import DescribedBy
-from distap.retrieval.index_files import Hit, SearchIndex, read_index
+from distap.retrieval.indexing import Hit, SearchIndex, read_index
 from distap.storage.locations import parse_source
 from distap.storage.remotes import RemoteSettings
 

@@ -154,7 +154,7 @@ def check_command(source: SHARDS, path: INDEX_OPTION = None, workers: WORKERS = 
 
     The data set is not changed. The check lists damaged or missing shards and continues.
     """
-    from distap.data.loading.checking import check
+    from distap.data.loading.reader import check
 
     index, damaged = check(parse_source(source, path), workers, track)
     _print_left_out(index.left_out)
@@ -187,7 +187,7 @@ def stats_command(source: SHARDS, path: INDEX_OPTION = None, as_json: JSON = Fal
 
 def _print_indexed(source: Path | str, index: "Index", expected: "Collection[str]" = ()) -> None:
     """Print what a data set holds; warn of expected classes that are missing, and of repeated images."""
-    from distap.data.loading.checking import same_bytes
+    from distap.data.loading.reader import same_bytes
 
     names = index.class_name.tolist()
     counts = f"{len(index):,} images of {len(names):,} classes in {len(index.shard_name):,} shards"

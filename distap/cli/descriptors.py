@@ -2,7 +2,7 @@
 
 import os
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -146,24 +146,21 @@ def index_command(
     from distap.retrieval.descriptor_files import read_descriptors
 
     gallery = read_descriptors(descriptors)
-    from distap.retrieval.index_files import INDEX_FILE, require_free_for_index, write_index
-    from distap.retrieval.indexing import build_index, measure_recall
+    from distap.retrieval.indexing import INDEX_FILE, build_index, measure_recall, require_free_for_index, write_index
 
     require_free_for_index(output)
     built = build_index(gallery, name, search, track)
     figures = measure_recall(built.index, gallery.descriptors)
-    write_index(output, built, gallery, {"measured": asdict(figures)})
+    write_index(output, built, gallery, {"measured": figures})
     count, dimensions = gallery.descriptors.shape
     size = (output / INDEX_FILE).stat().st_size
     made = {key: built.about["index"][key] for key in ("factory", "search")}
     if as_json:
         of_gallery = {"output": str(output), "images": count, "dimensions": dimensions, "name": name}
-        print_json(
-            {**of_gallery, **asdict(figures), "bytes": size, "build_seconds": built.about["build_seconds"], **made}
-        )
+        print_json({**of_gallery, **figures, "bytes": size, "build_seconds": built.about["build_seconds"], **made})
         return
     print_result(
         f"{output}: {count:,} images of {dimensions} dimensions, {name}: {made['factory']} {made['search']}".rstrip(),
-        f"recall@{figures.at} {figures.recall:.4f} of {figures.queries:,} of its images, {size:,} bytes, "
-        f"{figures.milliseconds:.3f} ms a query, built in {built.about['build_seconds']:.1f} s",
+        f"recall@{figures['at']} {figures['recall']:.4f} of {figures['queries']:,} of its images, {size:,} bytes, "
+        f"{figures['milliseconds']:.3f} ms a query, built in {built.about['build_seconds']:.1f} s",
     )

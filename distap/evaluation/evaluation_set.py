@@ -24,11 +24,10 @@ from distap.evaluation.extraction.extracting import NOT_FINITE, Describing, Extr
 from distap.evaluation.ground_truth import GroundTruth, TrueQuery
 from distap.evaluation.saved import DRAWN, LABELLED, QUERIED, Evaluation, Retrieved
 from distap.randomness import permutation
-from distap.retrieval.descriptor_parts import DescriptorParts, open_parts
 from distap.retrieval.evaluate import Evaluated, evaluate_descriptors
 from distap.retrieval.figures import GRADED
 from distap.retrieval.refinement import PLAIN, Refinement
-from distap.retrieval.row_blocks import Descriptors
+from distap.retrieval.row_blocks import DescriptorParts, Descriptors, open_parts
 from distap.retrieval.truth import Truth, class_truth
 
 GALLERY = 31  # first word of the key that galleries are drawn with: the same ones in every run

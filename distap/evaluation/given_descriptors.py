@@ -13,11 +13,10 @@ from distap.data.labels import class_numbers
 from distap.errors import DistapError
 from distap.evaluation.ground_truth import GroundTruth, Name, parsed_truth, read_truth
 from distap.ranking.rankable import refuse_crossing
-from distap.retrieval.descriptor_parts import open_parts
 from distap.retrieval.evaluate import Evaluated, evaluate_descriptors
 from distap.retrieval.figures import labelled_figures
 from distap.retrieval.ranks import Ties
-from distap.retrieval.row_blocks import Descriptors, given_rows, taken
+from distap.retrieval.row_blocks import Descriptors, given_rows, open_parts, taken
 from distap.retrieval.truth import Truth, class_truth
 
 

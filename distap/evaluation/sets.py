@@ -13,9 +13,9 @@ from distap.evaluation.described_images import open_described
 from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.extraction.extracting import Describing
 from distap.evaluation.ground_truth import read_truth
-from distap.retrieval.descriptor_parts import holds_descriptors
 from distap.retrieval.figures import AT, figures_named, labelled_figures
 from distap.retrieval.refinement import Refinement
+from distap.retrieval.row_blocks import holds_descriptors
 from distap.storage.atomic import write_whole
 from distap.storage.locations import Source, parse_source
 from distap.storage.remotes import RemoteSettings

@@ -1,43 +1,162 @@
-"""Build a Faiss index over descriptors; compare it with exact search: recall, time per query, and size.
+"""Build, write, read and search Faiss indexes over descriptors, and compare them with exact search.
 
 A factory string such as `OPQ64,IVF4096,PQ64` lists the parts of an index from its first transformation to its codes
 (https://github.com/facebookresearch/faiss/wiki/The-index-factory). A named kind of index is a factory string, with
 search parameters, whose numbers follow from the size of the gallery.
+
+Faiss trusts its files, and a damaged one can crash the process. So size and SHA-256 are compared before Faiss reads a
+byte.
 """
 
 import math
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float32
 from numpy.typing import ArrayLike
 
 from distap.errors import DistapError
 from distap.randomness import permutation
-from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet
-from distap.retrieval.index_files import SearchIndex
+from distap.retrieval import descriptor_files as files
+from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet, Texts, read_described, reading
 from distap.retrieval.row_blocks import (
     bounded_threads,
     finite,
     given_rows,
     installed_faiss,
     nearest,
+    on_device,
     row_blocks,
     without_rows,
 )
+from distap.storage.atomic import refuse_foreign
 
 faiss = installed_faiss()
-
+INDEX_FILE = "index.faiss"
 ADDED_NUMBERS = 2**20  # numbers added at once: few, so that a slowly growing graph shows its progress
 SAMPLE_NUMBERS = 2**27  # most numbers that an index is trained on: 512 MB in float32
 SAMPLE_ROWS, SAMPLE_ROWS_OF_A_LIST = 2**16, 64  # descriptors to train on: 256 for each of 256 codes, 64 for each list
 MEASURED, TIMED = 1000, 100  # queries that recall is measured with, and of these timed, at most
+RECALL_AT = 10  # results of a query that recall is measured for
 TIE = 1e-6  # absolute or relative difference of similarities that float32 sums in another order may have
+
+
+class Hit(NamedTuple):
+    """A hit: an image that a search found."""
+
+    key: str
+    class_name: str  # "" for none
+    similarity: float  # approximate if the index stores codes
+    row: int
+
+
+@dataclass(frozen=True, eq=False)
+class SearchIndex:
+    """A gallery that several threads can search at once."""
+
+    index: Any  # of Faiss; a lock lets one search in at a time, which uses all threads
+    keys: Texts  # (N,)
+    classes: Texts  # (N,)
+    described_by: DescribedBy
+    data: str  # path or URL of the images
+    about: dict[str, Any]  # contents of about.json, such as `index` (kind, factory string) and `measured`
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def dimensions(self) -> int:
+        return int(self.index.d)
+
+    def search(self, descriptors: Any, k: int) -> list[list[Hit]]:
+        """Return the k most similar images per query, best first, or fewer if the index finds no more.
+
+        Args:
+            descriptors: (Q, C) of length 1, or (C,) of one query; tensors, arrays or lists.
+        """
+        any_length = self.about.get("index", {}).get("dot_product", False)
+        descriptors = given_rows(descriptors, "query", any_length, single=True)
+        if descriptors.shape[1] != self.dimensions:
+            raise DistapError(
+                f"the index of {self.data} is of {self.dimensions} dimensions, the query of {descriptors.shape[1]}: "
+                "another network described it"
+            )
+        asked, k = on_device(descriptors, torch.float32, torch.device("cpu")).numpy(), min(k, len(self))
+        if k < 1 or not len(asked):
+            return [[] for _ in asked]
+        with self._lock:
+            bounded_threads()
+            similarities, rows = self.index.search(asked, k)
+        if rows.max() >= len(self):
+            raise DistapError(f"the index of {self.data} names an image {rows.max()} of {len(self)}; index it again")
+        found = zip(rows.tolist(), similarities.tolist(), strict=True)
+        pairs = ([pair for pair in zip(*own, strict=True) if pair[0] >= 0] for own in found)
+        return [[Hit(str(self.keys[row]), str(self.classes[row]), one, row) for row, one in own] for own in pairs]
+
+    def row_of(self, key: str) -> int:
+        if key not in self.rows:
+            raise DistapError(f"the index of {self.data} has no image with the key {key!r}")
+        return self.rows[key]
+
+    def descriptor(self, row: int) -> Float32[np.ndarray, " C"]:
+        """Return an image's descriptor, approximate if the index stores codes. Some kinds raise a RuntimeError."""
+        with self._lock:
+            ivf = faiss.try_extract_index_ivf(self.index)
+            if ivf is not None and not isinstance(self.index, faiss.IndexRefine):
+                if isinstance(faiss.downcast_index(ivf), faiss.IndexIVFFastScan):  # Faiss 1.15 would crash
+                    raise RuntimeError("packed codes cannot be reconstructed")
+                ivf.make_direct_map()
+            return np.asarray(self.index.reconstruct(row), np.float32)
+
+    @cached_property
+    def rows(self) -> dict[str, int]:
+        """Return the row of each image by its key."""
+        return {key: row for row, key in enumerate(self.keys.tolist())}
+
+
+def write_index(
+    folder: Path, index: SearchIndex, descriptors: DescriptorSet, measured: dict[str, Any] | None = None
+) -> None:
+    """Write a folder for `read_index`. Earlier contents become invalid as soon as writing starts.
+
+    Args:
+        index: a Faiss index over all descriptors, in their order.
+        measured: further entries for about.json, such as the recall.
+    """
+    require_free_for_index(folder)
+    written = {INDEX_FILE: lambda file: faiss.write_index(index.index, file.name)}
+    files.write_described(folder, descriptors, written, **index.about, **(measured or {}))
+
+
+def require_free_for_index(folder: Path) -> None:
+    """Raise a DistapError if a folder holds descriptors, whose files an index would replace, or other files."""
+    if (folder / files.DESCRIPTORS_FILE).exists():
+        raise DistapError(f"{folder}: holds descriptors; name another folder for the index")
+    if not (folder / INDEX_FILE).exists():
+        refuse_foreign(folder, {INDEX_FILE, files.KEYS_FILE, files.CLASSES_FILE, files.ABOUT_FILE})
+
+
+def read_index(folder: Path) -> SearchIndex:
+    """Read a folder of `write_index` into memory; raise a DistapError that names a damaged file."""
+    about, described_by, keys, classes, shape = read_described(folder, INDEX_FILE, "distap index", "index it again")
+    with reading(folder / INDEX_FILE, "distap index"):
+        index = faiss.read_index(str(folder / INDEX_FILE))
+        if (index.ntotal, index.d) != shape:
+            raise ValueError(f"{index.ntotal} rows of {index.d} dimensions, but {files.ABOUT_FILE} says {shape}")
+        if index.metric_type != faiss.METRIC_INNER_PRODUCT:
+            raise ValueError("it ranks by distances, not by similarities")
+        for text in (*keys.tolist(), *classes.tolist()):
+            text.encode()  # raises a ValueError for half of a surrogate pair, which no terminal or page can show
+    return SearchIndex(index, keys, classes, described_by, about["data"], about)
 
 
 def ivf_pq(images: int, dimensions: int) -> tuple[str, str]:
@@ -143,17 +262,7 @@ def search_index(
     return built
 
 
-@dataclass(frozen=True)
-class IndexFigures:
-    """Recall and speed of an index."""
-
-    recall: float  # share of the first `at` results that are as near as the exact ones
-    at: int
-    queries: int
-    milliseconds: float  # for one query at a time
-
-
-def measure_recall(index: Any, values: Float[np.ndarray, "N C"], at: int = 10) -> IndexFigures:
+def measure_recall(index: Any, values: Float[np.ndarray, "N C"]) -> dict[str, Any]:
     """Compare an index with exact search, for at most MEASURED of its rows, each without itself.
 
     An image counts as found if its similarity reaches that of the last exact result. So any of several exact
@@ -162,11 +271,14 @@ def measure_recall(index: Any, values: Float[np.ndarray, "N C"], at: int = 10) -
     Args:
         index: a Faiss index over `values`.
         values: a memory map is read in blocks.
-        at: number of results per query, at most the size of the gallery.
+    Returns:
+        recall: share of the first `at` results that are as near as the exact ones.
+        at, queries: numbers of results of a query, and of queries.
+        milliseconds: time of one query alone.
     """
     own = np.sort(permutation(len(values), 1)[:MEASURED]).astype(np.int64)
     asked = finite(values[own], 0, "sampled query")
-    at = min(at, len(values) - 1)
+    at = min(RECALL_AT, len(values) - 1)
     if at < 1 or not len(asked):
         raise DistapError(f"recall: {len(asked)} queries against {len(values)} descriptors leave nothing to find")
     exact, _ = without_rows(*nearest(asked, values, at + 1), own)
@@ -182,4 +294,5 @@ def measure_recall(index: Any, values: Float[np.ndarray, "N C"], at: int = 10) -
         index.search(asked[row : row + 1], at)
     seconds = time.perf_counter() - started
     recall = float(((similarities >= last) & (found_rows >= 0)).mean())
-    return IndexFigures(recall, at, len(asked), 1000 * seconds / min(TIMED, len(asked)))
+    milliseconds = 1000 * seconds / min(TIMED, len(asked))
+    return {"recall": recall, "at": at, "queries": len(asked), "milliseconds": milliseconds}

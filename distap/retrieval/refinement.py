@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distap.errors import DistapError
-from distap.retrieval.descriptor_parts import DescriptorParts
-from distap.retrieval.row_blocks import Descriptors, finite, nearest, row_blocks
+from distap.retrieval.row_blocks import DescriptorParts, Descriptors, finite, nearest, row_blocks
 from distap.retrieval.whitening import Whitening
 
 NEAR_NUMBERS = 2**24  # numbers of the neighbours held in float32 at once: 64 MB

@@ -13,8 +13,7 @@ from distap.apps.search import open_searcher, open_thumbnails, queries_from
 from distap.data.loading.reader import open_images
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import read_descriptors
-from distap.retrieval.index_files import write_index
-from distap.retrieval.indexing import build_index
+from distap.retrieval.indexing import build_index, write_index
 from distap.retrieval.whitening import learn_pca, save_whitening
 from distap.world import World
 

@@ -9,18 +9,22 @@ from benchmarks.fetch import emoji
 from distap.errors import DistapError
 
 
+def write_package(path, files):
+    with tarfile.open(path, "w:gz") as tar:
+        for name, content in files.items():
+            info, data = tarfile.TarInfo(f"package/{name}.json"), json.dumps(content).encode()
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
 def test_an_icon_of_a_package_is_drawn_whole_on_white(tmp_path):
     icons = {"dot": {"body": '<circle cx="5" cy="5" r="5"/>'}, "wide": {"body": "<g/>", "width": 20, "left": 3}}
     files = {
-        "package.json": {"version": "1.0.0"},
-        "info.json": {"license": {"spdx": "MIT"}},
-        "icons.json": {"width": 10, "height": 10, "icons": icons},
+        "package": {"version": "1.0.0"},
+        "info": {"license": {"spdx": "MIT"}},
+        "icons": {"width": 10, "height": 10, "icons": icons},
     }
-    with tarfile.open(tmp_path / "x.tgz", "w:gz") as tar:
-        for name, content in files.items():
-            info, data = tarfile.TarInfo(f"package/{name}"), json.dumps(content).encode()
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
+    write_package(tmp_path / "x.tgz", files)
     with pytest.raises(DistapError, match=r"x.tgz holds version 1\.0\.0 of x, expected 1\.0\.1"):
         emoji.read_vendor(tmp_path / "x.tgz", "x", "1.0.1")
     vendor = emoji.read_vendor(tmp_path / "x.tgz", "x", "1.0.0")
@@ -42,11 +46,7 @@ def test_icons_have_the_groups_and_subgroups_of_unicode(tmp_path):
         "z": {"chars": {"2764-fe0f": "heart"}},
     }
     for archive, contents in files.items():
-        with tarfile.open(tmp_path / archive, "w:gz") as tar:
-            for name, content in contents.items():
-                info, data = tarfile.TarInfo(f"package/{name}.json"), json.dumps(content).encode()
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
+        write_package(tmp_path / archive, contents)
     found = emoji.read_levels(tmp_path / "tree", [tmp_path / name for name in "xyz"])
     assert found == dict.fromkeys(("red-heart", "heart"), ("heart", "smileys"))
 

@@ -9,8 +9,7 @@ from PIL import Image
 from servers import web_server
 
 from benchmarks.photos import pack
-from distap.data.loading.checking import check
-from distap.data.loading.reader import Reader
+from distap.data.loading.reader import Reader, check
 from distap.data.shards.load_index import load_index
 from distap.storage.remotes import RemoteSettings
 

@@ -8,8 +8,7 @@ from images import write_images
 from small_trainings import losses, parameters, train
 
 from benchmarks.photos import pack
-from distap.data.loading.checking import check
-from distap.data.loading.reader import open_images
+from distap.data.loading.reader import check, open_images
 from distap.data.shards.indexing import index_shards
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError

@@ -10,8 +10,7 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset
 from torchvision.datasets import ImageFolder
 
 from distap.data.images.decoding import DamagedImageError
-from distap.data.loading.checking import check
-from distap.data.loading.reader import Reader, open_images
+from distap.data.loading.reader import Reader, check, open_images
 from distap.data.map_style import source_of
 from distap.data.shards.load_index import load_index
 from distap.errors import DistapError

@@ -12,8 +12,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from benchmarks.photos import pack
-from distap.data.loading.checking import check
-from distap.data.loading.reader import Reader
+from distap.data.loading.reader import Reader, check
 from distap.data.shards.image_files import ImageFile, list_images
 from distap.data.shards.indexing import index_shards
 from distap.data.shards.load_index import load_index

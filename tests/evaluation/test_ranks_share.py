@@ -10,8 +10,8 @@ from torch.nn.functional import normalize
 from distap.data.converters.landmarks import OF_LANDMARKS
 from distap.data.converters.revisited import DIFFICULTIES, OF_REVISITED
 from distap.retrieval import evaluate, ranks
-from distap.retrieval.descriptor_parts import DescriptorParts
 from distap.retrieval.figures import labelled_figures
+from distap.retrieval.row_blocks import DescriptorParts
 from distap.retrieval.truth import Truth, class_truth
 from distap.world import World
 

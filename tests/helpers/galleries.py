@@ -16,8 +16,7 @@ from distap.evaluation.extraction.extracted_folder import extract_to_folder
 from distap.evaluation.extraction.extracting import Describing, Extraction
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.retrieval.descriptor_files import read_descriptors
-from distap.retrieval.index_files import write_index
-from distap.retrieval.indexing import build_index
+from distap.retrieval.indexing import build_index, write_index
 from distap.trainer import Trainer
 from distap.training.build import trained_network
 from distap.world import World

@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 import distap
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet
-from distap.retrieval.descriptor_parts import DescriptorParts, open_parts
+from distap.retrieval.row_blocks import DescriptorParts, open_parts
 
 LEFT_OUT = "left_out"
 

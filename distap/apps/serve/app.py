@@ -16,7 +16,7 @@ from distap.apps.serve.service import Service
 from distap.apps.serve.uploads import UPLOAD_HELP, RefusedError, read_upload
 from distap.data.images.formats import readable_formats
 from distap.pages.page import page_asset, page_text
-from distap.retrieval.index_files import Hit
+from distap.retrieval.indexing import Hit
 
 
 class HitAnswer(BaseModel):

@@ -19,7 +19,7 @@ from distap.data.images.decoding import DamagedImageError
 from distap.data.images.whole_images import Thumbnails
 from distap.errors import FAILED, DistapError
 from distap.evaluation.extraction.image_describer import TooLittleMemoryError
-from distap.retrieval.index_files import Hit
+from distap.retrieval.indexing import Hit
 
 T = TypeVar("T")
 
