@@ -50,6 +50,7 @@ REGISTRY: dict[str, dict[str, str]] = {
         "arc_face": "distap.ranking.losses.proxies:ArcFace",
         "cos_face": "distap.ranking.losses.proxies:CosFace",
         "proxy_anchor": "distap.ranking.losses.proxies:ProxyAnchor",
+        "csl": "distap.ranking.losses.proxies:CrossScaleLearning",
         "normalized_softmax": "distap.ranking.losses.proxies:NormalizedSoftmax",
         "matryoshka": "distap.ranking.losses.sums:Matryoshka",
         "simix": "distap.ranking.losses.simix:SiMix",

@@ -60,6 +60,7 @@ LOSSES = {
     "ap_q": ("ap_q", lambda d, y: listwise_loss("ap_q", d, y)),
     "smooth_ap": ("smooth_ap", lambda d, y: listwise_loss("smooth_ap", d, y)),
     "recall_at_k": ("recall_at_k", lambda d, y: newer_losses.by_query("recall_at_k", d, y, d[:0], y[:0], "uniform")),
+    "sup_con": ("sup_con", lambda d, y: newer_losses.by_query("sup_con", d, y, d[:0], y[:0], "uniform")),
     "h_ap": ("h_ap", lambda d, y: newer_losses.graded("h_ap", d, levels(y), d[:0], levels(y[:0]), "uniform")),
     "function": (contrastive, contrastive),
     "decorated": (hinge(margin=0.3), lambda d, y: hinge_of_batch(d, y, 0.3)),

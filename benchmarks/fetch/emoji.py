@@ -4,7 +4,6 @@ A class is an emoji that at least five vendors draw, with an image by each. As i
 half of the classes (by name) trains and the rest tests.
 """
 
-import csv
 import json
 import tarfile
 import tempfile
@@ -15,7 +14,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.fetch.rendered_sets import fetch_packages, finish, finished, is_drawn, require_sha512, write_image
+from benchmarks.fetch.rendered_sets import (
+    fetch_packages,
+    finish,
+    finished,
+    is_drawn,
+    require_sha512,
+    write_image,
+    write_lists,
+)
 from distap.data.shards.parallel import Track, map_in_processes, untracked, usable_cores
 from distap.errors import DistapError
 
@@ -83,11 +90,7 @@ def fetch_emoji(output: Path, size: int = 128, track: Track = untracked) -> dict
         if name in vendor.drawings
     ]
     map_in_processes(draw, jobs, usable_cores(), "drawing", track)
-    for part in ("train", "test"):
-        paths = sorted(path.relative_to(output) for _, _, path in jobs if path.parent.parent.name == part)
-        with (output / f"{part}.csv").open("w", newline="") as file:
-            rows = ((path.as_posix(), name := path.parent.name, *levels.get(name, ("", ""))) for path in paths)
-            csv.writer(file).writerows([("path", "label", "level1", "level2"), *rows])
+    write_lists(output, (path for *_, path in jobs), levels)
     train = min(TRAIN_CLASSES, len(names))
     record = {
         "size": size,

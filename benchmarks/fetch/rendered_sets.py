@@ -1,12 +1,13 @@
 """What sets that are drawn from npm packages share: fetching, writing images, and the record that ends them."""
 
+import csv
 import hashlib
 import json
 import os
 import shutil
 import subprocess
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,16 @@ def require_sha512(archive: Path, expected: str) -> None:
     found = b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
     if found != expected:
         raise DistapError(f"{archive.name} is not the archive that this distap knows: its SHA-512 is {found}")
+
+
+def write_lists(output: Path, images: Iterable[Path], levels: Mapping[str, tuple[str, str]]) -> None:
+    """Write the lists output/{train,test}.csv of images in PART/CLASS, with two levels of coarser classes each."""
+    paths = sorted(path.relative_to(output) for path in images)
+    for part in ("train", "test"):
+        named = ((path.as_posix(), path.parent.name) for path in paths if path.parts[0] == part)
+        with (output / f"{part}.csv").open("w", newline="") as file:
+            rows = ((path, name, *levels.get(name, ("", ""))) for path, name in named)
+            csv.writer(file).writerows([("path", "label", "level1", "level2"), *rows])
 
 
 def is_drawn(path: Path) -> bool:

@@ -46,8 +46,9 @@ LEFT_OUT = Annotated[
 ORDER = "Shuffle the images with this seed. Training needs it only if data.reading is streamed."
 SHUFFLE_OPTION = Annotated[int | None, typer.Option(help=ORDER, min=0, show_default="as listed, class by class")]
 NAMES = (
-    "sop, cub, cars-196, inaturalist, vehicleid, inshop, landmarks-clean, sfm-120k, gldv2, roxford5k, rparis6k, "
-    "revisitop1m, ilias, market-1501, msmt17, veri-776, places, uned, vggface2, ijb-c"
+    "sop, cub, cars-196, inaturalist, vehicleid, inshop, dyml-animal, dyml-vehicle, dyml-product, landmarks-clean, "
+    "sfm-120k, gldv2, h-gldv2, roxford5k, rparis6k, revisitop1m, ilias, market-1501, msmt17, veri-776, places, "
+    "uned, vggface2, ijb-c"
 )
 
 

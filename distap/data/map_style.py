@@ -12,6 +12,7 @@ from distap.data.images.decoding import DamagedImageError, image_file
 from distap.data.labels import class_name
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.parallel import Track, untracked
+from distap.data.shards.tables import LEVELS
 from distap.errors import DistapError
 from distap.registry import place_of
 from distap.storage.locations import Source, parse_source
@@ -32,6 +33,7 @@ class DatasetRows:
     numbers: Sequence[int]  # (N,) of the images
     classes: Sequence[str]  # (N,) name of each image's class
     keys: Sequence[str]  # (N,)
+    levels: Sequence[tuple[str, ...]]  # (N,) names of the coarser classes that hold each image's class, finer first
     left_out: tuple[Skipped, ...] = ()  # images without a class
     meter: Meter = field(default_factory=Meter)
 
@@ -97,11 +99,11 @@ def source_of(data: Any, track: Track = untracked) -> Source:
 
     Args:
         data: a path or URL, which is parsed; a Hugging Face `datasets.Dataset` with one column of images and one of
-            labels; torchvision's ImageFolder, whose files are read as they are; or any map-style data set whose items
-            are (image, label) or dicts of `image` and `label`. An image is a PIL image, a path, the bytes of a file,
-            or uint8 pixels; a label is what `class_name` takes, and images without a class are left out. Labels are
-            taken from the attribute `targets` or `labels` if it agrees with some items; otherwise all items are read
-            once.
+            labels, and coarser classes in `level1` to `level9`; torchvision's ImageFolder, whose files are read as
+            they are; or any map-style data set whose items are (image, label) or dicts of `image` and `label`. An
+            image is a PIL image, a path, the bytes of a file, or uint8 pixels; a label is what `class_name` takes,
+            and images without a class are left out. Labels are taken from the attribute `targets` or `labels` if it
+            agrees with some items; otherwise all items are read once.
         track: shows the progress of reading all items.
     Raises:
         DistapError: it is none of these.
@@ -139,23 +141,24 @@ def _rows_of(base: Any, name: str, numbers: Sequence[int], track: Track = untrac
         raise DistapError(f"{name}: the data set is empty")
     if len(set(numbers)) < len(numbers):
         raise DistapError(f"{name}: the subset has an image twice, which would be its own positive")
-    keys, known = {number: str(number) for number in numbers}, None
+    keys = {number: str(number) for number in numbers}
     images: Any = _Images(base, name)
-    labels: Any  # by number, as images are
+    columns: Any  # labels by number, as images are, and the names of classes; of the class and of each coarser level
     if hasattr(base, "features") and hasattr(base, "cast_column"):
-        images, labels, known = _of_columns(base, name)
+        images, *columns = _of_columns(base, name)
     elif isinstance(base, DatasetFolder) and base.loader is default_loader and base.transforms is None:
         images, labels = zip(*base.samples, strict=True)
         keys = {number: os.path.relpath(images[number], base.root).replace(os.sep, "/") for number in numbers}
-        known = base.classes
+        columns = [(labels, base.classes)]
     else:
-        labels, known = images.labels(numbers, track), getattr(base, "classes", None)
-    found = _named({number: _label(labels[number], name, number) for number in numbers}, known)
+        columns = [(images.labels(numbers, track), getattr(base, "classes", None))]
+    found, *above = (_class_names(numbers, labels, known, name) for labels, known in columns)
     kept = [number for number in numbers if found[number]]
     if not kept:
         raise DistapError(f"{name}: none of its {len(numbers)} images has a class")
     others = tuple(Skipped(f"{name}[{number}]", "images without a class") for number in numbers if not found[number])
-    return DatasetRows(name, images, kept, [found[one] for one in kept], [keys[one] for one in kept], others)
+    levels = [tuple(column[one] for column in above) for one in kept]
+    return DatasetRows(name, images, kept, [found[one] for one in kept], [keys[one] for one in kept], levels, others)
 
 
 @dataclass(frozen=True)
@@ -217,12 +220,13 @@ def _label(value: Any, name: str, number: int) -> str:
         raise DistapError(f"{name}[{number}]: {error}") from error
 
 
-def _named(labels: dict[int, str], known: Any) -> dict[int, str]:
-    """Return class names; `known` lists them by label if there is one for each and they differ."""
+def _class_names(numbers: Sequence[int], labels: Any, known: Any, name: str) -> dict[int, str]:
+    """Return class names by number; `known` lists them by label if there is one for each and they differ."""
+    found = {number: _label(labels[number], name, number) for number in numbers}
     names = list(known) if isinstance(known, list | tuple) else []
     fits = len({name for name in names if isinstance(name, str)}) == len(names)
-    fits = fits and all(label.isdecimal() and int(label) < len(names) for label in {*labels.values()} - {""})
-    return {number: names[int(label)] if fits and label else label for number, label in labels.items()}
+    fits = fits and all(label.isdecimal() and int(label) < len(names) for label in {*found.values()} - {""})
+    return {number: names[int(label)] if fits and label else label for number, label in found.items()}
 
 
 @dataclass(frozen=True)
@@ -236,8 +240,8 @@ class _Encoded:
         return stored["path"] if stored["bytes"] is None else stored["bytes"]
 
 
-def _of_columns(dataset: Any, name: str) -> tuple[_Encoded, list[Any], list[str] | None]:
-    """Return images, labels and names of labels of a Hugging Face data set, from the columns that fit."""
+def _of_columns(dataset: Any, name: str) -> tuple[Any, ...]:
+    """Return images, and for the label and each coarser level the values and their names, of a Hugging Face set."""
     import datasets
 
     if dataset.format["type"] == "custom":
@@ -246,8 +250,10 @@ def _of_columns(dataset: Any, name: str) -> tuple[_Encoded, list[Any], list[str]
         )
     features = dataset.features
     pictures = [column for column, kind in features.items() if isinstance(kind, datasets.Image)]
-    classes = [column for column, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
-    plain = [column for column, kind in features.items() if getattr(kind, "dtype", "").startswith(LABEL_DTYPES)]
+    levels = [column for column in LEVELS if column in features]
+    others = {column: kind for column, kind in features.items() if column not in levels}
+    classes = [column for column, kind in others.items() if isinstance(kind, datasets.ClassLabel)]
+    plain = [column for column, kind in others.items() if getattr(kind, "dtype", "").startswith(LABEL_DTYPES)]
     labels = [column for column in classes or plain if column in ("label", "labels")] or classes or plain
     if len(pictures) != 1 or len(labels) != 1:
         found = ", ".join(f"{column}: {kind}" for column, kind in features.items())
@@ -255,9 +261,10 @@ def _of_columns(dataset: Any, name: str) -> tuple[_Encoded, list[Any], list[str]
             f"{name} has the columns {found}; expected one Image, and one ClassLabel, number or text, or of several "
             "one that is called label (rename_column and remove_columns help)"
         )
-    values = dataset.select_columns(labels).with_format("arrow")[:][labels[0]].to_pylist()
     images = dataset.with_format(None).select_columns(pictures).cast_column(pictures[0], datasets.Image(decode=False))
-    return _Encoded(images), values, getattr(features[labels[0]], "names", None)
+    table = dataset.select_columns(labels + levels).with_format("arrow")[:]
+    named = ((table[column].to_pylist(), getattr(features[column], "names", None)) for column in labels + levels)
+    return _Encoded(images), *named
 
 
 @lru_cache(maxsize=8)

@@ -254,4 +254,15 @@ class DescribedSet:
             return class_truth(labels)
         count = len(self.asking)
         others = labels[count:] if of.gallery else labels
-        return class_truth(labels[:count][asking], others[among])
+        return class_truth(labels[:count][asking], others[among], self._contents() if of.gallery else None)
+
+    def _contents(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return numbers of what the files of queries and gallery hold, if the gallery has every query's file too.
+
+        Such a query would find itself: in place of cameras, these numbers leave its copies out, as DyML's authors do.
+        """
+        indexes, device = [one.reader.index for one in self.of.image_sets], self.describing.describer.device
+        files = torch.from_numpy(np.concatenate([(index.size << 32) + index.crc32 for index in indexes]))
+        asking, among = (files[own].to(device) for own in (self.asking, self.among))
+        is_there = (asking % 2**32 > 0) & torch.isin(asking, among)  # a CRC-32 of 0 is unknown
+        return (asking, among) if bool(is_there.all()) else None

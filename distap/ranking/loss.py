@@ -20,6 +20,8 @@ from distap.world import World
 Presets = Mapping[str, Mapping[str, Any]]
 # Pairs of a tile: on a CPU, as many as stay in its cache while they are worked on; on a GPU, enough to keep it busy.
 CPU_TILE_PAIRS, GPU_TILE_PAIRS = 2**19, 2**26
+# The number K of classes of a training set, or their numbers, (K,), or with those of the coarser ones, (K, L).
+KnownClasses = int | Int64[Tensor, "K *L"] | None
 TENSORS_A_PAIR = 8  # values, in the dtype of the descriptors, that are alive at once for each pair of a tile
 
 
@@ -114,7 +116,7 @@ class Loss(ABC):
     def parameters(self) -> list[nn.Parameter]:
         return [one for one in self.learned.parameters() if one.requires_grad] if self.learned is not None else []
 
-    def sized(self, classes: int | None, dimensions: int | None, seed: int) -> "Loss":
+    def sized(self, classes: KnownClasses, dimensions: int | None, seed: int) -> "Loss":
         """Return this loss with new parameters for K classes, if known, and descriptors of C dimensions."""
         return self
 
@@ -134,7 +136,8 @@ class SizedLoss(Loss):
     seed: NonNegativeInt | None = None
     """Seed of the initial parameters; null takes the recipe's."""
 
-    def sized(self, classes: int | None, dimensions: int | None, seed: int) -> "SizedLoss":
+    def sized(self, classes: KnownClasses, dimensions: int | None, seed: int) -> "SizedLoss":
+        classes = len(classes) if isinstance(classes, Tensor) else classes
         for key, given, found in (("classes", self.classes, classes), ("dimensions", self.dimensions, dimensions)):
             if None not in (given, found) and given != found:
                 raise DistapError(f"loss: {key} is {given}, but this training has {found}; leave {key} out")

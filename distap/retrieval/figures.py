@@ -23,7 +23,7 @@ negatives. Of positives that tie, the less relevant come first (with `ties="for"
   j up to k, including k.
 - NDCG: the sum of (2^l - 1) / log2(1 + rank), over that of the ideal ranking.
 - ASI (Sun et al. 2021): the mean over k from 1 to N of the share of the first k images that the first k of the ideal
-  ranking have too, counted by relevance.
+  ranking have too, counted by relevance; ASI/level: without relevance, at each level of classes.
 """
 
 import re
@@ -162,6 +162,7 @@ FIGURES: dict[str, Figure] = {
     "mP@k": lambda ranked, k: ranked.hits(k) / min(k, ranked.others),
     "mP@k/min": precision_of_few,
     "mP@k/last": precision_to_last,
+    "ASI/level": set_intersection,
     **GRADED,
 }
 

@@ -202,7 +202,7 @@ def learner_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Learn
 
 def loss_of(recipe: Recipe, images: TrainingImages, network: RetrievalNetwork, world: World) -> Loss:
     """Build the recipe's loss; if it has parameters of its own, give them the same values on all ranks."""
-    classes = None if images.index is None else len(images.index.class_name)
+    classes = None if images.index is None else torch.from_numpy(images.index.classes.numbers)
     loss: Loss = recipe.loss.sized(classes, network.dimensions, recipe.seed)
     if loss.learned is not None:
         for tensor in loss.learned.to(world.device).state_dict().values():

@@ -8,6 +8,7 @@ from PIL import Image, ImageFont
 
 from benchmarks.fetch import glyphs
 from benchmarks.fetch.glyphs import Font
+from distap.data.shards.image_files import list_images
 
 AILERON = ImageFont.load_default(10).path.getvalue()  # a TrueType font of Latin that Pillow holds
 RANGES = "U+30-39,U+41-5A,U+61-7a,U+2c,U+4e00"  # with a mark and an ideograph that are not to be drawn
@@ -32,10 +33,30 @@ def write_package(folder, name, units=1000, data=AILERON):
     return Font(f"@fontsource/{name}", "1.0.0", 400), path
 
 
+def write_properties(path):
+    """Scripts and blocks as the package of Unicode's properties has them."""
+    of = {"Script/Latin": r"[A-Za-z\xC4]", "Script/Common": "[0-9]", "Script/Han": r"[\u4E00]|\uD840[\uDC00-\uDC02]"}
+    of |= {"Block/Basic_Latin": r"[\0-\x7F]", "Block/Latin_1_Supplement": r"[\x80-\xFF]"}
+    of["Block/CJK"] = r"[\u4E00-\u9FFF]|[\uD840-\uD868][\uDC00-\uDFFF]"
+    with tarfile.open(path, "w:gz") as tar:
+        for name, expression in of.items():
+            info = tarfile.TarInfo(f"package/{name}/regex.mjs")
+            content = f"export default /{expression}/;\n".encode()
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def test_characters_have_their_blocks_and_scripts(tmp_path):
+    found = glyphs.read_levels(write_properties(tmp_path / "unicode.tgz"), "a7Ä\U00020001")
+    assert found["U+0061"] == ("Latin/Basic_Latin", "Latin") and found["U+0037"] == ("Common/Basic_Latin", "Common")
+    assert found["U+00C4"] == ("Latin/Latin_1_Supplement", "Latin") and found["U+20001"] == ("Han/CJK", "Han")
+
+
 def test_no_two_images_are_equal_and_classes_are_split(tmp_path):
     sizes = (1000, 1100, 1200, 1200, 1300, 900, 800)  # two of these fonts draw alike
     packages = [write_package(tmp_path, f"font-{number}", units) for number, units in enumerate(sizes)]
-    record = glyphs.draw_set(tmp_path / "set", 32, packages)
+    record = glyphs.draw_set(tmp_path / "set", 32, packages, write_properties(tmp_path / "unicode.tgz"))
     images = sorted((tmp_path / "set").rglob("*.png"))
     pixels = {Image.open(path).tobytes() for path in images}
     assert len(pixels) == len(images) == record["images"] > 150
@@ -45,6 +66,8 @@ def test_no_two_images_are_equal_and_classes_are_split(tmp_path):
     drawn = {f"U+{code:04X}" for code in (*range(0x30, 0x3A), *range(0x41, 0x5B), *range(0x61, 0x7B), 0xC4)}
     assert not train & test and train | test <= drawn
     assert abs(len(train) - len(test)) <= 1
+    listed = [one for part in ("train", "test") for one in list_images(tmp_path / "set" / f"{part}.csv").images]
+    assert {one.path: one.levels[1] in ("Latin", "Common") for one in listed} == dict.fromkeys(images, True)
 
 
 FONTS = [f"font {number}" for number in range(12)]

@@ -214,6 +214,20 @@ def test_a_data_set_of_hugging_face_is_read_as_it_is_stored(folder, saved):
     assert len(open_images(source)) == 12
 
 
+def test_columns_of_hugging_face_named_by_level_are_coarser_classes(folder, tmp_path):
+    whole = hugging_face(folder)
+    genera = hf.Features({"level1": hf.ClassLabel(names=["vessel", "tool"]), "level2": hf.Value("int64")})
+    rows = {"level1": [int(number == 1) for number in whole["label"]], "level2": [7] * 12}
+    coarser = hf.Dataset.from_dict(rows, features=genera)
+    hf.concatenate_datasets([whole, coarser], axis=1).save_to_disk(tmp_path / "levels")
+    index = load_index(f"hf:{tmp_path / 'levels'}")
+    assert index.class_name.tolist() == ["cup", "pen", "tin"]
+    assert index.class_levels.tolist() == [["vessel", "7"], ["tool", "7"], ["vessel", "7"]]
+    assert index.classes.numbers.tolist() == [[0, 1, 0], [1, 0, 0], [2, 1, 0]]
+    with pytest.raises(DistapError, match="class 'cup' of level 0 is in 'b' of level 1, but in 'a' before"):
+        load_index(source_of(whole.add_column("level1", ["a", *["b"] * 11])))
+
+
 def test_training_on_it_is_that_on_the_files(folder, saved, tmp_path):
     sources = {"files": f"imagefolder:{folder}", "rows": f"hf:{saved / 'whole'}"}
     for name, source in sources.items():

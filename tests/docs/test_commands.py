@@ -200,7 +200,7 @@ GONE = {  # what the list of Removed in CHANGELOG.md says, and what no page may 
     "evaluation.resize": r"evaluation\.(resize|crop|max_side|original)\b",
     "python -m distap": r"python -m distap(?![.\w])",
     "`whiten` of": r"`whiten`",
-    "metric_learning": r"`metric_learning`|MetricLearning\b",
+    "metric_learning": r"`metric_learning`|\bMetricLearning\b",
     "_pairs.json": r"--pairs\b|_pairs\.json",
     "schedule.length": r"schedule\.length|schedule=step\b|name: step\b",
     "export.json": r"export\.json",

@@ -175,6 +175,21 @@ def test_queries_retrieve_the_gallery_of_other_shards(query_and_gallery, trainin
     assert refined.figures != evaluation.figures and refined.gallery == str(folder / "gallery")
 
 
+def test_a_gallery_that_holds_the_queries_leaves_each_out_for_itself(training_shards, tmp_path):
+    TREES["dyml-animal"](tmp_path / "source")
+    convert(DATASETS["dyml-animal"], tmp_path / "source", tmp_path / "out")
+    how, place = describing(tmp_path, training_shards), str(tmp_path / "out/fine-query")
+    found = (
+        open_set(place, gallery=place.replace("query", "gallery"), figures=["R@1", "ASI"]).describe(how).evaluate()
+    )
+    files = sorted((tmp_path / "source/bmk_fine/gallery").iterdir())
+    described = how.describer.describe([path.read_bytes() for path in files])
+    # Images 2 and 3 of the gallery are the queries; 1 is of the class of the first, and 0 of that of the second.
+    nearest = (described[2:4] @ described.t()).masked_fill(torch.eye(5)[2:4].bool(), -1).argmax(1)
+    share = float((nearest == torch.tensor([1, 0])).float().mean())
+    assert [found.figures[name] for name in ("R@1", "ASI")] == [share, share]
+
+
 def test_a_gallery_is_drawn_as_vehicle_id_does(query_and_gallery, training_shards, tmp_path):
     folder, parts = query_and_gallery
     files = parts["gallery"]

@@ -92,6 +92,28 @@ def inshop(root: Path) -> None:
         photo(root / "Img" / name, place)
 
 
+def dyml(root: Path) -> None:
+    """DyML's animals and vehicles: the heading of a list has no line break, and galleries hold the queries."""
+    rows = "".join(f"{place}.jpg, {place // 2}, {3 + place // 2}, {8 + place // 2}\n" for place in range(4))
+    write(root / "train/label.csv", f"fname, coarse_id, middle_id, fine_id{rows}")
+    lists = {"train/imgs": range(4)}
+    for number, level in enumerate(("fine", "middle", "coarse"), 1):
+        for part, seeds, labels in (("query", (2, 3), (5, 6)), ("gallery", range(5), (6, 5, 5, 6, 7))):
+            rows = "".join(f"{place}.jpg, {label}\n" for place, label in enumerate(labels))
+            write(root / f"bmk_{level}/{part}.csv", f"fname, labels{rows}")
+            lists[f"bmk_{level}/{part}"] = [10 * number + seed for seed in seeds]
+    for folder, seeds in lists.items():
+        for place, seed in enumerate(seeds):
+            photo(root / f"{folder}/{place}.jpg", seed)
+
+
+def dyml_product(root: Path) -> None:
+    dyml(root)
+    write(root / "mini-bmk_all_in_one/label.csv", (root / "train/label.csv").read_text())
+    for place in range(4):
+        photo(root / f"mini-bmk_all_in_one/imgs/{place}.jpg", 50 + place)
+
+
 def landmarks(root: Path) -> None:
     for part, labels in (("train", (3, 17)), ("val", (3,))):
         urls = [f"http://a.example/{part}/{label}/view%20{n}.jpg" for label in labels for n in (1, 2)]
@@ -135,6 +157,18 @@ def gldv2(root: Path) -> None:
     for folder, names in (("train", [*train[5], *train[8]]), ("index", index), ("test", test)):
         for place, name in enumerate(names):
             photo(root / folder / name[0] / name[1] / name[2] / f"{name}.jpg", place)
+
+
+def h_gldv2(root: Path) -> None:
+    """Landmark 8 has no hierarchical label."""
+    gldv2(root)
+    heading = "landmark_id,category,supercategory,hierarchical_label,natural_or_human_made\n"
+    rows = [f'{n},"http://a.example/{n},1",x,{label},y\n' for n, label in ((5, "bridge"), (9, "castle"), (8, "nan"))]
+    write(root / "metadata/train_label_to_hierarchical.csv", heading + "".join(rows))
+    with (root / "metadata/train_clean.csv").open("a") as file:
+        file.write("9,b123456789abcdef b223456789abcdef\n")
+    for name in ("b123456789abcdef", "b223456789abcdef"):
+        photo(root / "train" / name[0] / name[1] / name[2] / f"{name}.jpg", 90 + int(name[1]))
 
 
 def revisited(name: str) -> Callable[[Path], None]:
@@ -261,9 +295,13 @@ TREES: dict[str, Callable[[Path], None]] = {
     "inaturalist": inaturalist,
     "vehicleid": vehicleid,
     "inshop": inshop,
+    "dyml-animal": dyml,
+    "dyml-vehicle": dyml,
+    "dyml-product": dyml_product,
     "landmarks-clean": landmarks,
     "sfm-120k": sfm,
     "gldv2": gldv2,
+    "h-gldv2": h_gldv2,
     "roxford5k": revisited("roxford5k"),
     "rparis6k": revisited("rparis6k"),
     "revisitop1m": revisitop1m,

@@ -203,3 +203,19 @@ def proxies_of(name: str, descriptors: Tensor, labels: Tensor, proxies: Tensor) 
         others = sum(torch.exp(logit) for k, logit in enumerate(logits) if k != label)
         losses.append(-torch.log(torch.exp(30 * moved) / (torch.exp(30 * moved) + others)))
     return sum(losses) / len(losses)
+
+
+MARGINS = (0.1, 0.25, 0.35, 0.45)
+
+
+def csl(descriptors: Tensor, labels: Tensor, proxies: Tensor, levels: Tensor, weights: str) -> Tensor:
+    """CSL with these margins, for the (K, L) numbers of the classes of each proxy."""
+    losses, weight = [], []
+    for row, label in zip(descriptors @ (proxies / proxies.norm(dim=1, keepdim=True)).t(), labels, strict=True):
+        for classes, margin in zip(levels.t(), MARGINS, strict=False):
+            others = [k for k in range(len(proxies)) if classes[k] != classes[label]]
+            losses.append(
+                torch.log(1 + sum((torch.exp(32 * (row[k] + margin - row[label])) for k in others), 0 * row[0]))
+            )
+            weight.append(1.0 if weights == "uniform" else 1 / labels.tolist().count(label))
+    return sum(w * one for w, one in zip(weight, losses, strict=True)) / sum(weight) * levels.shape[1]

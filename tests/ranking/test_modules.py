@@ -6,9 +6,6 @@ from torch import nn
 
 from distap.errors import DistapError
 from distap.ranking.listwise import ListwiseLoss
-from distap.ranking.losses.calibration import Calibration
-from distap.ranking.losses.smooth import SupAP
-from distap.ranking.losses.sums import WeightedSum
 
 NAMES = ["ap_q", "ap_t", "fast_ap", "smooth_ap", "sup_ap", "calibration", "roadmap", "blackbox_ap"]
 
@@ -60,10 +57,9 @@ def test_without_gradients_it_is_a_figure_to_watch(name):
     raw, labels = problem(7, 20, 4)
     loss = ListwiseLoss(name)
     expected = loss(raw, labels).item()
-    with torch.inference_mode():
-        assert loss(raw, labels).item() == expected
-    with torch.no_grad():
-        assert loss(raw, labels).item() == expected
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            assert loss(raw, labels).item() == expected
 
 
 def test_it_says_that_it_differentiates_once():
@@ -71,9 +67,3 @@ def test_it_says_that_it_differentiates_once():
     loss = ListwiseLoss("smooth_ap")(raw.requires_grad_(), labels)
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.grad(loss, raw, create_graph=True)
-
-
-def test_it_takes_a_loss_that_is_built_already():
-    raw, labels = problem(9, 20, 4)
-    both = ListwiseLoss(WeightedSum(((0.5, SupAP()), (0.5, Calibration()))))(raw, labels)
-    assert both.item() == pytest.approx(ListwiseLoss("roadmap", lam=0.5)(raw, labels).item(), rel=1e-12)

@@ -4,17 +4,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
 from problems import problem, rank_raw, remembering
-from ranks import on_ranks
-from torch.nn.functional import normalize
 
 from benchmarks.metric_learning import MetricLearning
 from distap.errors import DistapError
 from distap.ranking.loss import build_loss
 from distap.ranking.losses.base import DescriptorLoss, SimilarityLoss
 from distap.ranking.losses.calibration import Calibration
-from distap.ranking.rank import rank
 
 
 @dataclass(frozen=True)
@@ -94,21 +90,3 @@ def test_it_can_be_named_from_outside_and_its_fields_are_its_options():
     assert build_loss(name, alpha=0.7, weights="class") == Margins(alpha=0.7, weights="class")
     with pytest.raises(DistapError, match="alhpa: unknown key; did you mean alpha"):
         build_loss(name, alhpa=0.7)
-
-
-def test_many_ranks_give_what_one_process_gives():
-    raw, labels = problem(2, 21, 4)
-    for loss, answers in zip((Margins(), Distances()), zip(*on_ranks(3, share_of_ranks), strict=True), strict=True):
-        whole = rank(normalize(raw), labels, loss)
-        assert all(value == pytest.approx(whole.loss.item(), rel=1e-12) for value, _ in answers)
-        gradient = torch.cat([of_rank for _, of_rank in answers])
-        torch.testing.assert_close(gradient, whole.gradient, rtol=1e-9, atol=1e-13)
-
-
-def share_of_ranks(world):
-    raw, labels = problem(2, 21, 4)
-    mine = slice(7 * world.rank, 7 * world.rank + 7)
-    shares = [
-        rank(normalize(raw)[mine], labels[mine], loss, group=dist.group.WORLD) for loss in (Margins(), Distances())
-    ]
-    return [(share.loss.item(), share.gradient) for share in shares]

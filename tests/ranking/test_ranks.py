@@ -30,6 +30,8 @@ OTHERS = {
     "proxies of another package": build_loss("benchmarks.metric_learning:MetricLearning", function="ProxyAnchorLoss"),
     "matryoshka": build_loss({"matryoshka": {"dimensions": [2, 5], "inner": {"ap_q": 1, "arc_face": 0.5}}}),
     "simix": build_loss({"simix": {"inner": "smooth_ap"}}),
+    "matryoshka of h_ap": build_loss({"matryoshka": {"dimensions": [2, 5], "inner": "h_ap"}}),
+    "csl of levels": build_loss("csl", tree=[[number // 3, number // 9] for number in range(18)]),
     "sum": WeightedSum(((0.3, build_loss("proxy_nca")), (0.7, build_loss("triplet")))),
 }
 LOSSES = {name: loss.sized(18, 6, 0) for name, loss in ({name: build_loss(name) for name in NAMES} | OTHERS).items()}
@@ -55,13 +57,20 @@ def left_out():
     return descriptors, labels, taking_part
 
 
-CASES = {"batch": (batch, False), "left_out": (left_out, False), "remembered": (batch, True)}
+def of_levels():
+    descriptors, labels, taking_part = batch()
+    return descriptors, torch.stack([labels, labels // 3, labels // 9], dim=1), taking_part
+
+
+CASES = {"batch": (batch, 0), "left_out": (left_out, 0), "remembered": (batch, 1), "levels": (of_levels, 0)}
+BY_LEVELS = ("h_ap", "smooth_ndcg", "sup_ndcg", "matryoshka of h_ap", "csl of levels", "ap_q")
 RANKED = [
     (case, loss, mode)
     for case in CASES
     for loss in LOSSES
     for mode in MODES
     if not (case == "remembered" and isinstance(LOSSES[loss], DescriptorLoss))
+    and (case != "levels" or loss in BY_LEVELS)
 ]
 
 

@@ -145,7 +145,8 @@ def test_cameras_domains_and_levels_by_hand():
     assert (figures["x R@1"], figures["y R@1"], figures["R@1"], figures["mean R@1"]) == (1, 0, 0.5, 0.5)
     assert (figures["queries"], figures["left_out"]) == (4, 2)
     levels = [[0, 0], [1, 0], [5, 2], [0, 0], [4, 2], [3, 1]]  # 1 is of the group of 0, 3 also of its class
-    figures = distap.evaluate(described, levels, asks, figures=["mAP", "H-AP", "NDCG", "ASI"])
+    figures = distap.evaluate(described, levels, asks, figures=["mAP", "H-AP", "NDCG", "ASI", "ASI/level"])
+    assert figures["ASI/level"] == 0 and figures["level 1 ASI/level"] == (1 + 1 / 2) / 2
     assert figures["mAP"] == 1 / 3 and figures["level 1 mAP"] == (1 + 2 / 3) / 2
     assert figures["H-AP"] == pytest.approx((1 / 1 + (1 + 2) / 3) / (1 + 2))
     assert figures["NDCG"] == pytest.approx((1 + 3 / 2) / (3 + 1 / math.log2(3)))

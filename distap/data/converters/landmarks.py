@@ -1,4 +1,4 @@
-"""Converters of Landmarks-clean and Google Landmarks v2."""
+"""Converters of Landmarks-clean, Google Landmarks v2 and its hierarchical labels."""
 
 import re
 from collections.abc import Iterator
@@ -7,12 +7,14 @@ from typing import Any
 from urllib.parse import unquote
 
 from distap.data.converters.dataset import Count, Dataset, ListLine, Split, ground_truth, read_lines, read_table
+from distap.data.labels import class_name
 from distap.data.shards.image_files import ImageFile
 
 ADDRESS = re.compile(r"(?i:https?)://([^/?#]+[^#]*)(?:#.*)?")
 IDENTIFIER = re.compile(r"[0-9a-f]{16}")
 OF_LANDMARKS = ["mAP@100", "mP@10"]
 USAGES = ("Public", "Private", "Ignored")
+FOLDERS = ("", "metadata", "ground_truth")  # the lists lie next to the images, or as in the authors' addresses
 
 
 def _images(source: Path, file: Path) -> Iterator[ImageFile]:
@@ -99,5 +101,23 @@ GOOGLE_LANDMARKS = Dataset(  # Weyand et al. 2020; the queries are those of grou
     Split("train", "train_clean.csv", _clean, (Count(1_580_470, 81_313),)),
     Split("index", "index.csv", _unlabelled, (Count(761_757, 761_757),)),
     Split("query", "retrieval_solution_v2.1.csv", _queries, truth=_ground_truth),
-    folders=("", "metadata", "ground_truth"),  # the lists lie next to the images, or as in the authors' addresses
+    folders=FOLDERS,
+)
+
+
+def _in_hierarchy(source: Path, file: Path) -> Iterator[ImageFile]:
+    """Yield the cleaned images of landmarks that have a hierarchical label, with it as their coarser class."""
+    columns = ("landmark_id", "category", "supercategory", "hierarchical_label", "natural_or_human_made")
+    listed = read_table(file.with_name("train_label_to_hierarchical.csv"), columns, ",")
+    labels = {line.cells[0]: class_name(line.cells[3]) for line in listed}
+    for image in _clean(source, file):
+        if label := labels.get(image.class_name):
+            yield image._replace(levels=(label,))
+
+
+HIERARCHICAL_LANDMARKS = Dataset(  # Ramzi et al. 2023; counts: elias-ramzi/SupRank, config/dataset/gldv2_hier.yaml
+    "H-GLDv2, the hierarchical labels of Google Landmarks v2",
+    GOOGLE_LANDMARKS.site,
+    Split("train", "train_clean.csv", _in_hierarchy, (Count(970_981, 46_593),)),
+    folders=FOLDERS,
 )

@@ -1,4 +1,4 @@
-"""Converters of metric learning's data sets: Stanford Online Products, CUB, Cars, iNaturalist, VehicleID, In-shop."""
+"""Converters of metric learning: Stanford Online Products, CUB, Cars, iNaturalist, VehicleID, In-shop and DyML."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -163,3 +163,38 @@ IN_SHOP = Dataset(  # Liu et al. 2016
     ),
     folders=("Eval", ""),
 )
+
+
+def _dyml(source: Path, file: Path) -> Iterator[ImageFile]:
+    """Yield the images of a list, whose first row follows the heading on its line: fname, labels0.jpg, 17."""
+    is_whole = file.stem == "label"
+    heading = "fname, coarse_id, middle_id, fine_id" if is_whole else "fname, labels"
+    folder = file.with_name("imgs" if is_whole else file.stem)
+    # Numbers of test classes are not those of the training set.
+    of = "" if file.parent.name == "train" else f"{file.parent.name}/"
+    for line in read_lines(file, ","):
+        text = ",".join(line.cells)
+        if line.number == 1 and not text.startswith(heading):
+            raise line.wrong(f"expected the heading {heading!r}")
+        if row := text.removeprefix(heading):
+            cells = [cell.strip() for cell in row.split(",")]
+            if len(cells) != heading.count(",") + 1:
+                raise line.wrong(f"{len(cells)} columns, expected {heading!r}")
+            yield ImageFile(line.path(folder, cells[0]), of + cells[-1], tuple(cells[-2:0:-1]))
+
+
+def _dynamic(kind: str, classes: int, **tests: str) -> Dataset:
+    lists = {"train": "train/label.csv", **tests}
+    splits = (Split(name, file, _dyml, (Count(classes=classes),) * (name == "train")) for name, file in lists.items())
+    return Dataset(f"DyML-{kind}", "https://github.com/SupetZYK/DynamicMetricLearning", *splits)
+
+
+# Sun et al. 2021; the numbers of classes are those of elias-ramzi/HAPPIER, happier/config/dataset.
+OF_LEVELS = {
+    f"{of}-{part}": f"bmk_{of}/{part}.csv" for of in ("fine", "middle", "coarse") for part in ("query", "gallery")
+}
+DYML = {
+    "dyml-animal": _dynamic("Animal", 495, **OF_LEVELS),
+    "dyml-vehicle": _dynamic("Vehicle", 39_491, **OF_LEVELS),
+    "dyml-product": _dynamic("Product", 1_639, test="mini-bmk_all_in_one/label.csv"),
+}

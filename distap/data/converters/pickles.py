@@ -7,59 +7,27 @@ with any other name is refused.
 import math
 import pickle
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
+from pydantic import BaseModel, Field, ValidationError
 
-from distap.errors import DistapError
+from distap.errors import DistapError, problems_of
 
 PLAIN_TYPE = re.compile(r"[?biuf]\d{1,2}|\?|[SUO]\d{0,9}")
 
 
-@dataclass(frozen=True)
-class PlainValue:
-    """A value of a pickle, with its place in the file for messages."""
+Name = Annotated[str, Field(pattern=r"^[!-~]+$")]  # without spaces
+Kind = TypeVar("Kind", bound=BaseModel)
 
-    file: Path
-    place: str
-    value: Any
 
-    def wrong(self, problem: str) -> DistapError:
-        return DistapError(f"{self.file}: {self.place or 'the file'} {problem}")
-
-    def __getitem__(self, key: str) -> "PlainValue":
-        if not isinstance(self.value, dict) or key not in self.value:
-            raise self.wrong(f"has no {key!r}")
-        return PlainValue(self.file, f"{self.place}[{key!r}]" if self.place else key, self.value[key])
-
-    def items(self) -> "list[PlainValue]":
-        """Return the items of a list, tuple or array; these methods raise a DistapError for any other value."""
-        if not isinstance(self.value, list | tuple):
-            raise self.wrong(f"is no list but {type(self.value).__name__}")
-        return [PlainValue(self.file, f"{self.place}[{number}]", value) for number, value in enumerate(self.value)]
-
-    def integers(self, below: int | None = None) -> list[int]:
-        """Return the value as a list of whole numbers of 0 or more."""
-        items = self.items()
-        for item in items:
-            number = item.value
-            is_number = isinstance(number, int | float) and not isinstance(number, bool)
-            if not is_number or not number >= 0 or number % 1 or (below is not None and number >= below):
-                limit = "" if below is None else f" below {below}"
-                raise item.wrong(f"is {number!r:.60}, expected a whole number{limit}")
-        return [int(item.value) for item in items]
-
-    def names(self) -> list[str]:
-        """Return the value as a list of different words without spaces."""
-        for item in self.items():
-            word = item.value
-            if not isinstance(word, str) or word.split() != [word] or not word.isprintable():
-                raise item.wrong(f"is {word!r:.60}, expected a name")
-        if len(set(self.value)) < len(self.value):
-            raise self.wrong("has the same name twice")
-        return list(self.value)
+def read_plain_pickle(path: Path, kind: type[Kind]) -> Kind:
+    """Read a pickle into a model of pydantic; raise a DistapError that names the file and the place of a problem."""
+    try:
+        return kind.model_validate(plain_value(path))
+    except ValidationError as error:
+        raise DistapError(f"{path}: {problems_of(error.errors()[:1])[0]}") from error
 
 
 class ForbiddenGlobalError(pickle.UnpicklingError):
@@ -81,12 +49,12 @@ class PlainUnpickler(pickle.Unpickler):
             raise ForbiddenGlobalError(f"{module}.{name}") from None
 
 
-def read_plain_pickle(path: Path) -> PlainValue:
+def plain_value(path: Path) -> Any:
     """Read a pickle of plain data; raise a DistapError if it is unreadable, damaged, or names other classes."""
     try:
         with path.open("rb") as file:
             # Python 2 wrote bytes as strings, which are read as Latin-1.
-            return PlainValue(path, "", PlainUnpickler(file, encoding="latin1").load())
+            return PlainUnpickler(file, encoding="latin1").load()
     except ForbiddenGlobalError as error:
         remedy = "nothing of it was run; get the file from the authors of the data set"
         raise DistapError(f"{path}: names {error}, which plain data has no need of: {remedy}") from error

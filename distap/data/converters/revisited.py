@@ -7,48 +7,60 @@ images one by one. Distractors are one class that no ground truth names.
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, model_validator
 
 from distap.data.converters.dataset import Count, Dataset, ListLine, Split, ground_truth, read_table
-from distap.data.converters.pickles import PlainValue, read_plain_pickle
+from distap.data.converters.pickles import Name, read_plain_pickle
 from distap.data.images.formats import IMAGE_SUFFIXES
 from distap.data.shards.image_files import ImageFile
+from distap.errors import DistapError
 
 SITE = "http://cmp.felk.cvut.cz/revisitop"
 OF_REVISITED = ["mAP/trapezoids", "mP@1/last", "mP@5/last", "mP@10/last"]
 DIFFICULTIES = {"Easy": [1], "Medium": [1, 2], "Hard": [2]}  # grades of easy and hard images; the other is junk
 
 
+class Judgement(BaseModel):
+    bbx: tuple[FiniteFloat, FiniteFloat, FiniteFloat, FiniteFloat]
+    easy: list[NonNegativeInt]
+    hard: list[NonNegativeInt]
+    junk: list[NonNegativeInt]
+
+
+class Revisited(BaseModel):
+    """What gnd_roxford5k.pkl and gnd_rparis6k.pkl hold."""
+
+    imlist: list[Name]
+    qimlist: list[Name]
+    gnd: list[Judgement]
+
+    @model_validator(mode="after")
+    def _fits(self) -> "Revisited":
+        if len(self.gnd) != len(self.qimlist):
+            raise ValueError(f"has {len(self.qimlist)} queries, but ground truth of {len(self.gnd)}")
+        for number, one in enumerate(self.gnd):
+            if (last := max(*one.easy, *one.hard, *one.junk, -1, -1)) >= len(self.imlist):
+                raise ValueError(f"gnd.{number}: image {last} is none of the {len(self.imlist)} of imlist")
+            if one.bbx[0] >= one.bbx[2] or one.bbx[1] >= one.bbx[3]:
+                raise ValueError(f"gnd.{number}.bbx: {one.bbx}: expected left, top, right and bottom")
+        return self
+
+
 def _images(source: Path, file: Path, key: str) -> Iterator[ImageFile]:
-    for place, name in enumerate(read_plain_pickle(file)[key].names(), 1):
+    for place, name in enumerate(getattr(read_plain_pickle(file, Revisited), key), 1):
         # Errors name the place in the pickle as a line of a list.
         yield ImageFile(ListLine(file, place, [name]).path(source / "jpg", _with_suffix(name)), name)
 
 
 def _ground_truth(file: Path, dataset: str) -> dict[str, Any]:
-    contents = read_plain_pickle(file)
-    gallery, queries = contents["imlist"].names(), contents["qimlist"].names()
-    judgements = contents["gnd"].items()
-    if len(judgements) != len(queries):
-        raise contents.wrong(f"has {len(queries)} queries, but ground truth of {len(judgements)}")
-    truths = []
-    for query, judgement in zip(queries, judgements, strict=True):
-        easy, hard, junk = (
-            [gallery[place] for place in judgement[grade].integers(len(gallery))]
-            for grade in ("easy", "hard", "junk")
-        )
+    contents, truths = read_plain_pickle(file, Revisited), []
+    for query, one in zip(contents.qimlist, contents.gnd, strict=True):
+        easy, hard, junk = ([contents.imlist[place] for place in places] for places in (one.easy, one.hard, one.junk))
         positives, grades = easy + hard, [1] * len(easy) + [2] * len(hard)
-        box = _box(judgement["bbx"])
-        truths.append({"name": query, "box": box, "positives": positives, "grades": grades, "junk": junk})
+        truths.append({"name": query, "box": one.bbx, "positives": positives, "grades": grades, "junk": junk})
     return ground_truth(truths, dataset=dataset, figures=OF_REVISITED, groups=DIFFICULTIES)
-
-
-def _box(box: PlainValue) -> list[float]:
-    edges = [edge.value for edge in box.items()]
-    are_numbers = len(edges) == 4 and all(isinstance(edge, int | float) for edge in edges)
-    if not are_numbers or not (edges[0] < edges[2] and edges[1] < edges[3]):
-        raise box.wrong(f"is {edges!r:.80}, expected left, top, right and bottom, with something between them")
-    return list(map(float, edges))
 
 
 def _distractors(source: Path, file: Path) -> Iterator[ImageFile]:
@@ -77,15 +89,24 @@ DISTRACTORS = Dataset(
 )
 
 
+class Models(BaseModel):
+    """Images of retrieval-SfM-120k.pkl, and the 3D model that each belongs to."""
+
+    # The last six letters are folders.
+    cids: list[Annotated[str, Field(pattern=r"^[0-9A-Za-z]{6,}$")]]
+    cluster: list[NonNegativeInt]
+
+
+class StructureFromMotion(BaseModel):
+    train: Models
+    val: Models
+
+
 def _sfm_images(source: Path, file: Path, part: str) -> Iterator[ImageFile]:
-    lists = read_plain_pickle(file)[part]
-    identifiers, models = lists["cids"].names(), lists["cluster"].integers()
-    if len(models) != len(identifiers):
-        raise lists.wrong(f"has {len(identifiers)} images, but clusters of {len(models)}")
-    for item, name, model in zip(lists["cids"].items(), identifiers, models, strict=True):
-        # Its last six letters are folders, so it must hold nothing but letters and digits.
-        if len(name) < 6 or not (name.isascii() and name.isalnum()):
-            raise item.wrong(f"is {name[:60]!r}, expected six or more letters and digits")
+    lists = getattr(read_plain_pickle(file, StructureFromMotion), part)
+    if len(lists.cluster) != len(lists.cids):
+        raise DistapError(f"{file}: {part} has {len(lists.cids)} images, but clusters of {len(lists.cluster)}")
+    for name, model in zip(lists.cids, lists.cluster, strict=True):
         yield ImageFile(source.joinpath("ims", name[-2:], name[-4:-2], name[-6:-4], name), str(model))
 
 

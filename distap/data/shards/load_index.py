@@ -37,7 +37,7 @@ def load_index(source: Source | Path | str, remote: RemoteSettings | None = None
     if source.kind == "described":
         raise DistapError(f"{source}: these are descriptors, and no images; only training and evaluation take them")
     if (rows := rows_behind(source)) is not None:
-        images = [ImageFile(Path(key), name) for key, name in zip(rows.keys, rows.classes, strict=True)]
+        images = list(map(ImageFile, map(Path, rows.keys), rows.classes, rows.levels))
         index = index_of_files(source, range(len(rows.keys)), rows.keys, images, 0, rows.digests())
         return replace(index, left_out=rows.left_out)
     if source.kind == "imagefolder":

@@ -8,10 +8,12 @@ from typing import Any
 from distap.errors import DistapError
 
 # The columns of a list, and the names that they may have: the first that is there wins.
+LEVELS = tuple(f"level{n}" for n in range(1, 10))  # ever coarser classes that hold the class
 COLUMN_NAMES = {
     **{"path": ("path", "filename"), "label": ("label", "class"), "split": ("split",)},
-    **{"query": ("is_query",), "gallery": ("is_gallery",), "level1": ("level1", "group")},
-    **{f"level{n}": (f"level{n}",) for n in range(2, 10)},  # ever coarser classes that hold the class
+    **{"query": ("is_query",), "gallery": ("is_gallery",)},
+    **{name: (name,) for name in LEVELS},
+    "level1": ("level1", "group"),
 }
 
 Row = tuple[str, dict[str, Any]]  # its place, for messages, and its cells by column

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize, softplus
 
 from distap.ranking.gathered import Gathered
-from distap.ranking.loss import Budget, LossValue
+from distap.ranking.loss import Budget, KnownClasses, LossValue
 from distap.ranking.losses.base import Mask, Rows, Scores, SimilarityLoss
 from distap.ranking.losses.steps import StepSums, hinge_step, softplus_step
 
@@ -66,7 +66,7 @@ class Sigmoid(PairLoss):
     """Bias b that training begins with."""
     needs_positives: ClassVar[bool] = False
 
-    def sized(self, classes: int | None, dimensions: int | None, seed: int) -> "Sigmoid":
+    def sized(self, classes: KnownClasses, dimensions: int | None, seed: int) -> "Sigmoid":
         return replace(self)
 
     @cached_property

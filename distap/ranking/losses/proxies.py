@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
@@ -10,12 +10,13 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
-from torch.nn.functional import normalize
+from torch.nn.functional import normalize, softplus
 
 from distap.errors import DistapError
 from distap.ranking.gathered import Gathered
-from distap.ranking.loss import Budget, LossValue, SizedLoss, strips
+from distap.ranking.loss import Budget, KnownClasses, LossValue, SizedLoss, strips
 from distap.ranking.losses.base import Mask, Rows, Scores, SimilarityLoss
+from distap.ranking.rankable import refuse_crossing
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class ProxyLoss(SimilarityLoss, SizedLoss):
         return float((3 * dimensions) ** -0.5)
 
     @cached_property
-    def learned(self) -> nn.Module:
+    def learned(self) -> nn.ParameterDict:
         if self.classes is None or self.dimensions is None:
             raise DistapError(
                 f"{type(self).__name__} has a proxy for each class: it needs `classes`, the number of classes, and "
@@ -49,16 +50,19 @@ class ProxyLoss(SimilarityLoss, SizedLoss):
     def used(self) -> list[nn.Parameter]:
         return []  # the proxies act through the similarities alone
 
-    def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
-        descriptors, labels = gathered.descriptors, gathered.labels
-        parameter = next(self.learned.parameters())
-        if descriptors.shape[1] != self.dimensions or int(labels.max()) >= len(parameter):
+    def check(self, gathered: Gathered) -> None:
+        """Raise a DistapError if the proxies do not fit the batch."""
+        found, count, last = gathered.descriptors.shape[1], len(self.learned["proxies"]), int(gathered.labels.max())
+        if found != self.dimensions or last >= count:
             raise DistapError(
-                f"there are {len(parameter)} proxies of {self.dimensions} dimensions, but labels go up to "
-                f"{int(labels.max())} and descriptors have {descriptors.shape[1]} dimensions"
+                f"there are {count} proxies of {self.dimensions} dimensions, but labels go up to {last} and "
+                f"descriptors have {found} dimensions"
             )
+
+    def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
+        self.check(gathered)
         with torch.enable_grad():
-            proxies = normalize(parameter.to(descriptors))
+            proxies = normalize(self.learned["proxies"].to(gathered.descriptors))
         value, of_proxies = self.over_blocks(gathered, proxies.detach(), len(proxies), budget)
         # All ranks hold all proxies, so each needs the whole sum. Autograd goes through their normalisation once.
         whole = gathered.world.sum(of_proxies)
@@ -171,6 +175,62 @@ class ProxyAnchor(ProxyLoss):
     def _exponentials(self, rows: Rows) -> tuple[Scores, Scores]:
         pull = (-self.scale * (rows.similarities - self.margin)).exp() * rows.positive_columns
         return pull, (self.scale * (rows.similarities + self.margin)).exp() * ~rows.positive_columns
+
+
+@dataclass(frozen=True)
+class CrossScaleLearning(ProxyLoss):
+    """CSL (Sun et al. 2021): an image's own proxy by a margin above those of other classes, at each level of classes.
+
+    With s the similarities to the proxies of the finest classes and m the margin of a level, the loss is the sum over
+    levels of ln(1 + sum of e^(scale (s + m - own s))) over the proxies of other classes of the level.
+    """
+
+    scale: PositiveFloat = 32.0
+    """Factor of the similarities and margins."""
+    margins: Annotated[tuple[float, ...], Field(min_length=1)] = (0.25, 0.35, 0.45)
+    """Margin of similarity of each level, from the finest; fewer levels take the first ones."""
+    tree: tuple[tuple[int, ...], ...] | None = None
+    """Numbers of the coarser classes that hold each class, finer first; null takes the training set's."""
+
+    def sized(self, classes: KnownClasses, dimensions: int | None, seed: int) -> SizedLoss:
+        if self.tree is None and isinstance(classes, Tensor):
+            tree = tuple(map(tuple, classes.view(len(classes), -1)[:, 1:].tolist()))
+            return replace(self, tree=tree).sized(len(classes), dimensions, seed)
+        return super().sized(classes, dimensions, seed)
+
+    @cached_property
+    def levels(self) -> Int64[Tensor, "K L"]:
+        """Return the numbers of each proxy's classes, from the finest level to the coarsest."""
+        count = len(self.learned["proxies"])
+        rows = [(number, *above) for number, above in enumerate(self.tree or [()] * count)]
+        depths = {*map(len, rows)}
+        if len(rows) != count or len(depths) > 1 or max(depths) > len(self.margins):
+            raise DistapError(
+                f"csl: tree has {len(rows)} rows of {max(depths) - 1} numbers for {count} classes, and there are "
+                f"{len(self.margins)} margins; expected rows of one length, one a class, and a margin a level"
+            )
+        levels = torch.tensor(rows)
+        refuse_crossing(levels)
+        return levels
+
+    def check(self, gathered: Gathered) -> None:
+        super().check(gathered)
+        given, known = gathered.levels, self.levels.to(gathered.labels.device)
+        if given.shape[1] > 1 and not torch.equal(known[given[:, 0]], given):
+            raise DistapError(
+                f"csl: labels of {given.shape[1]} levels are not those of its tree of {known.shape[1]}: give `tree`, "
+                "for each class the numbers of the coarser classes that hold it"
+            )
+
+    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
+        logits, losses = self.scale * similarities, torch.zeros_like(similarities[:, 0])
+        own, label = (logits * positive).sum(1), positive.int().argmax(1)
+        # The least number in place of -inf: without other classes, a softmax over -inf alone has no derivative.
+        least = torch.finfo(logits.dtype).min
+        for classes, margin in zip(self.levels.to(label.device).unbind(1), self.margins, strict=False):
+            of_others = logits.masked_fill(classes == classes[label, None], least).logsumexp(1)
+            losses = losses + softplus(of_others - own + self.scale * margin)
+        return losses
 
 
 def _softmax_loss(logits: Scores, positive: Mask) -> Float[Tensor, " r"]:

@@ -14,29 +14,11 @@ from torch.nn.functional import normalize, pad
 
 from distap.errors import DistapError
 from distap.ranking.gathered import Gathered
-from distap.ranking.loss import Budget, Counter, Loss, LossValue
+from distap.ranking.loss import Budget, Counter, KnownClasses, Loss, LossValue
 from distap.registry import Chosen, sum_in_full
 
 # A loss within another: its name, a mapping of `name` and keys, or of names and weights.
 Inner = Annotated[Any, Chosen("loss", at_once=True), BeforeValidator(sum_in_full)]
-
-
-class WrappedLoss(Loss):
-    """A loss that gives another one, `inner`, a changed batch, and asks of a batch what that one asks."""
-
-    inner: Any
-
-    @property
-    def learned(self) -> nn.Module | None:
-        return self.inner.learned
-
-    @property
-    def needs_positives(self) -> bool:  # type: ignore[override]
-        return self.inner.needs_positives
-
-    @property
-    def query_level(self) -> int:  # type: ignore[override]
-        return self.inner.query_level
 
 
 class SumOfLosses(Loss):
@@ -119,7 +101,7 @@ class WeightedSum(SumOfLosses):
     def parts(self) -> Sequence[tuple[float, Loss]]:
         return self.terms
 
-    def sized(self, classes: int | None, dimensions: int | None, seed: int) -> Loss:
+    def sized(self, classes: KnownClasses, dimensions: int | None, seed: int) -> Loss:
         return replace(
             self, terms=tuple((weight, loss.sized(classes, dimensions, seed)) for weight, loss in self.terms)
         )
@@ -151,10 +133,23 @@ class Matryoshka(SumOfLosses):
         cut = [OfPrefix(d, self.inner.sized(None, d, 0)) for d in self.dimensions]
         return list(zip(weights, cut, strict=True))
 
-    def sized(self, classes: int | None, dimensions: int | None, seed: int) -> Loss:
+    def sized(self, classes: KnownClasses, dimensions: int | None, seed: int) -> Loss:
         if dimensions is not None and max(self.dimensions) > dimensions:
             raise DistapError(f"matryoshka: dimensions has {max(self.dimensions)}, but descriptors have {dimensions}")
         return replace(self, inner=self.inner.sized(classes, None, seed))
+
+
+class WrappedLoss(SumOfLosses):
+    """A loss that gives another one, `inner`, a changed batch, and asks of a batch what that one asks."""
+
+    inner: Any
+
+    @property
+    def parts(self) -> Sequence[tuple[float, Loss]]:
+        return [(1.0, self.inner)]
+
+    def counter(self, pairs: int, budget: Budget) -> Counter:
+        return Counter(self, budget)
 
 
 @dataclass(frozen=True)

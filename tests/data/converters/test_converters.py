@@ -28,6 +28,13 @@ def people(train, query, gallery):
 
 QUERIES = {"bodleian_000107": 1, "keble_000214": 1}
 
+OF_LEVEL = {
+    f"{level}-{part}": {f"bmk_{level}/{label}": count for label, count in counted.items()}
+    for level in ("fine", "middle", "coarse")
+    for part, counted in (("query", {5: 1, 6: 1}), ("gallery", {5: 2, 6: 2, 7: 1}))
+}
+DYML = {"train": {"8": 2, "9": 2}} | OF_LEVEL, {"8": ["3", "0"], "9": ["4", "1"]}
+
 # Images of each class of each split, and the super-category of each class.
 EXPECTED = {
     "sop": (
@@ -68,6 +75,12 @@ EXPECTED = {
             "id_00000091": "WOMEN/Skirts",
         },
     ),
+    "dyml-animal": DYML,
+    "dyml-vehicle": DYML,
+    "dyml-product": (
+        {"train": {"8": 2, "9": 2}, "test": {"mini-bmk_all_in_one/8": 2, "mini-bmk_all_in_one/9": 2}},
+        {**DYML[1], **{f"mini-bmk_all_in_one/{label}": levels for label, levels in DYML[1].items()}},
+    ),
     "landmarks-clean": ({"train": {"3": 2, "17": 2}, "validation": {"3": 2}}, {}),
     "sfm-120k": ({"train": {"7": 2, "9": 2}, "validation": {"1": 2, "4": 2}}, {}),
     "gldv2": (
@@ -78,6 +91,7 @@ EXPECTED = {
         },
         {},
     ),
+    "h-gldv2": ({"train": {"5": 2, "9": 2}}, {"5": "bridge", "9": "castle"}),
     "roxford5k": ({"query": QUERIES, "gallery": GALLERY}, {}),
     "rparis6k": ({"query": QUERIES, "gallery": GALLERY}, {}),
     "revisitop1m": ({"distractors": {"distractor": 3}}, {}),
@@ -144,6 +158,7 @@ WRONG_LINES = [
         r"line 1: .*expected train_val2018/SUPER-CATEGORY/NUMBER/IMAGE\.jpg",
     ),
     ("inshop", "Eval/list_eval_partition.txt", " query", " querry", r"line 7: .*one of train, query, gallery"),
+    ("dyml-animal", "train/label.csv", "0, 3, 8\n", "0, 8\n", r"line 1: 3 columns, expected 'fname, coarse_id"),
     ("inshop", "Eval/list_eval_partition.txt", "8\n", "9\n", r"line 10: the list ends after 8 images, .* says 9"),
     (
         "landmarks-clean",
@@ -154,6 +169,13 @@ WRONG_LINES = [
     ),
     ("gldv2", "metadata/train_clean.csv", "a123456789", "../../x789", r"line 3: image .*expected 16 digits"),
     ("gldv2", "ground_truth/retrieval_solution_v2.1.csv", "Private", "Hidden", r"line 4: usage 'Hidden', expected"),
+    (
+        "h-gldv2",
+        "metadata/train_label_to_hierarchical.csv",
+        "category",
+        "kind",
+        r"expected the heading 'landmark_id,",
+    ),
     ("vggface2", "bb_landmark/loose_bb_test.csv", ",2,1,4,6", ",2,1,-4,6", r"line 3: expected left, top, width and"),
     ("ijb-c", "protocols/ijbc_metadata.csv", "SIGHTING_ID", "TRACK", r"line 1: expected a heading that begins with"),
     ("ijb-c", "protocols/ijbc_metadata.csv", ",4,6,0\n", ",4,6\n", r"line 2: 7 columns, expected 8"),
@@ -219,7 +241,8 @@ def test_the_authors_files_become_a_data_set_a_split(name, tree, tmp_path):
         assert counts(output / split) == classes
         index = load_index(output / split)
         assert dict(zip(index.class_name.tolist(), index.class_levels.tolist(), strict=True)) == {
-            label: [groups[label]] if groups else [] for label in classes
+            label: [groups[label]] if isinstance(groups.get(label, []), str) else groups.get(label, [])
+            for label in classes
         }
         reader = Reader(output / split, index)
         if name not in ("vggface2", "ijb-c"):  # whose faces are cut out
