@@ -48,9 +48,13 @@ class Truth:
     @cached_property
     def counts(self) -> Int64[Tensor, " Q"]:
         """Return the number of positives of each query."""
-        rows = [NONE] * len(self.positives) if self.own is None else self.own.tolist()
-        counts = [len(found) - (row in found) for found, row in zip(self.positives, rows, strict=True)]
-        return torch.tensor(counts, dtype=torch.int64, device=self.device)
+        counts = torch.tensor([*map(len, self.positives)], dtype=torch.int64, device=self.device)
+        if self.own is None:
+            return counts
+        if self.is_symmetric and self.junk is None:  # each query is among those of its class
+            return (counts - 1).clamp(min=0)
+        held = [row in found for row, found in zip(self.own.tolist(), self.positives, strict=True)]
+        return counts - torch.tensor(held, dtype=torch.int64, device=self.device)
 
     @cached_property
     def order(self) -> Int64[Tensor, " Q"]:
