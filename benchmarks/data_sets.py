@@ -7,8 +7,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from benchmarks.photos import pack
-from distap.data.shards.index import Index
-from distap.data.shards.load_index import load_index
+from distap.data.shards.index import Index, load_index
 
 IMAGES_A_SHARD = 1000
 SIDE = 32  # pixels

@@ -16,7 +16,7 @@ from distap.config.reading import load_recipe
 from distap.config.recipe import Recipe
 from distap.data.images.augmentation import seeded
 from distap.data.loading.reader import Reader
-from distap.data.shards.load_index import load_index
+from distap.data.shards.index import load_index
 from distap.errors import DistapError
 from distap.evaluation.sets import open_set
 from distap.model.network import RetrievalNetwork

@@ -20,7 +20,7 @@ from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob
 from distap.data.plan import Plan, Sampling
 from distap.data.sampling import ClassesSampling, PByKSampling, RandomSampling, SuperPByKSampling
-from distap.data.shards.load_index import load_index
+from distap.data.shards.index import load_index
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import parse_source
 from distap.telemetry.terminal import track

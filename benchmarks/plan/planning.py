@@ -10,7 +10,7 @@ from benchmarks.plan.measuring import Trial
 from benchmarks.plan.network_cost import network_cost
 from benchmarks.plan.step_cost import StepCost, bins_of
 from distap.config.recipe import Recipe
-from distap.data.shards.load_index import load_index
+from distap.data.shards.index import load_index
 from distap.errors import DistapError
 from distap.registry import name_of
 from distap.telemetry.terminal import text_table

@@ -11,8 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from distap.data.loading.reader import Reader
 from distap.data.plan import Classes
-from distap.data.shards.index import Index
-from distap.data.shards.load_index import load_index
+from distap.data.shards.index import Index, load_index
 from distap.data.shards.parallel import usable_cores
 from distap.errors import DistapError
 from distap.randomness import permutation

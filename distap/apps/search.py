@@ -1,6 +1,7 @@
 """Search an index by images or keys, for `distap search` and `distap serve`."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ import numpy as np
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage
 from distap.data.images.whole_images import Thumbnails, thumbnail
 from distap.data.loading.reader import open_images
-from distap.data.shards.load_index import index_of_folder
+from distap.data.shards.index import index_of_folder
 from distap.errors import DistapError, logger
 from distap.pages.page import THUMBNAIL, write_page
 from distap.retrieval.descriptor_files import DescribedBy
@@ -152,28 +153,25 @@ def open_thumbnails(
 
 def queries_from(texts: Sequence[str], index: SearchIndex) -> list[Query]:
     """Parse texts into queries: `key:NAME`, image files, folders of images, or keys of the index."""
-    return [query for text in texts for query in _queries(text, index)]
-
-
-def _queries(text: str, index: SearchIndex) -> Iterator[Query]:
-    if text.startswith(KEY_PREFIX):
-        index.row_of(text.removeprefix(KEY_PREFIX))
-        yield Query(text, key=text.removeprefix(KEY_PREFIX))
-        return
-    path = Path(text)
-    try:
-        is_folder, is_file = path.is_dir(), path.is_file()
-    except (OSError, ValueError):  # such as a text that is too long for a path
-        is_folder = is_file = False
-    if is_folder:
-        names = index_of_folder(parse_source(path), labelled=False).key.tolist()
-        yield from (Query(str(path / name), path / name) for name in names)
-    elif is_file:
-        yield Query(text, path)
-    elif text in index.rows:
-        yield Query(f"{KEY_PREFIX}{text}", key=text)
-    else:
-        raise DistapError(f"{text!r}: no image file, no folder of images, and no key of the index of {index.data}")
+    found = list[Query]()
+    for text in texts:
+        path, is_folder, is_file = Path(text), False, False
+        with suppress(OSError, ValueError):  # such as a text that is too long for a path
+            is_folder, is_file = path.is_dir(), path.is_file()
+        if text.startswith(KEY_PREFIX):
+            index.row_of(text.removeprefix(KEY_PREFIX))
+            found.append(Query(text, key=text.removeprefix(KEY_PREFIX)))
+        elif is_folder:
+            names = index_of_folder(parse_source(path), labelled=False).key.tolist()
+            found += [Query(str(path / name), path / name) for name in names]
+        elif is_file:
+            found.append(Query(text, path))
+        elif text in index.rows:
+            found.append(Query(f"{KEY_PREFIX}{text}", key=text))
+        else:
+            lacks = f"no image file, no folder of images, and no key of the index of {index.data}"
+            raise DistapError(f"{text!r}: {lacks}")
+    return found
 
 
 def write_search_page(

@@ -173,8 +173,7 @@ def check_command(source: SHARDS, path: INDEX_OPTION = None, workers: WORKERS = 
 @data.command("stats")
 def stats_command(source: SHARDS, path: INDEX_OPTION = None, as_json: JSON = False) -> None:
     """Count the images, classes, images per class, bytes and left-out files of a data set."""
-    from distap.data.shards.index import statistics
-    from distap.data.shards.load_index import load_index
+    from distap.data.shards.index import load_index, statistics
 
     index = load_index(parse_source(source, path))
     _print_left_out(index.left_out)

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,7 +17,6 @@ from distap.data.shards.tables import LEVELS
 from distap.errors import DistapError
 from distap.registry import place_of
 from distap.storage.locations import Source, parse_source
-from distap.storage.remotes import Meter, Traffic
 
 LOOKED_AT = 8  # images that are read twice, and that stand for all of them in the state of a run
 LABEL_DTYPES = ("int", "uint", "float", "string", "large_string", "bool")  # of columns of Hugging Face
@@ -35,7 +35,7 @@ class DatasetRows:
     keys: Sequence[str]  # (N,)
     levels: Sequence[tuple[str, ...]]  # (N,) names of the coarser classes that hold each image's class, finer first
     left_out: tuple[Skipped, ...] = ()  # images without a class
-    meter: Meter = field(default_factory=Meter)
+    meter: Counter[str] = field(default_factory=Counter)  # as of a `Storage`
 
     def where(self, row: int) -> str:
         return f"{self.name}[{self.numbers[row]}]"
@@ -66,7 +66,7 @@ class DatasetRows:
             if isinstance(image, str | Path):  # a file that is gone or may not be read
                 raise DamagedImageError("decode_error", f"{where}: {error}") from error
             raise DistapError(f"{where}: {error}") from error
-        self.meter.add(Traffic(read_bytes=len(data)))
+        self.meter["read_bytes"] += len(data)
         return data
 
     def digests(self) -> list[str]:

@@ -1,5 +1,6 @@
 """Descriptors that `distap extract` wrote, in place of the images of a training or an evaluation set."""
 
+from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,8 +14,7 @@ from distap.data.loading.reader import ImageSet, Reader
 from distap.data.loading.share import Chunk, LoadingJob, ShareOfBatch, shares_of
 from distap.data.plan import PLAN_VERSION, Plan
 from distap.data.shards.image_files import ImageFile
-from distap.data.shards.index import Index
-from distap.data.shards.load_index import index_of_files
+from distap.data.shards.index import Index, index_of_files
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.network import RetrievalNetwork, UnitLinear, fingerprint
@@ -22,7 +22,6 @@ from distap.retrieval.descriptor_files import DescriptorSet, read_descriptors
 from distap.retrieval.row_blocks import row_blocks
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import Source
-from distap.storage.remotes import Traffic
 from distap.world import World
 
 
@@ -96,7 +95,7 @@ class DescribedTraining:
                 samples = self.plan.batch(step)[np.array(self._world.slots(self.size))]
                 labels = torch.from_numpy(classes.numbers[classes.labels[samples]])
                 values = torch.from_numpy(rows[samples].astype(np.float32, copy=False))
-                yield Chunk(values, samples.tolist(), labels, keys[samples].tolist(), [], Traffic())
+                yield Chunk(values, samples.tolist(), labels, keys[samples].tolist(), [], Counter())
 
         job = replace(self._job, dimensions=rows.shape[1])
         return shares_of(job, self._world, self._stopwatch, steps, chunks())

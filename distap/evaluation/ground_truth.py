@@ -232,10 +232,9 @@ def parsed_truth(truth: Mapping[str, Any], where: str) -> GroundTruth:
     figures_named(found.figures)
     if not (found.queries or found.query):
         raise DistapError(f"{where}: queries: expected at least one")
-    for name, times in Counter(query.name for query in found.queries).most_common(1):
-        if times == 1:
-            continue
-        raise DistapError(f"{where}: query {name} stands {times} times")
+    counts = Counter(query.name for query in found.queries)
+    if repeated := [name for name, times in counts.items() if times > 1]:
+        raise DistapError(f"{where}: query {repeated[0]} stands {counts[repeated[0]]} times")
     averaged = {image for images in found.instances.values() for image in images} - found.instances.keys()
     if inside := [query.name for query in found.queries if query.name in averaged]:
         raise DistapError(f"{where}: query {inside[0]!r} is an image of an instance; ask for the instance")

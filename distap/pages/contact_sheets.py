@@ -5,7 +5,6 @@ from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distap.evaluation.saved import Retrieved
 from distap.randomness import permutation
@@ -39,43 +38,37 @@ class Sheet(NamedTuple):
     examples: list[Example]
 
 
-class ContactSheets:
-    """Choose pictures from the hits of several networks on one data set; the last network decides what is hard."""
+def sheets_of(retrieved: dict[str, Retrieved], thumbnail: Callable[[int], bytes | None]) -> list[Sheet]:
+    """Choose queries that several networks answered on one data set: some at random, and those with the lowest AP.
 
-    def __init__(self, retrieved: dict[str, Retrieved], thumbnail: Callable[[int], bytes | None]) -> None:
-        self._retrieved, self._thumbnail = retrieved, thumbnail
-        self._last = next(reversed(retrieved))
-        queries = (each.sample[each.first_positive > 0] for each in retrieved.values())
-        self._queries = reduce(np.intersect1d, queries)  # common to all, by their numbers in the data set
+    The last network decides what is hard.
+    """
+    name, last = list(retrieved.items())[-1]
+    answered = (each.sample[each.first_positive > 0] for each in retrieved.values())
+    queries = reduce(np.intersect1d, answered)  # common to all, by their numbers in the data set
+    precision = last.average_precision[np.searchsorted(last.sample, queries)]
 
-    def sheets(self) -> list[Sheet]:
-        """Choose queries at random, and those with the lowest AP."""
-        last = self._retrieved[self._last]
-        precision = last.average_precision[np.searchsorted(last.sample, self._queries)]
-        drawn, hardest = permutation(len(precision), 0)[:RANDOM], np.argsort(precision, kind="stable")[:HARDEST]
-        lowest = f"The queries with the lowest AP ({self._last}). {FRAMES}"
-        sheets = [
-            self._sheet("Neighbours of some queries", f"Drawn at random, not selected. {FRAMES}", drawn),
-            self._sheet("Hardest queries", lowest, hardest),
-        ]
-        return [sheet for sheet in sheets if sheet.examples]
+    def picture(of: Retrieved, row: int) -> Picture:
+        return Picture(str(of.key[row]), of.class_of(row), thumbnail(int(of.sample[row])))
 
-    def _sheet(self, title: str, about: str, chosen: NDArray[np.int64]) -> Sheet:
-        return Sheet(title, about, [self._example(sample) for sample in self._queries[chosen].tolist()])
-
-    def _example(self, sample: int) -> Example:
+    def example(sample: int) -> Example:
         answers = []
-        for name, retrieved in self._retrieved.items():
-            row = int(np.searchsorted(retrieved.sample, sample))
-            query = self._picture(retrieved, row)
+        for network, of in retrieved.items():
+            row = int(np.searchsorted(of.sample, sample))
+            query = picture(of, row)
             hits = [
-                self._picture(retrieved, hit)._replace(right=bool(retrieved.label[hit] == retrieved.label[row]))
-                for hit in retrieved.neighbours[row, :HITS].tolist()
+                picture(of, hit)._replace(right=bool(of.label[hit] == of.label[row]))
+                for hit in of.neighbours[row, :HITS].tolist()
             ]
-            figures = float(retrieved.average_precision[row]), int(retrieved.first_positive[row])
-            answers.append(Answer(name, *figures, hits))
+            answers.append(Answer(network, float(of.average_precision[row]), int(of.first_positive[row]), hits))
         return Example(query, answers)
 
-    def _picture(self, retrieved: Retrieved, row: int) -> Picture:
-        jpeg = self._thumbnail(int(retrieved.sample[row]))
-        return Picture(str(retrieved.key[row]), retrieved.class_of(row), jpeg)
+    some, hardest = permutation(len(precision), 0)[:RANDOM], np.argsort(precision, kind="stable")[:HARDEST]
+    sheets = [
+        Sheet(title, f"{about} {FRAMES}", [*map(example, queries[chosen].tolist())])
+        for title, about, chosen in (
+            ("Neighbours of some queries", "Drawn at random, not selected.", some),
+            ("Hardest queries", f"The queries with the lowest AP ({name}).", hardest),
+        )
+    ]
+    return [sheet for sheet in sheets if sheet.examples]

@@ -20,7 +20,7 @@ from distap.data.loading.reader import open_images
 from distap.errors import DistapError
 from distap.evaluation.saved import Evaluation, folder_of_step, read_evaluation, saved_steps
 from distap.pages.charts import MOST_POINTS, Chart, line_chart
-from distap.pages.contact_sheets import ContactSheets, Sheet
+from distap.pages.contact_sheets import Sheet, sheets_of
 from distap.pages.page import THUMBNAIL, write_page
 from distap.retrieval.descriptor_files import reading
 from distap.storage.atomic import write_whole
@@ -158,7 +158,7 @@ def contact_sheets(evaluations: dict[str, Evaluation], recipe: dict[str, Any]) -
         retrieved = {name: each for name, each in read.items() if each is not None}
         if len(retrieved) < len(evaluations):
             return [], "neighbours are kept neither of galleries that are drawn nor of sets with a ground truth"
-        return ContactSheets(retrieved, _thumbnails(next(iter(evaluations.values())), recipe).jpeg).sheets(), ""
+        return sheets_of(retrieved, _thumbnails(next(iter(evaluations.values())), recipe).jpeg), ""
     except DistapError as error:
         return [], str(error)
 

@@ -4,6 +4,7 @@ import io
 import os
 import shutil
 import stat
+from collections import Counter
 from contextlib import suppress
 from functools import partial
 from mmap import ACCESS_READ, mmap
@@ -14,9 +15,9 @@ from urllib.parse import quote
 from fsspec.core import strip_protocol
 
 from distap.errors import DistapError
-from distap.storage.atomic import make_folder, replacing
+from distap.storage.atomic import replacing
 from distap.storage.locations import joined, scheme_of
-from distap.storage.remotes import Meter, RemoteSettings, Traffic, answer_of_web, file_system, retried
+from distap.storage.remotes import RemoteSettings, answer_of_web, file_system, retried
 from distap.storage.texts import open_regular
 
 REQUEST_BYTES = 8 * 2**20  # bytes of one request when a whole file is read
@@ -47,7 +48,7 @@ class Storage:
     def __init__(self, base: str, settings: RemoteSettings | None = None, key: str | None = "data.remote") -> None:
         self.base, self.settings, self.key = base, settings or RemoteSettings(), key
         self.scheme = scheme_of(base) or "file"
-        self.meter = Meter()
+        self.meter = Counter[str]()  # read_bytes and retries, for the metrics
         self._made: tuple[int, Any] | None = None  # process and its file system
 
     def __getstate__(self) -> dict[str, Any]:
@@ -81,7 +82,7 @@ class Storage:
         # A short answer is the end of the file, or one that broke off without contradicting its headers.
         if len(data) < size and len(data) < (left := min(size, self._files.info(self.where(name))["size"] - offset)):
             raise OSError(f"the connection ended after {len(data)} bytes of {left}")
-        self.meter.add(Traffic(read_bytes=len(data)))
+        self.meter["read_bytes"] += len(data)
         return data
 
     def read_whole(self, name: str) -> bytes:
@@ -175,7 +176,7 @@ class LocalStorage(Storage):
         with self._local(name).open("rb") as file:
             file.seek(offset)
             data = file.read(size)
-        self.meter.add(Traffic(read_bytes=len(data)))
+        self.meter["read_bytes"] += len(data)
         return data
 
     @retried("read")
@@ -199,17 +200,6 @@ class LocalStorage(Storage):
     def write(self, name: str, data: bytes) -> None:
         with replacing(self._local(name)) as file:
             file.write(data)
-
-    @retried("written")
-    def create(self, name: str, data: bytes) -> bool:
-        path = self._local(name)
-        make_folder(path.parent)
-        try:
-            with path.open("xb") as file:
-                file.write(data)
-        except FileExistsError:
-            return False
-        return True
 
     @retried("written")
     def upload(self, name: str, path: Path) -> None:

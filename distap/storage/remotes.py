@@ -8,8 +8,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import wraps
-from operator import add
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -42,28 +41,6 @@ class RemoteSettings:
     """Seconds before the second attempt, doubled before each further one."""
 
 
-class Traffic(NamedTuple):
-    """Counts of what was read from a storage, for the metrics."""
-
-    read_bytes: int = 0
-    retries: int = 0
-
-
-class Meter:
-    """Count the traffic of this process; a copy in another process counts on by itself."""
-
-    def __init__(self) -> None:
-        self._total = Traffic()
-
-    def add(self, traffic: Traffic) -> None:
-        self._total = Traffic(*map(add, self._total, traffic))
-
-    def take(self) -> Traffic:
-        """Return the counts since the last call."""
-        taken, self._total = self._total, Traffic()
-        return taken
-
-
 class MissingFileError(DistapError):
     """Raised if a file does not exist."""
 
@@ -92,6 +69,8 @@ def file_system(scheme: str, settings: RemoteSettings) -> Any:
             options["config_kwargs"] = {**own, **options.get("config_kwargs", {})}
         if scheme == "gs":
             options.setdefault("requests_timeout", seconds)
+        if scheme == "file":
+            options["auto_mkdir"] = True
         files = fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False, **options)
     except ImportError as error:
         remedy = f": pip install 'distap[{EXTRAS[scheme]}]'" if scheme in EXTRAS else ""
@@ -152,7 +131,7 @@ def retried(done: str) -> Callable[[M], M]:
             )
             try:
                 for attempt in attempts:
-                    self.meter.add(Traffic(retries=int(attempt.num > 1)))
+                    self.meter["retries"] += int(attempt.num > 1)
                     with attempt:
                         return method(self, name, *args, **options)
             except DistapError:

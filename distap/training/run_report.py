@@ -178,8 +178,8 @@ class RunReport:
             if name not in self.damaged:
                 logger.warning("step %d: %s left out", step, name)
             self.damaged.add(name)
-        self.metrics.read_bytes.inc(share.traffic.read_bytes)
-        self.metrics.read_retries.inc(share.traffic.retries)
+        self.metrics.read_bytes.inc(share.traffic["read_bytes"])
+        self.metrics.read_retries.inc(share.traffic["retries"])
 
     def not_finite(self, step: int, what: str, keys: list[str]) -> None:
         """Report a step that was not applied because loss or gradient is not finite; `keys` name its images."""

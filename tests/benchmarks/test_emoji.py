@@ -49,14 +49,3 @@ def test_icons_have_the_groups_and_subgroups_of_unicode(tmp_path):
         write_package(tmp_path / archive, contents)
     found = emoji.read_levels(tmp_path / "tree", [tmp_path / name for name in "xyz"])
     assert found == dict.fromkeys(("red-heart", "heart"), ("heart", "smileys"))
-
-
-def test_a_finished_set_is_not_fetched_again(tmp_path, monkeypatch):
-    record = {"size": 64, "images": 1}
-    (tmp_path / emoji.COMPLETE).write_text(json.dumps(record))
-    monkeypatch.setenv("PATH", "")  # npm could not be called
-    assert emoji.fetch_emoji(tmp_path, 64) == record
-    with pytest.raises(DistapError, match="at 64 px, not 128"):
-        emoji.fetch_emoji(tmp_path, 128)
-    with pytest.raises(DistapError, match="npm was not found"):
-        emoji.fetch_emoji(tmp_path / "other", 64)

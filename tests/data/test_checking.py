@@ -10,7 +10,7 @@ from servers import web_server
 
 from benchmarks.photos import pack
 from distap.data.loading.reader import Reader, check
-from distap.data.shards.load_index import load_index
+from distap.data.shards.index import load_index
 from distap.storage.remotes import RemoteSettings
 
 

@@ -9,7 +9,7 @@ from images import write_images
 
 from benchmarks.photos import pack
 from distap.data.shards.image_files import ImageFile
-from distap.data.shards.load_index import load_index
+from distap.data.shards.index import load_index
 
 
 @pytest.fixture

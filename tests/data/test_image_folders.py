@@ -9,8 +9,8 @@ from small_trainings import losses, parameters, train
 
 from benchmarks.photos import pack
 from distap.data.loading.reader import check, open_images
+from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
-from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 from distap.storage.locations import parse_source
 from distap.telemetry.runlog import read_run_log

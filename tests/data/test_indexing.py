@@ -19,9 +19,8 @@ from servers import web_server
 from benchmarks.photos import pack
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.image_folders import Skipped
-from distap.data.shards.index import COLUMNS
+from distap.data.shards.index import COLUMNS, load_index
 from distap.data.shards.indexing import index_shards
-from distap.data.shards.load_index import load_index
 from distap.data.shards.tar import TAR_BLOCK, read_samples
 from distap.errors import DistapError
 from distap.storage import files

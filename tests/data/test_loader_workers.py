@@ -12,7 +12,7 @@ from images import indexed_images, started
 from launching import Program, output_of
 from launching import started as launched
 
-from distap.data.shards.load_index import load_index
+from distap.data.shards.index import load_index
 from distap.data.shards.parallel import LostWorkerError, handed_over
 from distap.data.sizing import PixelSettings
 from distap.errors import DistapError
@@ -87,7 +87,7 @@ STUCK = """
 import os, signal, sys
 from multiprocessing import active_children
 from pathlib import Path
-from distap.data.shards.load_index import load_index
+from distap.data.shards.index import load_index
 from distap.data.images.whole_images import SizedImages, sized_chunks
 from distap.data.sizing import Sizing
 from distap.data.loading.reader import Reader

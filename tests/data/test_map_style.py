@@ -12,7 +12,7 @@ from torchvision.datasets import ImageFolder
 from distap.data.images.decoding import DamagedImageError
 from distap.data.loading.reader import Reader, check, open_images
 from distap.data.map_style import source_of
-from distap.data.shards.load_index import load_index
+from distap.data.shards.index import load_index
 from distap.errors import DistapError
 from distap.world import World
 

@@ -17,8 +17,8 @@ from benchmarks.photos import pack, photo
 from distap.data.images.formats import missing_reader
 from distap.data.loading.reader import open_images
 from distap.data.shards.image_files import list_images
+from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
-from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 
 PACKED = "packed"

@@ -1,4 +1,3 @@
-import sys
 import tarfile
 from pathlib import Path
 
@@ -14,8 +13,8 @@ from pyarrow import parquet
 from benchmarks.photos import pack
 from distap.data.loading.reader import Reader, check
 from distap.data.shards.image_files import ImageFile, list_images
+from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
-from distap.data.shards.load_index import load_index
 from distap.data.shards.tar import read_groups
 from distap.errors import DistapError
 
@@ -48,16 +47,6 @@ def test_packing_keeps_every_image_and_its_class(shards, image_folder):
 
 
 # webdataset leaves the files that it reads to the garbage collector.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
-def test_plain_webdataset_reads_our_shards(shards):
-    index = load_index(shards)
-    tars = [str(shards / name) for name in index.shard_name]
-    samples = list(webdataset.WebDataset(tars, shardshuffle=False).decode("pil"))
-    assert [sample["__key__"] for sample in samples] == index.key.tolist()
-    assert [sample["cls"] for sample in samples] == index.label.tolist()
-    assert all(sample["png"].size == (24, 24) for sample in samples)
-
-
 def test_our_shards_are_those_of_webdataset_byte_for_byte(tmp_path, shards):
     for path in sorted(shards.glob("*.tar")):
         with (
@@ -273,15 +262,6 @@ def test_images_without_a_class_are_left_out_and_a_number_is_one_class(image_fol
     listing = list_images(table)
     assert [image.class_name for image in listing.images] == ["1", "1"]
     assert [skipped.reason.partition(":")[0] for skipped in listing.left_out] == ["images without a class"] * 2
-
-
-def test_parquet_without_pyarrow_says_what_to_install(image_folder, monkeypatch):
-    (image_folder / "list.parquet").write_bytes(b"PAR1 and no more")
-    with pytest.raises(DistapError, match=r"list\.parquet: not a Parquet file that can be read"):
-        list_images(image_folder / "list.parquet")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DistapError, match=r"pip install 'distap\[parquet\]'"):
-        list_images(image_folder / "list.parquet")
 
 
 def test_damaged_images_are_left_out_and_listed_with_the_reason(tmp_path, image_folder):

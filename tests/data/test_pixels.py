@@ -10,7 +10,7 @@ from steps import learning, step_with
 
 from benchmarks.photos import pack
 from distap.data.loading.share import NO_SAMPLE, HeldPixels
-from distap.data.shards.load_index import load_index
+from distap.data.shards.index import load_index
 from distap.data.sizing import PixelSettings
 from distap.errors import DistapError
 from distap.ranking.losses.quantized import QuantizedAP

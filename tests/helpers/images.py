@@ -9,7 +9,7 @@ from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob
 from distap.data.sampling import RandomSampling
-from distap.data.shards.load_index import load_index
+from distap.data.shards.index import load_index
 from distap.data.sizing import PixelSettings
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import parse_source

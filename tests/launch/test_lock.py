@@ -1,7 +1,6 @@
 """What is installed is what the lock says, file by file."""
 
 import re
-import subprocess
 import tomllib
 from functools import cache
 from importlib import metadata
@@ -50,8 +49,3 @@ def test_every_package_of_the_lock_has_a_version_and_hashes():
         assert hashes and all(re.match(r"    --hash=sha256:[0-9a-f]{64}( \\)?$", one) for one in hashes), block
     for script in ("launch/setup", "launch/container/Dockerfile"):  # pip refuses a file with another hash
         assert "--require-hashes" in (ROOT / script).read_text(), script
-
-
-def test_an_extra_that_is_not_there_is_named():
-    done = subprocess.run([ROOT / "launch/lock.py", "emojy"], capture_output=True, text=True)
-    assert done.returncode == 1 and "no extra emojy; there are core, http" in done.stderr

@@ -92,19 +92,3 @@ def test_a_file_that_was_forgotten_is_named(release, name):
     shutil.copy(ROOT / name, release / name)
     done = check_release(release, "v9.8.7")
     assert done.returncode == 1 and re.search(rf"{name}.*: (?!9\.8\.7)", done.stderr)
-
-
-def test_the_newest_release_is_the_version_that_is_cited():
-    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]
-    assert cited == distap.RELEASE and f"## [{cited}] - " in (ROOT / "CHANGELOG.md").read_text()
-
-
-def test_the_changelog_keeps_its_format():
-    text = (ROOT / "CHANGELOG.md").read_text()
-    releases = re.findall(r"^## (.+)$", text, re.MULTILINE)
-    assert releases[0] == "[Unreleased]"
-    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", release) for release in releases[1:])
-    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
-    assert set(re.findall(r"^### (.+)$", text, re.MULTILINE)) <= kinds
-    linked = re.findall(r"^\[(.+)\]: https://", text, re.MULTILINE)
-    assert linked == [release.partition("]")[0].removeprefix("[") for release in releases]

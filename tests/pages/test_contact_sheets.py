@@ -1,11 +1,11 @@
 import numpy as np
 from run_folders import retrieved
 
-from distap.pages.contact_sheets import ContactSheets
+from distap.pages import contact_sheets
 
 
 def sheets_of(networks):
-    return {sheet.title: sheet.examples for sheet in ContactSheets(networks, lambda _: None).sheets()}
+    return {sheet.title: sheet.examples for sheet in contact_sheets.sheets_of(networks, lambda _: None)}
 
 
 def common_queries(*networks):

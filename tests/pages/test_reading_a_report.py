@@ -10,7 +10,7 @@ from PIL import Image
 from run_folders import retrieved, write_retrieved, write_run
 
 from benchmarks.photos import pack
-from distap.data.shards.load_index import load_index
+from distap.data.shards.index import load_index
 from distap.pages.report import report
 
 

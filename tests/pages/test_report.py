@@ -16,7 +16,7 @@ from run_folders import ODD, oddly_named_shards, retrieved, step, write_retrieve
 from small_trainings import recipe
 
 from distap import RELEASE
-from distap.data.shards.load_index import load_index
+from distap.data.shards.index import load_index
 from distap.errors import DistapError
 from distap.evaluation.saved import folder_of_step, saved_steps
 from distap.pages.report import read_run, report

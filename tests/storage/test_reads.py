@@ -2,6 +2,7 @@ import os
 import resource
 import sys
 import threading
+from collections import Counter
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -14,8 +15,8 @@ from servers import gcs_server, s3_files, s3_server, web_server
 
 from distap.data.images.decoding import DamagedImageError
 from distap.data.loading.reader import Reader
+from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
-from distap.data.shards.load_index import load_index
 from distap.errors import DistapError
 from distap.storage.files import LocalStorage, storage_of
 from distap.storage.locations import parse_source
@@ -55,7 +56,7 @@ def test_a_local_file_is_read_in_any_part(tmp_path):
     assert storage.read("a", 10, 5) == bytes(range(10, 15))
     assert storage.read("a", 90, 50) == bytes(range(90, 100))
     assert storage.open("a").read() == bytes(range(100))
-    assert storage.meter.take().read_bytes == 115
+    assert storage.meter["read_bytes"] == 115
     with pytest.raises(MissingFileError, match="b: there is no such file"):
         storage.read("b", 0, 1)
 
@@ -84,7 +85,7 @@ def test_a_fault_that_passes_is_retried_and_counted(web, shards, scheme, fault):
     web.faults = [fault, fault]
     assert storage.read("000000.tar", 0, 600) == (shards / "000000.tar").read_bytes()[:600]
     assert asked(web) == 3
-    assert storage.meter.take() == (600, 2)
+    assert storage.meter == Counter(read_bytes=600, retries=2)
 
 
 def test_an_image_that_was_changed_on_its_way_is_read_a_second_time(web, shards):
@@ -92,7 +93,7 @@ def test_an_image_that_was_changed_on_its_way_is_read_a_second_time(web, shards)
     expected = Reader(shards, load_index(shards)).data(4)
     web.faults = ["flip"]
     assert reader.data(4) == expected
-    assert reader.storage.meter.take().retries == 1
+    assert reader.storage.meter["retries"] == 1
     web.faults = ["flip", "flip"]
     with pytest.raises(DamagedImageError, match="crc_mismatch"):
         reader.data(4)
@@ -250,7 +251,7 @@ def test_reading_over_a_network_is_reading_from_disk(kind, workers, shards, web,
     assert here.samples.tolist() == there.samples.tolist()
     size = sum(int(expected.index.size[sample]) for sample in range(9))
     if workers:
-        assert there.traffic == (size, 0)
+        assert there.traffic == Counter(read_bytes=size)
     assert len(web.requests) == (9 if kind == "http" else 0)
 
 

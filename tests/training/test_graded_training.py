@@ -10,7 +10,7 @@ import distap
 from benchmarks.photos import pack
 from distap.data.loading.reader import Reader
 from distap.data.shards.image_files import list_images
-from distap.data.shards.load_index import load_index
+from distap.data.shards.index import load_index
 from distap.errors import DistapError
 from distap.stopwatch import Stopwatch
 from distap.telemetry.runlog import read_run_log

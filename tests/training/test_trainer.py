@@ -16,15 +16,13 @@ from small_trainings import DESCENT, losses, parameters, recipe, train
 from stores import SHARD, found_checkpoint, list_checkpoints
 
 from benchmarks.photos import pack
-from distap.data.shards.load_index import load_index
+from distap.data.shards.index import load_index
 from distap.errors import FINISHED, RESTART, DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.evaluation.saved import folder_of_step, read_evaluation, saved_steps
-from distap.stopwatch import Stopwatch
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 from distap.training.build import trained_network
-from distap.training.start_checks import checked_data
 from distap.world import World
 
 
@@ -212,11 +210,6 @@ def test_a_mistake_is_found_by_rank_0_and_raised_on_all(tmp_path, training_shard
     assert on_ranks(2, mistaken, tmp_path, training_shards) == [True, True]
 
 
-def test_a_network_that_does_not_take_images_of_this_size_is_named(tmp_path, training_shards):
-    with pytest.raises(DistapError, match="test_maxvit does not take images of 30 px; it was made for 160"):
-        Trainer(recipe(tmp_path, training_shards, model__backbone="test_maxvit", data__image_size=30), World())
-
-
 def test_an_error_of_the_device_is_not_told_as_one_of_the_size(tmp_path, training_shards):
     model = {"backbone": {"name": "plug_ins:LostDevice"}}
     with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access"):
@@ -249,12 +242,6 @@ def test_a_class_of_the_validation_set_is_never_trained_on(tmp_path, training_sh
         train(World(), tmp_path / "run", training_shards, data__validation=str(tmp_path / "shared"))
     names = [set(load_index(folder).class_name.tolist()) for folder in training_shards]
     assert not names[0] & names[1]
-
-
-def test_a_batch_smaller_than_the_ranks_is_refused(tmp_path, training_shards):
-    small = {"name": "random", "batch_size": 2}
-    with pytest.raises(DistapError, match="2 images a batch, fewer than the 3 ranks"):
-        checked_data(recipe(tmp_path, training_shards, sampling=small), World(rank=0, size=3), Stopwatch())
 
 
 def spoil(folder: Path, samples: list[int]) -> None:

@@ -11,8 +11,7 @@ from distap.data.loading.reader import Reader
 from distap.data.loading.share import NO_SAMPLE, Chunk, Failure, LoadingJob, ShareOfBatch, shares_of
 from distap.data.plan import PLAN_VERSION, Plan
 from distap.data.shards.image_folders import warn_of
-from distap.data.shards.index import Index
-from distap.data.shards.load_index import load_index
+from distap.data.shards.index import Index, load_index
 from distap.stopwatch import Stopwatch
 from distap.world import World
 
@@ -78,7 +77,9 @@ class SlotImages:
         classes = self.plan.classes
         labels = torch.from_numpy(classes.numbers[classes.labels[samples]])
         labels[torch.tensor(samples) == NO_SAMPLE] = -1
-        return Chunk(pixels, samples, labels, names, failures, self.reader.storage.meter.take())
+        traffic = self.reader.storage.meter.copy()
+        self.reader.storage.meter.clear()
+        return Chunk(pixels, samples, labels, names, failures, traffic)
 
     def _read(self, request: Request, pixels: Tensor, failures: list[Failure]) -> int:
         """Read an image into `pixels`, or a stand-in if it is damaged; return the number of the one used."""

@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 from distap.data.images.decoding import DamagedImageError, EncodedImage, OutOfMemoryError, image_size
 from distap.data.map_style import DatasetRows, rows_behind
 from distap.data.shards.image_folders import Skipped
-from distap.data.shards.index import Index
-from distap.data.shards.load_index import index_of_folder, load_index
+from distap.data.shards.index import Index, index_of_folder, load_index
 from distap.data.shards.parallel import Track, map_in_processes, untracked
 from distap.errors import DistapError
 from distap.storage.files import Storage, storage_of
 from distap.storage.locations import LISTABLE, Source, parse_source, shard_names
-from distap.storage.remotes import MissingFileError, RemoteSettings, Traffic, UnreachableError
+from distap.storage.remotes import MissingFileError, RemoteSettings, UnreachableError
 
 HEADER_BYTES = 1 << 16  # the header of nearly every image fits in them
 
@@ -56,7 +55,7 @@ class Reader:
             raise DamagedImageError("decode_error", str(error)) from error
         if self._damage(sample, data) and self.source.scheme:
             # A network may have changed the bytes on their way: read them once more.
-            self.storage.meter.add(Traffic(retries=1))
+            self.storage.meter["retries"] += 1
             data = self.storage.read(str(self.index.shard_name[shard]), offset, size)
         if damage := self._damage(sample, data):
             raise damage

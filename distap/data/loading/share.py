@@ -6,10 +6,10 @@ import mmap
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -26,7 +26,7 @@ from distap.errors import DistapError
 from distap.randomness import seed_for
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import Source
-from distap.storage.remotes import RemoteSettings, Traffic
+from distap.storage.remotes import RemoteSettings
 from distap.world import World
 
 AUGMENTATION = 21  # first word of the key that augmentation's randomness is drawn with
@@ -102,7 +102,7 @@ class Chunk(NamedTuple):
     labels: Tensor  # (n,), or (n, L) from the finest level: their classes, -1 for a missing image
     names: list[str]  # (n,) their shards and keys; of the damaged image if nothing stands in for it
     failures: list[Failure]  # images, and those that were to stand in for them, that could not be used
-    traffic: Traffic  # of reading them
+    traffic: Counter[str]  # of reading them: the storage's `meter` since the chunk before
 
 
 class HeldPixels:
@@ -179,7 +179,7 @@ class ShareOfBatch:
         self.present = torch.zeros(count, dtype=torch.bool)  # False for a missing image
         self.names: list[str] = []  # of the images that were read so far
         self.failures: list[Failure] = []
-        self.traffic = Traffic()  # of what was read so far; workers read ahead
+        self.traffic = Counter[str]()  # of what was read so far; workers read ahead
 
     def images(self, rows: slice | Tensor) -> Tensor:
         """Return (n, 3, size, size) uint8 pixels of some images of the share, valid until the next share is read.
@@ -206,7 +206,7 @@ class ShareOfBatch:
         self.present[rows] = self.samples[rows] != NO_SAMPLE
         self.names += chunk.names
         self.failures += chunk.failures
-        self.traffic = Traffic(*map(add, self.traffic, chunk.traffic))
+        self.traffic += chunk.traffic
 
 
 def shares_of(

@@ -29,8 +29,7 @@ from torch import Tensor
 from distap.data.images.decoding import DamagedImageError, EncodedImage
 from distap.data.labels import class_name
 from distap.data.loading.share import Chunk, Failure, LoadingJob, ShareOfBatch, shares_of
-from distap.data.shards.index import Index
-from distap.data.shards.load_index import load_index
+from distap.data.shards.index import Index, load_index
 from distap.data.shards.tar import LABEL_FIELD, MAX_DIGITS, TarMember, labelled_image, read_groups
 from distap.errors import DistapError
 from distap.randomness import permutation, seed_for
@@ -204,7 +203,9 @@ class StreamImages:
                     labels.append(label)
                     names.append(name)
                     break
-        return Chunk(torch.stack(pixels), samples, torch.tensor(labels), names, failures, stream.storage.meter.take())
+        traffic = stream.storage.meter.copy()
+        stream.storage.meter.clear()
+        return Chunk(torch.stack(pixels), samples, torch.tensor(labels), names, failures, traffic)
 
 
 def number_of(name: str) -> int:

@@ -6,7 +6,7 @@ from dataset_trees import TREES
 
 from distap.cli import main
 from distap.data.converters.converting import DATASETS
-from distap.data.shards.load_index import load_index
+from distap.data.shards.index import load_index
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "data-sets.md"
 

@@ -11,7 +11,7 @@ from distap.data.converters.converting import DATASETS, convert
 from distap.data.converters.protocols import OF_AN_INDEX, OF_THEMSELVES
 from distap.data.images.decoding import decode
 from distap.data.loading.reader import Reader
-from distap.data.shards.load_index import load_index
+from distap.data.shards.index import load_index
 from distap.errors import DistapError
 
 GALLERY = {f"all_souls_{place:06d}": 1 for place in range(6)}

@@ -7,7 +7,7 @@ import torch
 from dataset_trees import TREES, dump
 
 from distap.data.converters.converting import DATASETS, convert
-from distap.data.shards.load_index import load_index
+from distap.data.shards.index import load_index
 from distap.errors import DistapError
 from distap.evaluation.ground_truth import read_truth
 
