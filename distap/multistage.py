@@ -1,9 +1,10 @@
 """The three stages for any training loop: `loss = multistage(images, labels)`, then `loss.backward()`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from distap.errors import DistapError, checked, logger, tensor_given
+from distap.model.pooling import NAMED, pooled
 from distap.ranking.listwise import KnownGradient
 from distap.ranking.loss import AnyLoss, build_loss
 from distap.ranking.losses.base import DescriptorLoss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Ranking, check_mode
-from distap.ranking.rankable import check_arguments, label_problem
+from distap.ranking.rankable import check_arguments, extra_problem, kinds_of, label_problem
 from distap.stages.fsdp import FSDPReplica
 from distap.stages.given_batch import GivenBatch, Outputs, are_alike, cut_along_rows, refuse_graphs, rows_of
 from distap.stages.micro_batches import MicroBatchSizes
@@ -64,6 +66,10 @@ class Multistage(nn.Module):
         memory_bytes: bytes for ranking; None takes 1 GiB, or a quarter of a GPU's free memory.
         max_drift: greatest tolerated difference between the two descriptors of an image; None takes 1e-4, or 1e-3
             on a GPU with TF32, or 0.1 under autocast.
+        output: name or number of the descriptors in what the network returns, if it is a dict, a tuple, or a
+            ModelOutput of transformers.
+        pooling: cls, cls_mean, mean, max, rmac or crow, if that is tokens (n, t, C) or maps (n, C, h, w). All tokens
+            count for mean and max, the first one is that of the class.
         skip_below: do not replay images whose gradient is no longer than this times the longest.
         reduce: sum gradients over the ranks here, for a network that nothing wraps.
         options: options of the loss, or `preset`.
@@ -87,6 +93,8 @@ class Multistage(nn.Module):
         max_drift: NonNegativeFloat | None = None,
         skip_below: NonNegativeFloat = 0.0,
         reduce: bool = False,
+        output: str | StrictInt | None = None,
+        pooling: Literal["cls", "cls_mean", "mean", "max", "rmac", "crow"] | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -95,7 +103,8 @@ class Multistage(nn.Module):
         self.learned = self.loss.learned
         self.sizes = micro_batch if isinstance(micro_batch, MicroBatchSizes) else MicroBatchSizes(micro_batch)
         self.normalise, self.freeze_batchnorm = normalise, freeze_batchnorm
-        self.reduce = reduce
+        self.reduce, self.output = reduce, output
+        self.pool = None if pooling is None else partial(pooled, NAMED[pooling]())
         self.group, self.mode, self.memory_bytes = group, check_mode(mode), memory_bytes
         self.memory = CrossBatchMemory(memory)
         self.max_drift, self.skip_below = max_drift, skip_below
@@ -106,7 +115,11 @@ class Multistage(nn.Module):
         self._probed = set[bool]()  # modes of the network in which it was tried out
 
     def forward(
-        self, images: Any, labels: Tensor | ArrayLike | None = None, samples: Sequence[int] | None = None
+        self,
+        images: Any,
+        labels: Tensor | ArrayLike | None = None,
+        samples: Sequence[int] | None = None,
+        extra: Mapping[str, Tensor | ArrayLike] | None = None,
     ) -> Tensor:
         """Return the loss of the batch: a scalar, the same on every rank, to differentiate once.
 
@@ -117,29 +130,29 @@ class Multistage(nn.Module):
                 host's memory, and each micro-batch is brought to the network's device.
             labels: (b,) integers from 0, or (b, L) from the finest level to the coarsest.
             samples: numbers by which the memory knows images again.
+            extra: further tensors of the images, (b, ...), such as descriptors of a teacher, by the names of the
+                parameters by which the loss takes them; see `distap.rank`.
         Raises:
             DistapError: on every rank, for images or labels of wrong shape, BatchNorm in training mode, or a batch
                 that cannot be ranked.
         """
         if not isinstance(self.network, DistributedDataParallel):
-            loss: Tensor = self._loss(self.network, images, labels, samples)
+            loss: Tensor = self._loss(self.network, images, labels, samples, extra)
             return loss
         # All of it inside a forward pass of DDP, which then awaits the gradients of its parameters. They come from
         # KnownGradient, once, whatever the number of micro-batches.
-        replicas, network = self.network, self.network.module
-        replicas.module = ReplacedForward(network, lambda _: self._loss(network, images, labels, samples))
+        replicas, network, given = self.network, self.network.module, (images, labels, samples, extra)
+        replicas.module = ReplacedForward(network, lambda _: self._loss(network, *given))
         try:
             return replicas(torch.zeros(()))
         finally:
             replicas.module = network
 
     @torch.compiler.disable  # type: ignore[untyped-decorator] # a compiled network is enough
-    def _loss(
-        self, network: nn.Module, images: Any, labels: Tensor | ArrayLike | None, samples: Sequence[int] | None
-    ) -> Tensor:
-        batch, world, alike, seed = self._batch(network, images, labels, samples)
+    def _loss(self, network: nn.Module, *given: Any) -> Tensor:
+        batch, world, alike, seed, extra = self._batch(network, *given)
         trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-        forward = Outputs(network, world, self.normalise)
+        forward = Outputs(network, world, self.normalise, self.output, self.pool)
         sums = self.reduce and self._syncs and world.size > 1
         # DistributedDataParallel, FSDP and Horovod average over the ranks, so the gradient is given W times.
         parts, times = (network, world, forward), 1.0 if sums else float(world.size)
@@ -169,8 +182,9 @@ class Multistage(nn.Module):
         gathered, self.not_finite = stages.gather(described, batch)
         if self.not_finite:
             logger.warning("descriptors of rows %s are not finite; the images are left out", self.not_finite[:10])
+        gathered = gathered.with_extra(extra)
         if not self.normalise and not isinstance(self.loss, DescriptorLoss):
-            check_arguments(gathered.descriptors[gathered.own], gathered.labels[gathered.own], world)
+            check_arguments(gathered.descriptors[gathered.own], gathered.labels[gathered.own], world, {}, ())
         ranking = self.ranking = stages.rank(described.gathering, gathered, batch.step)
         value, gradient = forward.with_other(ranking, gathered, described.descriptors)
         if not (torch.is_grad_enabled() and (trained or self.loss.parameters)):
@@ -218,14 +232,13 @@ class Multistage(nn.Module):
     def set_extra_state(self, state: Tensor) -> None:
         self.memory.load_bytes(state)
 
-    def _batch(
-        self, network: nn.Module, images: Any, labels: Tensor | ArrayLike | None, samples: Sequence[int] | None
-    ) -> tuple[GivenBatch, World, bool, int]:
+    def _batch(self, network: nn.Module, *given: Any) -> tuple[GivenBatch, World, bool, int, dict[str, Tensor]]:
         """Check the images of all ranks and cut this rank's along rows.
 
-        Returns the batch, the ranks, whether all images have one size and type, and a seed for all ranks.
+        Returns the batch, the ranks, whether all images have one size and type, a seed for all ranks, and `extra`.
         """
-        world, parts, known, failure = world_of(self.network, self.group), list[Any](), torch.empty(0), None
+        world, (images, labels, samples, extra) = world_of(self.network, self.group), given
+        parts, known, others, failure = list[Any](), torch.empty(0), dict[str, Tensor](), None
         try:
             parts, known = cut_along_rows(images, labels)
             refuse_graphs(parts)
@@ -234,16 +247,19 @@ class Multistage(nn.Module):
             if numbers is not None and (numbers.shape != known.shape[:1] or numbers.is_floating_point()):
                 told = f"samples are {tuple(numbers.shape)} of {numbers.dtype}"
                 problem = problem or f"{told}; a whole number for each of {len(known)} images is expected"
+            others |= {name: tensor_given(rows, f"extra: {name}") for name, rows in (extra or {}).items()}
+            problem = problem or extra_problem(others, len(known), self.loss.extras) or ""
             refuse_unusable(network, self.freeze_batchnorm)
         except Exception as error:  # such as one of the caller's iterator: the other ranks must not wait
             problem, failure = str(error) if isinstance(error, DistapError) else repr(error), error
-        mine = [len(known), problem, are_alike(parts), int(torch.randint(2**62, ())), known.shape[1:]]
-        lengths, problems, alike, seeds, levels = zip(*world.gather_values(mine), strict=True)
+        kind = f"levels {tuple(known.shape[1:])}{kinds_of(others)}"
+        mine = [len(known), problem, are_alike(parts), int(torch.randint(2**62, ())), kind]
+        lengths, problems, alike, seeds, kinds = zip(*world.gather_values(mine), strict=True)
         if any(problems):
             by_rank = [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each]
             raise DistapError("; ".join(by_rank) if world.size > 1 else problem) from failure
-        if len(set(map(tuple, levels))) > 1:
-            raise DistapError(f"the ranks have labels of different levels, by rank: {[*map(tuple, levels)]}")
+        if len(set(kinds)) > 1:
+            raise DistapError(f"the ranks were given labels or extra of different kinds, by rank: {'; '.join(kinds)}")
         self._calls += 1
         batch = GivenBatch(parts, known.cpu().long(), numbers, max(lengths), world, self._calls - 1)
-        return batch, world, all(alike), seeds[0]
+        return batch, world, all(alike), seeds[0], others

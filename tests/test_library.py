@@ -36,11 +36,11 @@ def photos(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, training_shards):
     folder = tmp_path_factory.mktemp("library") / "run"
-    Trainer(recipe(folder, training_shards, steps=2, model=MODEL), World()).train()
+    Trainer(recipe(folder, training_shards, steps=2, model=MODEL, evaluation__dimensions=16), World()).train()
     return folder
 
 
-MODEL = {"backbone": "test_resnet", "weights": "random", "projection": 16}
+MODEL = {"backbone": "test_resnet", "weights": "random", "projection": 20}
 
 
 def test_pil_images_get_the_descriptors_that_extraction_writes(photos, run, tmp_path):

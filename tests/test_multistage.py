@@ -1,6 +1,7 @@
 """Multistage against one pass of autograd over the whole batch, in float64."""
 
 from copy import deepcopy
+from types import SimpleNamespace
 
 import newer_losses
 import pytest
@@ -27,30 +28,6 @@ from distap.world import World
 IMAGES, NEAR = 21, 1e-9
 
 
-def contrastive(descriptors, labels):
-    same = labels[:, None] == labels
-    similarities = descriptors @ descriptors.t()
-    return ((1 - similarities) * same).mean() + (similarities.clamp(min=0.2) * ~same).mean()
-
-
-@distap.loss
-def hinge(similarities, same_class, margin=0.1):
-    hardest = similarities.masked_fill(same_class, -1).amax(1, keepdim=True)
-    return ((hardest - similarities + margin).clamp(min=0) * same_class).sum(1) / same_class.sum(1)
-
-
-def hinge_of_batch(descriptors, labels, margin=0.1):
-    losses = []
-    for query in range(len(labels)):
-        others = torch.arange(len(labels)) != query
-        same = labels[others] == labels[query]
-        if same.any():
-            similarities = descriptors[others] @ descriptors[query]
-            gaps = similarities[~same].max() - similarities[same] + margin
-            losses.append(gaps.clamp(min=0).mean())
-    return torch.stack(losses).mean()
-
-
 def levels(labels):
     """Labels of two levels, of which the coarser joins pairs of classes."""
     return torch.stack([labels, labels // 2], dim=1)
@@ -62,8 +39,6 @@ LOSSES = {
     "recall_at_k": ("recall_at_k", lambda d, y: newer_losses.by_query("recall_at_k", d, y, d[:0], y[:0], "uniform")),
     "sup_con": ("sup_con", lambda d, y: newer_losses.by_query("sup_con", d, y, d[:0], y[:0], "uniform")),
     "h_ap": ("h_ap", lambda d, y: newer_losses.graded("h_ap", d, levels(y), d[:0], levels(y[:0]), "uniform")),
-    "function": (contrastive, contrastive),
-    "decorated": (hinge(margin=0.3), lambda d, y: hinge_of_batch(d, y, 0.3)),
     "pytorch-metric-learning": (ContrastiveLoss(), ContrastiveLoss()),
 }
 
@@ -254,6 +229,52 @@ def test_images_of_different_sizes_are_described_one_by_one():
     Multistage(network, "ap_q", 4)(cut, labels).backward()
     listwise_loss("ap_q", torch.cat([again(image[None]) for image in cut]), labels).backward()
     assert_near(gradients_of(network), gradients_of(again))
+
+
+class Hidden(nn.Module):
+    """Returns the maps of a small network in some container."""
+
+    def __init__(self, contain):
+        super().__init__()
+        self.network, self.contain = small_network(), contain
+
+    def forward(self, images):
+        return self.contain(torch.relu(self.network.norm(self.network.stem(images))))
+
+
+def tokens(maps):
+    return {"hidden": maps.flatten(2).transpose(1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("contain", "output", "pooling", "expected"),
+    [
+        (tokens, "hidden", "cls", lambda maps: maps[..., 0, 0]),
+        (lambda maps: (None, maps), 1, "mean", lambda maps: maps.mean((2, 3))),
+        (lambda maps: SimpleNamespace(last=maps.mean(2)), "last", "mean", lambda maps: maps.mean((1, 2))),
+        (lambda maps: maps, None, "max", lambda maps: maps.amax((2, 3))),
+    ],
+)
+def test_a_field_and_a_pooling_make_descriptors_of_what_a_network_returns(contain, output, pooling, expected):
+    (images, labels), network, again = small_images(IMAGES), Hidden(contain), Hidden(expected)
+    value = Multistage(network, "ap_q", 4, output=output, pooling=pooling)(images, labels)
+    value.backward()
+    listwise_loss("ap_q", normalize(again(images)), labels).backward()
+    assert_near(*([one for one in gradients_of(each) if one is not None] for each in (network, again)))
+
+
+@pytest.mark.parametrize(
+    ("output", "pooling", "message"),
+    [
+        (None, None, r"a dict with hidden for 3 images; descriptors \(n, C\) are expected: name a field"),
+        ("pooler_output", "cls", "a dict with hidden for 3 images, without 'pooler_output'"),
+        ("hidden", "rmac", "pooling takes regions of a map, but the network gives tokens"),
+        ("hidden", "token", "pooling: 'token': must be 'cls', 'cls_mean'"),
+    ],
+)
+def test_a_field_or_pooling_that_a_network_does_not_have_is_named(output, pooling, message):
+    with pytest.raises(DistapError, match=message):
+        Multistage(Hidden(tokens), output=output, pooling=pooling)(*small_images(IMAGES))
 
 
 class WithClassifier(nn.Module):

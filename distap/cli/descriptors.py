@@ -18,9 +18,8 @@ EXTRACTED_FOLDER = "New folder to write, or the folder of a stopped extraction t
 PART_IMAGES = "Number of images in a part file; a rank that is stopped loses at most one part."
 GRACE_SECONDS = 10.0  # for ranks to leave after a signal: finished parts are on the disk already
 DESCRIPTORS = Annotated[Path, typer.Argument(help="Folder that `distap extract` wrote.", show_default=False)]
-METHOD = (
-    "Scale principal components (pca), shrink directions in which a class differs (lw), or keep the first dimensions."
-)
+METHOD = "Scale principal components (pca), or shrink directions in which a class differs (lw)."
+KEPT = "Keep this many first dimensions, scaled to length 1 again, as the loss matryoshka trains them."
 KIND = "Kind of index: flat is exact, ivf-pq is smallest, hnsw is fastest at high recall."
 FACTORY = "Index as a string for faiss.index_factory, such as OPQ64,IVF4096,PQ64, instead of --kind."
 WRITTEN = "File to write the whitening to, such as RUN/whitening.safetensors."
@@ -47,6 +46,7 @@ def extract_command(
     ] = None,
     ranks: options.RANKS = 1,
     whitening: options.WHITENING = None,
+    dimensions: Annotated[int | None, options.output(help=KEPT, min=1, show_default="all")] = None,
 ) -> None:
     """Describe all images of shards or of a folder, and write the descriptors with their keys.
 
@@ -74,7 +74,8 @@ def extract_command(
     try:
         with joined_world() as world:
             set_up_logging(world.rank)
-            recipe, network = trained_network(checkpoint, world, best, overrides or [])
+            cut = [] if dimensions is None else [f"evaluation.dimensions={dimensions}"]
+            recipe, network = trained_network(checkpoint, world, best, [*(overrides or []), *cut])
             data = recipe.data
 
             def opened() -> tuple[ImageDescriber, ImageSet]:
@@ -98,7 +99,7 @@ def extract_command(
 
 def whiten_command(
     descriptors: DESCRIPTORS,
-    kind: Annotated[Literal["pca", "lw", "first"], typer.Option(help=METHOD)] = "pca",
+    kind: Annotated[Literal["pca", "lw"], typer.Option(help=METHOD)] = "pca",
     dimensions: Annotated[
         int | None, typer.Option(help="Number of dimensions to keep.", min=1, show_default="all that vary")
     ] = None,
@@ -111,9 +112,9 @@ def whiten_command(
     from distap.retrieval.descriptor_files import read_descriptors
 
     learned_from = read_descriptors(descriptors)
-    from distap.retrieval.whitening import WHITENING_FILE, keep_first, learn_discriminative, learn_pca, save_whitening
+    from distap.retrieval.whitening import WHITENING_FILE, learn_discriminative, learn_pca, save_whitening
 
-    learn = {"pca": learn_pca, "lw": learn_discriminative, "first": keep_first}[kind]
+    learn = {"pca": learn_pca, "lw": learn_discriminative}[kind]
     whitening = learn(learned_from, dimensions)
     path = output or descriptors
     if path.is_dir():

@@ -92,6 +92,9 @@ class DescribingSection(Section):
     """Describe each image at these scales."""
     antialias: bool = True
     """Smooth images before shrinking them to a scale below 1."""
+    dimensions: PositiveInt | None = None
+    """Keep this many first dimensions of a descriptor, scaled to length 1 again, for networks that the loss
+    `matryoshka` trained; null keeps all."""
     recall_at: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (1, 5, 10)
     """Values k of R@k and mP@k, except where a ground truth sets them."""
     batch_size: PositiveInt = 64

@@ -44,8 +44,8 @@ class DescribedImages(ImageSet):
                 f"{own[:12]}: set model.weights to {{name: run, path: RUN}} of the run that `distap extract` took, "
                 "or extract with `--checkpoint RECIPE`, this recipe"
             )
-        if by.scales != (1.0,) or by.whitening is not None:
-            how = f"at the scales {list(by.scales)}" if by.whitening is None else "with a whitening"
+        if by.scales != (1.0,) or by.whitening is not None or by.dimensions is not None:
+            how = f"at the scales {list(by.scales)}" if by.scales != (1.0,) else "whitened, or cut"
             raise DistapError(f"{self.name}: described {how}, where no head can stand: extract without")
         if not isinstance(network.head, UnitLinear | nn.Identity):
             raise DistapError(f"{self.name}: its descriptors have length 1: set model.unit_length: true")

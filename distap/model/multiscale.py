@@ -27,6 +27,7 @@ class MultiScaleNetwork(nn.Module):
             Revaud et al.
         whitening: mean (C,) and projection (D, C) of a linear layer at the end.
         antialias: smooth before shrinking; the code of Radenović et al. and Revaud et al. does not.
+        dimensions: D, the first dimensions to keep at the very end; None keeps all.
     """
 
     mean: Tensor | None
@@ -39,6 +40,7 @@ class MultiScaleNetwork(nn.Module):
         power: float | None = None,
         whitening: tuple[Tensor, Tensor] | None = None,
         antialias: bool = True,
+        dimensions: int | None = None,
     ) -> None:
         super().__init__()
         power = default_power(network) if power is None else float(power)
@@ -51,16 +53,18 @@ class MultiScaleNetwork(nn.Module):
         self.network, self.power, self.antialias = network, power, antialias
         self.scales = tuple(float(scale) for scale in scales)
         mean, projection = whitening or (None, None)
-        dimensions = network.dimensions
+        width = network.dimensions
         if mean is not None and projection is not None:
-            if mean.shape != (dimensions,) or projection.ndim != 2 or projection.shape[1] != dimensions:
+            if mean.shape != (width,) or projection.ndim != 2 or projection.shape[1] != width:
                 raise DistapError(
                     f"whitening: it was learned on other descriptors: mean {tuple(mean.shape)} and projection "
-                    f"{tuple(projection.shape)}, expected ({dimensions},) and (D, {dimensions})"
+                    f"{tuple(projection.shape)}, expected ({width},) and (D, {width})"
                 )
             # Whitening is learned in a wider dtype than it needs here.
-            mean, projection, dimensions = mean.to(network.mean), projection.to(network.mean), len(projection)
-        self.dimensions = dimensions
+            mean, projection, width = mean.to(network.mean), projection.to(network.mean), len(projection)
+        self.dimensions, self._cuts = dimensions or width, dimensions is not None
+        if self.dimensions > width:
+            raise DistapError(f"evaluation.dimensions: {dimensions}, but descriptors have {width}")
         self.register_buffer("mean", mean)
         self.register_buffer("projection", projection)
 
@@ -72,9 +76,9 @@ class MultiScaleNetwork(nn.Module):
             if len(described) > 1:  # the normalisation cancels the factor 1/n of the mean
                 total = sum((_signed_power(each, self.power) for each in described), torch.zeros_like(descriptors))
                 descriptors = normalize(_signed_power(total, 1 / self.power))
-            if self.mean is None or self.projection is None:
-                return descriptors
-            return normalize(linear(descriptors - self.mean, self.projection))
+            if self.mean is not None and self.projection is not None:
+                descriptors = normalize(linear(descriptors - self.mean, self.projection))
+            return normalize(descriptors[:, : self.dimensions]) if self._cuts else descriptors
 
     def _at(self, images: Images, scale: float) -> Tensor:
         if scale == 1:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from distap.errors import DistapError
 from distap.model.backbone import TimmBackbone, architecture_of, has_class_token, pixels_of
-from distap.model.pooling import AutoPooling, Native
+from distap.model.pooling import AutoPooling, Native, for_pooling
 
 BatchNormMode = Literal["frozen", "batch"]
 # With values from 0 to 255; or the descriptors that a network without a projection gives.
@@ -148,22 +148,9 @@ class RetrievalNetwork(nn.Module):
         """Return the features as maps (n, C, h, w), with the class token if pooling uses it."""
         if not isinstance(features, Tensor):
             raise DistapError(f"model.backbone: {architecture_of(self.backbone)} gives no single map of features")
-        if features.ndim == 3 and getattr(self.pooling, "needs_map", False):
-            raise DistapError(
-                f"model.pooling takes regions of a map, but {architecture_of(self.backbone)} gives tokens; choose "
-                "gem, mean or max"
-            )
-        if features.ndim == 3:
-            wants = getattr(self.pooling, "needs_class_token", False)
-            skipped = max(self._prefix, 1) if wants else self._prefix  # some networks do not count their class token
-            if wants and features.shape[1] == skipped and getattr(self.pooling, "widens", 1) > 1:
-                name = architecture_of(self.backbone)
-                raise DistapError(f"model.pooling: {name} gives no tokens but that of the class; choose cls")
-            maps = features[:, skipped:].transpose(1, 2).unsqueeze(-1)
-            return (maps, features[:, :skipped]) if wants else (maps,)
-        if features.ndim == 4 and features.shape[1] != self.features:
-            return (features.permute(0, 3, 1, 2),)
-        return (features,)
+        if features.ndim == 4:
+            return (features if features.shape[1] == self.features else features.permute(0, 3, 1, 2),)
+        return for_pooling(self.pooling, features, architecture_of(self.backbone), self._prefix)
 
 
 def build_network(

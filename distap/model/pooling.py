@@ -9,6 +9,7 @@ from pydantic import PositiveFloat
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from distap.errors import DistapError
 from distap.model.backbone import is_plain
 
 OVERLAP = 0.4  # of neighbouring regions of R-MAC, as a share of their side
@@ -111,6 +112,29 @@ NAMED: dict[str, Callable[[], nn.Module]] = {
     **{"mean": Mean, "spoc": Mean, "max": Max, "rmac": RMAC, "crow": CroW},
     **{"cls": ClassToken, "cls_mean": ClassTokenAndMean, "native": Native},
 }
+
+
+def for_pooling(pooling: nn.Module, features: Tensor, network: str, prefix: int = 0) -> tuple[Tensor, ...]:
+    """Return maps (n, C, h, w), or tokens (n, t, C) as (n, C, t, 1), with the class token if the pooling uses it.
+
+    The first `prefix` tokens stand for no part of the image. Messages call the network `network`.
+    """
+    if features.ndim != 3:
+        return (features,)
+    wants = getattr(pooling, "needs_class_token", False)
+    if getattr(pooling, "needs_map", False):
+        raise DistapError(f"pooling takes regions of a map, but {network} gives tokens; choose gem, mean or max")
+    skipped = max(prefix, 1) if wants else prefix  # some networks do not count their class token
+    if wants and features.shape[1] == skipped and getattr(pooling, "widens", 1) > 1:
+        raise DistapError(f"pooling: {network} gives no tokens but that of the class; choose cls")
+    maps = features[:, skipped:].transpose(1, 2).unsqueeze(-1)
+    return (maps, features[:, :skipped]) if wants else (maps,)
+
+
+def pooled(pooling: nn.Module, features: Tensor) -> Tensor:
+    """Pool what a network of the caller returned: maps, or tokens of which the first is that of the class."""
+    result: Tensor = pooling(*for_pooling(pooling, features, "the network"))
+    return result
 
 
 @dataclass(frozen=True)

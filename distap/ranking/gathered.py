@@ -1,17 +1,19 @@
 """The global batch as every rank holds it when it is ranked."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int64
+from jaxtyping import Bool, Float, Float64, Int64, Shaped
 from torch import Tensor
 
+from distap.errors import DistapError
 from distap.randomness import seed_for
 from distap.world import World
 
-QueryWeights = Literal["uniform", "class"]
+QueryWeights = Literal["uniform", "class", "given"]
 LOSS = 4  # first word of the key that seeds losses
 
 
@@ -32,6 +34,7 @@ class Gathered:
     world: World
     key: tuple[int, int] = (0, 0)  # seed and step
     of_unit_length: bool = True  # an image's similarity to itself is constant
+    extra: Mapping[str, Tensor] = field(default_factory=dict)  # further tensors of the batch's images, (B, ...)
 
     @property
     def seed(self) -> int:
@@ -70,19 +73,35 @@ class Gathered:
     ) -> Float64[Tensor, " B"]:
         """Return each query's weight in the mean; weights sum to 1.
 
-        `uniform` weighs every query the same, `class` every class (Revaud et al. 2019, fig. 5). A query whose class
-        at `level` holds fewer than `smallest` images has no weight.
+        `uniform` weighs every query the same, `class` every class (Revaud et al. 2019, fig. 5), and `given` takes
+        `extra["weights"]`. A query whose class at `level` holds fewer than `smallest` images has no weight.
         """
         weight = (self.class_sizes[: len(self.images), level] >= smallest).double()
-        if weights == "class":
-            weight = weight / _sizes(self.labels)
+        if weights != "uniform":
+            weight = weight * (self._given_weights() if weights == "given" else 1 / _sizes(self.labels).double())
         return weight / weight.sum()
 
-    def share(self, rows: Float[Tensor, "b *K"]) -> Float[Tensor, "B *K"]:
+    def _given_weights(self) -> Float[Tensor, " B"]:
+        weights = self.extra["weights"]
+        if weights.shape != self.images.shape or not (weights >= 0).all() or not 0 < weights.sum() < torch.inf:
+            raise DistapError("extra: weights have to be finite, one for each image, not below 0 and not all 0")
+        return weights
+
+    def with_extra(self, extra: Mapping[str, Tensor]) -> "Gathered":
+        """Add tensors (b, ...) of this rank's images, in the order of its slots, gathered from all ranks."""
+        shared = dict[str, Tensor]()
+        for name, rows in extra.items():
+            mine = rows.to(self.gallery.device)[self.local[: len(rows)]]
+            # As bytes, because gloo does not know every type.
+            whole = self.share(mine[:, None].flatten(1).contiguous().view(torch.uint8))
+            shared[name] = whole.view(mine.dtype).view(len(whole), *mine.shape[1:])
+        return replace(self, extra=shared)
+
+    def share(self, rows: Shaped[Tensor, "b *K"]) -> Shaped[Tensor, "B *K"]:
         """Gather the rows of all ranks, in the order of `descriptors`."""
         return self.world.gather_rows(self.spread(rows), len(self.taking_part))[self.taking_part]
 
-    def spread(self, rows: Float[Tensor, "b *K"], fill: float = 0.0) -> Float[Tensor, "slots_of_rank *K"]:
+    def spread(self, rows: Shaped[Tensor, "b *K"], fill: float = 0.0) -> Shaped[Tensor, "slots_of_rank *K"]:
         """Spread this rank's rows to its slots, with `fill` at slots that take no part."""
         # Collectives work by slots: they have equal shares on all ranks, and the rows that take part may have not.
         full = rows.new_full((len(self.local), *rows.shape[1:]), fill)

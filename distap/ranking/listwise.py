@@ -1,6 +1,6 @@
 """The losses as a PyTorch module, for one's own training loop."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +50,11 @@ class ListwiseLoss(nn.Module):
         self.memory, self._calls = CrossBatchMemory(memory), 0
 
     def forward(
-        self, embeddings: Tensor, labels: Tensor | ArrayLike, images: Tensor | ArrayLike | None = None
+        self,
+        embeddings: Tensor,
+        labels: Tensor | ArrayLike,
+        images: Tensor | ArrayLike | None = None,
+        extra: Mapping[str, Tensor | ArrayLike] | None = None,
     ) -> Tensor:
         """Return the loss of the batch, a scalar.
 
@@ -58,6 +62,7 @@ class ListwiseLoss(nn.Module):
             embeddings: (b, C) of this rank, of any length; they are normalised here.
             labels: (b,) integers from 0, or (b, L) from the finest level to the coarsest.
             images: (b,) numbers by which the memory knows images again.
+            extra: see `distap.rank`.
         """
         with torch.autocast(embeddings.device.type, enabled=False):
             descriptors = normalize(embeddings.to(torch.promote_types(embeddings.dtype, torch.float32)))
@@ -71,6 +76,7 @@ class ListwiseLoss(nn.Module):
                 images=images,
                 memory_bytes=self.memory_bytes,
                 step=self._calls,
+                extra=extra,
             )
             self._calls += 1
             value = ranking.loss.to(descriptors.dtype)

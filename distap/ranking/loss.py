@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from inspect import Parameter, signature
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -95,6 +96,10 @@ class Loss(ABC):
     is_ap: ClassVar[bool] = False  # 1 - loss is an Average Precision
     needs_positives: ClassVar[bool] = True  # a query counts only if another image of its class is ranked
     query_level: ClassVar[int] = 0  # the level of that class: 0 is the finest, -1 the coarsest
+    formula: ClassVar[tuple[str, int]] = (
+        "value_and_gradient",
+        2,
+    )  # a method, and its parameters that are given anyway
 
     # pydantic reads this where a recipe holds the loss.
     __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012
@@ -115,6 +120,22 @@ class Loss(ABC):
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [one for one in self.learned.parameters() if one.requires_grad] if self.learned is not None else []
+
+    @property
+    def taken(self) -> tuple[str, ...]:
+        """Names of further tensors of images that the formula takes: its parameters without a default."""
+        function, known = getattr(self, self.formula[0]), self.formula[1]
+        try:
+            parameters = list(signature(getattr(function, "forward", function)).parameters.values())[known:]
+        except ValueError:  # of a function written in C
+            return ()
+        named = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
+        return tuple(one.name for one in parameters if one.default is Parameter.empty and one.kind in named)
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Names of the tensors of `Gathered.extra` that this loss needs."""
+        return *self.taken, *(["weights"] if getattr(self, "weights", None) == "given" else [])
 
     def sized(self, classes: KnownClasses, dimensions: int | None, seed: int) -> "Loss":
         """Return this loss with new parameters for K classes, if known, and descriptors of C dimensions."""

@@ -1,5 +1,6 @@
 """Rank descriptors: compute the loss of a batch and every descriptor's gradient, on all ranks or on rank 0."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
@@ -48,6 +49,7 @@ def rank(
     images: Tensor | ArrayLike | None = None,
     memory_bytes: int | None = None,
     step: int = 0,
+    extra: Mapping[str, Tensor | ArrayLike] | None = None,
     **options: object,
 ) -> Ranking:
     """Return the loss of a batch and the gradient of every descriptor, however descriptors were made.
@@ -70,6 +72,8 @@ def rank(
             against its own remembered descriptor.
         memory_bytes: bytes to use next to the descriptors; None takes 1 GiB, or a quarter of a GPU's free memory.
         step: number of the step, for losses that draw numbers, such as `simix`.
+        extra: further tensors of the images, (b, ...), by the names of the parameters by which the loss takes them;
+            `weights`, (b,), are those of queries for a loss with weights="given".
         options: of the loss, such as `weights` of the queries, or `preset`, the name of one of its presets.
     Returns:
         A Ranking; its gradient and losses by query are those of this rank's descriptors.
@@ -79,11 +83,12 @@ def rank(
     """
     descriptors, labels = tensor_given(descriptors, "descriptors"), tensor_given(labels, "labels")
     images = None if images is None else tensor_given(images, "images")
+    others = {name: tensor_given(rows, f"extra: {name}") for name, rows in (extra or {}).items()}
     world = World(device=descriptors.device)
     if group is not None:
         world = World(dist.get_rank(group), dist.get_world_size(group), device=descriptors.device, group=group)
     built, where = build_loss(loss, **options), check_mode(mode)
-    check_arguments(descriptors, labels, world)
+    check_arguments(descriptors, labels, world, others, built.extras)
     levels = (labels if labels.ndim == 2 else labels[:, None]).long()
     b, share = len(labels), int(world.maximum(len(labels)))
     # `gather` knows where rows belong by the number of slots alone, so all ranks must have the same number of rows.
@@ -96,7 +101,7 @@ def rank(
         share * world.size,
         None if images is None else pad(images.long(), (0, share - b)),
     )
-    gathered = replace(gathered, key=(0, step))
+    gathered = replace(gathered, key=(0, step)).with_extra(others)
     ranked = gathered if memory is None else memory.extend(gathered)
     ranking = rank_descriptors(built, ranked, where, memory_bytes)
     # Only now: an image is not ranked against itself, and a batch that cannot be ranked is not remembered.

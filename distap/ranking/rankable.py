@@ -1,6 +1,6 @@
 """Refuse descriptors and labels that cannot be ranked, and graphs whose gradients would be lost."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -8,18 +8,21 @@ from torch import Tensor, nn
 from distap.errors import DistapError
 from distap.world import World
 
+Extra = Mapping[str, Tensor]  # further tensors of images, (b, ...)
 LENGTH_TOLERANCE = 0.02  # bfloat16 rounds a descriptor's length by up to 0.4%
 MOST_ROWS = 10
 REENTRANT = "CheckpointFunctionBackward"  # autograd's name for torch.utils.checkpoint with use_reentrant=True
 LARGEST_LABEL = torch.iinfo(torch.int64).max
 
 
-def check_arguments(descriptors: Tensor, labels: Tensor, world: World) -> None:
-    """Raise a DistapError on all ranks if `rank` cannot rank some rank's descriptors or labels."""
+def check_arguments(descriptors: Tensor, labels: Tensor, world: World, extra: Extra, taken: Sequence[str]) -> None:
+    """Raise a DistapError on all ranks if `rank` cannot rank some rank's descriptors, labels or extra tensors."""
     kind = f"(b, {', '.join(map(str, descriptors.shape[1:]))}) of {descriptors.dtype}"
     if labels.ndim == 2:
         kind += f" with labels of {labels.shape[1]} levels"
-    kinds, problems = zip(*world.gather_values([kind, _problem(descriptors, labels)]), strict=True)
+    kind += kinds_of(extra)
+    problem = _problem(descriptors, labels) or extra_problem(extra, len(labels), taken)
+    kinds, problems = zip(*world.gather_values([kind, problem]), strict=True)
     if len(set(kinds)) > 1:
         by_rank = [f"rank {rank} has {each}" for rank, each in enumerate(kinds)]
         raise DistapError(f"the ranks were given descriptors of different kinds: {'; '.join(by_rank)}")
@@ -64,6 +67,26 @@ def label_problem(labels: Tensor, count: int) -> str | None:
             f"{LARGEST_LABEL}; an overflow of integers may have made them"
         )
     return None
+
+
+def extra_problem(extra: Extra, count: int, taken: Sequence[str]) -> str | None:
+    """Return why tensors of `count` images are not those that the loss takes; None if they are."""
+    if lacking := [name for name in taken if name not in extra]:
+        return f"the loss takes {', '.join(lacking)} of each image; extra has {', '.join(extra) or 'nothing'}"
+    for name, rows in extra.items():
+        told = f"extra: {name} is {tuple(rows.shape)}"
+        if name not in taken:
+            return f"{told}, but the loss takes {', '.join(taken) or 'no tensors of images'}"
+        if not rows.ndim or len(rows) != count:
+            return f"{told} for {count} images; a row for each is expected"
+        if rows.requires_grad:
+            return f"{told} and requires a gradient, which it would not get; detach() it"
+    return None
+
+
+def kinds_of(extra: Extra) -> str:
+    """Describe the types of tensors, which have to be the same on all ranks."""
+    return "".join(f", {name} {tuple(rows.shape[1:])} of {rows.dtype}" for name, rows in sorted(extra.items()))
 
 
 def refuse_crossing(levels: Tensor) -> None:

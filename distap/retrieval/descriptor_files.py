@@ -51,6 +51,7 @@ class DescribedBy:
     scale_power: float = 1.0  # of the generalised mean over the scales
     whitening: str | None = None  # hash of the whitening applied after the network, if any
     antialias: bool = True  # of images at scales below 1
+    dimensions: int | None = None  # first ones that were kept, if not all
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "DescribedBy":

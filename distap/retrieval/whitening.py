@@ -117,13 +117,6 @@ def learn_pca(descriptors: DescriptorSet, dimensions: int | None = None) -> Whit
     return Whitening(mean, projection, descriptors.data, descriptors.described_by)
 
 
-def keep_first(descriptors: DescriptorSet, dimensions: int | None = None) -> Whitening:
-    """Keep the first dimensions as they are, which a Matryoshka loss has trained to stand alone."""
-    width = descriptors.descriptors.shape[1]
-    projection = _first(np.eye(width), dimensions, descriptors)
-    return Whitening(np.zeros(width), projection, descriptors.data, descriptors.described_by)
-
-
 def learn_discriminative(descriptors: DescriptorSet, dimensions: int | None = None) -> Whitening:
     """Learn discriminative whitening Lw (Radenović et al. 2018): matching images differ equally in all directions.
 

@@ -1,6 +1,6 @@
 """A batch from a caller's loop and the outputs of the caller's network, in the form of the three stages."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -18,6 +18,8 @@ from distap.ranking.rank import Ranking
 from distap.stages.exactness import default_drift
 from distap.stages.micro_batches import Rows, as_rows
 from distap.world import World
+
+Pool = Callable[[Tensor], Tensor]
 
 
 class GivenBatch:
@@ -54,8 +56,11 @@ class GivenBatch:
 class Outputs:
     """Outputs of a caller's network: descriptors, followed by further losses per image as columns."""
 
-    def __init__(self, network: nn.Module, world: World, normalise: bool) -> None:
+    def __init__(
+        self, network: nn.Module, world: World, normalise: bool, field: str | int | None, pool: Pool | None
+    ) -> None:
         self._network, self._world, self._normalise = network, world, normalise
+        self._field, self._pool = field, pool
         kind = world.device.type
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         self._width = 0  # of a descriptor
@@ -73,10 +78,17 @@ class Outputs:
         # Without a cache: one that was filled without a graph would lose the parameters' gradients.
         with torch.autocast(kind, dtype, is_enabled, cache_enabled=False):
             output = self._network(images)
-        descriptors, *others = output if isinstance(output, tuple) and output else (output,)
         n = rows_of(images)
+        if self._field is not None:
+            output = _field_of(output, self._field, n)
+        descriptors, *others = output if isinstance(output, tuple) and output else (output,)
+        if self._pool is not None and isinstance(descriptors, Tensor) and descriptors.ndim in (3, 4):
+            descriptors = self._pool(descriptors)
         if not (isinstance(descriptors, Tensor) and descriptors.ndim == 2 and len(descriptors) == n):
-            raise DistapError(f"the network returned {_told(output)} for {n} images; descriptors (n, C) are expected")
+            raise DistapError(
+                f"the network returned {_told(output)} for {n} images; descriptors (n, C) are expected: name a field "
+                "by `output`, and a `pooling` of tokens or maps"
+            )
         if not all(isinstance(other, Tensor) and other.shape == (n,) for other in others):
             raise DistapError(
                 f"the network returned {_told(output)} for {n} images; behind the descriptors, one number for each "
@@ -162,6 +174,14 @@ def _blanked(blank: Tensor, tensor: Tensor) -> Tensor:
     copy = tensor.clone()
     copy[blank.to(tensor.device)] = 0
     return copy
+
+
+def _field_of(output: Any, field: Any, n: int) -> Any:
+    """Return a field of a dict, tuple, dataclass or ModelOutput."""
+    try:
+        return output[field] if isinstance(output, Mapping) or isinstance(field, int) else getattr(output, field)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise DistapError(f"the network returned {_told(output)} for {n} images, without {field!r}") from error
 
 
 def _told(output: Any) -> str:

@@ -82,10 +82,7 @@ def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> Retr
             build_network(model.backbone, weights, model.pooling, model.projection, model.batchnorm, **options)
         )
 
-    if world.size == 1:
-        build(weights or model.weights)
-    else:
-        on_all(world, lambda: build(weights or model.weights), mine=world.rank == 0)
+    on_all(world, lambda: build(weights or model.weights), mine=world.rank == 0)
     if not built:
         build(RandomWeights())
     # Rank 0 alone has loaded weights; the others drew parameters of the same shapes.
@@ -136,6 +133,7 @@ def describing_of(
         scaled=data.scaled_decoding,
         whitening=None if whitening is None else load_whitening(Path(whitening)),
         antialias=evaluation.antialias,
+        first=evaluation.dimensions,
         batch_pixels=evaluation.batch_size * data.image_size**2,
     )
     return Describing(describer, world, data.workers, shown)
@@ -203,6 +201,9 @@ def learner_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Learn
 def loss_of(recipe: Recipe, images: TrainingImages, network: RetrievalNetwork, world: World) -> Loss:
     """Build the recipe's loss; if it has parameters of its own, give them the same values on all ranks."""
     classes = None if images.index is None else torch.from_numpy(images.index.classes.numbers)
+    if recipe.loss.extras:
+        taken = ", ".join(recipe.loss.extras)
+        raise DistapError(f"loss: it takes {taken} of each image: only Multistage, ListwiseLoss and rank give that")
     loss: Loss = recipe.loss.sized(classes, network.dimensions, recipe.seed)
     if loss.learned is not None:
         for tensor in loss.learned.to(world.device).state_dict().values():
@@ -219,8 +220,7 @@ def loss_learner_of(recipe: Recipe, loss: Loss, world: World) -> Learner | None:
         return None
     groups = parameter_groups({"loss": (loss.learned, recipe.optimizer.loss)})
     # As of a single rank: nothing is left to sum.
-    replica = Replica(loss.learned, World(device=world.device))
-    return Learner(replica, recipe.optimizer.chosen.build(groups))
+    return Learner(Replica(loss.learned, World(device=world.device)), recipe.optimizer.chosen.build(groups))
 
 
 def fitting_of(recipe: Recipe, replica: Replica, world: World, batch: int) -> Fitting:

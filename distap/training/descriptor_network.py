@@ -111,6 +111,7 @@ class DescriptorNetwork(
                 "scales": list(described.network.scales),
                 "scale_power": described.network.power,
                 "antialias": described.antialias,
+                "dimensions": described.first,
                 "scaled_decoding": described.scaled,
                 "whitened": described.whitening is not None,
             },
@@ -135,12 +136,12 @@ class DescriptorNetwork(
         try:
             sizing, scales, power = Sizing.parse(about["sizing"]), about["scales"], about["scale_power"]
             whitening = load_whitening(Path(str(saved.folder))) if about["whitened"] else None
-            scaled, antialias = bool(about["scaled_decoding"]), bool(about["antialias"])
+            ways = {"scaled": about["scaled_decoding"], "antialias": about["antialias"], "first": about["dimensions"]}
         except (ValueError, KeyError, TypeError) as error:
             raise DistapError(f"{model_id}: not a network that distap has saved: {error!r}") from error
         data = {} if sizing.pixels is None else {"image_size": sizing.pixels}
         recipe = recorded_recipe({"model": about["model"], "data": data}, model_id)
         recipe = with_given(recipe, network, model_id, sizing.pixels)
         whole = network_of(recipe, World(device=torch.device(device)), saved)
-        describer = ImageDescriber(whole, sizing, scales, power, whitening, scaled=scaled, antialias=antialias)
+        describer = ImageDescriber(whole, sizing, scales, power, whitening, **ways)
         return cls(describer, recipe.model)

@@ -13,22 +13,14 @@ from transformers import Trainer, TrainingArguments, ViTConfig, ViTModel
 import distap
 
 
-class Descriptors(nn.Module):
-    """The class token of a ViT of transformers; the mean of the others is `last_hidden_state[:, 1:].mean(1)`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-        self.vit = ViTModel(ViTConfig(image_size=32, patch_size=8, **size), add_pooling_layer=False)
-
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        return self.vit(pixels).last_hidden_state[:, 0]
-
-
 class Retrieval(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.multistage = distap.Multistage(Descriptors(), loss="ap_q", micro_batch=8, memory=64)
+        size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+        vit = ViTModel(ViTConfig(image_size=32, patch_size=8, **size), add_pooling_layer=False)
+        # The class token of what a ViT of transformers returns; `output="pooler_output"` would need no pooling.
+        taken = {"output": "last_hidden_state", "pooling": "cls"}
+        self.multistage = distap.Multistage(vit, loss="ap_q", micro_batch=8, memory=64, **taken)
 
     def forward(self, pixels: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"loss": self.multistage(pixels, labels)}

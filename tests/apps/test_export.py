@@ -321,5 +321,5 @@ def test_every_pooling_and_head_is_exported(tmp_path, backbone, pooling, options
 
 @pytest.mark.slow
 def test_images_of_any_size_are_described_at_several_scales(tmp_path):
-    several = MultiScaleNetwork(network(), (1.0, 0.7071), whitening=whitening_tensors())
+    several = MultiScaleNetwork(network(), (1.0, 0.7071), whitening=whitening_tensors(), dimensions=3)
     held_to_the_network(tmp_path, several, 64, dynamic_size=True)

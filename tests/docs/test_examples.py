@@ -69,7 +69,7 @@ def test_the_loop_of_ddp_trains_on_two_ranks(on_two_ranks, photos):
     assert "epoch 2: loss 0." in on_two_ranks("ddp", photos / "train")
 
 
-@pytest.mark.parametrize("name", ["own_loss", "metric_learning"])
+@pytest.mark.parametrize("name", ["own_loss", "metric_learning", "distillation", "pairs"])
 def test_an_example_of_a_loss_prints_it(run, name):
     assert re.fullmatch(r"loss \d\.\d{4}\n", run(EXAMPLES / f"{name}.py"))
 

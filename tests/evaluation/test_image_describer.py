@@ -20,7 +20,7 @@ def photos(tmp_path_factory) -> Path:
 
 
 def test_a_stored_set_says_how_a_single_image_is_described(tmp_path, photos):
-    maker = describer("side 36", scales=(1.0, 0.5))
+    maker = describer("side 36", scales=(1.0, 0.5), first=7)
     extract(photos, tmp_path / "out", maker=maker)
     stored = read_descriptors(tmp_path / "out")
     again = describer_like(stored.described_by, network())

@@ -14,7 +14,7 @@ def listwise_loss(
     labels: Tensor,
     gallery: Tensor | None = None,
     gallery_labels: Tensor | None = None,
-    weights: str = "uniform",
+    weights: str | Tensor = "uniform",
     self_pair: bool | None = None,
     **settings: Any,
 ) -> Tensor:
@@ -34,7 +34,8 @@ def listwise_loss(
         if positives:
             counted = [query, *positives] if self_pair else positives
             queries.append((similarities[query, counted], similarities[query, negatives]))
-            weight.append(1.0 if weights == "uniform" else 1.0 / batch.count(label))
+            of_query = weights[query] if isinstance(weights, Tensor) else 1.0
+            weight.append(1.0 / batch.count(label) if weights == "class" else of_query)
     if settings.get("form") == "violating":
         return _violating_calibration(queries, weight, **settings)
     losses = [LOSS_OF_QUERY[name](*query, **settings) for query in queries]

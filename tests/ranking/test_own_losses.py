@@ -6,10 +6,8 @@ import pytest
 import torch
 from problems import problem, rank_raw, remembering
 
-from benchmarks.metric_learning import MetricLearning
 from distap.errors import DistapError
-from distap.ranking.loss import build_loss
-from distap.ranking.losses.base import DescriptorLoss, SimilarityLoss
+from distap.ranking.losses.base import SimilarityLoss
 from distap.ranking.losses.calibration import Calibration
 
 
@@ -28,19 +26,6 @@ class Margins(SimilarityLoss):
 
 
 @dataclass(frozen=True)
-class Distances(DescriptorLoss):
-    """What ContrastiveLoss of pytorch-metric-learning computes."""
-
-    margin: float = 1.0
-
-    def loss(self, descriptors, labels):
-        distances = (2 - 2 * descriptors @ descriptors.t()).clamp(min=1e-12).sqrt()
-        same = labels[:, None] == labels
-        pull, push = distances[same.clone().fill_diagonal_(False)], (self.margin - distances[~same]).clamp(min=0)
-        return pull.sum() / (pull > 0).sum() + push.sum() / (push > 0).sum()
-
-
-@dataclass(frozen=True)
 class Constant(SimilarityLoss):
     def loss(self, similarities, positive, negative):
         return torch.full_like(similarities[:, 0], 0.25)
@@ -49,7 +34,6 @@ class Constant(SimilarityLoss):
 PAIRS = [
     (Margins(alpha=0.8), Calibration(alpha=0.8), False),
     (Margins(self_pair=True, weights="class"), Calibration(self_pair=True, weights="class"), True),
-    (Distances(), MetricLearning("ContrastiveLoss"), False),
 ]
 
 
@@ -83,10 +67,3 @@ def test_a_mean_where_one_value_a_query_is_expected_is_refused():
     raw, labels = problem(0, 12, 3)
     with pytest.raises(DistapError, match=r"Mean gave shape \(\); expected \(11,\): one value a query"):
         rank_raw(raw, labels, Mean())
-
-
-def test_it_can_be_named_from_outside_and_its_fields_are_its_options():
-    name = f"{__name__}:Margins"
-    assert build_loss(name, alpha=0.7, weights="class") == Margins(alpha=0.7, weights="class")
-    with pytest.raises(DistapError, match="alhpa: unknown key; did you mean alpha"):
-        build_loss(name, alhpa=0.7)

@@ -6,7 +6,7 @@ from postprocessing_reference import clustered, described, lw_projection, pca_pr
 from safetensors.numpy import load, save
 
 from distap.errors import DistapError
-from distap.retrieval.whitening import keep_first, learn_discriminative, learn_pca, load_whitening, save_whitening
+from distap.retrieval.whitening import learn_discriminative, learn_pca, load_whitening, save_whitening
 
 
 @pytest.fixture
@@ -40,11 +40,6 @@ def test_fewer_dimensions_are_the_first_of_all():
     whole, cut = learn_pca(images), learn_pca(images, dimensions=3)
     np.testing.assert_array_equal(cut.projection, whole.projection[:3])
     assert cut.apply(images.descriptors).shape == (200, 3)
-
-
-def test_the_first_dimensions_are_kept_as_they_are():
-    values = unit(np.random.default_rng(0).normal(size=(20, 6)))
-    np.testing.assert_allclose(keep_first(described(values), 4).apply(values), unit(values[:, :4]), rtol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])

@@ -44,6 +44,7 @@ class ImageDescriber:
     precision: PrecisionName = "float32"  # of convolutions and matrix products
     scaled: bool = True  # whether JPEG may be decoded at reduced scale
     antialias: bool = True  # smooth before shrinking to a scale below 1
+    first: int | None = None  # dimensions of a descriptor to keep; None keeps all
     batch_pixels: int = BATCH_PIXELS  # most to describe at once: height times width, summed over the images
 
     def __post_init__(self) -> None:
@@ -62,16 +63,15 @@ class ImageDescriber:
     @cached_property
     def network(self) -> MultiScaleNetwork:
         """Network that maps pixels to descriptors over all scales, whitened."""
-        whitening = None if self.whitening is None else self.whitening.tensors
-        return MultiScaleNetwork(self.retrieval_network, self.scales, self.power, whitening, self.antialias)
+        last = None if self.whitening is None else self.whitening.tensors, self.antialias, self.first
+        return MultiScaleNetwork(self.retrieval_network, self.scales, self.power, *last)
 
     @cached_property
     def described_by(self) -> DescribedBy:
         """Return a record of how descriptors are made, to store with them. Hash the network on first use."""
-        whitening = None if self.whitening is None else self.whitening.fingerprint
-        hashed = fingerprint(self.retrieval_network)
-        scales, power = self.network.scales, self.network.power
-        return DescribedBy(hashed, str(self.sizing), scales, power, whitening, self.antialias)
+        last = None if self.whitening is None else self.whitening.fingerprint, self.antialias, self.first
+        ways = str(self.sizing), self.network.scales, self.network.power, *last
+        return DescribedBy(fingerprint(self.retrieval_network), *ways)
 
     @property
     def dimensions(self) -> int:
@@ -145,11 +145,9 @@ def describer_like(
 
     The network is put into evaluation mode.
     """
-    scales, power, antialias = described_by.scales, described_by.scale_power, described_by.antialias
-    sizing = Sizing.parse(described_by.sizing)
-    describer = ImageDescriber(
-        network, sizing, scales, power, whitening, max_pixels, scaled=scaled, antialias=antialias
-    )
+    by, sizing = described_by, Sizing.parse(described_by.sizing)
+    ways = by.scales, by.scale_power, whitening, max_pixels
+    describer = ImageDescriber(network, sizing, *ways, scaled=scaled, antialias=by.antialias, first=by.dimensions)
     for part in ("network", "whitening"):
         wanted, given = (getattr(by, part) or "none" for by in (described_by, describer.described_by))
         if wanted != given:

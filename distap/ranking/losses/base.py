@@ -4,9 +4,10 @@ docs/guides/losses.md has examples, and what a recipe calls them.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
@@ -42,6 +43,7 @@ class Rows:
     weights: Float[Tensor, " r"]  # of the queries; they sum to 1 over all blocks and ranks
     pairs: int  # of all blocks of this rank together
     own_is_constant: bool  # a query's similarity to itself, because its descriptor has length 1
+    extra: Mapping[str, Tensor]  # further tensors of the queries, (r, ...)
 
     @cached_property
     def negatives(self) -> Float[Tensor, "r N"]:
@@ -90,10 +92,13 @@ class SimilarityLoss(Loss):
     self_pair: bool = True
     """Count a query among its own positives."""
     weights: QueryWeights = "uniform"
-    """Weigh all queries alike (uniform), or all classes (class)."""
+    """Weigh all queries alike (uniform), all classes (class), or as `extra` says (given)."""
+    formula: ClassVar[tuple[str, int]] = ("loss", 3)
 
     def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
         """Return the loss of each of r queries, differentiable by the similarities.
+
+        Further parameters without a default take rows (r, ...) of the queries' `extra` tensors of that name.
 
         Args:
             similarities: (r, N) to the whole gallery of N images, in any order.
@@ -116,7 +121,7 @@ class SimilarityLoss(Loss):
         negative = torch.ones_like(rows.positive_columns).scatter_(1, rows.same_class, False)
         with torch.enable_grad():
             similarities = rows.similarities.detach().requires_grad_()
-            value = self.loss(similarities, rows.positive_columns, negative)
+            value = self.loss(similarities, rows.positive_columns, negative, **rows.extra)
             if value.shape != rows.weights.shape:
                 shapes = f"gave shape {tuple(value.shape)}; expected {tuple(rows.weights.shape)}: one value a query"
                 raise DistapError(f"{type(self).__name__} {shapes}")
@@ -191,8 +196,9 @@ class SimilarityLoss(Loss):
             if not self.self_pair:
                 is_positive &= same_class != queries[:, None]
             similarities, weight = gallery[queries] @ gallery.t(), weights[queries].to(gallery.dtype)
-            pairs, is_constant = len(order) * len(gallery), gathered.of_unit_length
-            yield which, Rows(similarities, levels, queries, same_class, is_positive, weight, pairs, is_constant)
+            extra = {name: gathered.extra[name][queries] for name in self.taken}
+            facts = len(order) * len(gallery), gathered.of_unit_length, extra
+            yield which, Rows(similarities, levels, queries, same_class, is_positive, weight, *facts)
 
 
 def padded_columns(
@@ -217,10 +223,13 @@ class DescriptorLoss(Loss):
     apply. The parameters of `learned` are trained, if a subclass has such a module.
     """
 
+    formula: ClassVar[tuple[str, int]] = ("loss", 2)
+
     @abstractmethod
     def loss(self, descriptors: Float[Tensor, "B C"], labels: Int64[Tensor, " B"]) -> Float[Tensor, ""]:
         """Return the loss of the batch, differentiable by its descriptors.
 
+        Further parameters without a default take the `extra` tensors of the images, (B, ...), of that name.
         Random numbers drawn here depend on seed and step, so that a run that was interrupted draws them again.
         """
 
@@ -234,7 +243,8 @@ class DescriptorLoss(Loss):
         with torch.random.fork_rng(devices), torch.enable_grad():
             torch.manual_seed(gathered.seed)
             descriptors = gathered.descriptors.clone().requires_grad_()
-            value = self.loss(descriptors, gathered.labels.clone())
+            extra = {name: gathered.extra[name].clone() for name in self.extras}
+            value = self.loss(descriptors, gathered.labels.clone(), **extra)
             gradient, *others = gradients(value, descriptors, *self.parameters)
         return LossValue(value.detach().double(), None, gradient, tuple(others))
 

@@ -12,7 +12,7 @@ from distap.ranking.losses.base import DescriptorLoss, Mask, Scores, SimilarityL
 
 
 def loss(function: Callable[..., Tensor]) -> type[Loss]:
-    """Make a listwise loss from a function; its further parameters become settings.
+    """Make a listwise loss from a function; its further parameters become settings if they have a default.
 
         @distap.loss
         def hinge(similarities, same_class, margin=0.1):
@@ -25,7 +25,8 @@ def loss(function: Callable[..., Tensor]) -> type[Loss]:
         function: of `similarities` (r, N-1) of r queries to all images but themselves, and `same_class` (r, N-1)
             bool, with at least one True per row; it returns the loss of each query, (r,), and is called for some
             queries at a time, on each rank for its own. Or of `descriptors` (B, C) of length 1 and `labels` (B,) of
-            the whole batch; it returns a scalar, and rank 0 calls it once.
+            the whole batch; it returns a scalar, and rank 0 calls it once. A further parameter without a default
+            takes the rows of the `extra` tensor of that name, (r, ...) or (B, ...).
     Returns:
         A class; pass it, or an instance with settings.
     Raises:
@@ -38,11 +39,11 @@ def loss(function: Callable[..., Tensor]) -> type[Loss]:
     if base is None:
         raise TypeError(f"{function.__name__} has to take (similarities, same_class) or (descriptors, labels) first")
     settings = []
-    for one in parameters[2:]:
+    for one in (each for each in parameters[2:] if each.default is not Parameter.empty):
         if one.name in ("weights", "self_pair"):
             raise TypeError(f"{function.__name__}: a setting cannot be called {one.name}, which every loss has")
         kind = Any if one.annotation is Parameter.empty else one.annotation
-        settings.append((one.name, kind, field() if one.default is Parameter.empty else field(default=one.default)))
+        settings.append((one.name, kind, field(default=one.default)))
     inside = {"function": staticmethod(function), "__doc__": function.__doc__, "__module__": function.__module__}
     made = make_dataclass(function.__name__, settings, bases=(base,), namespace=inside, frozen=True, kw_only=True)
     made.__qualname__ = function.__qualname__
@@ -51,9 +52,10 @@ def loss(function: Callable[..., Tensor]) -> type[Loss]:
 
 class _OfDescriptors(DescriptorLoss):
     function: Any
+    formula = ("function", 2)
 
-    def loss(self, descriptors: Tensor, labels: Tensor) -> Tensor:
-        value: Tensor = self.function(descriptors, labels, **_settings(self))
+    def loss(self, descriptors: Tensor, labels: Tensor, **extra: Tensor) -> Tensor:
+        value: Tensor = self.function(descriptors, labels, **extra, **_settings(self))
         return value
 
 
@@ -77,12 +79,13 @@ class FunctionLoss(_OfDescriptors):
 class _OfSimilarities(SimilarityLoss):
     self_pair: bool = False
     function: ClassVar[Callable[..., Tensor]]
+    formula = ("function", 2)
 
-    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Tensor:
+    def loss(self, similarities: Scores, positive: Mask, negative: Mask, **extra: Tensor) -> Tensor:
         # A user's function need not know of the query's own column: each row has one less than the gallery.
         others = positive | negative
         columns = (each[others].view(len(each), -1) for each in (similarities, positive))
-        return self.function(*columns, **_settings(self))
+        return self.function(*columns, **extra, **_settings(self))
 
 
 def _settings(made: Loss) -> dict[str, Any]:

@@ -78,7 +78,8 @@ class ProxyLoss(SimilarityLoss, SizedLoss):
             similarities, weight = gathered.descriptors[queries] @ gallery.t(), weights[queries].to(gallery)
             is_positive, which = torch.ones_like(labels, dtype=torch.bool), torch.arange(len(own), device=own.device)
             pairs = len(own) * len(gallery)
-            yield which[rows], Rows(similarities, levels, queries, labels, is_positive, weight, pairs, False)
+            extra = {name: gathered.extra[name][queries] for name in self.taken}
+            yield which[rows], Rows(similarities, levels, queries, labels, is_positive, weight, pairs, False, extra)
 
 
 @dataclass(frozen=True)

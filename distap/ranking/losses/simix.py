@@ -31,6 +31,8 @@ class SiMix(WrappedLoss):
         is_other = isinstance(self.inner, DistanceLoss | ProxyLoss) or getattr(self.inner, "form", "") == "oml"
         if is_other or not isinstance(self.inner, SimilarityLoss):
             raise ValueError(f"inner is {type(self.inner).__name__}; a loss of similarities by query is expected")
+        if self.inner.extras:
+            raise ValueError(f"inner takes {', '.join(self.inner.extras)} of images, which virtual ones do not have")
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
         # Every rank draws the same numbers for all pairs, so that virtual images need not travel.

@@ -42,6 +42,10 @@ class SumOfLosses(Loss):
         return nn.ModuleList(parts) if parts else None
 
     @property
+    def extras(self) -> tuple[str, ...]:
+        return tuple(name for _, loss in self.parts for name in loss.extras)
+
+    @property
     def needs_positives(self) -> bool:  # type: ignore[override]
         return any(loss.needs_positives for _, loss in self.parts)
 
