@@ -1,5 +1,8 @@
 """Pairs of an image and a text, with SigLIP's loss over the batches of all ranks, larger than memory."""
 
+from dataclasses import dataclass, field
+from typing import ClassVar
+
 import timm
 import torch
 from torch import nn
@@ -21,15 +24,18 @@ class TwoTowers(nn.Module):
         return torch.cat([self.image(pair["image"]), self.text(pair["text"])], dim=1)
 
 
-class BetweenTowers(nn.Module):
+@dataclass(frozen=True)
+class BetweenTowers(distap.DescriptorLoss):
     """The loss `sigmoid` between all images and all texts; those of one label belong together."""
 
-    def __init__(self):
-        super().__init__()
-        self.sigmoid = Sigmoid()
-        self.learned = self.sigmoid.learned  # scale and bias
+    sigmoid: Sigmoid = field(default_factory=Sigmoid)
+    needs_positives: ClassVar[bool] = False  # a pair may be the only one with its label
 
-    def forward(self, rows, labels):
+    @property
+    def learned(self):
+        return self.sigmoid.learned  # scale and bias
+
+    def loss(self, rows, labels):
         images, texts = (normalize(half) for half in rows.chunk(2, dim=1))
         same = labels[:, None] == labels
         return self.sigmoid.loss(images @ texts.t(), same, ~same).mean()
