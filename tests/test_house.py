@@ -27,6 +27,13 @@ def test_the_package_stays_small():
     assert sum(path.read_text().count("\n") for path in (ROOT / "tests").rglob("*.py")) <= sum(lines.values())
 
 
+def test_the_docs_stay_short():
+    pages = {
+        path.resolve() for path in (ROOT / "README.md", ROOT / "k8s" / "README.md", *(ROOT / "docs").rglob("*.md"))
+    }
+    assert sum(len(page.read_text().split()) for page in pages) <= 25_000
+
+
 def test_no_public_name_is_defined_twice():
     places = defaultdict(list)
     for path, text in MODULES.items():

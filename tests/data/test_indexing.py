@@ -364,6 +364,12 @@ def test_shards_in_folders_below_are_named_by_their_path(tmp_path, shards):
     source = f"{tmp_path}/parts/{{a,b}}/*.tar"
     index, _ = index_shards(source)
     assert load_index(source).shard_name.tolist() == index.shard_name.tolist() == ["a/0.tar", "b/0.tar"]
+    names = tmp_path / "parts" / "b" / "classes.txt"  # of which a knows nothing: both have a class 0
+    names.write_text("cat\ndog\nhen\n")
+    with pytest.raises(DistapError, match=r"b/classes\.txt numbers the classes of its folder alone"):
+        index_shards(source)
+    shutil.copy(names, tmp_path / "parts")
+    assert "cat" in index_shards(source)[0].class_name
 
 
 def test_a_missing_or_changed_shard_is_found_when_the_index_is_loaded(shards):
@@ -380,6 +386,9 @@ def test_a_missing_or_changed_shard_is_found_when_the_index_is_loaded(shards):
 def test_a_missing_or_damaged_index_is_named(tmp_path, shards):
     with pytest.raises(DistapError, match="nowhere: no such data set"):
         load_index(tmp_path / "nowhere")
+    (tmp_path / "list.csv").write_text("path,label")
+    with pytest.raises(DistapError, match=r"list\.csv: a file, and no folder of shards; `distap data pack`"):
+        load_index(tmp_path / "list.csv")
     path = shards / "index.npz"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(DistapError, match=r"index\.npz: not a readable index"):

@@ -266,8 +266,8 @@ def _parts(source: Path, columns: Sequence[str], flags: Sequence[_Flags]) -> lis
     mixed = {part for part in parts if {f"{part}-query", f"{part}-gallery"} & set(parts)}
     if mixed:
         raise DistapError(
-            f"{source}: in split {min(mixed)!r} some images are both is_query and is_gallery, or neither, and some "
-            "only one of them; an image in both would retrieve itself, so choose one way for all"
+            f"{source}: in split {min(mixed)!r} some images are both is_query and is_gallery, or neither (a cell is "
+            "empty), and some only one of them; an image in both would retrieve itself, so choose one way for all"
         )
     return parts
 

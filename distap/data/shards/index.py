@@ -198,6 +198,8 @@ def load_index(source: Source | Path | str, remote: RemoteSettings | None = None
         return replace(index, left_out=rows.left_out)
     if source.kind == "imagefolder":
         return index_of_folder(source)
+    if not source.scheme and Path(source.base).is_file():
+        raise DistapError(f"{source}: a file, and no folder of shards; `distap data pack` packs the images of a list")
     storage, name = index_place(source, remote)
     try:
         index = parse_index(storage.mapped(name), source.index)

@@ -48,6 +48,11 @@ def index_shards(
     settings = remote or RemoteSettings()
     storage = storage_of(source.base, settings)
     names = shard_names(source, storage)
+    folders = sorted({name.rpartition("/")[0] for name in names} - {""})
+    own = [folder for folder in folders if _lines(storage, f"{folder}/{NAMES_FILE}") is not None]
+    if own and _lines(storage, NAMES_FILE) is None:  # class 0 of one folder is not that of another
+        where = storage.where(f"{own[0]}/{NAMES_FILE}")
+        raise DistapError(f"{source}: {where} numbers the classes of its folder alone: pack all images together")
     scan = partial(_scan, source.base, settings, levels)
     scans = map_in_processes(scan, names, workers, "indexing shards", track)
     sound = [scan for scan in scans if not isinstance(scan, str)]
