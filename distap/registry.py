@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -163,6 +164,7 @@ def fields_of(chosen: type) -> list[str]:
     return [one.name for one in fields(chosen)] if is_dataclass(chosen) else list(getattr(chosen, "model_fields", ()))
 
 
+@cache
 def fields_in_source(place: str) -> list[str]:
     """Return the fields of a class of ours as its source names them: importing it may take torch's seconds."""
     module, _, name = place.partition(":")

@@ -82,7 +82,10 @@ def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> Retr
             build_network(model.backbone, weights, model.pooling, model.projection, model.batchnorm, **options)
         )
 
-    on_all(world, lambda: build(weights or model.weights), mine=world.rank == 0)
+    if world.size == 1:  # in this thread, where a caller may have set torch's default device
+        build(weights or model.weights)
+    else:
+        on_all(world, lambda: build(weights or model.weights), mine=world.rank == 0)
     if not built:
         build(RandomWeights())
     # Rank 0 alone has loaded weights; the others drew parameters of the same shapes.
