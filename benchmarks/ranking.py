@@ -93,7 +93,8 @@ class RankingBenchmark(harness.Benchmark):
         """Measure one combination: the dense product, every loss and every materialised form take turns."""
         (batch,), memory_bytes = self.batch, None if self.memory_mb is None else self.memory_mb * 10**6
         gathered = self._gathered(world)
-        classes, dimensions = int(gathered.labels.max()) + 1, self.dimensions[0]
+        numbers, dimensions = torch.arange(int(gathered.labels.max()) + 1), self.dimensions[0]
+        classes = torch.column_stack([numbers, numbers % 2])
         losses = {name: build_loss(name, **OPTIONS.get(name, {})).sized(classes, dimensions, 0) for name in self.loss}
         candidates: dict[str, Callable[[], object]] = {"dense": dense_product(gathered)}
         for name, loss in losses.items():
