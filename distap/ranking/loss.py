@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from inspect import Parameter, signature
 from typing import Any, ClassVar, NamedTuple
 
@@ -96,10 +96,7 @@ class Loss(ABC):
     is_ap: ClassVar[bool] = False  # 1 - loss is an Average Precision
     needs_positives: ClassVar[bool] = True  # a query counts only if another image of its class is ranked
     query_level: ClassVar[int] = 0  # the level of that class: 0 is the finest, -1 the coarsest
-    formula: ClassVar[tuple[str, int]] = (
-        "value_and_gradient",
-        2,
-    )  # a method, and its parameters that are given anyway
+    formula: ClassVar[tuple[str, int]] = ("value_and_gradient", 2)  # a method, and how many parameters all have
 
     # pydantic reads this where a recipe holds the loss.
     __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012
@@ -121,7 +118,7 @@ class Loss(ABC):
     def parameters(self) -> list[nn.Parameter]:
         return [one for one in self.learned.parameters() if one.requires_grad] if self.learned is not None else []
 
-    @property
+    @cached_property
     def taken(self) -> tuple[str, ...]:
         """Names of further tensors of images that the formula takes: its parameters without a default."""
         function, known = getattr(self, self.formula[0]), self.formula[1]

@@ -22,6 +22,7 @@ from distap.storage.texts import open_regular
 
 REQUEST_BYTES = 8 * 2**20  # bytes of one request when a whole file is read
 SENT_PART = 64 * 2**20  # bytes of a large file that are sent within a time-out
+LARGEST_WHOLE = 2**31 - 1  # bytes of a web server's file that is read into memory
 LARGE_FILE = 16 * 2**20  # bytes of a file on disk that is mapped
 
 
@@ -221,6 +222,8 @@ class _Blocks(io.RawIOBase):
         return True
 
     def readall(self) -> bytes:  # which would ask for pieces of 8 KiB
+        if self._storage.scheme in ("http", "https") and self._size > LARGEST_WHOLE:
+            raise DistapError(f"{self._storage.where(self._name)}: more than {LARGEST_WHOLE:,} bytes")
         return b"".join(iter(partial(self.read, REQUEST_BYTES), b""))
 
     def readinto(self, buffer: Any) -> int:

@@ -30,7 +30,7 @@ class Judgement(BaseModel):
 
 
 class Revisited(BaseModel):
-    """What gnd_roxford5k.pkl and gnd_rparis6k.pkl hold."""
+    """Check the contents of gnd_roxford5k.pkl and gnd_rparis6k.pkl."""
 
     imlist: list[Name]
     qimlist: list[Name]

@@ -68,6 +68,7 @@ class SlotImages:
     plan: Plan
 
     def chunk(self, requests: list[Request]) -> Chunk:
+        before = self.reader.storage.meter.copy()  # a fork begins with its parent's counts
         size, _ = self.job.at(requests[0][0])
         pixels = torch.zeros(len(requests), 3, size, size, dtype=torch.uint8)
         failures = list[Failure]()
@@ -77,9 +78,7 @@ class SlotImages:
         classes = self.plan.classes
         labels = torch.from_numpy(classes.numbers[classes.labels[samples]])
         labels[torch.tensor(samples) == NO_SAMPLE] = -1
-        traffic = self.reader.storage.meter.copy()
-        self.reader.storage.meter.clear()
-        return Chunk(pixels, samples, labels, names, failures, traffic)
+        return Chunk(pixels, samples, labels, names, failures, self.reader.storage.meter - before)
 
     def _read(self, request: Request, pixels: Tensor, failures: list[Failure]) -> int:
         """Read an image into `pixels`, or a stand-in if it is damaged; return the number of the one used."""

@@ -210,7 +210,7 @@ class CrossScaleLearning(ProxyLoss):
                 f"csl: tree has {len(rows)} rows of {max(depths) - 1} numbers for {count} classes, and there are "
                 f"{len(self.margins)} margins; expected rows of one length, one a class, and a margin a level"
             )
-        levels = torch.tensor(rows)
+        levels = torch.tensor(rows, device=self.learned["proxies"].device)
         refuse_crossing(levels)
         return levels
 
