@@ -26,7 +26,7 @@ from distap.errors import DistapError
 from distap.evaluation.given_descriptors import evaluate
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.retrieval.evaluate import evaluate_descriptors
-from distap.retrieval.row_blocks import bounded_threads, nearest, open_parts
+from distap.retrieval.row_blocks import installed_faiss, nearest, open_parts
 from distap.retrieval.truth import Truth
 from distap.world import World
 
@@ -60,7 +60,7 @@ class EvaluationBenchmark(harness.Benchmark):
 
     def report(self) -> harness.Report:
         torch.set_num_threads(self.threads)
-        bounded_threads()
+        installed_faiss()
         return self._labelled_set() if self.gallery is None else self._gallery(self.gallery)
 
     def _labelled_set(self) -> harness.Report:

@@ -112,10 +112,9 @@ def whiten_command(
     from distap.retrieval.descriptor_files import read_descriptors
 
     learned_from = read_descriptors(descriptors)
-    from distap.retrieval.whitening import WHITENING_FILE, learn_discriminative, learn_pca, save_whitening
+    from distap.retrieval.whitening import WHITENING_FILE, learned_whitening, save_whitening
 
-    learn = {"pca": learn_pca, "lw": learn_discriminative}[kind]
-    whitening = learn(learned_from, dimensions)
+    whitening = learned_whitening(learned_from, kind, dimensions)
     path = output or descriptors
     if path.is_dir():
         path /= WHITENING_FILE

@@ -64,7 +64,7 @@ def eval_command(
     from distap.checkpoint.agreement import first_on_rank_0
     from distap.evaluation.extraction.image_describer import refuse_foreign_whitening
     from distap.evaluation.sets import evaluate_sets, open_named_sets
-    from distap.retrieval.refinement import Expansion, KReciprocal, Refinement
+    from distap.retrieval.refinement import Refinement
     from distap.retrieval.whitening import load_whitening
     from distap.training.build import describing_of, trained_network
     from distap.world import joined_world
@@ -77,12 +77,8 @@ def eval_command(
             settings = recipe.data
             describing = describing_of(recipe, network, world, shown=True)
             learned = None if whitening is None else load_whitening(whitening)
-            refinement = Refinement(
-                learned,
-                None if database_augmentation is None else Expansion(neighbours, database_augmentation),
-                None if query_expansion is None else Expansion(neighbours, query_expansion),
-                None if rerank is None else KReciprocal(rerank_neighbours),
-            )
+            reranked = None if rerank is None else rerank_neighbours
+            refinement = Refinement(learned, database_augmentation, query_expansion, neighbours, reranked)
             if learned is not None:
                 refuse_foreign_whitening(learned, describing.describer.described_by)
             among: dict[str, Any] = {"gallery": gallery, "gallery_draws": gallery_draws}

@@ -225,7 +225,7 @@ class DescribedSet:
 
     def _ranked(self, asking: Any, among: Any, refinement: Refinement) -> Evaluated:
         of, is_same = self.of, self.of.kind == LABELLED
-        if of.is_of_itself and (refinement.expand or refinement.rerank):
+        if of.is_of_itself and (refinement.expand is not None or refinement.rerank is not None):
             raise DistapError(
                 f"{of.name}: its queries are in its gallery, and query expansion and re-ranking would take each "
                 "for its own first neighbour; give the gallery apart by --gallery"

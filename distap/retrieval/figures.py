@@ -85,7 +85,7 @@ class Ranked:
         grades = self.ranks.clamp(max=1) if self.grades is None else self.grades.masked_fill(self.ranks == 0, 0)
         return torch.stack([grades == level for level in range(1, int(grades.max()) + 1)])
 
-    def hits(self, k: int | Int64[Tensor, " q"]) -> Float64[Tensor, " q"]:
+    def hits(self, k: int | Int64[Tensor, "..."]) -> Float64[Tensor, " q"]:
         """Count the positives among the first k of each query; NaN for a query without any."""
         last = torch.as_tensor(k, device=self.ranks.device).view(-1, 1)
         return ((self.ranks > 0) & (self.ranks <= last)).sum(1).double().masked_fill(self.count == 0, torch.nan)
@@ -107,13 +107,8 @@ def area_by_trapezoids(ranked: Ranked) -> Float64[Tensor, " q"]:
     return heights.sum(1) / ranked.count
 
 
-def precision_to_last(ranked: Ranked, k: int) -> Float64[Tensor, " q"]:
-    shown = ranked.ranks.amax(1).clamp(max=k)
-    return ranked.hits(shown) / shown
-
-
-def precision_of_few(ranked: Ranked, k: int) -> Float64[Tensor, " q"]:
-    shown = ranked.count.clamp(max=k)
+def precision(ranked: Ranked, k: int, most: int | Int64[Tensor, " q"]) -> Float64[Tensor, " q"]:
+    shown = torch.as_tensor(most, device=ranked.ranks.device).clamp(max=k)
     return ranked.hits(shown) / shown
 
 
@@ -159,9 +154,9 @@ FIGURES: dict[str, Figure] = {
     "mAP/trapezoids": lambda ranked, _: area_by_trapezoids(ranked),
     "R@k": lambda ranked, k: ranked.hits(k).clamp(max=1),
     "CMC@k": lambda ranked, k: ranked.hits(k).clamp(max=1),
-    "mP@k": lambda ranked, k: ranked.hits(k) / min(k, ranked.others),
-    "mP@k/min": precision_of_few,
-    "mP@k/last": precision_to_last,
+    "mP@k": lambda ranked, k: precision(ranked, k, ranked.others),
+    "mP@k/min": lambda ranked, k: precision(ranked, k, ranked.count),
+    "mP@k/last": lambda ranked, k: precision(ranked, k, ranked.ranks.amax(1)),
     "ASI/level": set_intersection,
     **GRADED,
 }

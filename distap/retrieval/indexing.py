@@ -28,8 +28,6 @@ from distap.randomness import permutation
 from distap.retrieval import descriptor_files as files
 from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet, Texts, read_described, reading
 from distap.retrieval.row_blocks import (
-    bounded_threads,
-    finite,
     given_rows,
     installed_faiss,
     nearest,
@@ -90,11 +88,11 @@ class SearchIndex:
                 f"the index of {self.data} is of {self.dimensions} dimensions, the query of {descriptors.shape[1]}: "
                 "another network described it"
             )
-        asked, k = on_device(descriptors, torch.float32, torch.device("cpu")).numpy(), min(k, len(self))
+        asked, k = on_device(descriptors).numpy(), min(k, len(self))
         if k < 1 or not len(asked):
             return [[] for _ in asked]
         with self._lock:
-            bounded_threads()
+            installed_faiss()
             similarities, rows = self.index.search(asked, k)
         if rows.max() >= len(self):
             raise DistapError(f"the index of {self.data} names an image {rows.max()} of {len(self)}; index it again")
@@ -200,7 +198,7 @@ def build_index(
     factory, derived = KINDS[kind](images, dimensions) if kind in KINDS else (kind, "")
     search = ",".join(part for part in (derived, search) if part)
     started = time.perf_counter()
-    bounded_threads()
+    installed_faiss()
     try:
         index = faiss.index_factory(dimensions, factory, faiss.METRIC_INNER_PRODUCT)
         if index.metric_type != faiss.METRIC_INNER_PRODUCT:
@@ -214,12 +212,12 @@ def build_index(
             codes.cp.min_points_per_centroid = codes.pq.cp.min_points_per_centroid = 1
         if not index.is_trained:
             rows = np.sort(permutation(images, 0)[: min(sample, max(SAMPLE_NUMBERS // dimensions, 1))])
-            index.train(finite(values[rows], 0, "sampled descriptor"))
+            index.train(on_device(values[rows], what="sampled descriptor").numpy())
         blocks = row_blocks(values, numbers=ADDED_NUMBERS)
         total = -(-images // max(ADDED_NUMBERS // dimensions, 1))
         for _, block in track(blocks, f"indexing ({kind})", total) if track else blocks:
             index.add(block)
-        index.search(finite(values[:1]), 1)  # Faiss checks some parameters only here
+        index.search(on_device(values[:1]).numpy(), 1)  # Faiss checks some parameters only here
     except RuntimeError as error:
         reason = re.sub(r"^Error in .*\.cpp:\d+: (Error: '.*' failed: )?", "", str(error))
         parameters = f" with search parameters {search!r}" if search else ""
@@ -277,12 +275,12 @@ def measure_recall(index: Any, values: Float[np.ndarray, "N C"]) -> dict[str, An
         milliseconds: time of one query alone.
     """
     own = np.sort(permutation(len(values), 1)[:MEASURED]).astype(np.int64)
-    asked = finite(values[own], 0, "sampled query")
+    asked = on_device(values[own], what="sampled query").numpy()
     at = min(RECALL_AT, len(values) - 1)
     if at < 1 or not len(asked):
         raise DistapError(f"recall: {len(asked)} queries against {len(values)} descriptors leave nothing to find")
     exact, _ = without_rows(*nearest(asked, values, at + 1), own)
-    bounded_threads()
+    installed_faiss()
     similar, rows = index.search(asked, at + 1)
     _, found_rows = without_rows(similar, rows, own)
     # The index may store codes, so compare by the similarities of the descriptors themselves.

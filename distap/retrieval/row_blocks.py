@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Int64
+from jaxtyping import Float32, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -22,7 +22,6 @@ Descriptors = Any  # descriptors (N, C): a tensor, an array or memory map, or `D
 FLOATS = ("float16", "float32", "float64", "bfloat16", "f2", "f4", "f8")
 LENGTH_TOLERANCE = 0.02  # bfloat16 rounds a descriptor's length by up to 0.4%
 GPU_RESULTS = 2048  # most for a query that Faiss finds on a GPU
-SORTED_QUERIES = 1024  # queries whose results are sorted at once
 HDF5_SUFFIXES = (".h5", ".hdf5")
 PART_SUFFIXES = (".npy", *HDF5_SUFFIXES)
 HDF5_NAME = "features"  # of the array in a file of ILIAS's extractor; `index` has the names of the images
@@ -39,16 +38,7 @@ def row_blocks(
     height = max((numbers or BLOCK_NUMBERS) // max(values.shape[1], 1), 1)
     for start in range(0, len(values), height):
         some = slice(start, start + height)
-        yield some, finite(values[some], start, "descriptor", dtype)
-
-
-def finite(
-    values: Float[np.ndarray, "n C"], first_row: int = 0, what: str = "descriptor", dtype: Any = np.float32
-) -> NDArray[Any]:
-    """Return a contiguous copy of some rows in `dtype`. A DistapError names the first row that is not finite."""
-    result = np.array(values, dtype, order="C")
-    require_finite(result, first_row, what)
-    return result
+        yield some, on_device(values[some], getattr(torch, np.dtype(dtype).name), first_row=start).numpy()
 
 
 def given_rows(
@@ -84,7 +74,7 @@ def require_length_one(
     values: Tensor | NDArray[Any], first_row: int = 0, what: str = "descriptor", dot_product: bool = False
 ) -> None:
     """Raise a DistapError that names the first row that is not finite or, without `dot_product`, not of length 1."""
-    rows = on_device(values, torch.float32, torch.device(values.device), first_row, what)  # an array's is "cpu"
+    rows = on_device(values, torch.float32, values.device, first_row, what)  # an array's is "cpu"
     lengths = torch.linalg.vector_norm(rows, dim=1)
     wrong = ((lengths - 1).abs() > LENGTH_TOLERANCE).nonzero()
     if len(wrong) and not dot_product:
@@ -95,32 +85,29 @@ def require_length_one(
 
 def on_device(
     values: Tensor | NDArray[Any],
-    dtype: torch.dtype,
-    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
     first_row: int = 0,
     what: str = "descriptor",
 ) -> Tensor:
-    """Return some rows as a tensor on a device. A DistapError names the first row that is not finite."""
+    """Return some rows as a tensor on a device, those of an array as a copy.
+
+    A DistapError names the first row that is not finite, counted from `first_row`.
+    """
     if isinstance(values, np.ndarray):
         # torch takes no array that is read-only, reversed or of the other byte order, so give it a copy.
         values = torch.from_numpy(np.array(values, values.dtype.newbyteorder("="), order="C"))
     result = values.to(device, dtype)
-    require_finite(result, first_row, what)
+    # The sum is finite if all terms are, and needs no table of booleans.
+    if not bool(result.sum(dtype=torch.float64).isfinite()):
+        row = first_row + int((~result.isfinite().all(1)).nonzero()[0])
+        raise DistapError(f"{what} {row} is not finite: the network is broken, or the file damaged; extract again")
     return result
 
 
 def taken(values: Descriptors, rows: Int64[Tensor, " n"]) -> Tensor | NDArray[Any]:
     """Return some rows of a tensor or an array, in this order."""
     return values[rows.to(values.device)] if isinstance(values, Tensor) else values[rows.cpu().numpy()]
-
-
-def require_finite(values: Tensor | NDArray[Any], first_row: int = 0, what: str = "descriptor") -> None:
-    """Raise a DistapError that names the first row that is not finite, counted from `first_row`."""
-    of: Any = torch if isinstance(values, Tensor) else np
-    # The sum is finite if all terms are, and needs no table of booleans.
-    if not bool(of.isfinite(values.sum(dtype=of.float64))):
-        row = first_row + int((~of.isfinite(values).all(1)).nonzero()[0][0])
-        raise DistapError(f"{what} {row} is not finite: the network is broken, or the file damaged; extract again")
 
 
 def require_same_dimensions(queries: Descriptors, gallery: Descriptors) -> None:
@@ -131,13 +118,17 @@ def require_same_dimensions(queries: Descriptors, gallery: Descriptors) -> None:
 
 
 def installed_faiss() -> Any:
-    """Return the module of Faiss, which only search needs. Raise a DistapError if it is missing."""
+    """Return the module of Faiss, which only search needs. Raise a DistapError if it is missing.
+
+    Faiss then takes as many threads as torch, so that ranks on one machine share its cores.
+    """
     try:
         import faiss
         import faiss.contrib.exhaustive_search
     except ImportError as error:
         remedy = "pip install 'distap[cpu]', or 'distap[gpu]' for NVIDIA GPUs"
         raise DistapError(f"the search for neighbours needs Faiss: {remedy} ({error})") from error
+    faiss.omp_set_num_threads(torch.get_num_threads())
     return faiss
 
 
@@ -155,24 +146,18 @@ def nearest(
         exclude_self: query i is row i of the gallery. Remove it by its index, not by its similarity.
     """
     require_same_dimensions(queries, gallery)
-    if exclude_self and len(queries) > len(gallery):
-        raise DistapError(f"{len(queries)} queries cannot be rows of a gallery of {len(gallery)}")
     kept = max(min(k, len(gallery) - exclude_self), 0)
     wanted = kept + exclude_self
     if not kept or not len(queries):
         return np.zeros((len(queries), kept), np.float32), np.zeros((len(queries), kept), np.int64)
-    bounded_threads()
     faiss = installed_faiss()
-    asked = finite(queries[:], 0, "query")
+    asked = on_device(queries[:], what="query").numpy()
     blocks = (block for _, block in row_blocks(gallery))
     gpus = -1 if wanted <= GPU_RESULTS else 0  # -1: all
     search = faiss.contrib.exhaustive_search.knn_ground_truth
     similarities, rows = search(asked, blocks, wanted, faiss.METRIC_INNER_PRODUCT, ngpu=gpus)
-    for start in range(0, len(asked), SORTED_QUERIES):  # Faiss leaves the order of ties open
-        some = slice(start, start + SORTED_QUERIES)
-        order = np.lexsort((rows[some], -similarities[some]), axis=1)
-        similarities[some] = np.take_along_axis(similarities[some], order, axis=1)
-        rows[some] = np.take_along_axis(rows[some], order, axis=1)
+    order = np.lexsort((rows, -similarities), axis=1)  # Faiss leaves the order of ties open
+    similarities, rows = (np.take_along_axis(found, order, axis=1) for found in (similarities, rows))
     return without_rows(similarities, rows, np.arange(len(queries))) if exclude_self else (similarities, rows)
 
 
@@ -184,11 +169,6 @@ def without_rows(
     drop[~drop.any(axis=1), -1] = True
     shape = (len(rows), rows.shape[1] - 1)
     return similarities[~drop].reshape(shape), rows[~drop].reshape(shape)
-
-
-def bounded_threads() -> None:
-    """Limit Faiss to as many threads as torch, so that ranks on one machine share its cores."""
-    installed_faiss().omp_set_num_threads(torch.get_num_threads())
 
 
 class DescriptorParts:
@@ -213,18 +193,15 @@ class DescriptorParts:
         if isinstance(chosen, slice):
             chosen = np.arange(*chosen.indices(len(self)))
         numbers, back = np.unique(chosen, return_inverse=True)  # HDF5 reads ascending rows alone
-        cuts = np.searchsorted(numbers, self._ends)
-        read = []
-        for part in np.flatnonzero(np.diff(cuts, prepend=0)).tolist():
-            name, rows = self._parts[part]
-            own = numbers[cuts[part - 1] if part else 0 : cuts[part]] - (self._ends[part - 1] if part else 0)
-            is_whole = own[-1] - own[0] + 1 == len(own)
-            with reading(Path(name), "the extractor"):
-                found = np.asarray(rows[int(own[0]) : int(own[-1]) + 1] if is_whole else rows[own])
-            require_length_one(found, int(own[0]), f"{name}: descriptor", self._dot_product)
-            read.append(found)
-        if not read:
-            return np.empty((*chosen.shape, self.shape[1]), self.dtype)
+        of_parts = np.split(numbers, np.searchsorted(numbers, self._ends[:-1]))
+        read = [np.empty((0, self.shape[1]), self.dtype)]
+        for (name, rows), end, numbered in zip(self._parts, self._ends.tolist(), of_parts, strict=True):
+            if len(own := numbered - (end - len(rows))):
+                is_whole = own[-1] - own[0] + 1 == len(own)
+                with reading(Path(name), "the extractor"):
+                    found = np.asarray(rows[int(own[0]) : int(own[-1]) + 1] if is_whole else rows[own])
+                require_length_one(found, int(own[0]), f"{name}: descriptor", self._dot_product)
+                read.append(found)
         return np.concatenate(read)[back].reshape(*chosen.shape, self.shape[1])
 
 

@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import safetensors
@@ -105,38 +105,32 @@ def load_whitening(path: Path) -> Whitening:
     return result
 
 
-def learn_pca(descriptors: DescriptorSet, dimensions: int | None = None) -> Whitening:
-    """Learn principal components, each divided by its variance to the power of 0.25 (Revaud et al. 2019).
+def learned_whitening(
+    descriptors: DescriptorSet, kind: Literal["pca", "lw"] = "pca", dimensions: int | None = None
+) -> Whitening:
+    """Learn a whitening from unwhitened descriptors.
 
     Args:
+        kind: `pca` for principal components, each divided by its variance to the power of 0.25 (Revaud et al. 2019).
+            `lw` for discriminative whitening Lw (Radenović et al. 2018), so that matching images differ equally in
+            all directions: the inverse square root of the covariance of the differences of matching images, followed
+            by the principal components of the descriptors so whitened. An image matches all others of its class,
+            with the same weight in all, so that large classes do not drown the others.
         dimensions: D, the directions of most variance to keep; None keeps all with 1e-9 of the greatest variance.
     """
-    mean, covariance = _mean_and_covariance(descriptors)
-    variances, directions = _principal_directions(covariance, descriptors.data)
-    projection = _first(directions / variances[:, None] ** HALF_POWER, dimensions, descriptors)
-    return Whitening(mean, projection, descriptors.data, descriptors.described_by)
-
-
-def learn_discriminative(descriptors: DescriptorSet, dimensions: int | None = None) -> Whitening:
-    """Learn discriminative whitening Lw (Radenović et al. 2018): matching images differ equally in all directions.
-
-    The projection is the inverse square root of the covariance of the differences of matching images, followed by
-    the principal components of the descriptors so whitened. An image matches all others of its class, with the same
-    weight in all, so that large classes do not drown the others.
-    """
-    mean, covariance = _mean_and_covariance(descriptors)
-    within = _covariance_within(descriptors)
-    variances, directions = _principal_directions(within, f"images of a class of {descriptors.data}")
-    shrinking = directions / np.sqrt(variances)[:, None]
-    _, rotation = _principal_directions(shrinking @ covariance @ shrinking.T, descriptors.data)
-    projection = _first(rotation @ shrinking, dimensions, descriptors)
-    return Whitening(mean, projection, descriptors.data, descriptors.described_by)
-
-
-def _first(projection: NDArray[Any], dimensions: int | None, descriptors: DescriptorSet) -> NDArray[Any]:
-    found, among = projection.shape
     if descriptors.described_by.whitening is not None:
         raise DistapError(f"{descriptors.data}: the descriptors are whitened already; learn from unwhitened ones")
+    mean, covariance = _mean_and_covariance(descriptors)
+    if kind == "pca":
+        variances, directions = _principal_directions(covariance, descriptors.data)
+        projection = directions / variances[:, None] ** HALF_POWER
+    else:
+        within = _covariance_within(descriptors)
+        variances, directions = _principal_directions(within, f"images of a class of {descriptors.data}")
+        shrinking = directions / np.sqrt(variances)[:, None]
+        _, rotation = _principal_directions(shrinking @ covariance @ shrinking.T, descriptors.data)
+        projection = rotation @ shrinking
+    found, among = projection.shape
     if dimensions is not None and not 1 <= dimensions <= found:
         raise DistapError(
             f"whitening: {dimensions} dimensions cannot be learned from the {len(descriptors)} descriptors of "
@@ -145,7 +139,7 @@ def _first(projection: NDArray[Any], dimensions: int | None, descriptors: Descri
     if dimensions is None and found < among:
         told = "whitening keeps %d of %d dimensions, since the %d descriptors of %s vary in no more; use more images"
         logger.warning(told, found, among, len(descriptors), descriptors.data)
-    return projection[:dimensions]
+    return Whitening(mean, projection[:dimensions], descriptors.data, descriptors.described_by)
 
 
 def _mean_and_covariance(descriptors: DescriptorSet) -> tuple[Float64[np.ndarray, " C"], Covariance]:

@@ -23,7 +23,7 @@ from distap.model.backbone import gives_signed
 from distap.model.network import RetrievalNetwork, UnitLinear
 from distap.model.pooling import GeM
 from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet
-from distap.retrieval.whitening import learn_pca
+from distap.retrieval.whitening import learned_whitening
 from distap.stages.micro_batches import is_out_of_memory
 from distap.stopwatch import Stopwatch
 from distap.training.build import images_of, network_of, sets_of
@@ -157,7 +157,7 @@ def whiten_projection(recipe: Recipe, network: RetrievalNetwork, world: World, o
         names = np.arange(len(found)).astype(str)
         described_by = DescribedBy("", f"crop {recipe.data.image_size}")
         told = DescriptorSet(found, names, names, described_by, f"model.projection: {recipe.data.train}")
-        mean, directions = learn_pca(told, dimensions=dimensions).tensors
+        mean, directions = learned_whitening(told, dimensions=dimensions).tensors
         with torch.no_grad():
             layer.weight.copy_(directions)
             layer.bias.copy_(-directions @ mean)

@@ -38,7 +38,7 @@ from distap.evaluation.saved import folder_of_step, read_evaluation
 from distap.model.multiscale import MultiScaleNetwork
 from distap.model.pooling import NamedPooling
 from distap.retrieval.descriptor_files import DescriptorSet
-from distap.retrieval.whitening import learn_pca, load_whitening, save_whitening
+from distap.retrieval.whitening import learned_whitening, load_whitening, save_whitening
 from distap.training.build import trained_network
 from distap.world import World
 
@@ -80,7 +80,9 @@ def exported(tmp_path_factory, training_shards):
     with describer.evaluating():
         described = describer(images(60)).numpy()
     names = np.array([str(number) for number in range(60)])
-    whitening = learn_pca(DescriptorSet(described, names, names, describer.described_by, "noise"), dimensions=8)
+    whitening = learned_whitening(
+        DescriptorSet(described, names, names, describer.described_by, "noise"), dimensions=8
+    )
     save_whitening(folder / "whitening.safetensors", whitening)
     output = folder / "output"
     export_to_folder(run, output, ALL, folder / "whitening.safetensors", overrides=[f"evaluation.sizing=crop {SIZE}"])

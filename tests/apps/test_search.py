@@ -14,7 +14,7 @@ from distap.data.loading.reader import open_images
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.retrieval.indexing import build_index, write_index
-from distap.retrieval.whitening import learn_pca, save_whitening
+from distap.retrieval.whitening import learned_whitening, save_whitening
 from distap.world import World
 
 
@@ -70,7 +70,7 @@ def test_another_network_is_refused(tmp_path, gallery, training_shards):
 
 
 def test_an_index_of_whitened_descriptors_asks_for_the_whitening(tmp_path, gallery, monkeypatch, capsys):
-    whitening = learn_pca(read_descriptors(gallery.descriptors), dimensions=16)
+    whitening = learned_whitening(read_descriptors(gallery.descriptors), dimensions=16)
     save_whitening(tmp_path / "w.safetensors", whitening)
     options = ("--checkpoint", gallery.run, "--whitening", tmp_path / "w.safetensors")
     assert distap(monkeypatch, "extract", gallery.shards, tmp_path / "d", "data.workers=0", *options) == 0

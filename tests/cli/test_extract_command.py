@@ -12,7 +12,7 @@ from small_trainings import recipe
 
 from distap.errors import RESTART
 from distap.retrieval.descriptor_files import read_descriptors
-from distap.retrieval.whitening import learn_pca, save_whitening
+from distap.retrieval.whitening import learned_whitening, save_whitening
 from distap.trainer import Trainer
 from distap.world import World
 
@@ -41,7 +41,7 @@ def test_the_command_describes_a_folder_and_says_what_it_wrote(tmp_path, monkeyp
     found = read_descriptors(out)
     assert found.described_by.sizing == "side 40" and found.described_by.scales == (1.0, 0.5)
     assert found.described_by.scale_power == pytest.approx(3.0, abs=0.1)
-    whitening = learn_pca(found, dimensions=4)
+    whitening = learned_whitening(found, dimensions=4)
     save_whitening(tmp_path / "whitening", whitening)
     whitened = ("--whitening", tmp_path / "whitening", photos, tmp_path / "whitened", *keys)
     assert distap(monkeypatch, "extract", *options, *whitened) == 0

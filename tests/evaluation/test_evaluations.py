@@ -10,12 +10,7 @@ from commands import distap
 from dataset_trees import TREES
 from extractions import encoded
 from PIL import Image
-from retrieval_reference import (
-    average_precision_at_100,
-    labelled_figures,
-    order_of,
-    trapezoid_average_precision,
-)
+from retrieval_reference import figure_of, labelled_figures, order_of, trapezoid_average_precision
 from small_trainings import recipe, train
 
 import benchmarks.photos
@@ -33,7 +28,7 @@ from distap.evaluation.sets import open_set
 from distap.library import load
 from distap.randomness import permutation
 from distap.retrieval.descriptor_files import read_descriptors
-from distap.retrieval.refinement import Expansion, KReciprocal, Refinement
+from distap.retrieval.refinement import Refinement
 from distap.telemetry.runlog import read_run_log
 from distap.training.build import describing_of, network_of
 from distap.world import World
@@ -99,7 +94,7 @@ def test_the_figures_of_google_landmarks_count_100_images(converted, training_sh
     gallery = how.describer.describe([photo(source / "index", name) for name in names])
     for name, positives in (("4444444444444444", {0, 2}), ("6666666666666666", {1})):
         similarities = (how.describer.describe([photo(source / "test", name)]) @ gallery.t())[0].tolist()
-        expected = average_precision_at_100(ranking(similarities, positives, set()))
+        expected = figure_of("mAP@100", ranking(similarities, positives, set()))
         assert saved["average_precision"][name]["AP@100"] == pytest.approx(expected)
 
 
@@ -169,9 +164,7 @@ def test_queries_retrieve_the_gallery_of_other_shards(query_and_gallery, trainin
         nearest = (others @ asking[row]).argsort(descending=True)[:10] + len(keys)
         assert retrieved.neighbours[row].tolist() == nearest.tolist()
     assert (retrieved.first_positive > 0).nonzero()[0].max() < len(keys)
-    refined = described.evaluate(
-        Refinement(augment=Expansion(2, 2.0), expand=Expansion(2, 0.0), rerank=KReciprocal())
-    )
+    refined = described.evaluate(Refinement(augment=2.0, expand=0.0, neighbours=2, rerank=20))
     assert refined.figures != evaluation.figures and refined.gallery == str(folder / "gallery")
 
 
@@ -247,11 +240,11 @@ def test_distractors_of_shards_and_of_descriptors_lower_figures_alike(converted,
     assert all(first.figures[name] <= plain.figures[name] + 1e-12 for name in plain.figures)
     extract_to_folder(Extraction(how, open_images(more)), tmp_path / "extracted")
     apart = open_set(str(converted / "roxford5k"), "oxford", distractors=[str(tmp_path / "extracted")]).describe(how)
-    for refinement in (Refinement(), Refinement(expand=Expansion(3), rerank=KReciprocal())):
+    for refinement in (Refinement(), Refinement(expand=2.0, neighbours=3, rerank=20)):
         whole = opened.describe(how).evaluate(refinement)
         assert apart.evaluate(refinement).figures == pytest.approx(whole.figures, abs=1e-6)
     with pytest.raises(DistapError, match="are not augmented"):
-        apart.evaluate(Refinement(augment=Expansion(3)))
+        apart.evaluate(Refinement(augment=2.0))
     sized = describing(tmp_path, training_shards, sizing="side 8")
     with pytest.raises(DistapError, match=r"extracted: described by .*expected .*'side 8'"):
         open_set(str(converted / "roxford5k"), distractors=[str(tmp_path / "extracted")]).describe(sized).evaluate()

@@ -11,7 +11,7 @@ from distap.data.sizing import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber, describer_like
 from distap.retrieval.descriptor_files import DescriptorSet, read_descriptors
-from distap.retrieval.whitening import learn_pca
+from distap.retrieval.whitening import learned_whitening
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_another_network_or_whitening_is_refused(photos):
     generator = np.random.default_rng(0)
     values = normalize(torch.from_numpy(generator.normal(size=(40, 16)))).numpy()
     texts = np.array([str(row) for row in range(40)])
-    whitening = learn_pca(DescriptorSet(values, texts, texts, maker.described_by, "here"), dimensions=8)
+    whitening = learned_whitening(DescriptorSet(values, texts, texts, maker.described_by, "here"), dimensions=8)
     with pytest.raises(DistapError, match="name the checkpoint and the whitening"):
         describer_like(maker.described_by, network(seed=1))
     with pytest.raises(DistapError, match="learn it anew"):

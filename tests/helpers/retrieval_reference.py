@@ -1,5 +1,6 @@
 """Slow, obvious versions of the retrieval figures, from lists of similarities."""
 
+import math
 from collections.abc import Sequence
 
 
@@ -32,25 +33,45 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def average_precision(right: list[bool]) -> float:
-    found = [sum(right[:place]) / place for place, hit in enumerate(right, 1) if hit]
-    return mean(found)
+def figure_of(name: str, relevance: Sequence[int]) -> float:
+    """A figure of one query from its definition, by the relevance of each place of its ranking."""
+    right = [bool(one) for one in relevance]
+    count, k = sum(right), int("".join(filter(str.isdigit, name)) or 0)
+    at_hits = [sum(right[:place]) / place for place, hit in enumerate(right, 1) if hit]
+    until = {"mAP": len(right), "mAP@R": count}.get(name, k)
+    precisions = [sum(right[:place]) / place for place, hit in enumerate(right[:until], 1) if hit]
+    last = max(place for place, hit in enumerate(right, 1) if hit)
+    of_level = {level: relevance.count(level) for level in relevance}
+    weights = [level and level / of_level[level] for level in relevance]
+    ideal = sorted(relevance, reverse=True)
 
+    def gain(levels: list[int]) -> float:
+        return sum((2**level - 1) / math.log2(1 + place) for place, level in enumerate(levels, 1))
 
-def average_precision_at_r(right: list[bool]) -> float:
-    count = sum(right)
-    return sum(sum(right[:place]) / place for place in range(1, count + 1) if right[place - 1]) / count
+    def shared(k: int) -> float:
+        return sum(min(relevance[:k].count(level), ideal[:k].count(level)) for level in of_level if level) / k
+
+    def up_to(place: int) -> float:
+        return sum(min(weights[place], other) for other in weights[: place + 1]) / (place + 1)
+
+    return {
+        "mAP@R": lambda: sum(precisions) / count,
+        "R": lambda: float(any(right[:k])),
+        "CMC": lambda: float(any(right[:k])),
+        "mP": lambda: sum(right[:k]) / min(k, len(right)),
+        "min": lambda: sum(right[: min(k, count)]) / min(k, count),
+        "last": lambda: sum(right[: min(k, last)]) / min(k, last),
+        "mAP": lambda: sum(precisions) / (min(count, k) if k else len(at_hits)),
+        "H-AP": lambda: sum(up_to(place) for place in range(len(right))) / sum(weights),
+        "NDCG": lambda: gain(relevance) / gain(ideal),
+        "ASI": lambda: mean([shared(k) for k in range(1, count + 1)]),
+    }[name if name == "mAP@R" else name.rsplit("/", 1)[-1].split("@")[0]]()
 
 
 def labelled_figures(orders: dict[int, list[bool]], at: Sequence[int]) -> dict[str, float]:
     """Means over the queries of every figure of a labelled set."""
-    rights = list(orders.values())
-    return {
-        "mAP": mean([average_precision(right) for right in rights]),
-        "mAP@R": mean([average_precision_at_r(right) for right in rights]),
-        **{f"R@{k}": mean([any(right[:k]) for right in rights]) for k in at},
-        **{f"mP@{k}": mean([sum(right[:k]) / min(k, len(right)) for right in rights]) for k in at},
-    }
+    names = ["mAP", "mAP@R", *(f"{name}@{k}" for name in ("R", "mP") for k in at)]
+    return {name: mean([figure_of(name, right) for right in orders.values()]) for name in names}
 
 
 def trapezoid_average_precision(right: list[bool]) -> float:
@@ -61,14 +82,3 @@ def trapezoid_average_precision(right: list[bool]) -> float:
         area += (found / sum(right) - recall) * (precision + found / place) / 2
         recall, precision = found / sum(right), found / place
     return area
-
-
-def precision_at(right: list[bool], k: int) -> float:
-    """Positives among the first k, or up to the last positive where that comes earlier."""
-    shown = min(k, max(place for place, hit in enumerate(right, 1) if hit))
-    return sum(right[:shown]) / shown
-
-
-def average_precision_at_100(right: list[bool]) -> float:
-    found = sum(sum(right[:place]) / place for place, hit in enumerate(right[:100], 1) if hit)
-    return found / min(sum(right), 100)

@@ -2,10 +2,10 @@
 
 import re
 import struct
-import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import httpx
@@ -18,12 +18,10 @@ MULTIPART = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
 
 
 @contextmanager
-def serving(
-    gallery: Gallery, folder: Path, start: Sequence[str] = (), **options: object
-) -> Iterator[tuple[str, Job]]:
-    """URL of a server that is ready, and its process; `start` is another command than `command`."""
-    program = Program(tuple(command(gallery, **options)[1:]))
-    with started(start or program, folder) as job:
+def serving(gallery: Gallery, folder: Path) -> Iterator[tuple[str, Job]]:
+    """URL of a server that is ready, and its process."""
+    options = "serve", gallery.index, "--checkpoint", gallery.run, "--port", 0, *chain(*LIMITS.items())
+    with started(Program(("-m", "distap.cli", *map(str, options))), folder) as job:
         yield url_when_ready(job), job
 
 
@@ -33,13 +31,6 @@ def url_when_ready(job: Job) -> str:
     url = re.search(r"serving .* on (http\S+)", job.said)[1]
     job.wait_until(lambda: is_ready(url))
     return url
-
-
-def command(gallery: Gallery, **options: object) -> list[str]:
-    """What starts a server."""
-    given = LIMITS | {f"--{name.replace('_', '-')}": value for name, value in options.items()}
-    start = [sys.executable, "-m", "distap.cli", "serve", gallery.index, "--checkpoint", gallery.run, "--port", 0]
-    return [str(part) for part in (*start, *(text for option in given.items() for text in option))]
 
 
 def is_ready(url: str) -> bool:

@@ -11,7 +11,7 @@ from distap.cli import app
 from distap.errors import DistapError
 from distap.retrieval.indexing import KINDS, build_index, measure_recall, read_index, write_index
 from distap.retrieval.row_blocks import nearest
-from distap.retrieval.whitening import learn_discriminative, learn_pca, load_whitening
+from distap.retrieval.whitening import learned_whitening, load_whitening
 
 # Named kinds and factory strings with search parameters; `quick` keeps packed codes, which cannot be reconstructed.
 SMALL = {
@@ -258,7 +258,7 @@ def test_the_commands_build_indexes_and_learn_whitenings(tmp_path, gallery):
     assert "give one of --kind and --factory" in str(refused)
     assert run("whiten", tmp_path / "d", "--dimensions", 5).exit_code == 0
     whitening = load_whitening(tmp_path / "d" / "whitening.safetensors")
-    assert whitening.fingerprint == learn_pca(gallery, dimensions=5).fingerprint
+    assert whitening.fingerprint == learned_whitening(gallery, dimensions=5).fingerprint
     assert run("whiten", tmp_path / "d", "--kind", "lw").exit_code == 0
     whitening = load_whitening(tmp_path / "d" / "whitening.safetensors")
-    assert whitening.fingerprint == learn_discriminative(gallery).fingerprint
+    assert whitening.fingerprint == learned_whitening(gallery, "lw").fingerprint

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
-from retrieval_reference import mean
+from retrieval_reference import figure_of, mean
 from sklearn.metrics import average_precision_score, ndcg_score
 from torch.nn.functional import normalize
 
@@ -19,41 +19,6 @@ from distap.retrieval.figures import GRADED
 from distap.retrieval.truth import Truth
 
 NAMES = ["mAP", "mAP@R", "mAP@3", "mAP@1000", "R@1", "R@20", "CMC@2", "mP@5", "mP@5/min", "mP@5/last", *GRADED]
-
-
-def slow(name: str, relevance: list[int]) -> float:
-    """A figure of one query from its definition, by the relevance of each place of its ranking."""
-    right = [bool(one) for one in relevance]
-    count, k = sum(right), int("".join(filter(str.isdigit, name)) or 0)
-    at_hits = [sum(right[:place]) / place for place, hit in enumerate(right, 1) if hit]
-    until = {"mAP": len(right), "mAP@R": count}.get(name, k)
-    precisions = [sum(right[:place]) / place for place, hit in enumerate(right[:until], 1) if hit]
-    last = max(place for place, hit in enumerate(right, 1) if hit)
-    of_level = {level: relevance.count(level) for level in relevance}
-    weights = [level and level / of_level[level] for level in relevance]
-    ideal = sorted(relevance, reverse=True)
-
-    def gain(levels: list[int]) -> float:
-        return sum((2**level - 1) / math.log2(1 + place) for place, level in enumerate(levels, 1))
-
-    def shared(k: int) -> float:
-        return sum(min(relevance[:k].count(level), ideal[:k].count(level)) for level in of_level if level) / k
-
-    def up_to(place: int) -> float:
-        return sum(min(weights[place], other) for other in weights[: place + 1]) / (place + 1)
-
-    return {
-        "mAP@R": lambda: sum(precisions) / count,
-        "R": lambda: float(any(right[:k])),
-        "CMC": lambda: float(any(right[:k])),
-        "mP": lambda: sum(right[:k]) / min(k, len(right)),
-        "min": lambda: sum(right[: min(k, count)]) / min(k, count),
-        "last": lambda: sum(right[: min(k, last)]) / min(k, last),
-        "mAP": lambda: sum(precisions) / (min(count, k) if k else len(at_hits)),
-        "H-AP": lambda: sum(up_to(place) for place in range(len(right))) / sum(weights),
-        "NDCG": lambda: gain(relevance) / gain(ideal),
-        "ASI": lambda: mean([shared(k) for k in range(1, count + 1)]),
-    }[name if name == "mAP@R" else name.rsplit("/", 1)[-1].split("@")[0]]()
 
 
 def problem(seed: int, tied: bool):
@@ -90,7 +55,7 @@ def test_every_figure_is_that_of_its_definition(seed, tied, ties):
         for name in found.values:
             group, _, figure = name.rpartition(" ")
             own = [level for level in relevance if level != 1] if group else relevance  # others are junk
-            expected = slow(figure, own) if any(own) else math.nan
+            expected = figure_of(figure, own) if any(own) else math.nan
             if figure == "mP@5":
                 expected = expected * min(5, len(own)) / min(5, len(gallery)) if own else math.nan
             assert found.values[name][query].item() == pytest.approx(expected, abs=1e-12, nan_ok=True), name

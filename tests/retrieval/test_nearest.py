@@ -58,11 +58,6 @@ def test_what_is_not_finite_is_named_by_its_row(monkeypatch):
         nearest(gallery[:2], gallery, 3)
 
 
-def test_other_dimensions_are_an_error():
-    with pytest.raises(DistapError, match="3 dimensions and the gallery 4"):
-        nearest(np.ones((2, 3), np.float32), np.ones((2, 4), np.float32), 1)
-
-
 def test_without_faiss_everything_but_search_can_be_used(monkeypatch):
     code = "import sys; sys.modules['faiss'] = None; import distap.train, distap.evaluation.sets, distap.library"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

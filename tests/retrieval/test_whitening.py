@@ -6,7 +6,7 @@ from postprocessing_reference import clustered, described, lw_projection, pca_pr
 from safetensors.numpy import load, save
 
 from distap.errors import DistapError
-from distap.retrieval.whitening import learn_discriminative, learn_pca, load_whitening, save_whitening
+from distap.retrieval.whitening import learned_whitening, load_whitening, save_whitening
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def small_blocks(monkeypatch):
 
 def test_pca_is_the_formula_of_the_paper(small_blocks):
     images = clustered(123, 7, 9, dtype=np.float64)
-    whitening = learn_pca(images)
+    whitening = learned_whitening(images)
     expected = pca_projection(images.descriptors, 0.25)
     np.testing.assert_allclose(whitening.projection, expected, atol=1e-9)
     whitened = unit((images.descriptors - images.descriptors.mean(axis=0)) @ expected.T)
@@ -27,17 +27,17 @@ def test_discriminative_whitening_is_the_formula_over_all_images_of_a_class(smal
     images = clustered(90, 7, 12, dtype=np.float64)
     classes = np.where(np.arange(90) < 5, "", images.classes)  # those without a class match nothing, nor does `alone`
     classes[7] = "alone"
-    found = learn_discriminative(replace(images, classes=classes)).projection
+    found = learned_whitening(replace(images, classes=classes), "lw").projection
     expected = lw_projection(images.descriptors, classes)
     signs = np.sign((found * expected).sum(axis=1, keepdims=True))  # a direction's is free, and changes no similarity
     np.testing.assert_allclose(found, signs * expected, atol=1e-9)
     with pytest.raises(DistapError, match="no class has two images"):
-        learn_discriminative(described(images.descriptors))
+        learned_whitening(described(images.descriptors), "lw")
 
 
 def test_fewer_dimensions_are_the_first_of_all():
     images = clustered(200, 8, 9)
-    whole, cut = learn_pca(images), learn_pca(images, dimensions=3)
+    whole, cut = learned_whitening(images), learned_whitening(images, dimensions=3)
     np.testing.assert_array_equal(cut.projection, whole.projection[:3])
     assert cut.apply(images.descriptors).shape == (200, 3)
 
@@ -47,35 +47,35 @@ def test_directions_without_variance_are_left_out(dtype):
     images = clustered(200, 5, 20, dtype=np.float64)
     wide = np.hstack([images.descriptors, np.full((200, 2), 0.25)]).astype(dtype)  # a constant survives rounding
     images = replace(images, descriptors=wide)
-    assert learn_pca(images).projection.shape == (5, 7)
+    assert learned_whitening(images).projection.shape == (5, 7)
     with pytest.raises(DistapError, match=r"6 dimensions cannot be learned .* vary in 5 directions of 7"):
-        learn_pca(images, dimensions=6)
+        learned_whitening(images, dimensions=6)
 
 
 def test_fewer_images_than_dimensions_vary_in_one_direction_less_than_there_are_images():
-    assert len(learn_pca(clustered(10, 32, 3)).projection) == 9
+    assert len(learned_whitening(clustered(10, 32, 3)).projection) == 9
 
 
 def test_descriptors_that_do_not_vary_are_an_error():
     with pytest.raises(DistapError, match="do not vary"):
-        learn_pca(described(np.ones((20, 4), np.float32)))
+        learned_whitening(described(np.ones((20, 4), np.float32)))
 
 
 def test_a_descriptor_that_is_not_finite_teaches_nothing():
     images = clustered(30, 4, 3)
     images.descriptors[7, 2] = np.nan
     with pytest.raises(DistapError, match="not finite"):
-        learn_pca(images)
+        learned_whitening(images)
     with pytest.raises(DistapError, match="no descriptor to learn from"):
-        learn_pca(described(np.zeros((0, 4), np.float32)))
+        learned_whitening(described(np.zeros((0, 4), np.float32)))
 
 
 def test_a_memory_map_in_half_precision_is_read_as_it_is(tmp_path):
     images = clustered(300, 16, 9, dtype=np.float16)
     np.save(tmp_path / "descriptors.npy", images.descriptors)
     mapped = replace(images, descriptors=np.load(tmp_path / "descriptors.npy", mmap_mode="r"))
-    whitening = learn_pca(mapped)
-    exact = learn_pca(replace(images, descriptors=images.descriptors.astype(np.float64)))
+    whitening = learned_whitening(mapped)
+    exact = learned_whitening(replace(images, descriptors=images.descriptors.astype(np.float64)))
     np.testing.assert_array_equal(whitening.projection, exact.projection)
     whitened = whitening.apply(mapped.descriptors)
     assert whitened.dtype == np.float32
@@ -85,17 +85,17 @@ def test_a_memory_map_in_half_precision_is_read_as_it_is(tmp_path):
 def test_whitened_descriptors_teach_no_second_whitening():
     images = clustered(100, 16, 9)
     with pytest.raises(DistapError, match="whitened already"):
-        learn_pca(replace(images, described_by=replace(images.described_by, whitening="of them")))
+        learned_whitening(replace(images, described_by=replace(images.described_by, whitening="of them")))
 
 
 def test_descriptors_of_other_dimensions_are_refused():
     images = clustered(100, 16, 9)
     with pytest.raises(DistapError, match="16 dimensions"):
-        learn_pca(images).apply(images.descriptors[:, :9])
+        learned_whitening(images).apply(images.descriptors[:, :9])
 
 
 def test_what_is_saved_is_loaded(tmp_path):
-    whitening = learn_pca(clustered(100, 16, 9))
+    whitening = learned_whitening(clustered(100, 16, 9))
     save_whitening(tmp_path / "w.safetensors", whitening)
     loaded = load_whitening(tmp_path / "w.safetensors")
     assert loaded.fingerprint == whitening.fingerprint
@@ -107,7 +107,7 @@ def test_what_is_saved_is_loaded(tmp_path):
 
 def test_a_damaged_whitening_is_refused_whichever_byte_it_is(tmp_path):
     path = tmp_path / "w.safetensors"
-    save_whitening(path, learn_pca(clustered(40, 4, 5)))
+    save_whitening(path, learned_whitening(clustered(40, 4, 5)))
     whole = path.read_bytes()
     begin_of_arrays = 8 + int.from_bytes(whole[:8], "little")
     for length in range(0, len(whole), 7):
@@ -122,7 +122,7 @@ def test_a_damaged_whitening_is_refused_whichever_byte_it_is(tmp_path):
 
 def test_a_header_of_anything_else_is_refused(tmp_path):
     path = tmp_path / "w.safetensors"
-    save_whitening(path, learn_pca(clustered(40, 4, 5)))
+    save_whitening(path, learned_whitening(clustered(40, 4, 5)))
     arrays = load(path.read_bytes())
     for header in ("[]", "{", '{"version": 1, "learned_from": 3}', '{"version": 2}'):
         path.write_bytes(save(arrays, {"whitening": header}))
