@@ -35,7 +35,7 @@ def planned_steps(recipe: Recipe, batch: int) -> int:
     if recipe.steps is not None:
         return recipe.steps
     try:
-        return Length(recipe, load_index(recipe.data.train_source, recipe.data.remote, compare=False), batch).steps
+        return Length(recipe, load_index(recipe.data.train_source, compare=False), batch).steps
     except DistapError as error:
         raise DistapError(f"epochs: the images cannot be counted, so set steps=N: {error}") from error
 

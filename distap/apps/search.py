@@ -17,7 +17,6 @@ from distap.pages.page import THUMBNAIL, write_page
 from distap.retrieval.descriptor_files import DescribedBy
 from distap.retrieval.indexing import Hit, SearchIndex, read_index
 from distap.storage.locations import parse_source
-from distap.storage.remotes import RemoteSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +51,6 @@ class Searcher:
 
     index: SearchIndex
     describer: "ImageDescriber | None" = None  # of the images that are searched for; None: search by key alone
-    remote: RemoteSettings | None = None  # how a remote data set is reached, from the network's recipe
     pixels_of: "Callable[[bytes], Tensor] | None" = None  # decodes elsewhere, as the describer would
 
     def by_image(self, image: bytes, k: int) -> list[Hit]:
@@ -123,12 +121,10 @@ def open_searcher(
     recipe, network = trained_network(checkpoint, world, best)
     learned = None if whitening is None else load_whitening(whitening)
     describer = describer_like(maker, network, learned, max_pixels(maker), recipe.data.scaled_decoding)
-    return Searcher(opened, describer, recipe.data.remote)
+    return Searcher(opened, describer)
 
 
-def open_thumbnails(
-    index: SearchIndex, source: str | None = None, remote: RemoteSettings | None = None
-) -> Thumbnails:
+def open_thumbnails(index: SearchIndex, source: str | None = None) -> Thumbnails:
     """Return thumbnails by row of the index, and warn if some or all of them are missing.
 
     Args:
@@ -137,7 +133,7 @@ def open_thumbnails(
     where = source or index.data
     samples = np.full(len(index), -1, dtype=np.int64)
     try:
-        images = open_images(where, remote=remote)
+        images = open_images(where)
     except DistapError as error:
         logger.warning("hits are shown without pictures: %s; name the data set with --images", error)
         return Thumbnails(None, samples, THUMBNAIL)

@@ -35,10 +35,10 @@ def opened_checkpoint(where: str | Path, best: bool = False, beside: tuple[str, 
     is_named = NAME.fullmatch(name) is not None
     if is_named:
         run, _, folder = parent.rpartition("/")
-        checkpoints = Checkpoints(storage_of(run or "/", key=None), folder)
+        checkpoints = Checkpoints(storage_of(run or "/"), folder)
         names = [name] if name in checkpoints.names() or not checkpoints.is_on_disk or Path(url).is_dir() else []
     else:
-        checkpoints = Checkpoints(storage_of(run, key=None))
+        checkpoints = Checkpoints(storage_of(run))
         names = [name for name in [checkpoints.best()[1]] if name] if best else checkpoints.names()
     if not names:
         lacking = " has been evaluated; data.validation asks for it" if best else "; expected a run or its checkpoint"

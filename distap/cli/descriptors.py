@@ -80,7 +80,7 @@ def extract_command(
 
             def opened() -> tuple[ImageDescriber, ImageSet]:
                 own = describing_of(recipe, network, world, whitening=whitening).describer
-                images = open_images(parse_source(source, index), data.remote)
+                images = open_images(parse_source(source, index))
                 return replace(own, precision=precision), images
 
             describer, images = first_on_rank_0(world, opened)

@@ -87,7 +87,7 @@ def eval_command(
             if not data and gallery is None and not gallery_draws:
                 among = {name: getattr(settings, name) for name in among}
             named: Any = data or [parse_source(settings.validation or "")]
-            how: dict[str, Any] = {"remote": settings.remote, "at": recipe.evaluation.recall_at, "truth": truth}
+            how: dict[str, Any] = {"at": recipe.evaluation.recall_at, "truth": truth}
             try:
                 sets = open_named_sets(named, distractors or [], figures=wanted, **among, **how)
             except DistapError as error:

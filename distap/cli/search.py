@@ -57,7 +57,7 @@ def search_command(
         elif not as_json:
             print_result(_table(each))
     if output is not None:
-        thumbnails = open_thumbnails(searcher.index, images, searcher.remote)
+        thumbnails = open_thumbnails(searcher.index, images)
         write_search_page(output, results, searcher.index, thumbnails)
         if not as_json:
             print_result(f"page: {output}")

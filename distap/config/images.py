@@ -9,7 +9,6 @@ from distap.config.sections import Section, Shards, SizingText, Unit
 from distap.data.sizing import PixelSettings
 from distap.registry import Chosen
 from distap.storage.locations import Source, parse_source
-from distap.storage.remotes import RemoteSettings
 
 Scales = Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
 
@@ -23,8 +22,6 @@ class ImagesSection(Section):
     """Shards to search in for the images of data.validation; null lets these images retrieve each other."""
     gallery_draws: NonNegativeInt = 0
     """Draw a gallery of one image per class of data.validation this many times, and query the others."""
-    remote: RemoteSettings = RemoteSettings()
-    """Retries and time-outs of remote reads, and of checkpoint.store."""
     image_size: PositiveInt = 224
     """Width and height of the network's input, pixels."""
     workers: NonNegativeInt = 2

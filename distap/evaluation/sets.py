@@ -18,7 +18,6 @@ from distap.retrieval.refinement import Refinement
 from distap.retrieval.row_blocks import holds_descriptors
 from distap.storage.atomic import write_whole
 from distap.storage.locations import Source, parse_source
-from distap.storage.remotes import RemoteSettings
 from distap.telemetry.terminal import figures_table, print_result
 
 NAMED = re.compile(r"([\w.-]+)=(.+)")  # NAME=PATH
@@ -34,7 +33,6 @@ def open_set(
     gallery_draws: int = 0,
     at: Sequence[int] = AT,
     figures: Sequence[str] = (),
-    remote: RemoteSettings | None = None,
 ) -> EvaluationSet:
     """Open a data set to evaluate on: shards with classes, or a converted folder with a ground truth.
 
@@ -46,7 +44,6 @@ def open_set(
         gallery_draws: draw a gallery of one image per class this many times, and query the others; 0 draws none.
         at: values k of R@k and mP@k, for sets without a ground truth.
         figures: names of the figures to compute instead, see `distap.retrieval.figures`.
-        remote: see `open_images`.
     """
     figures_named(figures)  # raises for an unknown one
     source = parse_source(where)
@@ -58,7 +55,7 @@ def open_set(
 
     def opened(part: Source | str) -> ImageSet:
         own = parse_source(part)
-        return open_described(own) if own.kind == "described" else open_images(own, remote)
+        return open_described(own) if own.kind == "described" else open_images(own)
 
     folder, known = Path(source.base), None if truth is None else read_truth(Path(truth))
     asked: Sequence[Source | str] = [source]

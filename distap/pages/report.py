@@ -24,7 +24,6 @@ from distap.pages.contact_sheets import Sheet, sheets_of
 from distap.pages.page import THUMBNAIL, write_page
 from distap.retrieval.descriptor_files import reading
 from distap.storage.atomic import write_whole
-from distap.storage.remotes import RemoteSettings
 from distap.storage.texts import read_text, without_secrets
 from distap.telemetry.runlog import read_run_log, read_starts
 from distap.telemetry.terminal import print_warning
@@ -158,15 +157,14 @@ def contact_sheets(evaluations: dict[str, Evaluation], recipe: dict[str, Any]) -
         retrieved = {name: each for name, each in read.items() if each is not None}
         if len(retrieved) < len(evaluations):
             return [], "neighbours are kept neither of galleries that are drawn nor of sets with a ground truth"
-        return sheets_of(retrieved, _thumbnails(next(iter(evaluations.values())), recipe).jpeg), ""
+        return sheets_of(retrieved, _thumbnails(next(iter(evaluations.values()))).jpeg), ""
     except DistapError as error:
         return [], str(error)
 
 
-def _thumbnails(evaluation: Evaluation, recipe: dict[str, Any]) -> Thumbnails:
-    data = recipe["data"]
+def _thumbnails(evaluation: Evaluation) -> Thumbnails:
     sources = [source for source in (evaluation.data, evaluation.gallery) if source is not None]
-    sets = [open_images(source, RemoteSettings(**data.get("remote", {}))) for source in sources]
+    sets = [open_images(source) for source in sources]
     if "+".join(images.fingerprint for images in sets) != evaluation.fingerprint:
         named = " or ".join(sources)
         raise DistapError(f"{named}: the data set has changed since it was evaluated in {evaluation.folder}")

@@ -15,9 +15,10 @@ from urllib.parse import quote
 from fsspec.core import strip_protocol
 
 from distap.errors import DistapError
+from distap.storage import remotes
 from distap.storage.atomic import replacing
 from distap.storage.locations import joined, scheme_of
-from distap.storage.remotes import RemoteSettings, answer_of_web, file_system, retried
+from distap.storage.remotes import answer_of_web, file_system, retried
 from distap.storage.texts import open_regular
 
 REQUEST_BYTES = 8 * 2**20  # bytes of one request when a whole file is read
@@ -33,22 +34,19 @@ class About(NamedTuple):
     version: str  # changes when the file does; "" if the storage does not tell
 
 
-def storage_of(base: str, settings: RemoteSettings | None = None, key: str | None = "data.remote") -> "Storage":
-    """Return the storage of a folder by its path or URL; see `Storage` for the arguments."""
-    kind = LocalStorage if scheme_of(base) in ("", "file") else Storage
-    return kind(base, settings, key)
+def storage_of(base: str) -> "Storage":
+    """Return the storage of a folder by its path or URL."""
+    return LocalStorage(base) if scheme_of(base) in ("", "file") else Storage(base)
 
 
 class Storage:
     """Files of a folder in a bucket, or behind another URL for which fsspec has a file system.
 
     Any thread may use it, and it can be copied into other processes. See `retried` for the errors of its methods.
-    `key` says in messages where a recipe has the `settings`; None if they come from elsewhere.
     """
 
-    def __init__(self, base: str, settings: RemoteSettings | None = None, key: str | None = "data.remote") -> None:
-        self.base, self.settings, self.key = base, settings or RemoteSettings(), key
-        self.scheme = scheme_of(base) or "file"
+    def __init__(self, base: str) -> None:
+        self.base, self.scheme = base, scheme_of(base) or "file"
         self.meter = Counter[str]()  # read_bytes and retries, for the metrics
         self._made: tuple[int, Any] | None = None  # process and its file system
 
@@ -119,7 +117,7 @@ class Storage:
     @retried("written")
     def write(self, name: str, data: bytes) -> None:
         """Write a small file atomically; on return it survives a loss of power."""
-        self._files.pipe_file(self.where(name), data, timeout=self.settings.timeout_seconds)
+        self._files.pipe_file(self.where(name), data, timeout=remotes.TIMEOUT_SECONDS)
 
     @retried("written")
     def create(self, name: str, data: bytes) -> bool:
@@ -128,7 +126,7 @@ class Storage:
         Object stores that do not know If-None-Match, which S3 and Google's do, replace the other writer's.
         """
         try:
-            self._files.pipe_file(self.where(name), data, mode="create", timeout=self.settings.timeout_seconds)
+            self._files.pipe_file(self.where(name), data, mode="create", timeout=remotes.TIMEOUT_SECONDS)
         except FileExistsError:
             return False
         return True
@@ -137,7 +135,7 @@ class Storage:
     def upload(self, name: str, path: Path) -> None:
         """Copy a local file of any size to `name`; on return it survives a loss of power."""
         # s3fs waits without end for a server that is silent when it sends: no time-out of its own is for that.
-        seconds = self.settings.timeout_seconds * max(1, path.stat().st_size / SENT_PART)
+        seconds = remotes.TIMEOUT_SECONDS * max(1, path.stat().st_size / SENT_PART)
         self._files.put_file(str(path), self.where(name), timeout=seconds)
 
     def download(self, name: str, path: Path) -> None:
@@ -155,7 +153,7 @@ class Storage:
     def _files(self) -> Any:
         """Return the file system of this process: a fork must not use its parent's connections."""
         if self._made is None or self._made[0] != os.getpid():
-            self._made = os.getpid(), file_system(self.scheme, self.settings)
+            self._made = os.getpid(), file_system(self.scheme)
         return self._made[1]
 
 

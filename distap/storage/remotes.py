@@ -6,11 +6,8 @@ import os
 from asyncio import IncompleteReadError
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar, cast
-
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from distap.errors import FAILED, DistapError
 
@@ -20,25 +17,12 @@ PERMANENT_NUMBERS = (errno.ENOSPC, errno.EROFS, errno.ENAMETOOLONG)  # of this h
 OPTION_ERRORS = (TypeError, AttributeError, NotImplementedError)  # file systems check some options only when used
 LACKS_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound")
 REFUSED = (401, 403, 404, 410, 416)  # HTTP statuses that no further attempt mends
-LONGEST_PAUSE = 60.0  # seconds between two attempts
+ATTEMPTS, TIMEOUT_SECONDS = 5, 60.0  # of a request, which reads 8 MiB at most, or a whole image
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds between two attempts, doubled each time
 # gcsfs asks over gRPC for zonal buckets, which hangs in processes that were forked after its first use. It reads this
 # when it is imported, by fsspec at any time.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 M = TypeVar("M", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True)
-class RemoteSettings:
-    """Number of retries of reads and writes of remote file systems."""
-
-    __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012 - read by pydantic in a section
-
-    attempts: PositiveInt = 5
-    """Number of attempts before a read or write fails."""
-    timeout_seconds: PositiveFloat = 60.0
-    """Time limit of a request, seconds; requests read at most 8 MiB, or a whole image."""
-    backoff_seconds: NonNegativeFloat = 0.5
-    """Seconds before the second attempt, doubled before each further one."""
 
 
 class MissingFileError(DistapError):
@@ -51,24 +35,24 @@ class UnreachableError(DistapError):
     status = FAILED
 
 
-def file_system(scheme: str, settings: RemoteSettings) -> Any:
+def file_system(scheme: str) -> Any:
     """Make an fsspec file system with connections of its own and the options of fsspec's configuration."""
     import fsspec.config  # slow
 
     options = deepcopy(fsspec.config.conf.get(scheme, {}))
-    seconds = settings.timeout_seconds
     try:
         if scheme in ("http", "https"):
             from aiohttp import ClientTimeout
 
-            client = {"timeout": ClientTimeout(seconds), "auto_decompress": False}
+            client = {"timeout": ClientTimeout(TIMEOUT_SECONDS), "auto_decompress": False}
             options["client_kwargs"] = {**client, **options.get("client_kwargs", {})}
         if scheme == "s3":
             # One attempt of boto's is one of ours, see `retried`; so is one of s3fs, which is set below.
-            own = {"retries": {"total_max_attempts": 1}, "connect_timeout": seconds, "read_timeout": seconds}
+            seconds = dict.fromkeys(("connect_timeout", "read_timeout"), TIMEOUT_SECONDS)
+            own = {"retries": {"total_max_attempts": 1}, **seconds}
             options["config_kwargs"] = {**own, **options.get("config_kwargs", {})}
         if scheme == "gs":
-            options.setdefault("requests_timeout", seconds)
+            options.setdefault("requests_timeout", TIMEOUT_SECONDS)
         if scheme == "file":
             options["auto_mkdir"] = True
         files = fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False, **options)
@@ -120,13 +104,12 @@ def retried(done: str) -> Callable[[M], M]:
     def decorated(method: M) -> M:
         @wraps(method)
         def call(self: Any, name: str, *args: Any, **options: Any) -> Any:
-            where, settings = self.where(name), self.settings
             attempts = stamina.retry_context(
                 on=_may_pass,
-                attempts=settings.attempts,
+                attempts=ATTEMPTS,
                 timeout=None,
-                wait_initial=settings.backoff_seconds,
-                wait_jitter=settings.backoff_seconds,  # ranks that fail together must not come back together
+                wait_initial=FIRST_PAUSE,
+                wait_jitter=FIRST_PAUSE,  # ranks that fail together must not come back together
                 wait_max=LONGEST_PAUSE,
             )
             try:
@@ -137,7 +120,7 @@ def retried(done: str) -> Callable[[M], M]:
             except DistapError:
                 raise
             except Exception as error:  # each file system raises its own
-                raise _explained(error, where, done, settings, self.key) from error
+                raise _explained(error, self.where(name), done) from error
             raise AssertionError("at least one attempt")
 
         return cast(M, call)
@@ -145,19 +128,16 @@ def retried(done: str) -> Callable[[M], M]:
     return decorated
 
 
-def _explained(error: Exception, where: str, done: str, settings: RemoteSettings, key: str | None) -> DistapError:
+def _explained(error: Exception, where: str, done: str) -> DistapError:
     cause = _cause(error)
     if isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) == 404:
         return MissingFileError(f"{where}: there is no such file")
     reason = str(cause) or str(cause.__cause__ or "") or type(cause).__name__
     if isinstance(cause, TimeoutError):
-        reason = f"no answer within {settings.timeout_seconds:g} s"
+        reason = f"no answer within {TIMEOUT_SECONDS:g} s"
     if not _may_pass(error):
         return DistapError(f"{where}: cannot be {done}: {reason}")
-    hint = f"; {key} has the number of attempts and their time-out" if key else ""
-    return UnreachableError(
-        f"{where}: cannot be {done}: {settings.attempts} attempts failed, the last with: {reason}{hint}"
-    )
+    return UnreachableError(f"{where}: cannot be {done}: {ATTEMPTS} attempts failed, the last with: {reason}")
 
 
 def _cause(error: Exception) -> Exception:

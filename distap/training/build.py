@@ -54,7 +54,6 @@ def images_of(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingIma
         prefetch=data.prefetch,
         longest_wait=recipe.timeout_seconds,
         pixels=data.pixels,
-        remote=data.remote,
     )
     return (DescribedTraining if data.is_described else data.reading.open)(job, world, stopwatch)
 
@@ -147,7 +146,7 @@ def sets_of(recipe: Recipe) -> dict[str, EvaluationSet]:
     data = recipe.data
     if recipe.evaluation.every == 0 or data.validation is None:
         return {}
-    open_one: Callable[..., EvaluationSet] = partial(open_set, remote=data.remote, at=recipe.evaluation.recall_at)
+    open_one: Callable[..., EvaluationSet] = partial(open_set, at=recipe.evaluation.recall_at)
     of_own = {"gallery": data.gallery, "gallery_draws": data.gallery_draws, "figures": recipe.evaluation.figures}
     own = open_one(data.validation, **of_own)
     return {str(data.validation): own} | {

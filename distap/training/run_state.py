@@ -37,7 +37,7 @@ def is_begun(recipe: Recipe, world: World) -> bool:
 
 def _storage_of(recipe: Recipe) -> Storage:
     """Return the folder or store that holds the run's checkpoints."""
-    return storage_of(recipe.checkpoint.store or str(recipe.run), recipe.data.remote)
+    return storage_of(recipe.checkpoint.store or str(recipe.run))
 
 
 class RunState:

@@ -3,14 +3,14 @@ import socket
 import pytest
 from ranks import RankFailedError, on_ranks
 from servers import s3_server
-from stores import storage_at
 
 from distap.checkpoint.agreement import on_all
 from distap.checkpoint.lease import Lease
 from distap.errors import MISTAKE, DistapError
+from distap.storage import remotes
 from distap.storage.files import storage_of
 from distap.storage.locations import parse_store
-from distap.storage.remotes import RemoteSettings, UnreachableError
+from distap.storage.remotes import UnreachableError
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def s3():
 
 
 def _another_store_on_each(world, folder):
-    lease = Lease("checkpoint.store", storage_at(f"file://{folder}/store-{world.rank}"))
+    lease = Lease("checkpoint.store", storage_of(f"file://{folder}/store-{world.rank}"))
     name = on_all(world, lease.take, mine=world.rank == 0)[0]
     lease.require_seen(name)
 
@@ -32,7 +32,7 @@ def test_a_store_that_is_not_the_same_to_all_hosts_is_refused_at_the_start(tmp_p
 
 
 def test_a_bucket_that_is_not_there_is_refused_at_the_start(s3):
-    lease = Lease("checkpoint.store", storage_at("s3://nowhere/run"))
+    lease = Lease("checkpoint.store", storage_of("s3://nowhere/run"))
     with pytest.raises(DistapError, match=r"checkpoint\.store: s3://nowhere/run: its bucket does not exist") as error:
         lease.take()
     assert error.value.status == MISTAKE
@@ -42,8 +42,9 @@ def test_a_store_that_never_answers_fails_in_bounded_time(tmp_path, s3, monkeypa
     (tmp_path / "file").write_bytes(bytes(1000))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        settings = RemoteSettings(attempts=2, timeout_seconds=0.3, backoff_seconds=0)
-        store = storage_of("s3://shards/run", settings)
+        monkeypatch.setattr(remotes, "ATTEMPTS", 2)
+        monkeypatch.setattr(remotes, "TIMEOUT_SECONDS", 0.3)
+        store = storage_of("s3://shards/run")
         for call in (
             lambda: store.upload("file", tmp_path / "file"),
             lambda: store.download("file", tmp_path / "fetched"),

@@ -28,7 +28,7 @@ from distap.data.shards.tar import read_samples
 from distap.errors import DistapError
 from distap.evaluation.saved import Evaluation, read_evaluation
 from distap.storage.locations import parse_source, shard_names
-from distap.storage.texts import MOST_LEVELS, as_line, is_line, parsed_json
+from distap.storage.texts import MOST_LEVELS, is_line, parsed_json
 
 quick = settings(
     max_examples=60 * int(os.environ.get("FUZZING", "1")),
@@ -139,9 +139,15 @@ def test_columns_of_any_type_shape_and_range_are_refused_or_sound(changes):
     read(packed(**changes))
 
 
+class Evil:
+    def __reduce__(self):
+        return eval, ("1/0",)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"key": np.array([Evil(), None, None], dtype=object)}, "column key: of type object"),
         ({"offset": np.array([512, 9_900, 512])}, r"sample 1 \('b'\): its image reaches beyond its shard"),
         ({"offset": np.array([-1, 2048, 512])}, "reaches beyond its shard"),
         ({"size": np.array([100, 2**63 - 1, 300])}, "reaches beyond its shard"),
@@ -167,16 +173,6 @@ def test_columns_of_any_type_shape_and_range_are_refused_or_sound(changes):
 def test_what_cannot_be_is_named(changes, message):
     with pytest.raises(DistapError, match=message):
         parse_index(packed(**changes), "index.npz")
-
-
-class Evil:
-    def __reduce__(self):
-        return eval, ("1/0",)
-
-
-def test_objects_are_refused_without_being_made():
-    with pytest.raises(DistapError, match="column key: of type object"):
-        parse_index(packed(key=np.array([Evil(), None, None], dtype=object)), "index.npz")
 
 
 @pytest.mark.parametrize(
@@ -363,12 +359,6 @@ def test_any_record_of_an_evaluation_is_read_or_refused_by_its_file(tmp_path, ch
         read_evaluation(tmp_path)
     except DistapError as error:
         assert str(error).startswith(f"{tmp_path}/result.json: ")
-
-
-@given(st.text(max_size=20))
-@quick
-def test_any_name_is_shown_as_one_line(name):
-    assert is_line(as_line(name)) or not name
 
 
 PARTS = st.lists(

@@ -8,7 +8,7 @@ from images import write_images
 from small_trainings import losses, parameters, train
 
 from benchmarks.photos import pack
-from distap.data.loading.reader import check, open_images
+from distap.data.loading.reader import check
 from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
 from distap.errors import DistapError
@@ -72,12 +72,6 @@ def test_links_are_followed_but_no_image_is_listed_twice(folders):
         ("above", "links to a folder that is listed already"),
         ("gone.png", "links to nothing"),
     ]
-
-
-def test_sizes_come_from_the_headers(folders):
-    images = open_images(f"imagefolder:{folders / 'test'}")
-    samples = range(len(images))
-    assert np.array_equal(images.sizes(samples), open_images(folders / "test-shards").sizes(samples))
 
 
 def test_what_needs_shards_or_an_index_is_refused(folders):

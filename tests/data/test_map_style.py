@@ -5,7 +5,6 @@ import pytest
 import torch
 from images import write_images
 from PIL import Image
-from small_trainings import losses, train
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 from torchvision.datasets import ImageFolder
 
@@ -14,7 +13,6 @@ from distap.data.loading.reader import Reader, check, open_images
 from distap.data.map_style import source_of
 from distap.data.shards.index import load_index
 from distap.errors import DistapError
-from distap.world import World
 
 hf = pytest.importorskip("datasets")
 CLASSES = {"cup": 3, "pen": 4, "tin": 5}
@@ -226,15 +224,6 @@ def test_columns_of_hugging_face_named_by_level_are_coarser_classes(folder, tmp_
     assert index.classes.numbers.tolist() == [[0, 1, 0], [1, 0, 0], [2, 1, 0]]
     with pytest.raises(DistapError, match="class 'cup' of level 0 is in 'b' of level 1, but in 'a' before"):
         load_index(source_of(whole.add_column("level1", ["a", *["b"] * 11])))
-
-
-def test_training_on_it_is_that_on_the_files(folder, saved, tmp_path):
-    sources = {"files": f"imagefolder:{folder}", "rows": f"hf:{saved / 'whole'}"}
-    for name, source in sources.items():
-        settings = {"data__validation": source, "data__unseen_classes": False, "evaluation": {"every": 2}}
-        sampling = {"name": "random", "batch_size": 10}
-        train(World(), tmp_path / name, [source], steps=2, sampling=sampling, data__workers=1, **settings)
-    assert losses(tmp_path / "rows") == losses(tmp_path / "files")
 
 
 def test_what_cannot_be_read_from_hugging_face_is_refused(folder, saved, tmp_path):

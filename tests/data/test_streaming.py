@@ -9,7 +9,6 @@ from distap.data.loading.streamed import StreamedSource
 from distap.data.sampling import RandomSampling
 from distap.data.shards.tar import DamagedShardError
 from distap.errors import DistapError
-from distap.storage.remotes import RemoteSettings
 from distap.world import World
 
 
@@ -66,11 +65,10 @@ def test_a_run_that_goes_on_begins_a_new_pass_which_is_the_same_each_time(spoilt
 def test_shards_over_http_give_what_the_files_give_through_faults_that_pass(spoilt, expected):
     with web_server(spoilt) as server:
         server.faults = ["503", "cut", "429"]
-        remote = RemoteSettings(attempts=4, timeout_seconds=20, backoff_seconds=0)
-        images = streamed(f"{server.url}/{{000..007}}.tar", remote=remote)
+        images = streamed(f"{server.url}/{{000..007}}.tar")
         assert seen(images, range(2), SAMPLING.size) == expected[:2]
         with pytest.raises(DistapError, match="a web server cannot list its files"):
-            streamed(server.url, remote=remote)
+            streamed(server.url)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -2,7 +2,7 @@
 
 import json
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,34 +17,35 @@ def photo(path: Path, seed: int = 0) -> None:
     Image.fromarray(pixels).save(path, "JPEG")
 
 
-def write(path: Path, text: str) -> None:
+def photos(folder: Path, names: Iterable[str], first: int = 0) -> None:
+    """Photographs by these names, unlike each other."""
+    for seed, name in enumerate(names, first):
+        photo(folder / name, seed)
+
+
+def write(path: Path, text: str | Iterable[object]) -> None:
+    """A text, or one of these lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(text if isinstance(text, str) else "".join(f"{line}\n" for line in text))
 
 
 def sop(root: Path) -> None:
-    heading = "image_id class_id super_class_id path\n"
+    heading = "image_id class_id super_class_id path"
     names = {"train": ["chair_final/1_0.JPG", "chair_final/1_1.JPG", "mug_final/2_0.JPG", "mug_final/2_1.JPG"]}
     names["test"] = [name.replace("/1_", "/3_").replace("/2_", "/4_") for name in names["train"]]
     for part, first in (("train", 1), ("test", 3)):
-        rows = [
-            f"{place + 1} {first + place // 2} {1 + place // 2} {name}\n" for place, name in enumerate(names[part])
-        ]
-        write(root / f"Ebay_{part}.txt", heading + "".join(rows))
-        for place, name in enumerate(names[part]):
-            photo(root / name, place)
+        rows = [f"{n + 1} {first + n // 2} {1 + n // 2} {name}" for n, name in enumerate(names[part])]
+        write(root / f"Ebay_{part}.txt", [heading, *rows])
+        photos(root, names[part])
 
 
 def cub(root: Path) -> None:
     classes = {1: "001.Black_footed_Albatross", 100: "100.Brown_Pelican", 101: "101.White_Pelican", 200: "200.Wren"}
     images = [(label, f"{name}/{name[4:]}_{n:04d}.jpg") for label, name in classes.items() for n in (1, 2)]
-    write(root / "classes.txt", "".join(f"{label} {name}\n" for label, name in classes.items()))
-    write(root / "images.txt", "".join(f"{place} {name}\n" for place, (_, name) in enumerate(images, 1)))
-    write(
-        root / "image_class_labels.txt", "".join(f"{place} {label}\n" for place, (label, _) in enumerate(images, 1))
-    )
-    for place, (_, name) in enumerate(images):
-        photo(root / "images" / name, place)
+    write(root / "classes.txt", [f"{label} {name}" for label, name in classes.items()])
+    write(root / "images.txt", [f"{place} {name}" for place, (_, name) in enumerate(images, 1)])
+    write(root / "image_class_labels.txt", [f"{place} {label}" for place, (label, _) in enumerate(images, 1)])
+    photos(root / "images", [name for _, name in images])
 
 
 def cars(root: Path, rows: Sequence[tuple[str, object]] = ()) -> None:
@@ -53,24 +54,22 @@ def cars(root: Path, rows: Sequence[tuple[str, object]] = ()) -> None:
     listed = rows or [(name, label) for name, label in zip(images, np.repeat([1, 98, 99, 196], 2), strict=True)]
     annotations = [(name, 1, 2, 9, 7, label, place % 2) for place, (name, label) in enumerate(listed)]
     columns = ("relative_im_path", "bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2", "class", "test")
-    for place, name in enumerate(images):
-        photo(root / name, place)
+    photos(root, images)
     savemat(root / "cars_annos.mat", {"annotations": np.array([annotations], [(name, object) for name in columns])})
 
 
 def inaturalist(root: Path) -> None:
     for part, classes in (("train", ("Aves/2761", "Fungi/5")), ("test", ("Aves/11", "Plantae/7000"))):
         names = [f"train_val2018/{name}/{n:032x}.jpg" for name in classes for n in (1, 2)]
-        write(root / f"Inat_dataset_splits/Inaturalist_{part}_set1.txt", "".join(f"{name}\n" for name in names))
-        for place, name in enumerate(names):
-            photo(root / name, place)
+        write(root / f"Inat_dataset_splits/Inaturalist_{part}_set1.txt", names)
+        photos(root, names)
 
 
 def vehicleid(root: Path) -> None:
     lists = {"train_list": (1, 2), "test_list_800": (3,), "test_list_1600": (3, 4), "test_list_2400": (3, 4, 5)}
     for name, vehicles in lists.items():
-        rows = [f"{10 * vehicle + n:07d} {vehicle}\n" for vehicle in vehicles for n in (0, 1)]
-        write(root / f"train_test_split/{name}.txt", "".join(rows))
+        rows = [f"{10 * vehicle + n:07d} {vehicle}" for vehicle in vehicles for n in (0, 1)]
+        write(root / f"train_test_split/{name}.txt", rows)
         for row in rows:
             photo(root / f"image/{row.split()[0]}.jpg", int(row.split()[0]))
 
@@ -86,10 +85,9 @@ def inshop(root: Path) -> None:
         ("img/MEN/Denim/id_00000090/01_2_side.jpg", "id_00000090", "gallery"),
         ("img/WOMEN/Skirts/id_00000091/01_2_side.jpg", "id_00000091", "gallery"),
     ]
-    lines = "".join(f"{name:70}{item} {status}\n" for name, item, status in rows)
-    write(root / "Eval/list_eval_partition.txt", f"{len(rows)}\nimage_name item_id evaluation_status\n{lines}")
-    for place, (name, _, _) in enumerate(rows):
-        photo(root / "Img" / name, place)
+    lines = [f"{name:70}{item} {status}" for name, item, status in rows]
+    write(root / "Eval/list_eval_partition.txt", [len(rows), "image_name item_id evaluation_status", *lines])
+    photos(root / "Img", [name for name, _, _ in rows])
 
 
 def dyml(root: Path) -> None:
@@ -110,17 +108,15 @@ def dyml(root: Path) -> None:
 def dyml_product(root: Path) -> None:
     dyml(root)
     write(root / "mini-bmk_all_in_one/label.csv", (root / "train/label.csv").read_text())
-    for place in range(4):
-        photo(root / f"mini-bmk_all_in_one/imgs/{place}.jpg", 50 + place)
+    photos(root / "mini-bmk_all_in_one/imgs", [f"{place}.jpg" for place in range(4)], 50)
 
 
 def landmarks(root: Path) -> None:
     for part, labels in (("train", (3, 17)), ("val", (3,))):
         urls = [f"http://a.example/{part}/{label}/view%20{n}.jpg" for label in labels for n in (1, 2)]
-        rows = [f"{url} {url.split('/')[4]} 10 200 20 150\n" for url in urls]
-        write(root / f"annotations_landmarks/annotation_clean_{part}.txt", "".join(rows))
-        for place, url in enumerate(urls):
-            photo(root / "images" / url.removeprefix("http://").replace("%20", " "), place)
+        rows = [f"{url} {url.split('/')[4]} 10 200 20 150" for url in urls]
+        write(root / f"annotations_landmarks/annotation_clean_{part}.txt", rows)
+        photos(root / "images", [url.removeprefix("http://").replace("%20", " ") for url in urls])
 
 
 def dump(path: Path, value: object, protocol: int = 2) -> None:
@@ -132,8 +128,7 @@ def dump(path: Path, value: object, protocol: int = 2) -> None:
 def sfm(root: Path) -> None:
     def lists(first: int, clusters: list[int]) -> dict[str, object]:
         names = [f"{first + place:032x}" for place in range(len(clusters))]
-        for place, name in enumerate(names):
-            photo(root / "ims" / name[-2:] / name[-4:-2] / name[-6:-4] / name, first + place)
+        photos(root / "ims", [f"{name[-2:]}/{name[-4:-2]}/{name[-6:-4]}/{name}" for name in names], first)
         return {"cids": names, "cluster": clusters, "qidxs": [0, 2], "pidxs": [1, 3]}
 
     train, val = lists(1, [7, 7, 9, 9]), lists(101, [1, 1, 4, 4])
@@ -144,19 +139,17 @@ def gldv2(root: Path) -> None:
     train = {5: ["0123456789abcdef", "0223456789abcdef"], 8: ["a123456789abcdef", "a223456789abcdef"]}
     index = ["1111111111111111", "2222222222222222", "3333333333333333"]
     test = ["4444444444444444", "5555555555555555", "6666666666666666"]
-    write(
-        root / "metadata/train_clean.csv", "landmark_id,images\n5,{}\n8,{}\n".format(*map(" ".join, train.values()))
-    )
-    write(root / "metadata/index.csv", "id\n" + "".join(f"{name}\n" for name in index))
+    rows = [f"{landmark},{' '.join(names)}" for landmark, names in train.items()]
+    write(root / "metadata/train_clean.csv", ["landmark_id,images", *rows])
+    write(root / "metadata/index.csv", ["id", *index])
     solutions = [
         f"{test[0]},{index[0]} {index[2]},Public",
         f"{test[1]},None,Ignored",
         f"{test[2]},{index[1]},Private",
     ]
-    write(root / "ground_truth/retrieval_solution_v2.1.csv", "\n".join(["id,images,Usage", *solutions, ""]))
+    write(root / "ground_truth/retrieval_solution_v2.1.csv", ["id,images,Usage", *solutions])
     for folder, names in (("train", [*train[5], *train[8]]), ("index", index), ("test", test)):
-        for place, name in enumerate(names):
-            photo(root / folder / name[0] / name[1] / name[2] / f"{name}.jpg", place)
+        photos(root / folder, [f"{name[0]}/{name[1]}/{name[2]}/{name}.jpg" for name in names])
 
 
 def h_gldv2(root: Path) -> None:
@@ -167,8 +160,7 @@ def h_gldv2(root: Path) -> None:
     write(root / "metadata/train_label_to_hierarchical.csv", heading + "".join(rows))
     with (root / "metadata/train_clean.csv").open("a") as file:
         file.write("9,b123456789abcdef b223456789abcdef\n")
-    for name in ("b123456789abcdef", "b223456789abcdef"):
-        photo(root / "train" / name[0] / name[1] / name[2] / f"{name}.jpg", 90 + int(name[1]))
+    photos(root / "train/b", [f"{n}/{place}/b{n}{place}3456789abcdef.jpg" for n, place in ((1, 2), (2, 2))], 91)
 
 
 def revisited(name: str) -> Callable[[Path], None]:
@@ -180,29 +172,24 @@ def revisited(name: str) -> Callable[[Path], None]:
             {"bbx": np.array([0.0, 0.0, 9.0, 6.0]), "easy": np.array([], int), "hard": np.array([3, 4]), "junk": []},
         ]
         dump(root / f"gnd_{name}.pkl", {"imlist": gallery, "qimlist": queries, "gnd": gnd})
-        for place, image in enumerate(gallery + queries):
-            photo(root / "jpg" / f"{image}.jpg", place)
+        photos(root / "jpg", [f"{image}.jpg" for image in gallery + queries])
 
     return tree
 
 
 def revisitop1m(root: Path) -> None:
     names = ["c/c5/c5f1.jpg", "c/c5/c5f2", "jpg/0/00/00a1.jpg"]
-    write(root / "revisitop1m.txt", "".join(f"{name}\n" for name in names))
-    for place, name in enumerate(names):
-        photo(root / "jpg" / f"{name.removeprefix('jpg/').removesuffix('.jpg')}.jpg", place)
+    write(root / "revisitop1m.txt", names)
+    photos(root / "jpg", [f"{name.removeprefix('jpg/').removesuffix('.jpg')}.jpg" for name in names])
 
 
 def ilias(root: Path) -> None:
     queries = ["bold_bimp_000/query/Q000_00.jpg", "zippy_999/query/Q999_00.jpg"]
     positives = [("bold_bimp_000/pos/P000_00.jpg", 0.05, 3), ("bold_bimp_000/pos/P000_01.jpg", 0.5, 40)]
     positives.append(("zippy_999/pos/P999_00.jpg", 0.2, 18))
-    write(root / "image_ids/image_query_ids.txt", "".join(f"{name},0\n" for name in queries))
-    write(
-        root / "image_ids/positive_ids.txt", "".join(f"{name},{scale},{other}\n" for name, scale, other in positives)
-    )
-    for place, name in enumerate([*queries, *(name for name, *_ in positives)]):
-        photo(root / "ilias_core" / name, place)
+    write(root / "image_ids/image_query_ids.txt", [f"{name},0" for name in queries])
+    write(root / "image_ids/positive_ids.txt", [f"{name},{scale},{other}" for name, scale, other in positives])
+    photos(root / "ilias_core", [*queries, *(name for name, *_ in positives)])
 
 
 def reidentification(lists: dict[str, str | None], names: dict[str, list[str]]) -> Callable[[Path], None]:
@@ -210,10 +197,9 @@ def reidentification(lists: dict[str, str | None], names: dict[str, list[str]]) 
 
     def tree(root: Path) -> None:
         for folder, own in names.items():
-            for place, name in enumerate(own):
-                photo(root / folder / name.split()[0], sum(folder.encode()) + place)
+            photos(root / folder, [name.split()[0] for name in own], sum(folder.encode()))
             if lists[folder] is not None:
-                write(root / str(lists[folder]), "".join(f"{name}\n" for name in own))
+                write(root / str(lists[folder]), own)
 
     return tree
 
@@ -235,18 +221,15 @@ def msmt17(root: Path) -> None:
     camera["0001/0001_002_01_0303noon_0022.jpg 1"] = "gallery"
     camera["0002/0002_000_03_0303noon_0023.jpg 2"] = "query"
     for part in ("query", "gallery"):
-        write(root / f"list_{part}.txt", "".join(f"{name}\n" for name, own in camera.items() if own == part))
+        write(root / f"list_{part}.txt", [name for name, own in camera.items() if own == part])
     write(root / "list_train.txt", "0000/0000_000_01_a_1.jpg 0\n0000/0000_001_02_a_2.jpg 0\n")
-    for place, name in enumerate([f"test/{name.split()[0]}" for name in camera]):
-        photo(root / name, place)
-    for place in (0, 1):
-        photo(root / f"train/0000/0000_00{place}_0{place + 1}_a_{place + 1}.jpg", 40 + place)
+    photos(root / "test", [name.split()[0] for name in camera])
+    photos(root / "train/0000", ["0000_000_01_a_1.jpg", "0000_001_02_a_2.jpg"], 40)
 
 
 def places(root: Path) -> None:
-    spots = {"queries/@500000.00@4400000.00@q.jpg": 0, "database/@500024.00@4400000.00@near.jpg": 1}
-    for name, place in {**spots, "database/@500000.00@4400025.50@far.jpg": 2}.items():
-        photo(root / name, place)
+    photos(root / "queries", ["@500000.00@4400000.00@q.jpg"])
+    photos(root / "database", ["@500024.00@4400000.00@near.jpg", "@500000.00@4400025.50@far.jpg"], 1)
 
 
 def uned(root: Path) -> None:
@@ -262,8 +245,7 @@ def uned(root: Path) -> None:
     for place, (name, classes) in enumerate(lists.items()):
         images = [{"path": f"{name}/{number}.jpg", "class_id": one} for number, one in enumerate(classes)]
         write(root / f"info_files/{name}.json", json.dumps(images))
-        for number, image in enumerate(images):
-            photo(root / "images" / image["path"], 10 * place + number)
+        photos(root / "images", [str(image["path"]) for image in images], 10 * place)
 
 
 def vggface2(root: Path) -> None:
@@ -271,8 +253,7 @@ def vggface2(root: Path) -> None:
         faces = [f"{name}/{number:04d}_01" for name in names for number in (1, 2)]
         rows = "".join(f'"{face}",2,1,4,{4 + 2 * place}\n' for place, face in enumerate(faces))
         write(root / f"bb_landmark/loose_bb_{part}.csv", f"NAME_ID,X,Y,W,H\n{rows}")
-        for place, face in enumerate(faces):
-            photo(root / part / f"{face}.jpg", place + 20 * len(part))
+        photos(root / part, [f"{face}.jpg" for face in faces], 20 * len(part))
 
 
 def ijb_c(root: Path) -> None:
@@ -284,8 +265,7 @@ def ijb_c(root: Path) -> None:
     table = "".join(f"{who},{name},{sighting},{who},0,4,6,0\n" for who, name, sighting in rows)
     heading = "SUBJECT_ID,FILENAME,SIGHTING_ID,FACE_X,FACE_Y,FACE_WIDTH,FACE_HEIGHT,AGE\n"
     write(root / "protocols/ijbc_metadata.csv", heading + table)
-    for place, name in enumerate(dict.fromkeys(name for _, name, _ in rows)):
-        photo(root / "images" / name, place)
+    photos(root / "images", dict.fromkeys(name for _, name, _ in rows))
 
 
 TREES: dict[str, Callable[[Path], None]] = {

@@ -9,21 +9,15 @@ from distap.checkpoint.manifest import MANIFEST_FILE
 from distap.checkpoint.writer import CheckpointWriter
 from distap.storage.atomic import file_identity
 from distap.storage.files import storage_of
-from distap.storage.remotes import RemoteSettings
 from distap.world import World
 
 SHARD = "shard-{:05d}-model-00001-of-00001.safetensors"
 BESIDE = ("metrics.jsonl", "not_finite.jsonl", "evaluations/*/*")
 
 
-def storage_at(url, **settings):
-    settings = RemoteSettings(attempts=2, timeout_seconds=20, backoff_seconds=0, **settings)
-    return storage_of(str(url), settings)
-
-
 def checkpoints_of(run):
     """The checkpoints of a run, by its folder or URL."""
-    return Checkpoints(storage_at(run))
+    return Checkpoints(storage_of(str(run)))
 
 
 def beside(storage, run):
@@ -54,7 +48,7 @@ def found_checkpoint(path, best=False):
 
 def rewrite_manifest(path, **changes):
     """Make the manifest fit what is in the folder of a checkpoint, as someone who means harm would."""
-    checkpoints = Checkpoints(storage_at(path.parent.parent), path.parent.name)
+    checkpoints = Checkpoints(storage_of(str(path.parent.parent)), path.parent.name)
     manifest = checkpoints.manifest(path.name)
     files = {name: file_identity(path / name) for name in manifest.files} | changes.get("files", {})
     (path / MANIFEST_FILE).write_text(replace(manifest, **changes | {"files": files}).text())

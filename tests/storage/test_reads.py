@@ -18,12 +18,10 @@ from distap.data.loading.reader import Reader
 from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
 from distap.errors import DistapError
-from distap.storage import files
+from distap.storage import files, remotes
 from distap.storage.files import LocalStorage, storage_of
 from distap.storage.locations import parse_source
-from distap.storage.remotes import MissingFileError, RemoteSettings, UnreachableError
-
-QUICK = RemoteSettings(attempts=3, timeout_seconds=20, backoff_seconds=0)
+from distap.storage.remotes import MissingFileError, UnreachableError
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +63,10 @@ def test_a_local_file_is_read_in_any_part(tmp_path):
 SCHEMES = ["http", "s3", "gs"]
 
 
-def over(scheme, web, **settings):
+def over(scheme, web):
     """A storage of the web server's folder by one of its schemes."""
-    quick = {"attempts": 3, "timeout_seconds": 20, "backoff_seconds": 0}
     fsspec.config.conf |= web.options(scheme)
-    return storage_of(web.base(scheme), RemoteSettings(**quick | settings))
+    return storage_of(web.base(scheme))
 
 
 def asked(web):
@@ -90,7 +87,7 @@ def test_a_fault_that_passes_is_retried_and_counted(web, shards, scheme, fault):
 
 
 def test_an_image_that_was_changed_on_its_way_is_read_a_second_time(web, shards):
-    reader = Reader(web.url, load_index(web.url, QUICK), remote=QUICK)
+    reader = Reader(web.url, load_index(web.url))
     expected = Reader(shards, load_index(shards)).data(4)
     web.faults = ["flip"]
     assert reader.data(4) == expected
@@ -106,26 +103,28 @@ def test_a_fault_that_stays_is_an_error_that_says_where_and_how_often(web, schem
     storage = over(scheme, web)
     web.faults = ["503"] * 9
     where, last = rf"{web.base(scheme)}/000000\.tar", r"[\s\S]*(503|Service Unavailable)"
-    with pytest.raises(UnreachableError, match=f"{where}: .* 3 attempts failed, the last with: {last}"):
+    with pytest.raises(UnreachableError, match=f"{where}: .* 5 attempts failed, the last with: {last}"):
         storage.read("000000.tar", 0, 600)
-    assert len(web.requests) == 3
+    assert len(web.requests) == 5
 
 
 @pytest.mark.parametrize(("scheme", "seconds"), [("http", 0.3), ("gs", 0.3), ("s3", 1)])  # boto takes long to load
-def test_a_server_that_stalls_is_given_up_after_the_time_out(web, shards, scheme, seconds):
-    storage = over(scheme, web, attempts=2, timeout_seconds=seconds)
+def test_a_server_that_stalls_is_given_up_after_the_time_out(web, shards, scheme, seconds, monkeypatch):
+    monkeypatch.setattr(remotes, "ATTEMPTS", 2)
+    monkeypatch.setattr(remotes, "TIMEOUT_SECONDS", seconds)
+    storage = over(scheme, web)
     web.faults = ["stall", "stall"]
     silence = rf"(no answer within {seconds} s|Read timeout)"
     with pytest.raises(UnreachableError, match=f"2 attempts failed, the last with: {silence}"):
         storage.read("000000.tar", 0, 600)
     web.faults = ["stall"]
-    patient = over(scheme, web, timeout_seconds=max(seconds, 1))
-    assert patient.read("000000.tar", 0, 600) == (shards / "000000.tar").read_bytes()[:600]
+    monkeypatch.setattr(remotes, "TIMEOUT_SECONDS", max(seconds, 1))
+    assert over(scheme, web).read("000000.tar", 0, 600) == (shards / "000000.tar").read_bytes()[:600]
 
 
 def test_a_server_that_is_not_there_is_named():
-    storage = storage_of("http://127.0.0.1:9", QUICK)
-    with pytest.raises(UnreachableError, match=r"http://127\.0\.0\.1:9/a\.tar: cannot be read: 3 attempts failed"):
+    storage = storage_of("http://127.0.0.1:9")
+    with pytest.raises(UnreachableError, match=r"http://127\.0\.0\.1:9/a\.tar: cannot be read: 5 attempts failed"):
         storage.about("a.tar")
 
 
@@ -133,20 +132,20 @@ def test_a_server_that_is_not_there_is_named():
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_another_attempt_would_not_mend_is_tried_once(web, scheme, status):
     web.faults = [status] * 3
-    with pytest.raises(DistapError, match=r"000000\.tar: cannot be read: (?!3 attempts)"):
+    with pytest.raises(DistapError, match=r"000000\.tar: cannot be read: (?!5 attempts)"):
         over(scheme, web).read("000000.tar", 0, 600)
     assert len(web.requests) == 1
 
 
 def test_a_missing_file_is_told_from_other_errors(web):
     with pytest.raises(MissingFileError, match=rf"{web.url}/none\.tar: there is no such file"):
-        storage_of(web.url, QUICK).about("none.tar")
+        storage_of(web.url).about("none.tar")
     with pytest.raises(MissingFileError, match=rf"{web.url}/none\.tar: there is no such file"):
-        storage_of(web.url, QUICK).read("none.tar", 0, 1)
+        storage_of(web.url).read("none.tar", 0, 1)
 
 
 def test_a_server_that_ignores_ranges_is_found_out_by_the_first_image(web):
-    reader = Reader(web.url, load_index(web.url, QUICK), remote=QUICK)
+    reader = Reader(web.url, load_index(web.url))
     web.ranges = False
     with pytest.raises(DistapError, match=r"ignores Range.*nginx"):
         reader.data(4)
@@ -174,7 +173,7 @@ class Endless(BaseHTTPRequestHandler):
 def test_of_an_answer_no_more_is_taken_than_was_asked_for(name, message):
     with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        storage = storage_of(f"http://127.0.0.1:{server.server_port}", QUICK)
+        storage = storage_of(f"http://127.0.0.1:{server.server_port}")
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with pytest.raises(DistapError, match=message):
             storage.read(name, 0, 1000)
@@ -192,10 +191,10 @@ def test_a_pipe_in_place_of_an_index_is_refused_at_once(shards):
 def test_an_image_behind_a_name_with_odd_signs_is_found_and_a_large_file_is_not_read_whole(tmp_path, monkeypatch):
     (tmp_path / "a b%20c+é.tar").write_bytes(b"data")
     with web_server(tmp_path) as server:
-        assert storage_of(server.url, QUICK).read("a b%20c+é.tar", 0, 4) == b"data"
+        assert storage_of(server.url).read("a b%20c+é.tar", 0, 4) == b"data"
         monkeypatch.setattr(files, "LARGEST_WHOLE", 3)
         with pytest.raises(DistapError, match=r"a%20b%2520c.*more than 3 bytes"):
-            storage_of(server.url, QUICK).read_whole("a b%20c+é.tar")
+            storage_of(server.url).read_whole("a b%20c+é.tar")
 
 
 def test_credentials_that_are_missing_are_an_error_at_once(s3, monkeypatch):
@@ -203,11 +202,11 @@ def test_credentials_that_are_missing_are_an_error_at_once(s3, monkeypatch):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     with pytest.raises(DistapError, match=r"s3://shards/a\.tar: cannot be read: .*credentials"):
-        storage_of("s3://shards", RemoteSettings(attempts=3)).about("a.tar")
+        storage_of("s3://shards").about("a.tar")
 
 
 def test_an_object_store_is_read_listed_and_written(s3, shards, monkeypatch):
-    storage = storage_of(upload(shards, "stored"), RemoteSettings(attempts=2))
+    storage = storage_of(upload(shards, "stored"))
     whole = (shards / "000000.tar").read_bytes()
     assert storage.about("000000.tar").size == len(whole)
     assert storage.read("000000.tar", 700, 1000) == whole[700:1700]
@@ -220,8 +219,8 @@ def test_an_object_store_is_read_listed_and_written(s3, shards, monkeypatch):
     with pytest.raises(MissingFileError):
         storage_of("s3://nowhere").about("a")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    with pytest.raises(UnreachableError, match="s3://shards/note: cannot be written: 1 attempts failed"):
-        storage_of("s3://shards", RemoteSettings(attempts=1)).write("note", b"")
+    with pytest.raises(UnreachableError, match="s3://shards/note: cannot be written: 5 attempts failed"):
+        storage_of("s3://shards").write("note", b"")
 
 
 @pytest.mark.parametrize(("scheme", "package", "extra"), [("s3", "s3fs", "s3"), ("gs", "gcsfs", "gcs")])
@@ -233,21 +232,14 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, scheme, 
         storage_of(f"{scheme}://bucket").about("a")
 
 
-def sources(kind, shards, web):
-    """A source of the kind with the same shards, and how it is reached."""
-    if kind == "http":
-        return web.url, QUICK
-    return upload(shards, "same"), RemoteSettings()
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["http", "s3"])
 def test_reading_over_a_network_is_reading_from_disk(kind, workers, shards, web, s3):
-    source, remote = sources(kind, shards, web)
+    source = web.url if kind == "http" else upload(shards, "same")
     expected = Reader(shards, load_index(shards))
-    reader = Reader(source, load_index(source, remote), remote=remote)
+    reader = Reader(source, load_index(source))
     assert reader.index.fingerprint == expected.index.fingerprint
-    own, images = (indexed_images(shards, 9), indexed_images(source, 9, workers=workers, remote=remote))
+    own, images = (indexed_images(shards, 9), indexed_images(source, 9, workers=workers))
     images._reader.storage.meter["read_bytes"] = 7  # of this process, whose counts a fork begins with
     web.requests.clear()
     shares = [own.shares(range(1)), images.shares(range(1))]
@@ -262,45 +254,43 @@ def test_reading_over_a_network_is_reading_from_disk(kind, workers, shards, web,
 
 def test_an_index_is_made_over_http_and_kept_in_a_file(web, shards, tmp_path):
     source = parse_source(f"{web.url}/{{000000..000002}}.tar", tmp_path / "kept.npz")
-    index, _ = index_shards(source, remote=QUICK)
+    index, _ = index_shards(source)
     assert index.fingerprint == load_index(shards).fingerprint
-    assert load_index(source, QUICK).fingerprint == index.fingerprint
+    assert load_index(source).fingerprint == index.fingerprint
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "kept.npz", "shards"]
     with pytest.raises(DistapError, match="nothing can be written behind http://; say where with --index"):
-        index_shards(f"{web.url}/{{000000..000002}}.tar", remote=QUICK)
+        index_shards(f"{web.url}/{{000000..000002}}.tar")
 
 
 def test_an_index_is_made_over_s3_beside_the_shards(s3, shards):
     expected = load_index(shards).fingerprint
     (shards / "index.npz").unlink()
     url = upload(shards, "unindexed")
-    remote = RemoteSettings()
     with pytest.raises(DistapError, match=r"no index\.npz in it; `distap data index s3://shards/unindexed`"):
-        load_index(url, remote)
+        load_index(url)
     for source in (url, f"{url}/*.tar", f"{url}/{{000000..000002}}.tar"):
-        index, _ = index_shards(source, remote=remote)
-        assert load_index(source, remote).fingerprint == index.fingerprint == expected
+        index, _ = index_shards(source)
+        assert load_index(source).fingerprint == index.fingerprint == expected
 
 
 def test_a_shard_that_changed_behind_a_url_is_found_when_the_index_is_loaded(web, shards):
     with (shards / "000001.tar").open("ab") as file:
         file.write(bytes(512))
     with pytest.raises(DistapError, match=rf"{web.url}/000001\.tar: .* when it was indexed"):
-        load_index(web.url, QUICK)
+        load_index(web.url)
     (shards / "000001.tar").unlink()
     with pytest.raises(DistapError, match=rf"{web.url}/000001\.tar: there is no such file"):
-        load_index(web.url, QUICK)
+        load_index(web.url)
 
 
 def test_google_storage_is_read_listed_and_written(shards):
     with gcs_server():
-        remote = RemoteSettings(attempts=1)
-        storage = storage_of("gs://shards/train", remote)
+        storage = storage_of("gs://shards/train")
         for path in shards.iterdir():
             storage.write(path.name, path.read_bytes())
         assert storage.names("*.tar") == ["000000.tar", "000001.tar", "000002.tar"]
         expected = Reader(shards, load_index(shards))
-        reader = Reader("gs://shards/train", load_index("gs://shards/train", remote), remote=remote)
+        reader = Reader("gs://shards/train", load_index("gs://shards/train"))
         assert [reader.data(sample) for sample in range(9)] == [expected.data(sample) for sample in range(9)]
         with pytest.raises(MissingFileError, match="gs://shards/train/none: there is no such file"):
             storage.read("none", 0, 1)

@@ -41,11 +41,9 @@ def test_training_and_evaluating_over_s3_is_training_from_disk(tmp_path, trainin
     [
         ({"data__train": "pipe:cat a.tar"}, r"data\.train: .*pipe:cat a\.tar: a shell command is no data set"),
         ({"data__train": "ftp://host/a"}, r"data\.train: .* ftp:// is unknown"),
-        ({"data__remote": {"attempts": 0}}, r"data\.remote\.attempts: 0: must be greater than 0"),
-        ({"data__remote": {"attemps": 1}}, r"data\.remote\.attemps: unknown key; .*attempts"),
     ],
 )
-def test_a_wrong_source_or_remote_is_named_by_its_key(tmp_path, changes, message):
+def test_a_wrong_source_is_named_by_its_key(tmp_path, changes, message):
     with pytest.raises(DistapError, match=message):
         recipe(tmp_path, [tmp_path], **changes)
 

@@ -38,7 +38,7 @@ def serve(
         # A client's mistakes are counted in the metrics; a line for each would let anyone fill the log.
         logging.getLogger("python_multipart").setLevel(logging.ERROR)
         searcher = open_searcher(index, checkpoint, whitening, world=world, best=best, max_pixels=settings.pixels_of)
-        service = Service(settings, searcher, open_thumbnails(searcher.index, images, searcher.remote))
+        service = Service(settings, searcher, open_thumbnails(searcher.index, images))
         held = f"{len(searcher.index):,} images of {searcher.index.data}"
         where = f"http://{settings.host_in_url}:{listener.getsockname()[1]}"
         console.print(f"serving {held} on {where}", markup=False)

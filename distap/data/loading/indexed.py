@@ -32,7 +32,7 @@ class IndexedImages:
     def __init__(self, job: LoadingJob, world: World, stopwatch: Stopwatch) -> None:
         # Once for a host's own shards; those behind a URL are the same for all.
         compares = world.rank == 0 or (world.local_rank == 0 and not job.source.scheme)
-        index = load_index(job.source, job.remote, compares)
+        index = load_index(job.source, compares)
         if world.rank == 0:
             warn_of(str(job.source), index.left_out)
         self.index: Index | None = index
@@ -40,7 +40,7 @@ class IndexedImages:
         self.plan = Plan(index.classes, job.sampling, job.seed)
         self.size = job.sampling.size
         self._job, self._world, self._stopwatch = job, world, stopwatch
-        self._reader = Reader(job.source, index, job.remote)
+        self._reader = Reader(job.source, index)
 
     def shares(self, steps: range) -> Generator[ShareOfBatch]:
         job, slots = replace(self._job, steps=steps.stop), self._world.slots(self.size)

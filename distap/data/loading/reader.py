@@ -21,7 +21,7 @@ from distap.data.shards.parallel import Track, map_in_processes, untracked
 from distap.errors import DistapError
 from distap.storage.files import Storage, storage_of
 from distap.storage.locations import LISTABLE, Source, parse_source, shard_names
-from distap.storage.remotes import MissingFileError, RemoteSettings, UnreachableError
+from distap.storage.remotes import MissingFileError, UnreachableError
 
 HEADER_BYTES = 1 << 16  # the header of nearly every image fits in them
 
@@ -32,13 +32,12 @@ class Reader:
     Args:
         source: the data set.
         index: the index of the same data set.
-        remote: how a remote source is reached, and how often reading is tried.
     """
 
-    def __init__(self, source: Source | Path | str, index: Index, remote: RemoteSettings | None = None) -> None:
+    def __init__(self, source: Source | Path | str, index: Index) -> None:
         self.source, self.index = parse_source(source), index
         rows = rows_behind(self.source)
-        self.storage: Storage | DatasetRows = storage_of(self.source.base, remote) if rows is None else rows
+        self.storage: Storage | DatasetRows = storage_of(self.source.base) if rows is None else rows
 
     def encoded(self, sample: int) -> EncodedImage:
         """Return an image's file, not decoded yet; raise DamagedImageError if its bytes changed or are no image."""
@@ -113,7 +112,7 @@ class ImageSet:
         return np.array([self.reader.size(sample) for sample in samples], dtype=np.int64).reshape(-1, 2)
 
 
-def open_images(source: Source | Path | str, remote: RemoteSettings | None = None) -> ImageSet:
+def open_images(source: Source | Path | str) -> ImageSet:
     """Open the images of shards (see `Reader`), or of a local folder without index and shards."""
     source = parse_source(source)
     folder = Path(source.base)
@@ -122,12 +121,12 @@ def open_images(source: Source | Path | str, remote: RemoteSettings | None = Non
     if not (source.scheme or is_named or holds_shards) and folder.is_dir():
         index, source = index_of_folder(source, labelled=False), replace(source, kind="imagefolder")
     else:
-        index = load_index(source, remote)
+        index = load_index(source)
     keys = index.names
     if len(np.unique(keys)) < len(keys):  # each shard of other makers may count from 0
         shards = index.shard_name[index.shard].tolist()
         keys = np.array([f"{shard}:{key}" for shard, key in zip(shards, index.key.tolist(), strict=True)])
-    reader = Reader(source, index, remote)
+    reader = Reader(source, index)
     return ImageSet(str(source), index.fingerprint, keys, index.class_name[index.label], reader, index.left_out)
 
 
@@ -145,9 +144,7 @@ class Damage(NamedTuple):
         return self.shard if self.key in ("", self.shard) else f"{self.shard}:{self.key}"
 
 
-def check(
-    source: Source | Path | str, workers: int = 1, track: Track = untracked, remote: RemoteSettings | None = None
-) -> tuple[Index, list[Damage]]:
+def check(source: Source | Path | str, workers: int = 1, track: Track = untracked) -> tuple[Index, list[Damage]]:
     """Read every byte of a data set's shards; return its index and all damage, which never ends the check.
 
     The size and SHA-256 of each shard and the CRC-32 of each image are compared with the index, and the whole image
@@ -156,15 +153,14 @@ def check(
     source = parse_source(source)
     if source.kind in ("hf", "given"):
         raise DistapError(f"{source}: there are no files of ours to check; `distap data pack` makes some of a folder")
-    settings = remote or RemoteSettings()
-    index = load_index(source, settings, compare=False)
+    index = load_index(source, compare=False)
     order = np.lexsort((index.offset, index.shard))
     jobs = list(enumerate(np.split(order, np.cumsum(index.shard_counts)[:-1])))
-    check_shard = partial(_check_shard, Reader(source, index, remote=settings))
+    check_shard = partial(_check_shard, Reader(source, index))
     damaged = list(chain(*map_in_processes(check_shard, jobs, workers, "checking shards", track)))
     if source.kind == "shards" and source.scheme in LISTABLE:
         with suppress(DistapError):  # not one shard is left, which is said of each
-            unknown = set(shard_names(source, storage_of(source.base, settings))) - set(index.shard_name.tolist())
+            unknown = set(shard_names(source, storage_of(source.base))) - set(index.shard_name.tolist())
             detail = "the index does not have it, so its images are not read: `distap data index` reads it"
             damaged += [Damage(name, "", "shard_not_indexed", detail) for name in sorted(unknown)]
     return index, damaged

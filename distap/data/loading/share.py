@@ -26,7 +26,6 @@ from distap.errors import DistapError
 from distap.randomness import seed_for
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import Source
-from distap.storage.remotes import RemoteSettings
 from distap.world import World
 
 AUGMENTATION = 21  # first word of the key that augmentation's randomness is drawn with
@@ -50,7 +49,6 @@ class LoadingJob:
     prefetch: int = 2  # chunks that each worker reads ahead
     longest_wait: float = LONGEST_WAIT  # seconds for the next chunk
     pixels: PixelSettings = field(default_factory=PixelSettings)  # where pixels wait for the replay
-    remote: RemoteSettings | None = None
 
     def chunks(
         self, read: Callable[[Any], "Chunk"], workers: int, requests: Iterable[Any], name: Callable[[Any], str] = str

@@ -82,7 +82,7 @@ class StreamedImages:
 
     def __init__(self, source: StreamedSource, job: LoadingJob, world: World, stopwatch: Stopwatch) -> None:
         self._source, self._job, self._world, self._stopwatch = source, job, world, stopwatch
-        self._storage = storage_of(job.source.base, job.remote)
+        self._storage = storage_of(job.source.base)
         self._names = shard_names(job.source, self._storage)
         shards, ranks = len(self._names), world.size
         if shards < ranks:
@@ -97,9 +97,8 @@ class StreamedImages:
 
     @cached_property
     def index(self) -> Index | None:
-        source = self._job.source
         try:
-            return load_index(source, self._job.remote, compare=False)
+            return load_index(self._job.source, compare=False)
         except DistapError:
             return None
 

@@ -31,7 +31,7 @@ from distap.errors import DistapError
 from distap.storage.columns import Buffer, read_columns
 from distap.storage.files import Storage, storage_of
 from distap.storage.locations import Source, parse_source, safe_name
-from distap.storage.remotes import MissingFileError, RemoteSettings
+from distap.storage.remotes import MissingFileError
 from distap.storage.texts import as_line, is_line
 
 INDEX_VERSION = 5
@@ -88,9 +88,9 @@ class Index:
         """Return (S,) the number of samples in each shard."""
         return np.bincount(self.shard, minlength=len(self.shard_name))
 
-    def save(self, source: Source | Path | str, remote: RemoteSettings | None = None) -> None:
+    def save(self, source: Source | Path | str) -> None:
         """Write the index atomically to the place that its source defines."""
-        storage, name = index_place(parse_source(source), remote)
+        storage, name = index_place(parse_source(source))
         storage.write(name, self.to_bytes())
 
     def to_bytes(self) -> bytes:
@@ -126,10 +126,10 @@ SAMPLE_COLUMNS = [name for name in COLUMNS if name not in (*SHARD_COLUMNS, *CLAS
 COLUMNS["class_levels"] = "table"
 
 
-def index_place(source: Source, remote: RemoteSettings | None) -> tuple[Storage, str]:
+def index_place(source: Source) -> tuple[Storage, str]:
     """Return the storage that holds a data set's index, and the name of the index in this storage."""
     if source.kept_index is None:
-        return storage_of(source.base, remote), source.index_name
+        return storage_of(source.base), source.index_name
     return storage_of(str(source.kept_index.parent)), source.kept_index.name
 
 
@@ -187,7 +187,7 @@ def _problems(index: Index) -> Iterator[str]:
             yield f"sample {row} ({str(index.key[row])!r}): its {problem}"
 
 
-def load_index(source: Source | Path | str, remote: RemoteSettings | None = None, compare: bool = True) -> Index:
+def load_index(source: Source | Path | str, compare: bool = True) -> Index:
     """Read and check a data set's index; with `compare`, also that its shards exist with the same sizes."""
     source = parse_source(source)
     if source.kind == "described":
@@ -200,7 +200,7 @@ def load_index(source: Source | Path | str, remote: RemoteSettings | None = None
         return index_of_folder(source)
     if not source.scheme and Path(source.base).is_file():
         raise DistapError(f"{source}: a file, and no folder of shards; `distap data pack` packs the images of a list")
-    storage, name = index_place(source, remote)
+    storage, name = index_place(source)
     try:
         index = parse_index(storage.mapped(name), source.index)
     except MissingFileError as error:
@@ -216,7 +216,7 @@ def load_index(source: Source | Path | str, remote: RemoteSettings | None = None
     if len(index) == 0:
         raise DistapError(f"{source}: the data set is empty")
     if compare:
-        _require_shards(source, remote, index)
+        _require_shards(source, index)
     return index
 
 
@@ -271,8 +271,8 @@ def index_of_files(
     )
 
 
-def _require_shards(source: Source, remote: RemoteSettings | None, index: Index) -> None:
-    storage, names = storage_of(source.base, remote), index.shard_name.tolist()
+def _require_shards(source: Source, index: Index) -> None:
+    storage, names = storage_of(source.base), index.shard_name.tolist()
     first = storage.about(names[0])  # alone, so that a wrong setting is tried once
     with ThreadPoolExecutor(THREADS) as pool:
         found = [first, *(pool.map if source.scheme else map)(storage.about, names[1:])]

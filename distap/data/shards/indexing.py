@@ -17,7 +17,7 @@ from distap.errors import DistapError, logger
 from distap.storage.atomic import Hashed
 from distap.storage.files import Storage, storage_of
 from distap.storage.locations import LISTABLE, Source, parse_source, shard_names
-from distap.storage.remotes import MissingFileError, RemoteSettings
+from distap.storage.remotes import MissingFileError
 from distap.storage.texts import is_line
 
 NAMES_FILE = "classes.txt"  # line k: the name of class k and, after tabs, those of coarser classes that hold it
@@ -31,7 +31,6 @@ def index_shards(
     source: Source | Path | str,
     track: Track = untracked,
     workers: int = 1,
-    remote: RemoteSettings | None = None,
     levels: Sequence[str] = (),
 ) -> tuple[Index, list[Skipped]]:
     """Read every byte of a source's tar shards once and write their index.
@@ -45,22 +44,21 @@ def index_shards(
     source = parse_source(source)
     if source.kept_index is None and source.scheme not in LISTABLE:
         raise DistapError(f"{source}: nothing can be written behind {source.scheme}://; say where with --index PATH")
-    settings = remote or RemoteSettings()
-    storage = storage_of(source.base, settings)
+    storage = storage_of(source.base)
     names = shard_names(source, storage)
     folders = sorted({name.rpartition("/")[0] for name in names} - {""})
     own = [folder for folder in folders if _lines(storage, f"{folder}/{NAMES_FILE}") is not None]
     if own and _lines(storage, NAMES_FILE) is None:  # class 0 of one folder is not that of another
         where = storage.where(f"{own[0]}/{NAMES_FILE}")
         raise DistapError(f"{source}: {where} numbers the classes of its folder alone: pack all images together")
-    scan = partial(_scan, source.base, settings, levels)
+    scan = partial(_scan, source.base, levels)
     scans = map_in_processes(scan, names, workers, "indexing shards", track)
     sound = [scan for scan in scans if not isinstance(scan, str)]
     if damaged := [scan for scan in scans if isinstance(scan, str)]:
         problem = f"{len(damaged)} of {len(scans)} shards cannot be used; make them anew, or take them out"
         raise DistapError("\n".join([f"{source}: {problem}:", *damaged]))
     index = merge_scans(source, storage, [scan for scan, _ in sound])
-    index.save(source, settings)
+    index.save(source)
     return index, [image for _, skipped in sound for image in skipped]
 
 
@@ -153,9 +151,9 @@ def _class_rows(storage: Storage, numbers: list[int]) -> list[tuple[str, str, tu
     return rows
 
 
-def _scan(base: str, remote: RemoteSettings, levels: Sequence[str], name: str) -> Scan | str:
+def _scan(base: str, levels: Sequence[str], name: str) -> Scan | str:
     """Scan a shard; return the reason if it is unusable."""
-    storage = storage_of(base, remote)
+    storage = storage_of(base)
     try:
         about = storage.about(name)
         with storage.open(name) as file:

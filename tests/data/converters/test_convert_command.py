@@ -1,10 +1,9 @@
-import sys
 from pathlib import Path
 
 import pytest
+from commands import distap
 from dataset_trees import TREES
 
-from distap.cli import main
 from distap.data.converters.converting import DATASETS
 from distap.data.shards.index import load_index
 
@@ -14,15 +13,7 @@ GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "data-sets.md"
 @pytest.fixture
 def run(monkeypatch, capsys):
     """`distap data convert`: its exit status, and what it printed."""
-
-    def convert(*arguments):
-        monkeypatch.setattr(sys, "argv", ["distap", "data", "convert", *map(str, arguments)])
-        with pytest.raises(SystemExit) as status:
-            main()
-        printed = capsys.readouterr()
-        return int(status.value.code or 0), printed.out + printed.err
-
-    return convert
+    return lambda *arguments: (distap(monkeypatch, "data", "convert", *arguments), "".join(capsys.readouterr()))
 
 
 def test_the_command_says_what_it_did_and_what_is_wrong(run, tmp_path):
