@@ -10,7 +10,6 @@ import typer
 
 from distap.cli import options
 from distap.cli.options import JSON, print_json
-from distap.errors import DistapError
 from distap.telemetry.terminal import print_result, print_warning, set_up_logging, track
 
 EXTRACTED_IMAGES = "Folder, pattern or URL of shards, or any folder with images."
@@ -20,8 +19,10 @@ GRACE_SECONDS = 10.0  # for ranks to leave after a signal: finished parts are on
 DESCRIPTORS = Annotated[Path, typer.Argument(help="Folder that `distap extract` wrote.", show_default=False)]
 METHOD = "Scale principal components (pca), or shrink directions in which a class differs (lw)."
 KEPT = "Keep this many first dimensions, scaled to length 1 again, as the loss matryoshka trains them."
-KIND = "Kind of index: flat is exact, ivf-pq is smallest, hnsw is fastest at high recall."
-FACTORY = "Index as a string for faiss.index_factory, such as OPQ64,IVF4096,PQ64, instead of --kind."
+KIND = (
+    "Kind of index: flat is exact, ivf-pq is smallest, hnsw is fastest at high recall; or a string for "
+    "faiss.index_factory, such as OPQ64,IVF4096,PQ64."
+)
 WRITTEN = "File to write the whitening to, such as RUN/whitening.safetensors."
 SEARCH = "Search parameters of Faiss to store in the index, such as nprobe=64 or efSearch=128."
 
@@ -129,38 +130,34 @@ def whiten_command(
 def index_command(
     descriptors: DESCRIPTORS,
     output: Annotated[Path, typer.Argument(help="Folder to write the index to.", show_default=False)],
-    kind: Annotated[Literal["flat", "ivf-pq", "hnsw"] | None, typer.Option(help=KIND, show_default="flat")] = None,
-    factory: Annotated[str | None, typer.Option(help=FACTORY)] = None,
+    kind: Annotated[str, typer.Option(help=KIND)] = "flat",
     search: Annotated[str, typer.Option(help=SEARCH)] = "",
     as_json: JSON = False,
 ) -> None:
     """Build a Faiss index over extracted descriptors, and measure its recall against exact search.
 
     Recall@10 counts an image as found if it is as near as the tenth exact result. The index belongs to the network
-    that described its images. With --json: `output`, `images`, `dimensions`, `name`, `recall`, `at` (its k), `bytes`,
+    that described its images. With --json: `output`, `images`, `dimensions`, `kind`, `recall`, `at` (its k), `bytes`,
     `milliseconds` per query, `queries`, `build_seconds`, `factory` and `search`.
     """
-    if kind is not None and factory is not None:
-        raise DistapError("give one of --kind and --factory")
-    name = factory or kind or "flat"
     from distap.retrieval.descriptor_files import read_descriptors
 
     gallery = read_descriptors(descriptors)
     from distap.retrieval.indexing import INDEX_FILE, build_index, measure_recall, require_free_for_index, write_index
 
     require_free_for_index(output)
-    built = build_index(gallery, name, search, track)
+    built = build_index(gallery, kind, search, track)
     figures = measure_recall(built.index, gallery.descriptors)
     write_index(output, built, gallery, {"measured": figures})
     count, dimensions = gallery.descriptors.shape
     size = (output / INDEX_FILE).stat().st_size
     made = {key: built.about["index"][key] for key in ("factory", "search")}
     if as_json:
-        of_gallery = {"output": str(output), "images": count, "dimensions": dimensions, "name": name}
+        of_gallery = {"output": str(output), "images": count, "dimensions": dimensions, "kind": kind}
         print_json({**of_gallery, **figures, "bytes": size, "build_seconds": built.about["build_seconds"], **made})
         return
     print_result(
-        f"{output}: {count:,} images of {dimensions} dimensions, {name}: {made['factory']} {made['search']}".rstrip(),
+        f"{output}: {count:,} images of {dimensions} dimensions, {kind}: {made['factory']} {made['search']}".rstrip(),
         f"recall@{figures['at']} {figures['recall']:.4f} of {figures['queries']:,} of its images, {size:,} bytes, "
         f"{figures['milliseconds']:.3f} ms a query, built in {built.about['build_seconds']:.1f} s",
     )

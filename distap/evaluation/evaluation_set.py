@@ -142,15 +142,10 @@ class DescribedSet:
         return np.concatenate([self.asking, self.among]) if self.of.gallery else self.asking
 
     @cached_property
-    def labels(self) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
-        """Return class numbers of the images of `rows`, -1 without a class, and the names of the classes."""
+    def labels(self) -> NDArray[np.int64]:
+        """Return class numbers of the images of `rows`, -1 without a class; for graded figures of L levels (n, L)."""
         names, numbers = np.unique(self.classes[self.rows], return_inverse=True)
-        return np.where(self.classes[self.rows] == "", -1, numbers.reshape(-1)), names
-
-    @cached_property
-    def levels(self) -> NDArray[np.int64]:
-        """Return class numbers as `labels` does, or for graded figures (n, L), with those of coarser classes."""
-        numbers, names = self.labels
+        numbers = np.where(names[numbers] == "", -1, numbers)
         if not GRADED.keys() & set(self.of.figures):
             return numbers
         above = dict[str, tuple[str, ...]]()
@@ -188,7 +183,7 @@ class DescribedSet:
             refinement=refinement.name,
             fingerprint="+".join(images.fingerprint for images in of.image_sets),
             images=images,
-            queries=int(result.is_query.sum()),
+            queries=int((result.first_positive > 0).sum()),
             left_out=max(result.left_out.values()) + (len(of.truth.queries) - len(self.records) if of.truth else 0),
             left_out_of=result.left_out if len(result.left_out) > 1 else {},
             figures=figures,
@@ -206,10 +201,9 @@ class DescribedSet:
         return Retrieved(
             self.rows,
             self.keys[self.rows],
-            self.labels[0],
+            self.classes[self.rows],
             filled(result.values["mAP"], np.nan),
             filled(result.first_positive, 0),
-            self.labels[1],
             filled(result.neighbours + first, 0),
         )
 
@@ -217,10 +211,10 @@ class DescribedSet:
         """Yield the rows of queries and of the gallery in each draw."""
         if not self.of.draws:
             yield slice(None), slice(None)
-        labels = self.labels[0]
+        classes = self.classes[self.rows]
         for draw in range(self.of.draws):
-            order = permutation(len(labels), GALLERY, draw)
-            chosen = order[np.unique(labels[order], return_index=True)[1]]
+            order = permutation(len(classes), GALLERY, draw)
+            chosen = order[np.unique(classes[order], return_index=True)[1]]
             yield np.setdiff1d(order, chosen), chosen
 
     def _ranked(self, asking: Any, among: Any, refinement: Refinement) -> Evaluated:
@@ -249,7 +243,7 @@ class DescribedSet:
             return of.truth.of_gallery(self.records, self.names, device, of.is_of_itself, self.lost)
         if of.truth:
             return of.truth.of_classes(self.classes, self.asking, self.among, device)
-        labels = torch.from_numpy(self.levels).to(device)
+        labels = torch.from_numpy(self.labels).to(device)
         if of.kind == LABELLED:
             return class_truth(labels)
         count = len(self.asking)

@@ -190,14 +190,13 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
         missing = [str(query.name) for query in asking if str(query.name) not in self.positions]
         if missing:
             raise DistapError(f"query {missing[0]} and {len(missing) - 1} more have no position")
-        among = self._metres([str(names[number]) for number in known])
-        asked = self._metres([str(query.name) for query in asking])
+        given = [
+            self.positions[str(name)] for name in (*(names[one] for one in known), *(one.name for one in asking))
+        ]
+        points = np.array(given).reshape(-1, 2)
+        among, asked = np.split(points if self.unit == "metres" else on_globe(points), [len(known)])
         near = (np.flatnonzero(np.linalg.norm(among - point, axis=1) <= self.radius).tolist() for point in asked)
         return [[known[number] for number in own] for own in near]
-
-    def _metres(self, names: Sequence[str]) -> NDArray[np.float64]:
-        given = np.array([(self.positions or {})[name] for name in names]).reshape(-1, 2)
-        return given if self.unit == "metres" else on_globe(given)
 
 
 def on_globe(degrees: NDArray[np.float64]) -> NDArray[np.float64]:

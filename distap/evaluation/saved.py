@@ -19,8 +19,7 @@ FOLDER, RESULT_FILE, RETRIEVED_FILE = "evaluations", "result.json", "retrieved.n
 LABELLED, QUERIED = "labelled set", "queries and another gallery"  # the protocols of which neighbours are kept
 DRAWN = "queries and a gallery that is drawn"
 HIT_COLUMNS = {
-    **{"sample": "int64", "key": "U", "label": "int64", "first_positive": "int64", "class_name": "U"},
-    "average_precision": "float64",
+    **{"sample": "int64", "key": "U", "class_name": "U", "average_precision": "float64", "first_positive": "int64"},
     "neighbours": "int64",  # rows of all images, one after the other
 }
 
@@ -32,19 +31,14 @@ Figures = Annotated[
 
 @dataclass(frozen=True)
 class Retrieved:
-    """Hits of N images of K classes. Rows are numbered 0 to N-1; a separate gallery's rows follow the queries'."""
+    """Hits of N images. Rows are numbered 0 to N-1; a separate gallery's rows follow the queries'."""
 
     sample: NDArray[np.int64]  # (N,) number in the data set's index, ascending; another gallery is numbered after it
     key: NDArray[np.str_]  # (N,)
-    label: NDArray[np.int64]  # (N,) class number, -1 for none
+    class_name: NDArray[np.str_]  # (N,) "" for none
     average_precision: NDArray[np.float64]  # (N,) NaN if the image is no query
     first_positive: NDArray[np.int64]  # (N,) rank from 1, 0 if the image is no query
-    class_name: NDArray[np.str_]  # (K,)
     neighbours: NDArray[np.int64]  # (N, k) rows, best first
-
-    def class_of(self, row: int) -> str:
-        """Name of a row's class, "" without one."""
-        return str(self.class_name[self.label[row]]) if self.label[row] >= 0 else ""
 
 
 class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):

@@ -49,7 +49,7 @@ def sheets_of(retrieved: dict[str, Retrieved], thumbnail: Callable[[int], bytes 
     precision = last.average_precision[np.searchsorted(last.sample, queries)]
 
     def picture(of: Retrieved, row: int) -> Picture:
-        return Picture(str(of.key[row]), of.class_of(row), thumbnail(int(of.sample[row])))
+        return Picture(str(of.key[row]), str(of.class_name[row]), thumbnail(int(of.sample[row])))
 
     def example(sample: int) -> Example:
         answers = []
@@ -57,7 +57,7 @@ def sheets_of(retrieved: dict[str, Retrieved], thumbnail: Callable[[int], bytes 
             row = int(np.searchsorted(of.sample, sample))
             query = picture(of, row)
             hits = [
-                picture(of, hit)._replace(right=bool(of.label[hit] == of.label[row]))
+                picture(of, hit)._replace(right=bool(of.class_name[hit] == of.class_name[row]))
                 for hit in of.neighbours[row, :HITS].tolist()
             ]
             answers.append(Answer(network, float(of.average_precision[row]), int(of.first_positive[row]), hits))

@@ -31,11 +31,6 @@ class Evaluated:
     neighbours: Int64[Tensor, "Q k"]  # the most similar images of the gallery, best first
 
     @property
-    def is_query(self) -> Bool[Tensor, " Q"]:
-        """Return which queries have a positive."""
-        return self.first_positive > 0
-
-    @property
     def left_out(self) -> dict[str, int]:
         """Return the number of queries without a positive, by group."""
         return {group: int(self.values[name].isnan().sum()) for group, name in self.leading.items()}
@@ -144,9 +139,11 @@ def evaluate_descriptors(
     leading = {group or lead.removeprefix("m"): f"{group} {lead}".strip() for group in truth.groups if computed} or {
         lead: lead
     }
-    in_part = {"": counts >= 0}
-    for part in dict.fromkeys(filter(None, truth.parts)):
-        in_part[part] = torch.tensor([own == part for own in truth.parts], dtype=torch.bool, device=counts.device)
+    parts = truth.parts or [""] * total
+    in_part = {
+        part: torch.tensor([part in ("", own) for own in parts], device=counts.device)
+        for part in dict.fromkeys(["", *parts])
+    }
     return Evaluated(values, leading, in_part, first, nearest)
 
 

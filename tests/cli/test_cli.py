@@ -137,7 +137,6 @@ COMPUTES_NOTHING = """
 2: export {tmp}/none {tmp}/out
 2: whiten {tmp}/none
 2: index {tmp}/none {tmp}/out
-2: index {tmp}/none {tmp}/out --kind flat --factory Flat
 2: search {tmp}/packed 0 --checkpoint {tmp}/none
 2: serve {tmp}/packed --checkpoint {tmp}/none
 2: report {tmp}/none

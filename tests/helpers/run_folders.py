@@ -74,10 +74,9 @@ def retrieved(seed: int = 0, index: Index | None = None) -> Retrieved:
     return Retrieved(
         sample=np.arange(40) * (3 if index is None else 1),
         key=np.array([f"key-{row}" for row in range(40)]) if index is None else index.key,
-        label=label,
+        class_name=names[label],
         average_precision=random.random(40).round(1),
         first_positive=random.integers(0, 4, 40),
-        class_name=names,
         neighbours=np.stack(others),
     )
 

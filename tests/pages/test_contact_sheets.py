@@ -21,4 +21,6 @@ def test_the_hardest_queries_are_those_with_the_lowest_precision():
     for example, row in zip(hardest, lowest, strict=True):
         hits = example.answers[1].hits
         assert [hit.key for hit in hits] == [f"key-{hit}" for hit in last.neighbours[row]]
-        assert [hit.right for hit in hits] == [last.label[hit] == last.label[row] for hit in last.neighbours[row]]
+        assert [hit.right for hit in hits] == [
+            last.class_name[hit] == last.class_name[row] for hit in last.neighbours[row]
+        ]

@@ -38,7 +38,7 @@ def test_figures_equal_those_of_sorting_each_gallery(seed, images, classes, tied
     descriptors, labels = labelled_set(seed, images, classes, tied)
     result, orders = evaluated(descriptors, labels), orders_of(descriptors, labels)
     assert result.summary() == pytest.approx(labelled_figures(orders, AT), abs=1e-12)
-    assert result.is_query.nonzero().flatten().tolist() == sorted(orders)
+    assert result.first_positive.nonzero().flatten().tolist() == sorted(orders)
     assert result.left_out == {"AP": images - len(orders)}
     for query, right in orders.items():
         for name in ("mAP", "mAP@R"):
@@ -125,7 +125,7 @@ def test_queries_against_a_gallery_have_the_figures_of_sorting_it(monkeypatch, p
     for values in (gallery, gallery.numpy()):
         found = evaluate_descriptors(queries, values, truth, protocol, 10, head=head)
         assert found.summary() == pytest.approx(labelled_figures(orders, (1, 7)), abs=1e-12)
-        assert found.is_query.nonzero().flatten().tolist() == list(orders) and len(orders) < 20
+        assert found.first_positive.nonzero().flatten().tolist() == list(orders) and len(orders) < 20
         similarities = queries @ gallery.t()
         if is_headed:
             assert torch.equal(found.neighbours[:, :4], head)
