@@ -6,9 +6,11 @@ import platform
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -118,17 +120,34 @@ def measure_on_ranks(benchmark: Benchmark, ranks: int, threads: int) -> Any:
     if ranks > 1:
         command[1:2] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "KINETO_LOG_LEVEL": "99"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    pipes: dict[str, Any] = {"stdin": lifeline(), "stdout": subprocess.PIPE}
+    done = subprocess.run(command, env=environment, text=True, check=False, **pipes)
     return worker_result(benchmark, done.stdout, done.returncode)
 
 
 def worker_command(benchmark: Benchmark) -> list[str]:
-    """Return the command of a process that measures as one rank."""
+    """Return the command of a process that measures as one rank; its standard input has to be `lifeline`."""
     return [sys.executable, "-m", "benchmarks", "worker", benchmark.name, benchmark.model_dump_json()]
 
 
+@cache
+def lifeline() -> int:
+    """Return the end of a pipe at which workers read that this process is gone, however it ended.
+
+    What workers start, such as torchrun's ranks, inherits their standard input. The other end stays open here alone.
+    """
+    return os.pipe()[0]
+
+
 def work(benchmark: Benchmark) -> None:
-    """Measure as one rank, and print the figures on rank 0."""
+    """Measure as one rank, and print the figures on rank 0; end at once when the lifeline does."""
+
+    def wait_for_the_end() -> None:
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait_for_the_end, daemon=True).start()
     with joined_world() as world:
         figures = benchmark.on_rank(world)
         if world.rank == 0:
