@@ -1,15 +1,16 @@
 """Multistage against one pass of autograd over the whole batch, in float64."""
 
 from copy import deepcopy
+from functools import cache
 from types import SimpleNamespace
 
-import newer_losses
 import pytest
 import torch
 from batches import small_images, small_network
+from definitions import built, defined, levels_of, virtual_images
 from pytorch_metric_learning.losses import ContrastiveLoss
 from ranks import on_ranks
-from reference import listwise_loss, proxies
+from reference import listwise_loss
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -22,33 +23,42 @@ from benchmarks.measuring import collectives_of
 from distap import MicroBatchSizes, Multistage
 from distap.errors import DistapError
 from distap.randomness import seed_for
+from distap.registry import REGISTRY
 from distap.stages.step import DROPOUT
 from distap.world import World
 
 IMAGES, NEAR = 21, 1e-9
+OTHER, SEED = "pytorch-metric-learning", 5
+EVERY = [*REGISTRY["loss"], OTHER]
+CHOSEN = ["ap_q", "smooth_ap", "recall_at_k", "sup_con", "h_ap", "proxy_nca", OTHER]
 
 
-def levels(labels):
-    """Labels of two levels, of which the coarser joins pairs of classes."""
-    return torch.stack([labels, labels // 2], dim=1)
+def loss_of(name):
+    return ContrastiveLoss() if name == OTHER else built(name, 5, 5)
 
 
-LOSSES = {
-    "ap_q": ("ap_q", lambda d, y: listwise_loss("ap_q", d, y)),
-    "smooth_ap": ("smooth_ap", lambda d, y: listwise_loss("smooth_ap", d, y)),
-    "recall_at_k": ("recall_at_k", lambda d, y: newer_losses.by_query("recall_at_k", d, y, d[:0], y[:0], "uniform")),
-    "sup_con": ("sup_con", lambda d, y: newer_losses.by_query("sup_con", d, y, d[:0], y[:0], "uniform")),
-    "h_ap": ("h_ap", lambda d, y: newer_losses.graded("h_ap", d, levels(y), d[:0], levels(y[:0]), "uniform")),
-    "pytorch-metric-learning": (ContrastiveLoss(), ContrastiveLoss()),
-}
-
-
-def full_batch(network, images, labels, loss):
-    """The loss and each parameter's gradient, from one graph over all images."""
-    network = deepcopy(network)
-    value = loss(normalize(network(images)), labels)
+@cache
+def full_batch(name="ap_q", make=small_network):
+    """The loss and each parameter's gradient, the loss's own last, from one graph over all images."""
+    network, (images, labels), own, virtual = make(), small_images(IMAGES), [], ()
+    if name != OTHER:
+        own = [one.detach().requires_grad_() for one in loss_of(name).parameters]
+    if name == "simix":
+        virtual = virtual_images(labels, loss_of(name), lambda loss: one_process(network, loss, 4))
+    descriptors = normalize(network(images))
+    value = ContrastiveLoss()(descriptors, labels)
+    if name != OTHER:
+        value = defined(name, descriptors, levels_of(labels), own, virtual)
     value.backward()
-    return value.item(), [parameter.grad for parameter in network.parameters()]
+    return value.item(), [one.grad for one in (*network.parameters(), *own)]
+
+
+def one_process(network, loss, size, **options):
+    """The loss and Multistage, of one process."""
+    images, labels = small_images(IMAGES)
+    torch.manual_seed(SEED)  # of simix
+    multistage = Multistage(network, loss, size, **options)
+    return multistage(images, levels_of(labels)), multistage
 
 
 def gradients_of(network):
@@ -75,34 +85,37 @@ def wrapped(wrapper, loss, sizes, **options):
         fully_shard(network)
     inner = DistributedDataParallel(network) if wrapper == "ddp inside" else network
     multistage = Multistage(inner, loss, sizes, reduce=wrapper == "summed here", **options)
-    if multistage.learned is not None:
-        multistage.learned.double()
     return network, multistage, DistributedDataParallel(multistage) if wrapper == "ddp around" else multistage
 
 
-def one_case(world, wrapper, loss, sizes):
-    """Loss, gradients and large collectives of a batch on this rank's share."""
-    network, _, outer = wrapped(wrapper, LOSSES[loss][0], sizes)
-    images, labels = (tensor[share_of(world.rank, world.size)] for tensor in small_images(IMAGES))
-    values, asked = [], levels(labels) if loss == "h_ap" else labels
+def one_case(world, wrapper, name, mode):
+    """Loss, gradients and, of losses in CHOSEN, large collectives of a batch on this rank's share."""
+    network, multistage, outer = wrapped(wrapper, loss_of(name), 4, mode=mode)
+    # simix draws numbers for pairs in the order of the batch, which such shares leave as it is.
+    share = slice(world.rank, None, world.size) if name == "simix" else share_of(world.rank, world.size)
+    images, labels = (tensor[share] for tensor in small_images(IMAGES))
+    values = []
+    torch.manual_seed(SEED)
 
     def backward():
-        values.append(outer(images, asked))
-        values[0].backward()
+        values.append(outer(images, levels_of(labels)))
+        (3 * values[0]).backward()
 
-    collectives = collectives_of(backward)
-    gradients = gradients_of(network)
+    collectives = collectives_of(backward) if name in CHOSEN else backward()
+    gradients = gradients_of(network) + [one.grad for one in multistage.loss.parameters]
     if wrapper == "not wrapped":
         gradients = [world.sum(gradient) / world.size for gradient in gradients]
-    return values[0].item(), [gradient.detach() for gradient in gradients], collectives
+    return values[0].item(), [gradient.detach() / 3 for gradient in gradients], collectives
 
 
 WRAPPERS = ["ddp inside", "ddp around", "fsdp2", "summed here", "not wrapped"]
-CASES = [(wrapper, loss, size) for wrapper in WRAPPERS for loss in LOSSES for size in (1, 4)]
+CASES = [(wrapper, loss, "sharded") for wrapper in WRAPPERS for loss in CHOSEN]
+CASES += [(wrapper, "proxy_nca", "central") for wrapper in WRAPPERS]
+CASES += [(wrapper, loss, "sharded") for wrapper in ("ddp inside", "fsdp2") for loss in EVERY if loss not in CHOSEN]
 
 
 def all_cases(world):
-    return [one_case(world, *case) for case in CASES]
+    return {case: one_case(world, *case) for case in CASES}
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -110,66 +123,34 @@ def on_some_ranks(request):
     return on_ranks(request.param, all_cases)
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{w}, {name}, {size}" for w, name, size in CASES])
-def test_ranks_get_the_gradient_of_all_their_images(on_some_ranks, number):
-    _, loss, _ = CASES[number]
-    expected, gradients = full_batch(small_network(), *small_images(IMAGES), LOSSES[loss][1])
+@pytest.mark.parametrize("case", CASES, ids=", ".join)
+def test_ranks_get_the_gradient_of_all_their_images(on_some_ranks, case):
+    expected, gradients = full_batch(case[1])
     for rank in on_some_ranks:
-        value, found, _ = rank[number]
+        value, found, _ = rank[case]
         assert value == pytest.approx(expected, rel=NEAR)
         assert_near(found, gradients)
 
 
-def trained_with_proxies(world):
-    """Loss, and gradients of the network and of the proxies, by wrapper and mode."""
-    images, labels = (tensor[share_of(world.rank, world.size)] for tensor in small_images(IMAGES))
-    found = {}
-    for wrapper in WRAPPERS if world.size > 1 else ("not wrapped",):
-        for mode in ("sharded", "central"):
-            network, multistage, outer = wrapped(wrapper, "proxy_nca", 4, classes=5, dimensions=5, mode=mode)
-            value = outer(images, labels)
-            (3 * value).backward()
-            gradients = [*gradients_of(network), *(one.grad for one in multistage.learned.parameters())]
-            if wrapper == "not wrapped":
-                gradients = [world.sum(gradient) / world.size for gradient in gradients]
-            found[wrapper, mode] = value.item(), [gradient / 3 for gradient in gradients]
-    return found
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_proxies_get_the_gradient_of_all_images_on_every_rank(ranks):
-    network, (images, labels) = small_network(), small_images(IMAGES)
-    learned = Multistage(network, "proxy_nca", classes=5, dimensions=5).learned.double()
-    first = learned["proxies"].detach().clone().requires_grad_()
-    expected = proxies(normalize(network(images)), labels, first, 1 / 9, squared=True)
-    expected.backward()
-    for answer in on_ranks(ranks, trained_with_proxies) if ranks > 1 else [trained_with_proxies(World())]:
-        for value, gradients in answer.values():
-            assert value == pytest.approx(expected.item(), rel=NEAR)
-            assert_near(gradients, [*gradients_of(network), first.grad])
-
-
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("size", [1, 4, 100, MicroBatchSizes(3, describe=7, keep=2)], ids=str)
 def test_the_gradient_is_that_of_one_pass_over_the_batch(name, size):
-    loss, reference = LOSSES[name]
     network = small_network()
-    images, labels = small_images(IMAGES)
-    value = Multistage(network, loss, size)(images, levels(labels) if name == "h_ap" else labels)
+    value, multistage = one_process(network, loss_of(name), size)
     (3 * value).backward()
-    expected, gradients = full_batch(small_network(), images, labels, reference)
+    expected, gradients = full_batch(name)
     assert value.item() == pytest.approx(expected, rel=NEAR)
-    assert_near(gradients_of(network), [3 * gradient for gradient in gradients])
+    found = gradients_of(network) + [one.grad for one in multistage.loss.parameters]
+    assert_near(found, [3 * gradient for gradient in gradients])
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{w}, {name}, {size}" for w, name, size in CASES])
-def test_a_backward_pass_reduces_the_gradients_once(on_some_ranks, number):
-    wrapper, _, _ = CASES[number]
+@pytest.mark.parametrize("case", [case for case in CASES if case[1] in CHOSEN], ids=", ".join)
+def test_a_backward_pass_reduces_the_gradients_once(on_some_ranks, case):
     network = 8 * sum(parameter.numel() for parameter in small_network().parameters())
-    for _, _, collectives in (rank[number] for rank in on_some_ranks):
+    for _, _, collectives in (rank[case] for rank in on_some_ranks):
         # gloo reduces and scatters by an all_reduce; gradients of descriptors, counts and drift take some bytes too.
         (reduced,) = (call.bytes for call in collectives if call.name == "gloo:all_reduce")
-        assert reduced - (0 if wrapper == "not wrapped" else network) in range(network // 2)
+        assert reduced - (0 if case[0] == "not wrapped" else network) in range(network // 2)
 
 
 def test_dropout_draws_the_same_in_both_passes():
@@ -208,7 +189,7 @@ def micro_batches(images, labels):
 
 def test_a_batch_may_be_any_nesting_of_tensors_or_come_as_micro_batches():
     images, labels = small_images(IMAGES)
-    _, gradients = full_batch(small_network(), images, labels, LOSSES["ap_q"][1])
+    _, gradients = full_batch()
     whole = {"image": (images,), "mask": torch.ones(IMAGES, dtype=images.dtype)}
     given = {
         "dict": (OfNesting(), (whole, labels)),
@@ -352,7 +333,7 @@ class Shifted(nn.Module):
 
 
 def test_gradients_that_share_memory_are_summed_apart():
-    _, gradients = full_batch(Shifted(), *small_images(IMAGES), LOSSES["ap_q"][1])
+    _, gradients = full_batch(make=Shifted)
     network = Shifted()
     Multistage(network, "ap_q", 4)(*small_images(IMAGES)).backward()
     assert_near(gradients_of(network), gradients)
@@ -376,14 +357,14 @@ def odd_ranks(world):
 
 
 def test_ranks_that_differ_neither_hang_nor_drift():
-    _, gradients = full_batch(small_network(), *small_images(IMAGES), LOSSES["ap_q"][1])
+    _, gradients = full_batch()
     for found, said in on_ranks(2, odd_ranks):
         assert_near(found, gradients)
         assert said == "rank 0: no images were given"
 
 
 def test_gradients_accumulate_over_backward_passes():
-    _, gradients = full_batch(small_network(), *small_images(IMAGES), LOSSES["ap_q"][1])
+    _, gradients = full_batch()
     for rank in on_ranks(2, accumulated):
         for found in rank:
             assert_near(found, [2 * gradient for gradient in gradients])
@@ -447,7 +428,7 @@ def test_batchnorm_can_be_frozen_and_keeps_its_statistics_and_mode():
     network = small_network(frozen=False)
     before = deepcopy(network.norm.state_dict())
     Multistage(network, "ap_q", 4, freeze_batchnorm=True)(*small_images(IMAGES)).backward()
-    _, gradients = full_batch(small_network(), *small_images(IMAGES), LOSSES["ap_q"][1])
+    _, gradients = full_batch()
     assert_near(gradients_of(network), gradients)
     assert network.norm.training
     assert all(torch.equal(before[name], value) for name, value in network.norm.state_dict().items())

@@ -97,12 +97,20 @@ def info_nce(
     return -sum(torch.log(one / (one + negatives)) for one in each) / len(same)
 
 
+def sigmoid(
+    similarities: Tensor, query: int, same: list[int], other: list[int], log_scale: Tensor, bias: Tensor
+) -> Tensor:
+    pairs = [(1, j) for j in same] + [(-1, j) for j in other]
+    return sum(torch.log1p(torch.exp(-z * (log_scale.exp() * similarities[j] + bias))) for z, j in pairs) / len(pairs)
+
+
 OF_QUERY = {
     "recall_at_k": recall_at_k,
     "sup_recall_at_k": recall_at_k,
     "pnp": pnp,
     "sup_con": sup_con,
     "info_nce": info_nce,
+    "sigmoid": sigmoid,
 }
 
 
@@ -115,13 +123,13 @@ def by_query(
     weights: str,
     **settings: Any,
 ) -> Tensor:
-    """Mean over queries with a positive, against the batch and a gallery behind it."""
+    """Mean over queries, which need a positive but for `sigmoid`, against the batch and a gallery behind it."""
     everything, known = torch.cat([descriptors, gallery]), torch.cat([labels, gallery_labels]).tolist()
     losses, weight = [], []
     for query, label in enumerate(labels.tolist()):
         same = [j for j, one in enumerate(known) if one == label and j != query]
         other = [j for j, one in enumerate(known) if one != label]
-        if same:
+        if same or name == "sigmoid":
             losses.append(OF_QUERY[name](descriptors[query] @ everything.t(), query, same, other, **settings))
             weight.append(1.0 if weights == "uniform" else 1 / labels.tolist().count(label))
     return sum(w * one for w, one in zip(weight, losses, strict=True)) / sum(weight)

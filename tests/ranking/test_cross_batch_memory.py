@@ -17,27 +17,6 @@ def batch(seed, images):
     return gather(normalize(raw), labels, present, World(), len(labels), torch.tensor(images))
 
 
-def test_it_forgets_the_oldest():
-    memory = CrossBatchMemory(7)
-    first, second = batch(0, range(5)), batch(1, range(5, 10))
-    memory.remember(first)
-    memory.remember(second)
-    extended = memory.extend(batch(2, range(10, 14)))
-    assert torch.equal(extended.gallery[4:], torch.cat([first.descriptors[3:], second.descriptors]))
-    assert torch.equal(extended.gallery_labels[4:], torch.cat([first.labels[3:], second.labels]))
-
-
-def test_an_image_of_the_batch_is_not_met_again_in_the_memory():
-    memory = CrossBatchMemory(100)
-    memory.remember(batch(0, [0, 1, 2, 3]))
-    assert memory.images.tolist() == [0, 1, 2, 3]
-    extended = memory.extend(batch(1, [2, 3, 4, 5]))
-    assert len(extended.gallery) == 6
-    memory.remember(batch(1, [2, 3, 4, 5]))
-    assert memory.images.tolist() == [0, 1, 2, 3, 4, 5]
-    assert torch.equal(memory.descriptors[2:], batch(1, [2, 3, 4, 5]).descriptors)
-
-
 def test_it_is_saved_and_restored():
     memory, again, smaller = CrossBatchMemory(10), CrossBatchMemory(10), CrossBatchMemory(3)
     memory.remember(batch(0, range(8)))

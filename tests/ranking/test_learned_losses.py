@@ -2,11 +2,10 @@
 
 from copy import deepcopy
 
-import newer_losses
 import pytest
-import reference
 import torch
 import torch.distributed as dist
+from definitions import SOFTMAX, defined, levels_of
 from problems import problem
 from pytorch_metric_learning.losses import ProxyAnchorLoss
 from ranks import on_ranks
@@ -20,10 +19,6 @@ from distap.ranking.losses.sums import Matryoshka
 from distap.ranking.rank import rank
 
 CLASSES, DIMENSIONS = 18, 8  # the labels of a problem of 5 classes go up to 17
-DEFINED = {
-    "proxy_nca": {"temperature": 1 / 9, "squared": True},
-    "normalized_softmax": {"temperature": 0.05, "squared": False},
-}
 
 
 def module_of(name, **options):
@@ -38,13 +33,9 @@ def backward(module, raw, labels):
     return value.item(), raw.grad / 3, next(module.parameters()).grad / 3
 
 
-def defined(name, *batch):
-    return reference.proxies(*batch, **DEFINED[name]) if name in DEFINED else newer_losses.proxies_of(name, *batch)
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("weights", ["uniform", "class"])
-@pytest.mark.parametrize("name", [*DEFINED, "arc_face", "cos_face", "proxy_anchor"])
+@pytest.mark.parametrize("name", [*SOFTMAX, "arc_face", "cos_face", "proxy_anchor"])
 def test_loss_and_both_gradients_equal_the_definition(name, weights, dtype, tolerance, monkeypatch):
     monkeypatch.setattr("distap.ranking.loss.CPU_TILE_PAIRS", 100)
     raw, labels = problem(0, 30, 5)
@@ -54,7 +45,9 @@ def test_loss_and_both_gradients_equal_the_definition(name, weights, dtype, tole
     value, gradient, by_proxies = backward(module, raw.to(dtype), labels)
     leaf, proxies = raw.clone().requires_grad_(), next(module.parameters()).detach().double().requires_grad_()
     parts = [labels == label for label in labels.unique()] if is_by_class else [slice(None)]
-    expected = torch.stack([defined(name, normalize(leaf)[part], labels[part], proxies) for part in parts]).mean()
+    expected = torch.stack(
+        [defined(name, normalize(leaf)[part], levels_of(labels[part]), [proxies]) for part in parts]
+    ).mean()
     expected.backward()
     assert value == pytest.approx(expected.item(), rel=tolerance)
     for got, wanted in ((gradient, leaf.grad), (by_proxies, proxies.grad)):
@@ -90,14 +83,14 @@ def share_of_module(world):
     (raw, labels), mine = problem(3, 21, 5), slice(7 * world.rank, 7 * world.rank + 7)
     return [
         backward(module_of(name, group=dist.group.WORLD, mode=mode), raw[mine], labels[mine])
-        for name in DEFINED
+        for name in SOFTMAX
         for mode in ("sharded", "central")
     ]
 
 
 def test_over_ranks_the_gradients_of_descriptors_and_of_proxies_are_summed():
     raw, labels = problem(3, 21, 5)
-    wholes = [backward(module_of(name), raw, labels) for name in DEFINED for _ in range(2)]
+    wholes = [backward(module_of(name), raw, labels) for name in SOFTMAX for _ in range(2)]
     for whole, answers in zip(wholes, zip(*on_ranks(3, share_of_module), strict=True), strict=True):
         values, gradients, by_proxies = zip(*answers, strict=True)
         assert values == pytest.approx([whole[0]] * 3, rel=1e-12)

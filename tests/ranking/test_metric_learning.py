@@ -4,9 +4,7 @@ from problems import problem, rank_raw
 from pytorch_metric_learning import losses, miners
 from torch.nn.functional import normalize
 
-from distap.errors import DistapError
 from distap.ranking.loss import build_loss
-from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import rank
 
 NAME = "benchmarks.metric_learning:MetricLearning"
@@ -42,12 +40,3 @@ def test_multi_similarity_is_that_of_pytorch_metric_learning(epsilon):
     ours, gradient = rank_raw(raw, labels, "multi_similarity", epsilon=epsilon)
     assert ours.loss.item() == pytest.approx(theirs.loss.item(), rel=1e-9)
     torch.testing.assert_close(gradient, their_gradient, rtol=1e-9, atol=1e-13)
-
-
-def test_it_cannot_rank_against_a_memory():
-    raw, labels = problem(5, 20, 4)
-    memory = CrossBatchMemory(10)
-    loss = build_loss(NAME, function="ContrastiveLoss")
-    rank(normalize(raw), labels, loss, memory=memory)
-    with pytest.raises(DistapError, match="MetricLearning is a loss of the batch's descriptors, so it cannot rank"):
-        rank(normalize(raw), labels, loss, memory=memory)

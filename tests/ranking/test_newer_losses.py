@@ -5,6 +5,7 @@ import math
 import newer_losses
 import pytest
 import torch
+from definitions import levels_of, virtual_images
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import problem, rank_raw, remembering
@@ -30,11 +31,6 @@ GRADED = {
     "sup_ndcg": [{}, BOUNDING],
 }
 WEIGHTS = ("uniform", "class")
-
-
-def levels_of(labels, depth):
-    """Labels of several levels, the finest first, of unequal classes."""
-    return torch.stack([labels // 3**level for level in range(depth)], dim=1)
 
 
 def assert_is(raw, labels, name, options, definition, memory=None, tolerance=1e-9):
@@ -83,23 +79,16 @@ def test_graded_losses_equal_the_definition_at_any_number_of_levels(name, data, 
 
 
 @pytest.mark.parametrize("name", [*OF_QUERY, *GRADED])
-@pytest.mark.parametrize("tied", [False, True])
-def test_float32_and_duplicates(name, tied, monkeypatch):
+def test_duplicates_in_float32_are_ranked(name, monkeypatch):
     monkeypatch.setattr("distap.ranking.loss.CPU_TILE_PAIRS", 40)
-    raw, labels = problem(5, 24, 6, dtype=torch.float32)
-    if tied:
-        raw = (torch.randint(0, 2, (24, 4), generator=torch.Generator().manual_seed(3)) - 0.5).float()
-    levels = levels_of(labels, 3) if name in GRADED else labels
+    raw = (torch.randint(0, 2, (24, 4), generator=torch.Generator().manual_seed(3)) - 0.5).float()
+    levels = levels_of(problem(5, 24, 6)[1], 3)
+    options = {"preset": "suprank"} if name == "sup_recall_at_k" else {}
+    expected = {**BOUNDING, "form": "suprank"} if name == "sup_recall_at_k" else {}
+    define, levels = (newer_losses.graded, levels) if name in GRADED else (newer_losses.by_query, levels[:, 0])
     empty = raw[:0].double(), levels[:0]
-    define = newer_losses.graded if name in GRADED else newer_losses.by_query
-    options = {**BOUNDING, "form": "suprank"} if name == "sup_recall_at_k" else {}
     assert_is(
-        raw,
-        levels,
-        name,
-        options,
-        lambda d: define(name, d, levels, *map(normalize, empty[:1]), empty[1], "uniform", **options),
-        tolerance=1e-5,
+        raw, levels, name, options, lambda d: define(name, d, levels, *empty, "uniform", **expected), tolerance=1e-5
     )
 
 
@@ -129,14 +118,10 @@ def spiral(angles):
 
 def test_simix_ranks_virtual_images_of_every_pair_of_a_class():
     raw, labels = problem(2, 17, 5)
-    leaf, d = raw.clone().requires_grad_(), None
-    loss = build_loss("simix", inner={"recall_at_k": {"form": "paper"}})
+    leaf, loss = raw.clone().requires_grad_(), build_loss("simix", inner={"recall_at_k": {"form": "paper"}})
     ranking, gradient = rank_raw(raw, labels, loss, step=3)
-    # The same α, found from what the loss itself draws: one descriptor of each pair is enough to solve for it.
-    d = normalize(leaf)
-    rows = [(i, j) for i in range(17) for j in range(i) if labels[i] == labels[j]]
-    found = alphas(d.detach(), labels, loss, 3)
-    assert len(found) == len(rows) and all(0 <= one <= 1 for _, _, one in found)
+    d, found = normalize(leaf), virtual_images(labels, loss, lambda spying: rank_raw(raw, labels, spying, step=3))
+    assert all(0 <= one <= 1 for _, _, one in found)
     virtual = torch.stack([alpha * d[a] + (1 - alpha) * d[b] for a, b, alpha in found])
     everything = torch.cat([d, virtual])
     known = torch.cat([labels, torch.stack([labels[a] for a, _, _ in found])])
@@ -146,25 +131,6 @@ def test_simix_ranks_virtual_images_of_every_pair_of_a_class():
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-9, atol=1e-13)
     assert rank_raw(raw, labels, loss, step=4)[0].loss != ranking.loss
     assert rank_raw(raw, labels, loss, step=3)[0].loss == ranking.loss
-
-
-def alphas(descriptors, labels, loss, step):
-    """Parents and α of each virtual image, as the inner loss is given them."""
-    seen = []
-
-    class Spy(type(loss.inner)):
-        def value_and_gradient(self, gathered, budget):
-            seen.append(gathered)
-            return super().value_and_gradient(gathered, budget)
-
-    rank(descriptors, labels, build_loss("simix", inner=Spy()), step=step)
-    pairs = [(a, b) for a in range(len(labels)) for b in range(a) if labels[a] == labels[b]]
-    first, second = (descriptors[list(rows)] for rows in zip(*pairs, strict=True))
-    virtual = seen[0].descriptors[len(labels) :, None]
-    alpha = ((virtual - second) * (first - second)).sum(2, keepdim=True) / (first - second).square().sum(1)[:, None]
-    nearest = (alpha * first + (1 - alpha) * second - virtual).norm(dim=2).min(1)
-    assert nearest.values.max() < 1e-12
-    return [(*pairs[number], float(alpha[row, number])) for row, number in enumerate(nearest.indices.tolist())]
 
 
 @pytest.mark.parametrize(
@@ -230,29 +196,23 @@ def test_arc_face_falls_with_similarity_everywhere():
     assert bool((moved.diff(dim=0) > 0).all())
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 1e-5)])
-def test_the_sigmoid_loss_trains_its_scale_and_bias(dtype, tolerance):
-    raw, labels = problem(6, 12, 5, dtype=dtype)
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_the_sigmoid_loss_trains_its_scale_and_bias(weights):
+    raw, labels = problem(6, 12, 5)
     raw[6:9], labels[4] = raw[:3], 999  # duplicates, and an image alone in its class
-    other, other_labels = problem(7, 5, 5, dtype=dtype)
-    module, leaf = ListwiseLoss("sigmoid", memory=100).to(dtype), raw.clone().requires_grad_()
+    other, other_labels = problem(7, 5, 5)
+    module, leaf = ListwiseLoss("sigmoid", memory=100, weights=weights).double(), raw.clone().requires_grad_()
     module(other, other_labels)
-    value = module(leaf, labels)
+    value, same = module(leaf, labels), raw.clone().requires_grad_()
     value.backward()
-    same = raw.double().requires_grad_()
-    t, b = (torch.tensor(one).double().requires_grad_() for one in (math.log(10), -10.0))
-    known = torch.cat([labels, other_labels])
-    s = normalize(same) @ torch.cat([normalize(same), normalize(other.double())]).t()
-    pairs = [(i, j) for i in range(12) for j in range(17) if i != j]
-    z = [1 if known[i] == known[j] else -1 for i, j in pairs]
-    expected = sum(
-        torch.log1p(torch.exp(-sign * (t.exp() * s[i, j] + b))) for sign, (i, j) in zip(z, pairs, strict=True)
-    )
-    (expected / len(pairs)).backward()
-    assert value.item() == pytest.approx(expected.item() / len(pairs), rel=tolerance)
-    assert (leaf.grad - same.grad).norm() <= tolerance * same.grad.norm()
-    of_module = [module.learned[name].grad.double() for name in ("log_scale", "bias")]
-    torch.testing.assert_close(of_module, [t.grad, b.grad], rtol=1e-5, atol=1e-9)
+    learned = {name: one.detach().clone().requires_grad_() for name, one in module.learned.items()}
+    assert [one.item() for one in learned.values()] == [-10, pytest.approx(math.log(10))]
+    gallery = normalize(other), other_labels, weights
+    expected = newer_losses.by_query("sigmoid", normalize(same), labels, *gallery, **learned)
+    expected.backward()
+    assert value.item() == pytest.approx(expected.item(), rel=1e-9)
+    found = [leaf.grad, *(one.grad for one in module.learned.values())]
+    torch.testing.assert_close(found, [same.grad, *(one.grad for one in learned.values())], rtol=1e-9, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", ["triplet", "contrastive"])

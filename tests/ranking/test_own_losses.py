@@ -47,8 +47,7 @@ def test_autograd_through_a_formula_gives_the_derivative_by_hand(mine, ours, wit
     (got, gradient), (expected, expected_gradient) = ranked
     assert got.loss.item() == pytest.approx(expected.loss.item(), rel=1e-9)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-12)
-    if expected.per_query is not None:
-        torch.testing.assert_close(got.per_query, expected.per_query, equal_nan=True)
+    torch.testing.assert_close(got.per_query, expected.per_query, equal_nan=True)
 
 
 def test_a_loss_without_any_pair_has_no_gradient():

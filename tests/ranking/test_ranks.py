@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from definitions import built
 from problems import problem, remembering
 from ranks import on_ranks
 from torch.nn.functional import normalize
@@ -15,26 +16,23 @@ from distap.ranking.gather import gather
 from distap.ranking.loss import build_loss
 from distap.ranking.losses.base import DescriptorLoss
 from distap.ranking.losses.quantized import QuantizedAP
-from distap.ranking.losses.sums import WeightedSum
 from distap.ranking.rank import rank, rank_descriptors
 from distap.registry import REGISTRY
 from distap.world import World
 
 SLOTS = 23  # uneven on 2, 3 and 4 ranks
-NAMES = [name for name in REGISTRY["loss"] if name not in ("sum", "matryoshka")]
 OTHERS = {
     "violating": build_loss("calibration", preset="released"),
     "5 negatives": build_loss("contrastive", negatives=5),
     "semi-hard": build_loss("triplet", mining="semi_hard", squared=True),
     "of another package": build_loss("benchmarks.metric_learning:MetricLearning", function="ContrastiveLoss"),
     "proxies of another package": build_loss("benchmarks.metric_learning:MetricLearning", function="ProxyAnchorLoss"),
-    "matryoshka": build_loss({"matryoshka": {"dimensions": [2, 5], "inner": {"ap_q": 1, "arc_face": 0.5}}}),
-    "simix": build_loss({"simix": {"inner": "smooth_ap"}}),
+    "matryoshka of a sum": build_loss({"matryoshka": {"dimensions": [2, 5], "inner": {"ap_q": 1, "arc_face": 0.5}}}),
     "matryoshka of h_ap": build_loss({"matryoshka": {"dimensions": [2, 5], "inner": "h_ap"}}),
     "csl of levels": build_loss("csl", tree=[[number // 3, number // 9] for number in range(18)]),
-    "sum": WeightedSum(((0.3, build_loss("proxy_nca")), (0.7, build_loss("triplet")))),
 }
-LOSSES = {name: loss.sized(18, 6, 0) for name, loss in ({name: build_loss(name) for name in NAMES} | OTHERS).items()}
+LOSSES = {name: built(name, 18, 6) for name in REGISTRY["loss"]}
+LOSSES |= {name: loss.sized(18, 6, 0) for name, loss in OTHERS.items()}
 for loss in LOSSES.values():
     if loss.learned is not None:
         loss.learned.double()

@@ -1,0 +1,83 @@
+"""Every loss of the registry next to its definition, for tests that go over all of them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from newer_losses import MARGINS, OF_QUERY, by_query, csl, graded, proxies_of
+from reference import listwise_loss, proxies
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from distap.ranking.gathered import Gathered
+from distap.ranking.loss import Budget, Loss, LossValue, build_loss
+
+Virtual = Sequence[tuple[int, int, float]]  # parents and α of the virtual images of `simix`
+STEP = {"rho": 100.0, "delta": None, "offset": None, "start": 0.5}
+SOFTMAX = {"proxy_nca": (1 / 9, True), "normalized_softmax": (0.05, False)}
+
+
+def levels_of(labels: Tensor, depth: int = 2) -> Tensor:
+    """Labels of several levels, the finest first, of unequal classes."""
+    return torch.stack([labels // 3**level for level in range(depth)], dim=1)
+
+
+def built(name: str, classes: int, dimensions: int, dtype: torch.dtype = torch.float64) -> Loss:
+    """A loss with its defaults, for labels by `levels_of`; `simix` and `matryoshka` are of `smooth_ap`."""
+    options = {
+        "csl": {"margins": MARGINS, "tree": levels_of(torch.arange(classes))[:, 1:].tolist()},
+        "matryoshka": {"dimensions": [2, dimensions], "inner": "smooth_ap"},
+        "simix": {"inner": "smooth_ap"},
+    }
+    mapping = {"sup_ap": 0.3, "arc_face": 0.7} if name == "sum" else {"name": name, **options.get(name, {})}
+    loss = build_loss(mapping).sized(classes, dimensions, 0)
+    if loss.learned is not None:
+        loss.learned.to(dtype)
+    return loss
+
+
+def defined(name: str, d: Tensor, levels: Tensor, learned: Sequence[Tensor] = (), virtual: Virtual = ()) -> Tensor:
+    """The same loss of descriptors (B, C) and labels (B, L), differentiable by them and by the learned parameters."""
+    labels = levels[:, 0]
+    if name == "sum":
+        return 0.3 * defined("sup_ap", d, levels) + 0.7 * defined("arc_face", d, levels, learned)
+    if name == "matryoshka":
+        return defined("smooth_ap", normalize(d[:, :2]), levels) + defined("smooth_ap", d, levels)
+    if name == "simix":
+        mixed = torch.stack([alpha * d[a] + (1 - alpha) * d[b] for a, b, alpha in virtual])
+        parents = [a for a, _, _ in virtual]
+        return defined("smooth_ap", torch.cat([d, mixed]), torch.cat([levels, levels[parents]]))
+    if name in OF_QUERY:
+        settings: dict[str, Any] = STEP if name == "sup_recall_at_k" else {}
+        settings = dict(zip(("bias", "log_scale"), learned, strict=True)) if name == "sigmoid" else settings
+        return by_query(name, d, labels, d[:0], labels[:0], "uniform", **settings)
+    if name in ("h_ap", "smooth_ndcg", "sup_ndcg"):
+        return graded(name, d, levels, d[:0], levels[:0], "uniform")
+    if name == "csl":
+        return csl(d, labels, *learned, levels_of(torch.arange(len(learned[0]))), "uniform")
+    if name in SOFTMAX:
+        return proxies(d, labels, *learned, *SOFTMAX[name])
+    if learned:
+        return proxies_of(name, d, labels, *learned)
+    return listwise_loss("ap_q" if name == "softbin" else name, d, labels)
+
+
+def virtual_images(labels: Tensor, loss: Loss, rank: Callable[[Loss], object]) -> Virtual:
+    """Parents and α of each virtual image, as the loss within `simix` is given them when `rank` ranks by it."""
+    seen: list[Gathered] = []
+
+    class Spy(type(loss.inner)):
+        def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
+            seen.append(gathered)
+            return super().value_and_gradient(gathered, budget)
+
+    rank(build_loss("simix", inner=Spy()))
+    descriptors, virtual = seen[0].descriptors.split([len(labels), len(seen[0].descriptors) - len(labels)])
+    pairs = [(a, b) for a in range(len(labels)) for b in range(a) if labels[a] == labels[b]]
+    first, second = (descriptors[list(rows)] for rows in zip(*pairs, strict=True))
+    # One descriptor of each pair is enough to solve for its α.
+    alpha = ((virtual[:, None] - second) * (first - second)).sum(2, keepdim=True)
+    alpha = alpha / (first - second).square().sum(1)[:, None]
+    nearest = (alpha * first + (1 - alpha) * second - virtual[:, None]).norm(dim=2).min(1)
+    assert len(virtual) == len(pairs) and nearest.values.max() < 1e-12
+    return [(*pairs[number], float(alpha[row, number])) for row, number in enumerate(nearest.indices.tolist())]
