@@ -1,6 +1,5 @@
 """Write the model card of an export: what the run recorded about the network, and code that loads it."""
 
-import copy
 import math
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ BEGAN_WITH = {"file": "a file of weights", "package": "the weights of a package"
 class Origin:
     """The run that wrote a checkpoint: its figures and settings."""
 
-    checkpoint: Path
     step: int
     recipe: NetworkRecipe
     settings: dict[str, Any]  # the whole recipe as it was recorded, which another version of distap may have written
@@ -42,12 +40,9 @@ def origin_of(checkpoint: Checkpoint, recipe: NetworkRecipe) -> Origin:
     """Read what a run's folder records about one of its checkpoints: figures and settings."""
     run, state = checkpoint.path.absolute().parent.parent, checkpoint.state("recipe")
     score, settings = checkpoint.manifest.score, state["recipe"]
-    name, fingerprint = (
-        str(settings["data"].get("validation")),
-        str(checkpoint.manifest.about.get("data", "not known")),
-    )
-    figures = {} if score is None else _scored(run, checkpoint.step, score, name)
-    return Origin(checkpoint.path, checkpoint.step, recipe, settings, fingerprint, figures)
+    fingerprint = str(checkpoint.manifest.about.get("data", "not known"))
+    figures = {} if score is None else _scored(run, checkpoint.step, score, str(settings["data"].get("validation")))
+    return Origin(checkpoint.step, recipe, settings, fingerprint, figures)
 
 
 @dataclass(frozen=True)
@@ -63,19 +58,34 @@ class Exported:
 
 def model_card(origin: Origin, exported: Exported) -> str:
     """Return the model card as Markdown, headed by the fields that the Hugging Face hub reads."""
-    settings, loss = copy.deepcopy(origin.settings), origin.settings["loss"]
-    terms = loss.get("terms") or [(1, loss)]
+    settings, loss = origin.settings, origin.settings["loss"]
+    terms, pretrained = loss.get("terms") or [(1, loss)], _pretrained(settings["model"])
     network = exported.describer.network.network
     mean, std = ((values.flatten() / 255).tolist() for values in (network.mean, network.std))
+    has_onnx = "model.onnx" in exported.programs
+    results = [
+        EvalResult("image-retrieval", name, name, figure, round(value, 6))
+        for name, of_set in origin.figures.items()
+        for figure, value in of_set.items()
+    ]
+    fields = ModelCardData(
+        license="unknown",
+        library_name="distap",
+        pipeline_tag="image-feature-extraction",
+        tags=["image-retrieval", "image-feature-extraction", "distap", "timm", *(["onnx"] if has_onnx else [])],
+        base_model=pretrained.get("hf_hub_id"),
+        model_name=Path(settings["run"]).name if results else None,
+        eval_results=results or None,
+    )
     card = ModelCard.from_template(
-        _card_data(origin, "model.onnx" in exported.programs),
+        fields,
         template_str=files(__package__).joinpath("card.md").read_text("utf-8"),
         origin=origin,
         exported=exported,
         whitening=exported.describer.whitening,
-        weights=origin.settings["model"]["weights"]["name"],
+        weights=settings["model"]["weights"]["name"],
         began_with=BEGAN_WITH,
-        pretrained=_pretrained(origin),
+        pretrained=pretrained,
         mean=mean,
         std=std,
         loss=" + ".join(f"{weight:g} {part['name']}" for weight, part in terms),
@@ -86,28 +96,10 @@ def model_card(origin: Origin, exported: Exported) -> str:
     return without_secrets(f"{str(card).rstrip()}\n")
 
 
-def _card_data(origin: Origin, has_onnx: bool) -> ModelCardData:
-    tags = ["image-retrieval", "image-feature-extraction", "distap", "timm", *(["onnx"] if has_onnx else [])]
-    results = [
-        EvalResult("image-retrieval", name, name, figure, round(value, 6))
-        for name, of_set in origin.figures.items()
-        for figure, value in of_set.items()
-    ]
-    return ModelCardData(
-        license="unknown",
-        library_name="distap",
-        pipeline_tag="image-feature-extraction",
-        tags=tags,
-        base_model=_pretrained(origin).get("hf_hub_id"),
-        model_name=Path(origin.settings["run"]).name if results else None,
-        eval_results=results or None,
-    )
-
-
-def _pretrained(origin: Origin) -> dict[str, Any]:
+def _pretrained(model: dict[str, Any]) -> dict[str, Any]:
     """Return timm's description of the weights that training began with, if they were timm's."""
-    name = origin.settings["model"]["backbone"]
-    if origin.settings["model"]["weights"]["name"] != "timm" or not isinstance(name, str):
+    name = model["backbone"]
+    if model["weights"]["name"] != "timm" or not isinstance(name, str):
         return {}
     if name.startswith(tuple(SOURCES)):
         return {"hf_hub_id": name.removeprefix("hf-hub:")} if name.startswith("hf-hub:") else {}

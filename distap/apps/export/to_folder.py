@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,10 +31,13 @@ from distap.training.descriptor_network import DescriptorNetwork
 from distap.training.run_state import BESIDE
 from distap.world import World
 
-PROGRAM_FILE, ONNX_FILE = "model.pt2", "model.onnx"
-EXPORT_FORMATS = ("pt2", "onnx", "safetensors")
+PROGRAMS: dict[str, tuple[str, Any, Any]] = {  # by format: the file, what writes it, and what loads it
+    "pt2": ("model.pt2", save_program, lambda path: torch.export.load(path).module()),
+    "onnx": ("model.onnx", save_onnx, onnx_describer),
+}
+EXPORT_FORMATS = (*PROGRAMS, "safetensors")
 EARLIER_EXPORT = {  # by an earlier export, which is replaced
-    *(PROGRAM_FILE, ONNX_FILE, f"{ONNX_FILE}.data", "README.md"),
+    *("model.pt2", "model.onnx", "model.onnx.data", "README.md"),
     *("config.json", "head.safetensors", "model.safetensors"),
 }
 
@@ -93,17 +97,12 @@ def _write(
     about = {"distap": json.dumps({"version": distap.__version__, "described_by": asdict(describer.described_by)})}
     several = describer.network.eval()
     programs: dict[str, Agreement] = {}
-    if {"pt2", "onnx"} & set(formats):
+    if chosen := [PROGRAMS[each] for each in PROGRAMS if each in formats]:
         program = program_of(exportable(several), image_size, dynamic_size)
         cases = cases_of(several, image_size, dynamic_size)
-        if "pt2" in formats:
-            path = folder / PROGRAM_FILE
-            save_program(program, path, about)
-            programs[path.name] = agreement(path.name, torch.export.load(path).module(), cases)
-        if "onnx" in formats:
-            path = folder / ONNX_FILE
-            save_onnx(program, path, about)
-            programs[path.name] = agreement(path.name, onnx_describer(path), cases)
+        for name, save, load in chosen:
+            save(program, folder / name, about)
+            programs[name] = agreement(name, load(folder / name), cases)
     is_loadable = "safetensors" in formats
     if is_loadable:
         DescriptorNetwork(describer, origin.recipe.model).write(folder)

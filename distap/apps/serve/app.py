@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 import distap
-from distap.apps.serve.guard import Guard
+from distap.apps.serve.guard import HEALTH_PATHS, Guard
 from distap.apps.serve.limits import ServeSettings
 from distap.apps.serve.service import Service
 from distap.apps.serve.uploads import UPLOAD_HELP, RefusedError, read_upload
@@ -81,15 +81,12 @@ def _add_searches(app: FastAPI, service: Service) -> None:
 
 
 def _add_operations(app: FastAPI, service: Service) -> None:
-    @app.get("/healthz")
-    async def healthz() -> dict[str, str]:
-        """Report that the process is alive."""
-        return {"status": "alive"}
-
-    @app.get("/readyz")
-    async def readyz() -> dict[str, str]:
+    async def ready() -> dict[str, str]:
         """Report that index and network are loaded, without which the server answers nothing."""
         return {"status": "ready"}
+
+    for path in HEALTH_PATHS:
+        app.add_api_route(path, ready)
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:

@@ -1,9 +1,8 @@
 """Hold the state of a server: the searcher, and a bounded queue of work."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -70,13 +69,17 @@ class Service:
     ) -> list[Hit]:
         """Search in a thread for the query that `read` returns; call `read` only when the queue has a place."""
         loop, seconds = asyncio.get_running_loop(), self.settings.timeout_seconds
+        if self.under_way == (most := self.settings.threads + self.settings.queue):
+            raise busy(f"{most} searches are under way already")
+        self.under_way += 1
         try:
-            with ExitStack() as places:
-                places.enter_context(self._place())
-                future = self._threads.submit(search, await read(), k)
-                held = places.pop_all()
-            # A thread cannot be interrupted, so a search that takes too long keeps its place until it ends.
-            future.add_done_callback(lambda _: loop.call_soon_threadsafe(held.close))
+            future = self._threads.submit(search, await read(), k)
+        except BaseException:
+            self._leave()
+            raise
+        # A thread cannot be interrupted, so a search that takes too long keeps its place until it ends.
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._leave))
+        try:
             return await asyncio.wait_for(asyncio.wrap_future(future), seconds)
         except TimeoutError as error:
             raise busy(f"it took more than {seconds:g} s") from error
@@ -87,12 +90,5 @@ class Service:
                 raise busy("there is not enough memory at the moment") from error
             raise
 
-    @contextmanager
-    def _place(self) -> Iterator[None]:
-        if self.under_way == (most := self.settings.threads + self.settings.queue):
-            raise busy(f"{most} searches are under way already")
-        self.under_way += 1
-        try:
-            yield
-        finally:
-            self.under_way -= 1
+    def _leave(self) -> None:
+        self.under_way -= 1
