@@ -18,7 +18,6 @@ PART_IMAGES = "Number of images in a part file; a rank that is stopped loses at 
 GRACE_SECONDS = 10.0  # for ranks to leave after a signal: finished parts are on the disk already
 DESCRIPTORS = Annotated[Path, typer.Argument(help="Folder that `distap extract` wrote.", show_default=False)]
 METHOD = "Scale principal components (pca), or shrink directions in which a class differs (lw)."
-KEPT = "Keep this many first dimensions, scaled to length 1 again, as the loss matryoshka trains them."
 KIND = (
     "Kind of index: flat is exact, ivf-pq is smallest, hnsw is fastest at high recall; or a string for "
     "faiss.index_factory, such as OPQ64,IVF4096,PQ64."
@@ -47,7 +46,6 @@ def extract_command(
     ] = None,
     ranks: options.RANKS = 1,
     whitening: options.WHITENING = None,
-    dimensions: Annotated[int | None, options.output(help=KEPT, min=1, show_default="all")] = None,
 ) -> None:
     """Describe all images of shards or of a folder, and write the descriptors with their keys.
 
@@ -75,8 +73,7 @@ def extract_command(
     try:
         with joined_world() as world:
             set_up_logging(world.rank)
-            cut = [] if dimensions is None else [f"evaluation.dimensions={dimensions}"]
-            recipe, network = trained_network(checkpoint, world, best, [*(overrides or []), *cut])
+            recipe, network = trained_network(checkpoint, world, best, overrides or [])
             data = recipe.data
 
             def opened() -> tuple[ImageDescriber, ImageSet]:

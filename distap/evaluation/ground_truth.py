@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     Field,
     FiniteFloat,
     PositiveFloat,
@@ -67,7 +66,7 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
     radius: PositiveFloat = 25.0  # metres up to which a position is near
     dataset: str = "ground truth"
     # Folders of shards next to the file, in which names are those of classes.
-    query: Annotated[tuple[str, ...], BeforeValidator(lambda one: (one,) if isinstance(one, str) else one)] = ()
+    query: tuple[str, ...] = ()
     gallery: tuple[str, ...] = ()
 
     def boxes(self, where: str, names: Sequence[str]) -> dict[int, Box]:

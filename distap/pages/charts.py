@@ -22,14 +22,19 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 class Chart:
-    """A line through the given points (at least one), and axes that span them."""
+    """A line over the steps through points with a finite y (there may be none), and axes that span them."""
 
     def __init__(
-        self, points: Sequence[Point], y_label: str, in_percent: bool, from_zero: bool, marked: bool
+        self,
+        points: Sequence[tuple[float, float | None]],
+        y_label: str,
+        in_percent: bool = False,
+        from_zero: bool = False,
+        marked: bool = False,
     ) -> None:
-        self.points, self.y_label, self._in_percent = points, y_label, in_percent
+        self.points, self.y_label, self._in_percent = thinned(points), y_label, in_percent
         self.marked = marked  # draw a dot at each point
-        xs, ys = [x for x, _ in points], [y for _, y in points]
+        xs, ys = zip(*self.points or [(0.0, 0.0)], strict=True)
         low, high = (0.0 if from_zero else min(ys)), max(ys)
         self.is_zero = min(ys) == high == 0  # an axis would mean nothing
         more = 0.06 * (high - low) or abs(high) * 0.1
@@ -63,18 +68,6 @@ class Chart:
 
     def path(self) -> str:
         return " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in self.points)
-
-
-def line_chart(
-    points: Sequence[tuple[float, float | None]],
-    y_label: str,
-    in_percent: bool = False,
-    from_zero: bool = False,
-    marked: bool = False,
-) -> Chart | None:
-    """Return a chart of a line over the steps; None if no point has a finite y."""
-    drawn = thinned(points)
-    return Chart(drawn, y_label, in_percent, from_zero, marked) if drawn else None
 
 
 def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST_POINTS) -> list[Point]:

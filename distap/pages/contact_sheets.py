@@ -27,15 +27,10 @@ class Answer(NamedTuple):
     hits: list[Picture]  # best first
 
 
-class Example(NamedTuple):
-    query: Picture
-    answers: list[Answer]  # of each network
-
-
 class Sheet(NamedTuple):
     title: str
     about: str  # why these queries were chosen
-    examples: list[Example]
+    examples: list[tuple[Picture, list[Answer]]]  # of each query
 
 
 def sheets_of(retrieved: dict[str, Retrieved], thumbnail: Callable[[int], bytes | None]) -> list[Sheet]:
@@ -51,7 +46,7 @@ def sheets_of(retrieved: dict[str, Retrieved], thumbnail: Callable[[int], bytes 
     def picture(of: Retrieved, row: int) -> Picture:
         return Picture(str(of.key[row]), str(of.class_name[row]), thumbnail(int(of.sample[row])))
 
-    def example(sample: int) -> Example:
+    def example(sample: int) -> tuple[Picture, list[Answer]]:
         answers = []
         for network, of in retrieved.items():
             row = int(np.searchsorted(of.sample, sample))
@@ -61,7 +56,7 @@ def sheets_of(retrieved: dict[str, Retrieved], thumbnail: Callable[[int], bytes 
                 for hit in of.neighbours[row, :HITS].tolist()
             ]
             answers.append(Answer(network, float(of.average_precision[row]), int(of.first_positive[row]), hits))
-        return Example(query, answers)
+        return query, answers
 
     some, hardest = permutation(len(precision), 0)[:RANDOM], np.argsort(precision, kind="stable")[:HARDEST]
     sheets = [

@@ -19,7 +19,7 @@ from distap.data.images.whole_images import Thumbnails
 from distap.data.loading.reader import open_images
 from distap.errors import DistapError
 from distap.evaluation.saved import Evaluation, folder_of_step, read_evaluation, saved_steps
-from distap.pages.charts import MOST_POINTS, Chart, line_chart
+from distap.pages.charts import MOST_POINTS, Chart
 from distap.pages.contact_sheets import Sheet, sheets_of
 from distap.pages.page import THUMBNAIL, write_page
 from distap.retrieval.descriptor_files import reading
@@ -176,7 +176,7 @@ def _thumbnails(evaluation: Evaluation) -> Thumbnails:
     return Thumbnails(encoded, np.arange(sum(map(len, sets))), THUMBNAIL)
 
 
-def training_charts(run: Run) -> dict[str, Chart | None]:
+def training_charts(run: Run) -> dict[str, Chart]:
     """Return curves over the training steps by title."""
 
     def over_steps(name: str) -> list[tuple[float, float | None]]:
@@ -184,13 +184,13 @@ def training_charts(run: Run) -> dict[str, Chart | None]:
 
     validations = [(entry["step"], entry["validation"]["mAP"]) for entry in run.validations]
     precision = {
-        "mAP of the batches (1 - loss)": line_chart(over_steps("batch_mAP"), "mAP", in_percent=True),
-        "mAP of the validation set": line_chart(validations, "mAP", in_percent=True, marked=True),
+        "mAP of the batches (1 - loss)": Chart(over_steps("batch_mAP"), "mAP", in_percent=True),
+        "mAP of the validation set": Chart(validations, "mAP", in_percent=True, marked=True),
     }
     return {
-        "Loss of the global batch": line_chart(over_steps("loss"), "loss"),
-        **{title: chart for title, chart in precision.items() if chart},  # not every loss is one of AP
-        **{title: line_chart(over_steps(name), label, from_zero=True) for name, (title, label) in CURVES.items()},
+        "Loss of the global batch": Chart(over_steps("loss"), "loss"),
+        **{title: chart for title, chart in precision.items() if chart.points},  # not every loss is one of AP
+        **{title: Chart(over_steps(name), label, from_zero=True) for name, (title, label) in CURVES.items()},
     }
 
 

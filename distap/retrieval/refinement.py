@@ -143,28 +143,17 @@ class Refinement:
 PLAIN = Refinement()
 
 
-def _is_mutual(near: Int64[np.ndarray, "n k"]) -> Bool[np.ndarray, "n k"]:
-    """Return which neighbours of a node have that node among their own neighbours."""
-    node, total = np.arange(len(near))[:, None], len(near)
-    return np.isin(near * total + node, node * total + near)
-
-
 def _expanded_neighbourhoods(near: Int64[np.ndarray, "n k"]) -> Bool[np.ndarray, "n n"]:
     """Return R*(i, k1) of each node i (eq. 3 and 4): reciprocal neighbours R(i, k1), plus those of neighbours.
 
     A neighbour's R(j, k1 / 2) is added if more than two thirds of it lie in R(i, k1).
     """
-    total, width = near.shape
-    node = np.arange(total)
-    reciprocal = _is_mutual(near)
-    member = np.zeros((total, total), dtype=bool)
-    member[np.nonzero(reciprocal)[0], near[reciprocal]] = True
-    half = near[:, : round((width - 1) / 2) + 1]
-    half_reciprocal = _is_mutual(half)
-    around = half[near]  # (n, k, k / 2): of each candidate
-    counted = half_reciprocal[near] & reciprocal[:, :, None]
-    shared = member[node[:, None, None], around] & counted
-    joins = shared.sum(axis=2) > 2 / 3 * counted.sum(axis=2)
-    counted &= joins[:, :, None]
-    member[np.nonzero(counted)[0], around[counted]] = True
-    return member
+
+    def reciprocal(nearest: Int64[np.ndarray, "n _"]) -> NDArray[np.float64]:
+        member = np.zeros((len(near), len(near)))
+        np.put_along_axis(member, nearest, 1, axis=1)
+        return member * member.T
+
+    first, half = reciprocal(near), reciprocal(near[:, : round((near.shape[1] - 1) / 2) + 1])
+    joins = first * (first @ half.T > 2 / 3 * half.sum(axis=1))  # the product counts what R(i) and R(j) share
+    return first + joins @ half > 0

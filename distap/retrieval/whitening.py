@@ -96,8 +96,6 @@ def load_whitening(path: Path) -> Whitening:
             raise DistapError(
                 f"{path}: version {about['version']!r}, this distap reads {WHITENING_VERSION}; learn it again"
             )
-        if mean.dtype != np.float64 or projection.dtype != np.float64:
-            raise ValueError(f"arrays of {mean.dtype} and {projection.dtype}")
         described_by = DescribedBy.from_json(about["described_by"])
         result = Whitening(mean, projection, str(about["learned_from"]), described_by)
         if result.fingerprint != about["fingerprint"]:

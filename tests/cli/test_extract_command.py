@@ -47,8 +47,8 @@ def test_the_command_describes_a_folder_and_says_what_it_wrote(tmp_path, monkeyp
     assert distap(monkeypatch, "extract", *options, *whitened) == 0
     expected = whitening.apply(np.asarray(found.descriptors, dtype=np.float32))
     np.testing.assert_allclose(read_descriptors(tmp_path / "whitened").descriptors, expected, atol=0.02)
-    cut = (photos, tmp_path / "cut", *keys)
-    assert distap(monkeypatch, "extract", *options, "--dimensions", 24, *cut) == 0
+    cut = (photos, tmp_path / "cut", *keys, "evaluation.dimensions=24")
+    assert distap(monkeypatch, "extract", *options, *cut) == 0
     expected = unit(found.descriptors[:, :24].astype(np.float32))
     np.testing.assert_allclose(read_descriptors(tmp_path / "cut").descriptors, expected, atol=0.002)
     assert found.described_by.antialias
@@ -64,7 +64,7 @@ def test_the_command_describes_a_folder_and_says_what_it_wrote(tmp_path, monkeyp
     [
         (["{photos}", "{tmp}/out", "evaluation.scales=[1,x]"], "evaluation.scales.1: 'x': must be a number"),
         (["--whitening", "{tmp}/none", "{photos}", "{tmp}/out"], "none"),
-        (["--dimensions", "97", "{photos}", "{tmp}/out"], "evaluation.dimensions: 97, but descriptors have 96"),
+        (["{photos}", "{tmp}/out", "evaluation.dimensions=97"], "evaluation.dimensions: 97, but descriptors have 96"),
         (["{tmp}/nothing", "{tmp}/out"], "no such data set"),
         (["{photos}", "{photos}"], "holds something"),
     ],

@@ -317,7 +317,7 @@ def test_several_sets_are_evaluated_in_one_call(converted, training_shards, tmp_
 
 def test_a_ground_truth_that_leads_out_of_its_folder_is_refused(converted, tmp_path):
     truth = json.loads((converted / "roxford5k/ground_truth.json").read_text())
-    (tmp_path / "ground_truth.json").write_text(json.dumps(truth | {"query": "../query"}))
+    (tmp_path / "ground_truth.json").write_text(json.dumps(truth | {"query": ["../query"]}))
     with pytest.raises(DistapError, match=r"ground_truth\.json: .*is not the name of a folder next to it"):
         open_set(str(tmp_path))
 

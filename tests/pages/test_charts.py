@@ -1,6 +1,6 @@
 import pytest
 
-from distap.pages.charts import line_chart, thinned
+from distap.pages.charts import Chart, thinned
 from distap.pages.page import TEMPLATES
 
 
@@ -21,14 +21,11 @@ def test_thinning_keeps_the_mean():
     ],
 )
 def test_marks_have_as_many_digits_as_tell_them_apart(values, in_percent, texts):
-    chart = line_chart(list(enumerate(values)), "a", in_percent)
+    chart = Chart(list(enumerate(values)), "a", in_percent)
     assert [text for _, text in chart.y_ticks()] == texts
 
 
-def test_zeros_are_told_without_an_axis():
-    drawn = TEMPLATES.get_template("macros.html").module.chart("title", line_chart([(1, 0.0), (2, 0.0)], "a"))
-    assert "0 throughout" in drawn and "<svg" not in drawn
-
-
-def test_without_a_finite_point_there_is_no_chart():
-    assert line_chart([(1, None), (2, float("nan"))], "a") is None
+def test_zeros_and_no_finite_points_are_told_without_an_axis():
+    for values, told in (([0.0, 0.0], "0 throughout"), ([None, float("nan")], "nothing to draw yet")):
+        drawn = TEMPLATES.get_template("macros.html").module.chart("title", Chart(list(enumerate(values)), "a"))
+        assert told in drawn and "<svg" not in drawn

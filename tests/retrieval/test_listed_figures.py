@@ -151,7 +151,7 @@ def test_a_truth_names_gallery_rows():
             "mine: queries.0.box.2: Input should be a finite",
         ),
         ({"queries": [{"name": "a"}], "unit": "degrees", "positions": {"a": [170, 4]}}, "latitude, from -90 to 90"),
-        ({"queries": [{"name": "a"}], "query": "query"}, "give both or neither"),
+        ({"queries": [{"name": "a"}], "query": ["query"]}, "give both or neither"),
         ({"queries": [{"name": "a", "positives": ["b"], "grades": [1, 2]}]}, "query a: 2 grades for 1 positives"),
         ({"queries": [{"name": "a"}], "positions": {"b": [0, 0]}}, "query a and 0 more have no position"),
     ],

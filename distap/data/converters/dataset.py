@@ -43,7 +43,7 @@ class Dataset:
 
 def ground_truth(queries: list[dict[str, Any]], gallery: str = "gallery", **about: Any) -> dict[str, Any]:
     """Return the contents of GROUND_TRUTH_FILE for the splits `query` and `gallery`."""
-    return {**about, "query": "query", "gallery": [gallery], "queries": queries}
+    return {**about, "query": ["query"], "gallery": [gallery], "queries": queries}
 
 
 def find_list(source: Path, name: str, folders: Sequence[str] = ("",)) -> Path:

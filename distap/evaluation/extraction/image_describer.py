@@ -55,8 +55,6 @@ class ImageDescriber:
                 f"this network's backbone takes images of {required[1]} x {required[0]} pixels only, so "
                 f"`{self.sizing}` at scales {list(scales)} is not for it; use `crop {required[0]}` and the scale 1"
             )
-        if self.batch_pixels < 1:
-            raise DistapError(f"batch_pixels is {self.batch_pixels}; expected 1 or more")
         if self.whitening is not None:
             refuse_foreign_whitening(self.whitening, self.described_by)
 

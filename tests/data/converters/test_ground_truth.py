@@ -33,7 +33,7 @@ def test_the_ground_truth_tells_easy_hard_and_junk_by_the_names_of_classes(name,
         "dataset": name,
         "figures": ["mAP/trapezoids", "mP@1/last", "mP@5/last", "mP@10/last"],
         "groups": {"Easy": [1], "Medium": [1, 2], "Hard": [2]},
-        "query": "query",
+        "query": ["query"],
         "gallery": ["gallery"],
         "queries": [
             {
