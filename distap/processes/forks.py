@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar, cast
 
@@ -64,10 +65,16 @@ def in_daemon(work: Callable[[], T], name: str) -> Future[T]:
     future = Future[T]()
 
     def run() -> None:
+        nonlocal work
+        tell: Callable[[], None]
         try:
-            future.set_result(work())
+            tell = partial(future.set_result, work())
         except BaseException as error:
-            future.set_exception(error)
+            tell = partial(future.set_exception, error)
+        # Before the result is told, after which the process may end: a thread that frees a tensor while Python ends
+        # aborts the process.
+        del work
+        tell()
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future

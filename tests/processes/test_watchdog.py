@@ -2,6 +2,8 @@ import json
 import os
 import re
 import signal
+import threading
+import weakref
 from collections import Counter
 from datetime import timedelta
 
@@ -10,8 +12,23 @@ from launching import launcher, started
 from torch.distributed import HashStore
 
 from distap.errors import FAILED, MISTAKE, DistapError
+from distap.processes.forks import in_daemon
 from distap.processes.meeting import Party, RankProcess
 from distap.processes.watchdog import Watchdog
+
+
+class Held(set):
+    """What a thread's work holds; a plain set cannot be watched."""
+
+
+def test_what_a_daemon_held_is_freed_before_its_result_is_told():
+    held, begin, freed = Held(), threading.Event(), []
+    watched = weakref.ref(held)
+    done = in_daemon(lambda held=held: begin.wait() and len(held), "a test")
+    done.add_done_callback(lambda _: freed.append(watched() is None))
+    del held
+    begin.set()
+    assert done.result() == 0 and freed == [True]
 
 
 def ranks(number):
