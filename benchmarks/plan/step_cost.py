@@ -13,7 +13,7 @@ from distap.ranking.histogram.passes import HistogramLoss
 from distap.ranking.loss import GPU_TILE_PAIRS, TENSORS_A_PAIR, Loss
 from distap.ranking.losses.sums import WeightedSum
 from distap.registry import name_of
-from distap.stages.sizes import ENOUGH_FASTER
+from distap.stages.sizes import ENOUGH_FASTER, SHARE_FOR_ONE
 
 FLOAT32 = 4  # bytes
 
@@ -102,7 +102,8 @@ class StepCost:
         if isinstance(wanted, int):
             return int(min(self.share, wanted))
         seconds = lambda n: self.machine.forward_with_graph(n) + self.machine.backward(n)  # noqa: E731
-        while 2 * size <= self.greatest_replay_size and 2 * seconds(size) >= ENOUGH_FASTER * seconds(2 * size):
+        most = min(self.greatest_replay_size, SHARE_FOR_ONE * self.machine.memory / self.network.graph.each)
+        while 2 * size <= most and 2 * seconds(size) >= ENOUGH_FASTER * seconds(2 * size):
             size *= 2
         return size
 

@@ -23,6 +23,7 @@ from distap.world import World
 ENOUGH_FASTER = 1.03  # doubling a micro-batch must make an image at least this much faster to be worth its memory
 SOON_TRIED = 0.3  # seconds of a pass; so short a pass is no reason to stop, because tiny ones can mislead
 MOST_PASSES, REPEATED_SECONDS = 6, 1.0  # of a size; short passes are repeated, because other work disturbs some
+SHARE_FOR_ONE = 0.25  # of the free memory, at most, for one micro-batch: kept graphs gain more by the rest
 SHARE_FOR_GRAPHS = 0.5  # of the memory that is free after a step; the rest stays free for peaks within a step
 CGROUP = Path("/sys/fs/cgroup")
 logger = logging.getLogger("distap")
@@ -46,12 +47,14 @@ class Fitting:
     def replay_size(self) -> int:
         """Return the micro-batch size that is fastest per image, forward and backward, the same on all ranks.
 
+        It leaves memory for other graphs than its own.
+
         Raises:
             DistapError: not even one image fits the memory of every rank.
         """
         # Double the size until the slowest rank gains no more. Two images can take longer than one, and sixteen much
         # less, where small sizes have other kernels: short passes end no search.
-        best, best_seconds, size = 0, math.inf, 1
+        best, best_seconds, size, most = 0, math.inf, 1, math.inf
         with _untouched(self._replica):
             while True:
                 seconds = self._world.maximum(self._seconds_an_image(size))
@@ -59,7 +62,10 @@ class Fitting:
                     best, best_seconds = size, seconds
                 elif math.isinf(seconds) or seconds * size > SOON_TRIED:
                     break
-                if size == self._share:
+                if size == 1 and best:
+                    room = SHARE_FOR_ONE * free_memory(self._world.device) / max(self._bytes_of_graph(1), 1)
+                    most = -self._world.maximum(-room)
+                if size == self._share or 2 * size > most:
                     break
                 size = min(2 * size, self._share)
         if best == 0:

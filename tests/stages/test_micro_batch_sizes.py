@@ -39,6 +39,12 @@ def test_sizes_are_found_that_fit_and_nothing_is_left_of_the_trials():
     assert all(parameter.grad is None for parameter in learner.network.parameters())
 
 
+def test_a_micro_batch_leaves_memory_for_other_graphs(monkeypatch):
+    fitting = Fitting(learner_with(with_graph=99, without=99).replica, World(), image_size=16, share=64)
+    monkeypatch.setattr("distap.stages.sizes.free_memory", lambda device: 2**10)
+    assert fitting.replay_size() == 1
+
+
 def test_an_image_that_fits_nowhere_is_an_error():
     with pytest.raises(DistapError, match=r"replay: not even one image of 16 x 16 pixels fits .* data\.image_size"):
         Fitting(learner_with(with_graph=0, without=9).replica, World(), image_size=16, share=64).replay_size()
