@@ -93,8 +93,8 @@ class DescribedTraining:
         def chunks() -> Generator[Chunk]:
             for step in steps:
                 samples = self.plan.batch(step)[np.array(self._world.slots(self.size))]
-                labels = torch.from_numpy(classes.numbers[classes.labels[samples]])
-                values = torch.from_numpy(rows[samples].astype(np.float32, copy=False))
+                labels = classes.numbers[classes.labels[samples]]
+                values = rows[samples].astype(np.float32, copy=False)
                 yield Chunk(values, samples.tolist(), labels, keys[samples].tolist(), [], Counter())
 
         job = replace(self._job, dimensions=rows.shape[1])

@@ -28,18 +28,17 @@ THUMBNAILS_KEPT = 1024  # thumbnails in memory, of about 10 kB each
 
 
 class SizedChunk(NamedTuple):
-    """Images from a worker in one tensor, since each tensor sent by a worker takes an open file."""
+    """Images from a worker."""
 
     samples: list[int]
-    shapes: list[Shape]
-    pixels: "Tensor"  # of all images one after the other, uint8
+    pixels: list[NDArray[np.uint8]]  # (3, height, width) of each
     damaged: dict[int, str]  # the samples that could not be read, and why
 
     def images(self) -> Iterator[tuple[int, "Tensor"]]:
         """Yield each image's number and its pixels (3, height, width), as a view."""
-        parts = self.pixels.split([3 * height * width for height, width in self.shapes])
-        for sample, shape, part in zip(self.samples, self.shapes, parts, strict=True):
-            yield sample, part.view(3, *shape)
+        from torch import from_numpy  # here, since thumbnails need none
+
+        yield from zip(self.samples, map(from_numpy, self.pixels), strict=True)
 
 
 @dataclass(frozen=True)
@@ -50,17 +49,14 @@ class SizedImages:
     scaled: bool = True  # whether JPEG may be decoded at reduced scale
 
     def chunk(self, samples: list[int]) -> SizedChunk:
-        import torch  # here, since thumbnails need none
-
-        present, damaged = dict[int, torch.Tensor](), dict[int, str]()
+        present, damaged = dict[int, NDArray[np.uint8]](), dict[int, str]()
         for sample in samples:
             try:
-                present[sample] = self.sizing(self.reader.encoded(sample), self.boxes.get(sample), self.scaled)
+                image = self.reader.encoded(sample)
+                present[sample] = self.sizing(image, self.boxes.get(sample), self.scaled).numpy()
             except DamagedImageError as error:
                 damaged[sample] = str(error)
-        shapes = [(pixels.shape[1], pixels.shape[2]) for pixels in present.values()]
-        none = torch.empty(0, dtype=torch.uint8)
-        return SizedChunk(list(present), shapes, torch.cat([none, *map(torch.flatten, present.values())]), damaged)
+        return SizedChunk(list(present), list(present.values()), damaged)
 
 
 def sized_chunks(images: SizedImages, requests: Iterable[list[int]], workers: int) -> Generator[SizedChunk]:

@@ -3,8 +3,8 @@
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from distap.data.images.decoding import DamagedImageError
 from distap.data.loading.reader import Reader
@@ -70,22 +70,22 @@ class SlotImages:
     def chunk(self, requests: list[Request]) -> Chunk:
         before = self.reader.storage.meter.copy()  # a fork begins with its parent's counts
         size, _ = self.job.at(requests[0][0])
-        pixels = torch.zeros(len(requests), 3, size, size, dtype=torch.uint8)
+        pixels = np.zeros((len(requests), 3, size, size), np.uint8)
         failures = list[Failure]()
         samples = [self._read(request, row, failures) for request, row in zip(requests, pixels, strict=True)]
         used = zip(requests, samples, strict=True)
         names = [self.reader.where(asked[2] if sample == NO_SAMPLE else sample) for asked, sample in used]
         classes = self.plan.classes
-        labels = torch.from_numpy(classes.numbers[classes.labels[samples]])
-        labels[torch.tensor(samples) == NO_SAMPLE] = -1
+        labels = classes.numbers[classes.labels[samples]]
+        labels[np.array(samples) == NO_SAMPLE] = -1
         return Chunk(pixels, samples, labels, names, failures, self.reader.storage.meter - before)
 
-    def _read(self, request: Request, pixels: Tensor, failures: list[Failure]) -> int:
+    def _read(self, request: Request, pixels: NDArray[np.uint8], failures: list[Failure]) -> int:
         """Read an image into `pixels`, or a stand-in if it is damaged; return the number of the one used."""
         step, slot, planned = request
         for sample in self._candidates(step, slot, planned):
             try:
-                pixels.copy_(self.job.augmented(self.reader.encoded(sample), step, slot))
+                pixels[:] = self.job.augmented(self.reader.encoded(sample), step, slot).numpy()
             except DamagedImageError as error:
                 failures.append(Failure.of(self.reader.where(sample), error))
             else:

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from distap.data.images.augmentation import Transform, seeded
@@ -54,8 +56,7 @@ class LoadingJob:
         self, read: Callable[[Any], "Chunk"], workers: int, requests: Iterable[Any], name: Callable[[Any], str] = str
     ) -> Generator["Chunk"]:
         """Yield chunks of images that worker processes read, in the order of `requests`."""
-        bytes_ahead = self.workers * self.prefetch * self.chunk * 3 * max(size for _, size, _ in self.sizes) ** 2
-        return handed_over(read, requests, workers, self.prefetch, self.longest_wait, bytes_ahead, name)
+        return handed_over(read, requests, workers, self.prefetch, self.longest_wait, name)
 
     def at(self, step: int) -> tuple[int, Transform]:
         """Return width and height of a step's pixels, and the transform to them."""
@@ -95,9 +96,10 @@ class Failure(NamedTuple):
 class Chunk(NamedTuple):
     """n images from a loader worker."""
 
-    pixels: Tensor  # (n, 3, size, size) uint8, zero in the place of a missing image; or descriptors (n, C) float32
+    # (n, 3, size, size) uint8, zero in the place of a missing image; or descriptors (n, C) float32
+    pixels: NDArray[Any]
     samples: list[int]  # (n,) numbers of the images, NO_SAMPLE for a missing one
-    labels: Tensor  # (n,), or (n, L) from the finest level: their classes, -1 for a missing image
+    labels: NDArray[np.int64]  # (n,), or (n, L) from the finest level: their classes, -1 for a missing image
     names: list[str]  # (n,) their shards and keys; of the damaged image if nothing stands in for it
     failures: list[Failure]  # images, and those that were to stand in for them, that could not be used
     traffic: Counter[str]  # of reading them: the storage's `meter` since the chunk before
@@ -130,9 +132,8 @@ class HeldPixels:
 
     def rows(self, rows: slice | Tensor) -> Tensor:
         """Return stored rows, valid until the next share is read."""
-        found = self._pixels[rows]
         # New page-locked memory each time: a copy to the GPU may still read the rows handed out last.
-        return found.pin_memory() if self._pins else found
+        return self._pixels[rows].pin_memory() if self._pins else self._pixels[rows]
 
     def blank(self, rows: Tensor) -> None:
         """Make the pixels of these rows black."""
@@ -195,12 +196,12 @@ class ShareOfBatch:
 
     def _read(self) -> None:
         chunk, start = next(self._chunks), len(self.names)
-        self.held.keep(start, chunk.pixels)
+        self.held.keep(start, torch.from_numpy(chunk.pixels))
         rows = slice(start, start + len(chunk.names))
         self.samples[rows] = torch.tensor(chunk.samples)
         if self.labels.ndim < chunk.labels.ndim:
             self.labels = self.labels[:, None].repeat(1, chunk.labels.shape[1])
-        self.labels[rows] = chunk.labels
+        self.labels[rows] = torch.from_numpy(chunk.labels)
         self.present[rows] = self.samples[rows] != NO_SAMPLE
         self.names += chunk.names
         self.failures += chunk.failures

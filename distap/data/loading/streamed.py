@@ -21,10 +21,10 @@ from functools import cached_property
 from itertools import count
 from typing import Any
 
-import torch
+import numpy as np
 import webdataset
+from numpy.typing import NDArray
 from pydantic import PositiveInt
-from torch import Tensor
 
 from distap.data.images.decoding import DamagedImageError, EncodedImage
 from distap.data.labels import class_name
@@ -188,13 +188,13 @@ class StreamImages:
         stream = self.streams[number % len(self.streams)]
         step, part = divmod(number, self.parts)
         start = part * self.job.chunk
-        pixels, samples, labels, names = list[Tensor](), list[int](), list[int](), list[str]()
+        pixels, samples, labels, names = list[NDArray[np.uint8]](), list[int](), list[int](), list[str]()
         failures: list[Failure] = []
         for slot in self.slots[start : start + self.job.chunk]:
             for name, key, members in stream.candidates(step):
                 try:
                     label, image, _ = labelled_image(key, self.source.labelled(key, members))
-                    pixels.append(self.job.augmented(EncodedImage(image.data, name=name), step, slot))
+                    pixels.append(self.job.augmented(EncodedImage(image.data, name=name), step, slot).numpy())
                 except DamagedImageError as error:
                     failures.append(Failure.of(name, error))
                 else:
@@ -204,7 +204,7 @@ class StreamImages:
                     break
         traffic = stream.storage.meter.copy()
         stream.storage.meter.clear()
-        return Chunk(torch.stack(pixels), samples, torch.tensor(labels), names, failures, traffic)
+        return Chunk(np.stack(pixels), samples, np.array(labels), names, failures, traffic)
 
 
 def number_of(name: str) -> int:

@@ -1,31 +1,31 @@
 """Spread work over processes that end with their parent, and show its progress."""
 
 import gc
+import mmap
 import os
-import shutil
+import pickle
 import sys
 import tempfile
 import traceback
+import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from itertools import islice
+from itertools import count, cycle, islice
 from multiprocessing.connection import Connection, wait
 from multiprocessing.pool import ThreadPool
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from distap.errors import FAILED, DistapError, logger
+from distap.errors import FAILED, DistapError
 from distap.processes.forks import die_with_parent, forking_context
 from distap.processes.stopping import go_deaf
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 STAT_THREADS, STAT_CHUNK = 32, 256  # a network file system answers slowly, but many questions at once
-SHARED_MEMORY = "/dev/shm"  # through which workers hand images over
-LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")  # of a socket in it
+ALIGNED = 64  # bytes to which an array in shared memory is aligned
 LONGEST_WAIT = 600.0  # seconds for the next images
 
 # Wraps a loop over (items, description, total): yields the items unchanged and shows the progress.
@@ -82,50 +82,56 @@ def handed_over(
     workers: int,
     prefetch: int,
     longest_wait: float = LONGEST_WAIT,
-    bytes_ahead: int = 0,
     name: Callable[[Job], str] = str,
 ) -> Generator[Result]:
     """Yield the images that `read` returns for each request, from worker processes or, with 0, from this one.
 
-    See `in_processes`. `bytes_ahead` are the bytes that workers prepare before use, which shared memory must hold.
+    Arrays in what is yielded are valid until the next is asked for. See `in_processes`.
 
     Raises:
-        DistapError: a worker raised it, or shared memory is too small.
+        DistapError: a worker raised it.
         LostWorkerError: a worker was lost.
     """
-    if workers and Path(SHARED_MEMORY).is_dir() and os.statvfs(SHARED_MEMORY).f_flag & os.ST_RDONLY:
-        logger.warning("%s is read-only: images are read without data.workers, one after the other", SHARED_MEMORY)
-        workers = 0
     if not workers:
         yield from map(read, requests)
         return
-    _require_shared_memory(bytes_ahead)
     try:
-        yield from in_processes(read, requests, workers, prefetch, longest_wait, name)
+        yield from in_processes(read, requests, workers, prefetch, longest_wait, name, lends=True)
     except LostWorkerError as error:
         raise LostWorkerError(
-            f"a process that reads images was lost: {error}. Usual causes: the storage hangs; the host's memory was "
-            "used up (see its kernel log): set data.workers or data.prefetch lower, or data.pixels.hold to spool; or "
-            "/dev/shm is too small: a container has 64 MB there unless its --shm-size, or a volume of medium Memory, "
-            "says more"
+            f"a process that reads images was lost: {error}. Usual causes: the storage hangs; or the host's memory "
+            "was used up (see its kernel log): set data.workers or data.prefetch lower, or data.pixels.hold to spool"
         ) from error
 
 
-def _require_shared_memory(size: int) -> None:
-    """Raise a DistapError if workers cannot hand images over: through shared memory, named by sockets."""
-    if not Path(SHARED_MEMORY).is_dir():
-        return  # another system than Linux
-    if len(folder := tempfile.gettempdir()) > LONGEST_FOLDER:
-        raise DistapError(
-            f"{folder}: the folder for temporary files has a path of {len(folder)} characters, and the sockets that "
-            f"hand images over take {LONGEST_FOLDER}: set TMPDIR to a shorter one, or data.workers to 0"
-        )
-    if (free := shutil.disk_usage(SHARED_MEMORY).free) < size:
-        raise DistapError(
-            f"{SHARED_MEMORY} has {free / 1e6:,.1f} MB free, but the processes that read images hand over "
-            f"{size / 1e6:,.1f} MB ahead: give the container more (--shm-size, or a volume of medium Memory), or set "
-            "data.prefetch or data.workers lower"
-        )
+class GrowingMemory:
+    """Memory that a process and its fork share, and that grows; the size of /dev/shm does not limit it."""
+
+    def __init__(self) -> None:
+        if hasattr(os, "memfd_create"):
+            self._file = os.memfd_create("distap")
+        else:
+            with tempfile.TemporaryFile() as file:
+                self._file = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._file)
+        self._map: mmap.mmap | None = None
+
+    def views(self, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """Return the memory from each start to each stop, in bytes; both processes get the same."""
+        if spans and (self._map is None or len(self._map) < spans[-1][1]):
+            room = 1 << (spans[-1][1] - 1).bit_length()  # grow seldom; what nobody writes to takes no memory
+            os.truncate(self._file, max(room, os.fstat(self._file).st_size))
+            self._map = mmap.mmap(self._file, room)
+        return [memoryview(self._map or b"")[start:stop] for start, stop in spans]
+
+
+Views = Callable[[Sequence[tuple[int, int]]], list[memoryview]]
+
+
+class Worker(NamedTuple):
+    process: BaseProcess
+    pipe: Connection
+    views: Iterator[Views]  # into the memory of its answers, one after the other
 
 
 def in_processes(
@@ -135,56 +141,64 @@ def in_processes(
     prefetch: int = 2,
     longest_wait: float | None = None,
     name: Callable[[Job], str] = str,
+    lends: bool = False,
 ) -> Generator[Result]:
     """Yield `function(request)` of each request in order, worked out by processes that end with this generator.
 
-    Worker w of n gets the requests w, w + n, w + 2 n, ... in order, `prefetch` of them ahead.
+    Worker w of n gets the requests w, w + n, w + 2 n, ... in order, `prefetch` of them ahead. If it `lends`, NumPy's
+    arrays in a result are in memory that both processes share, and are valid until the next result is asked for.
 
     Raises:
         LostWorkerError: a worker has died, or needs more than `longest_wait` seconds for what `name` names.
     """
     context, remaining = forking_context(), iter(requests)
-    asked = deque[tuple[Job, Connection, BaseProcess]]()
+    asked = deque[tuple[Job, Worker]]()
     processes = list[BaseProcess]()
     # The end of Python would wait for a worker that is stuck in a slow read.
     Finalize(None, kill_all, args=(processes,), exitpriority=0)
 
-    def ask(pipe: Connection, process: BaseProcess) -> None:
+    def started() -> Worker:
+        pipe, theirs = context.Pipe()
+        # One more than answers that wait: a worker may fill it while the caller uses the answer that came last.
+        views = [GrowingMemory().views for _ in range(prefetch + 1 if lends else 0)]
+        process = context.Process(target=_work, args=(os.getpid(), function, theirs, views), daemon=True)
+        processes.append(process)
+        process.start()
+        theirs.close()
+        return Worker(process, pipe, cycle(views or [lambda spans: []]))
+
+    def ask(worker: Worker) -> None:
         for request in islice(remaining, 1):
             with suppress(OSError):  # it has died, and its answers will be missed
-                pipe.send(request)
-            asked.append((request, pipe, process))
+                worker.pipe.send(request)
+            asked.append((request, worker))
 
     try:
-        pipes = list[Connection]()
-        for _ in range(workers):
-            pipe, theirs = context.Pipe()
-            pipes.append(pipe)
-            processes.append(context.Process(target=_work, args=(os.getpid(), function, theirs), daemon=True))
-            processes[-1].start()
-            theirs.close()
+        team = [started() for _ in range(workers)]
         for _ in range(prefetch):
-            for pipe, process in zip(pipes, processes, strict=True):
-                ask(pipe, process)
+            for worker in team:
+                ask(worker)
         while asked:
-            request, pipe, process = asked.popleft()
-            if not wait([pipe, process.sentinel], longest_wait):
-                late = f"worker {process.pid} handed nothing over for {longest_wait:g} s"
+            request, worker = asked.popleft()
+            if not wait([worker.pipe, worker.process.sentinel], longest_wait):
+                late = f"worker {worker.process.pid} handed nothing over for {longest_wait:g} s"
                 raise LostWorkerError(f"{late}, such as {name(request)}")
             try:
-                result, error = pipe.recv()
+                answer, spans = worker.pipe.recv()
             except (EOFError, OSError) as lost:
-                process.join(1)
-                raise LostWorkerError(f"worker {process.pid} ended with status {process.exitcode}") from lost
+                worker.process.join(1)
+                status = worker.process.exitcode
+                raise LostWorkerError(f"worker {worker.process.pid} ended with status {status}") from lost
+            result, error = pickle.loads(answer, buffers=next(worker.views)(spans))
             if error is not None:
                 raise error
-            ask(pipe, process)
+            ask(worker)
             yield result
     finally:
         kill_all(processes)
 
 
-def _work(parent: int, function: Callable[[Any], Any], pipe: Connection) -> None:
+def _work(parent: int, function: Callable[[Any], Any], pipe: Connection, views: Sequence[Views]) -> None:
     """Answer requests until this process is killed."""
     # Leave alone what the parent had: touching shared memory would copy it.
     gc.freeze()
@@ -192,7 +206,7 @@ def _work(parent: int, function: Callable[[Any], Any], pipe: Connection) -> None
     die_with_parent(parent)
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
-    while True:
+    for number in count():
         request = pipe.recv()
         answer: tuple[Any, Exception | None]
         try:
@@ -201,7 +215,16 @@ def _work(parent: int, function: Callable[[Any], Any], pipe: Connection) -> None
             if not isinstance(error, DistapError):
                 error.add_note(traceback.format_exc())
             answer = None, error
-        pipe.send(answer)
+        arrays = list[pickle.PickleBuffer]()
+        text = pickle.dumps(answer, protocol=5, buffer_callback=arrays.append if views else None)
+        spans, stop = list[tuple[int, int]](), 0
+        for raw in (array.raw() for array in arrays):
+            start = -(-stop // ALIGNED) * ALIGNED
+            spans.append((start, stop := start + raw.nbytes))
+        if arrays:
+            for view, array in zip(views[number % len(views)](spans), arrays, strict=True):
+                view[:] = array.raw()
+        pipe.send((text, spans))
 
 
 def kill_all(workers: list[BaseProcess]) -> None:
