@@ -8,7 +8,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -121,7 +120,6 @@ class DataBenchmark(harness.Benchmark):
             "distap": partial(decode, EncodedImage, transform),
             "Pillow": partial(decode, ByPillow, transform),
             "torchvision": partial(decode, ByTorchvision, transform),
-            "unscaled": partial(decode, EncodedImage, replace(transform, scaled=False)),
         }
         turns = harness.take_turns(decoders, self.rounds, World(), f"decoding to {transform.size} px")
         return {name: [len(files) / spent for spent in of.processor] for name, of in turns.items()}
@@ -193,7 +191,7 @@ class ByPillow:
         self._image = Image.open(io.BytesIO(data))
         self.size = self._image.size
 
-    def crop(self, box: Box, shape: Shape, scaled: bool) -> Tensor:
+    def crop(self, box: Box, shape: Shape) -> Tensor:
         resized = self._image.convert("RGB").resize(shape[::-1], Image.Resampling.BILINEAR, box=box)
         pixels: Tensor = F.pil_to_tensor(resized)
         return pixels.contiguous()
@@ -202,7 +200,7 @@ class ByPillow:
 class ByTorchvision(ByPillow):
     """An image that Pillow decodes in full, and torchvision crops and scales as a tensor."""
 
-    def crop(self, box: Box, shape: Shape, scaled: bool) -> Tensor:
+    def crop(self, box: Box, shape: Shape) -> Tensor:
         left, top, right, bottom = box
         whole = F.pil_to_tensor(self._image.convert("RGB"))
         pixels: Tensor = F.resized_crop(whole, top, left, bottom - top, right - left, list(shape), antialias=True)

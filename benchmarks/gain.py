@@ -98,7 +98,7 @@ def looped(recipe: Recipe, loss: str, rate: float, seconds: float, batch: int) -
     data, network = recipe.data, network_of(recipe, World()).train()
     index = load_index(data.train_source)
     reader = Reader(data.train_source, index)
-    transform = data.augmentation.transform(data.image_size, data.scaled_decoding)
+    transform = data.augmentation.transform(data.image_size)
     classes = len(index.class_name)
     a_class = max(batch // classes, 4)
     sampler = samplers.MPerClassSampler(index.label, a_class, min(batch, a_class * classes), len(index))

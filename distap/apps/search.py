@@ -118,9 +118,9 @@ def open_searcher(
     from distap.retrieval.whitening import load_whitening
     from distap.training.build import trained_network
 
-    recipe, network = trained_network(checkpoint, world, best)
+    _, network = trained_network(checkpoint, world, best)
     learned = None if whitening is None else load_whitening(whitening)
-    describer = describer_like(maker, network, learned, max_pixels(maker), recipe.data.scaled_decoding)
+    describer = describer_like(maker, network, learned, max_pixels(maker))
     return Searcher(opened, describer)
 
 

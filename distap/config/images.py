@@ -26,8 +26,6 @@ class ImagesSection(Section):
     """Width and height of the network's input, pixels."""
     workers: NonNegativeInt = 2
     """Number of reader processes of each rank; 0 reads in the rank itself."""
-    scaled_decoding: bool = True
-    """Decode JPEG at 1/2, 1/4 or 1/8 scale if a crop allows it."""
 
 
 class DataSection(ImagesSection):

@@ -70,10 +70,10 @@ class Sizing:
         scale = min(self.pixels / max(width, height), 1.0)
         return max(round(height * scale), 1), max(round(width * scale), 1)
 
-    def __call__(self, image: "EncodedImage", box: Box | None = None, scaled: bool = True) -> "Tensor":
+    def __call__(self, image: "EncodedImage", box: Box | None = None) -> "Tensor":
         """Scale an image, or a part in a box, to (3, height, width) uint8; see `EncodedImage` for the errors.
 
-        `scaled` allows decoding JPEG at reduced scale, except with `resize`: its pixels are, bit for bit, those of
+        JPEG may be decoded at reduced scale, except with `resize`: its pixels are, bit for bit, those of
         torchvision's Resize(resize) and CenterCrop(pixels) on the image as a uint8 tensor.
         """
         # Imported here, since recipes are read without torch.
@@ -90,13 +90,13 @@ class Sizing:
             shape = bottom - top, right - left
             if len(self.resize) == 1 and self.resize[0] ** 2 * max(shape) > MAX_PIXELS * min(shape):
                 raise DamagedImageError("too_large", f"too narrow for `{self}`: {shape[1]} x {shape[0]} pixels")
-            whole = F.resize(image.crop((left, top, right, bottom), shape, False), [*self.resize], antialias=True)
+            whole = F.resize(image.crop((left, top, right, bottom), shape), [*self.resize], antialias=True)
             return F.center_crop(whole, [self.pixels]).contiguous()
         shape = self.shape(right - left, bottom - top)
         if self.kind == "crop":
             inner = central_box(right - left, bottom - top)
             left, top, right, bottom = left + inner[0], top + inner[1], left + inner[2], top + inner[3]
-        return image.crop((left, top, right, bottom), shape, scaled)
+        return image.crop((left, top, right, bottom), shape)
 
 
 def central_box(width: int, height: int) -> Box:

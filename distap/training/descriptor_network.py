@@ -67,7 +67,7 @@ class DescriptorNetwork(
     def transform(self, image: Any) -> Tensor:
         """Scale an image of any kind that `describe` takes to (3, height, width) uint8, for your own data loader."""
         describer = self.describer
-        return describer.sizing(EncodedImage(image_file(image), describer.max_pixels), scaled=describer.scaled)
+        return describer.sizing(EncodedImage(image_file(image), describer.max_pixels))
 
     def describe(self, images: Iterable[Any]) -> Tensor:
         """Return (n, D) float32 of length 1 on the CPU; images of one shape are described together.
@@ -112,7 +112,6 @@ class DescriptorNetwork(
                 "scale_power": described.network.power,
                 "antialias": described.antialias,
                 "dimensions": described.first,
-                "scaled_decoding": described.scaled,
                 "whitened": described.whitening is not None,
             },
         }
@@ -136,7 +135,7 @@ class DescriptorNetwork(
         try:
             sizing, scales, power = Sizing.parse(about["sizing"]), about["scales"], about["scale_power"]
             whitening = load_whitening(Path(str(saved.folder))) if about["whitened"] else None
-            ways = {"scaled": about["scaled_decoding"], "antialias": about["antialias"], "first": about["dimensions"]}
+            ways = {"antialias": about["antialias"], "first": about["dimensions"]}
         except (ValueError, KeyError, TypeError) as error:
             raise DistapError(f"{model_id}: not a network that distap has saved: {error!r}") from error
         data = {} if sizing.pixels is None else {"image_size": sizing.pixels}

@@ -85,7 +85,7 @@ class OwnIndex:
 class CentreOnly:
     """No variation: the centre, scaled."""
 
-    def transform(self, image_size: int, scaled_decoding: bool = True):
+    def transform(self, image_size: int):
         return _Centre(image_size)
 
 
@@ -97,7 +97,7 @@ class _Centre:
         width, height = image.size
         side = min(width, height)
         left, top = (width - side) // 2, (height - side) // 2
-        return image.crop((left, top, left + side, top + side), (self.size, self.size), False)
+        return image.crop((left, top, left + side, top + side), (self.size, self.size))
 
 
 @dataclass(frozen=True)

@@ -34,13 +34,12 @@ class DecodingJob:
     """Settings for decoding an upload to pixels, with limits of time and memory."""
 
     sizing: Sizing
-    scaled: bool  # whether JPEG may be decoded at reduced scale
     max_pixels: int  # width times height
     seconds: float
     memory_bytes: int  # beyond what the libraries take
 
     def __call__(self, data: bytes) -> Tensor:
-        return self.sizing(EncodedImage(data, self.max_pixels), None, self.scaled)
+        return self.sizing(EncodedImage(data, self.max_pixels))
 
 
 class Decoders:

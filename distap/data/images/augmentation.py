@@ -34,8 +34,8 @@ class CropFlipColour:
     grey: Share = 0.0
     """Probability of turning an image grey."""
 
-    def transform(self, image_size: int, scaled_decoding: bool = True) -> "CropAndVary":
-        """Draw a crop for the image's size, decode it (with `scaled_decoding` JPEG at reduced scale), and vary it."""
+    def transform(self, image_size: int) -> "CropAndVary":
+        """Draw a crop for the image's size, decode it (JPEG at reduced scale), and vary it."""
         from torchvision.transforms import v2
 
         crop = v2.RandomResizedCrop((image_size, image_size), scale=(self.crop, 1.0)) if self.crop < 1 else None
@@ -46,7 +46,7 @@ class CropFlipColour:
             steps.append(v2.ColorJitter(self.colour, self.colour, self.colour, self.colour / 4))
         if self.grey:
             steps.append(v2.RandomGrayscale(self.grey))
-        return CropAndVary(image_size, crop or v2.CenterCrop(image_size), tuple(steps), scaled_decoding)
+        return CropAndVary(image_size, crop or v2.CenterCrop(image_size), tuple(steps))
 
 
 @dataclass(frozen=True)
@@ -63,20 +63,20 @@ class TorchvisionSteps:
             raise ValueError("steps: none are given; expected a list of transforms, such as [RandomResizedCrop]")
         self._built(224)
 
-    def transform(self, image_size: int, scaled_decoding: bool = True) -> "CropAndVary":
+    def transform(self, image_size: int) -> "CropAndVary":
         """Build the transforms; raise a DistapError unless they give images of image_size x image_size pixels.
 
-        Without `scaled_decoding` the pixels are torchvision's own, bit for bit. With it, a first step that is a
-        bilinear Resize or RandomResizedCrop decodes JPEG at reduced scale.
+        The pixels are torchvision's own, bit for bit; but a first step that is a bilinear Resize or RandomResizedCrop
+        to half the size or less decodes JPEG at reduced scale.
         """
         from torchvision.transforms import InterpolationMode, v2
 
         first, *rest = steps = self._built(image_size)
-        decodes = scaled_decoding and isinstance(first, v2.Resize | v2.RandomResizedCrop) and first.antialias
+        decodes = isinstance(first, v2.Resize | v2.RandomResizedCrop) and first.antialias
         if decodes and first.interpolation in (InterpolationMode.BILINEAR, InterpolationMode.BILINEAR.value):
-            vary = CropAndVary(image_size, first, tuple(rest), scaled=True)
+            vary = CropAndVary(image_size, first, tuple(rest))
         else:
-            vary = CropAndVary(image_size, None, tuple(steps), scaled_decoding)
+            vary = CropAndVary(image_size, None, tuple(steps))
         for width, height in ((3, 2), (2, 3)):
             blank = torch.zeros(3, height * image_size, width * image_size, dtype=torch.uint8)
             seeded(vary, EncodedImage(image_file(blank)), 0)
@@ -121,7 +121,6 @@ class CropAndVary:
     size: int  # of the result, pixels
     first: "v2.Transform | None"  # None takes all of it at its own size; CenterCrop the largest square, scaled
     steps: "tuple[v2.Transform, ...]"
-    scaled: bool
 
     def part(self, width: int, height: int) -> tuple[Box, Shape]:
         from torchvision.transforms import v2
@@ -137,7 +136,7 @@ class CropAndVary:
         return (0, 0, width, height), (shape[1], shape[2])
 
     def __call__(self, image: EncodedImage) -> Tensor:
-        pixels = image.crop(*self.part(*image.size), self.scaled)
+        pixels = image.crop(*self.part(*image.size))
         where = f"data.augmentation: an image of {image.size[0]} x {image.size[1]} pixels"
         try:
             for step in self.steps:

@@ -141,8 +141,8 @@ class EncodedImage:
         upright = Image.fromarray(np.ascontiguousarray(pixels.swapaxes(0, 1) if transposed else pixels))
         return upright.resize(shape[::-1], Image.Resampling.BILINEAR)
 
-    def crop(self, box: Box, shape: Shape, scaled: bool = True) -> "Tensor":
-        """Crop and scale a part of the upright image to (3, height, width) uint8; `scaled` allows decoding at 1/f.
+    def crop(self, box: Box, shape: Shape) -> "Tensor":
+        """Crop and scale a part of the upright image to (3, height, width) uint8.
 
         The part is first widened or narrowed, by less than a pixel of the result, to whole blocks of f x f pixels of
         the file, where f is its `reduction`: libjpeg can decode at 1/f, which makes one pixel of each block. An
@@ -151,20 +151,19 @@ class EncodedImage:
         import torch
         from torchvision.transforms.v2 import functional as F
 
-        decoded = torch.from_numpy(self._decoded(box, shape, scaled)).permute(2, 0, 1)
+        decoded = torch.from_numpy(self._decoded(box, shape)).permute(2, 0, 1)
         across, down, transposed = self._turns
         pixels: Tensor = F.resize(decoded, [*(shape[::-1] if transposed else shape)], antialias=True)
         pixels = pixels.flip([axis for axis, mirrored in ((2, across), (1, down)) if mirrored])
         return (pixels.transpose(1, 2) if transposed else pixels).contiguous()
 
-    def _decoded(self, box: Box, shape: Shape, scaled: bool = True) -> np.ndarray[Any, Any]:
+    def _decoded(self, box: Box, shape: Shape) -> np.ndarray[Any, Any]:
         """Decode a part of the image, at 1/f of its size or in full, to (height, width, 3) uint8 as stored."""
         factor = reduction(box, shape)
         left, top, right, bottom = stored_box(box, self._stored_size, self._turns)
         left, top = left // factor * factor, top // factor * factor
         right = min(-(-right // factor), self._stored_size[0] // factor) * factor
         bottom = min(-(-bottom // factor), self._stored_size[1] // factor) * factor
-        factor = factor if scaled else 1
         with self._told():
             if self._is_jpeg:
                 left, top, right, bottom = (edge // factor for edge in (left, top, right, bottom))

@@ -46,14 +46,13 @@ class SizedImages:
     reader: "Reader"
     sizing: Sizing
     boxes: Mapping[int, Box] = field(default_factory=dict)  # the part of an image that counts; the whole of others
-    scaled: bool = True  # whether JPEG may be decoded at reduced scale
 
     def chunk(self, samples: list[int]) -> SizedChunk:
         present, damaged = dict[int, NDArray[np.uint8]](), dict[int, str]()
         for sample in samples:
             try:
                 image = self.reader.encoded(sample)
-                present[sample] = self.sizing(image, self.boxes.get(sample), self.scaled).numpy()
+                present[sample] = self.sizing(image, self.boxes.get(sample)).numpy()
             except DamagedImageError as error:
                 damaged[sample] = str(error)
         return SizedChunk(list(present), list(present.values()), damaged)

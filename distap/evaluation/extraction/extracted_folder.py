@@ -62,7 +62,6 @@ def extract_to_folder(
         "images": len(images),
         **asdict(describer.described_by),
         "precision": describer.precision,
-        "scaled_decoding": describer.scaled,
         "max_pixels": describer.max_pixels,
         "dtype": dtype,
         "part_images": part_images or extraction.part_size,

@@ -107,7 +107,7 @@ class Extraction:
         limit = max(int(describer.batch_pixels / max(1.0, *describer.network.scales) ** 2), 1)
         mine, areas = missing[world.rank :: world.size], self.shapes.prod(axis=1)
         requests = [worker_requests(parts[number].tolist(), areas, limit) for number in mine]
-        sized = SizedImages(images.reader, describer.sizing, self.boxes, describer.scaled)
+        sized = SizedImages(images.reader, describer.sizing, self.boxes)
         chunks = sized_chunks(sized, (request for part in requests for request in part), how.workers)
         done = len(images) - sum(len(parts[number]) for number in missing)
         shown = how.shown and world.rank == 0

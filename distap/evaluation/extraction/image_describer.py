@@ -42,7 +42,6 @@ class ImageDescriber:
     whitening: Whitening | None = None  # applied after the network
     max_pixels: int = MAX_PIXELS  # an image with more (width times height) is refused without decoding
     precision: PrecisionName = "float32"  # of convolutions and matrix products
-    scaled: bool = True  # whether JPEG may be decoded at reduced scale
     antialias: bool = True  # smooth before shrinking to a scale below 1
     first: int | None = None  # dimensions of a descriptor to keep; None keeps all
     batch_pixels: int = BATCH_PIXELS  # most to describe at once: height times width, summed over the images
@@ -87,7 +86,7 @@ class ImageDescriber:
         Raises:
             DamagedImageError: an image cannot be decoded or is too large.
         """
-        pixels = (self.sizing(EncodedImage(data, self.max_pixels), None, self.scaled) for data in images)
+        pixels = (self.sizing(EncodedImage(data, self.max_pixels)) for data in images)
         return self.describe_pixels(pixels, len(images))
 
     def describe_pixels(self, images: Iterable[Tensor], count: int) -> Tensor:
@@ -137,7 +136,6 @@ def describer_like(
     network: RetrievalNetwork,
     whitening: Whitening | None = None,
     max_pixels: int = MAX_PIXELS,
-    scaled: bool = True,
 ) -> ImageDescriber:
     """Return a describer that repeats how stored descriptors were made; a DistapError if network or whitening differ.
 
@@ -145,7 +143,7 @@ def describer_like(
     """
     by, sizing = described_by, Sizing.parse(described_by.sizing)
     ways = by.scales, by.scale_power, whitening, max_pixels
-    describer = ImageDescriber(network, sizing, *ways, scaled=scaled, antialias=by.antialias, first=by.dimensions)
+    describer = ImageDescriber(network, sizing, *ways, antialias=by.antialias, first=by.dimensions)
     for part in ("network", "whitening"):
         wanted, given = (getattr(by, part) or "none" for by in (described_by, describer.described_by))
         if wanted != given:

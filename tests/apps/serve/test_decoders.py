@@ -15,7 +15,7 @@ from distap.apps.serve.decoders import Decoders, DecodingJob
 from distap.apps.serve.uploads import RefusedError
 from distap.data.sizing import Sizing
 
-JOB = DecodingJob(Sizing("crop", 32), True, max_pixels=50_000_000, seconds=60, memory_bytes=500_000_000)
+JOB = DecodingJob(Sizing("crop", 32), max_pixels=50_000_000, seconds=60, memory_bytes=500_000_000)
 
 
 @pytest.fixture(autouse=True, scope="module")
