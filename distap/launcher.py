@@ -67,8 +67,8 @@ def ranks_here(settings: Namespace) -> "Place":
     """Return what torchrun's options say about ranks and hosts; raise a DistapError if they are impossible."""
     from torch.distributed import run as torchrun
 
+    from distap.data.shards.parallel import in_processes
     from distap.processes.agent import Place
-    from distap.processes.forks import in_fork
 
     parser = _parser()
     for name in vars(settings).keys() - OF_RANKS - OF_HOSTS:  # which would be ignored
@@ -78,7 +78,8 @@ def ranks_here(settings: Namespace) -> "Place":
             raise DistapError(f"--{name.replace('_', '-')}: distap.launcher has no such option{hint}")
     option = f"--nproc-per-node {settings.nproc_per_node}"
     try:
-        ranks = in_fork(lambda: torchrun.determine_local_world_size(settings.nproc_per_node))
+        # In a fork, since the ranks are forks of this process, in which an opened GPU would not work.
+        [ranks] = in_processes(torchrun.determine_local_world_size, [settings.nproc_per_node], 1)
     except ValueError as error:
         raise DistapError(f"{option}: {error}") from error
     if ranks < 1:

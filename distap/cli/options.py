@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from distap.data.shards.parallel import in_processes
 from distap.errors import DistapError
-from distap.processes.forks import in_fork
 from distap.processes.stopping import go_deaf
 from distap.storage.locations import scheme_of
 from distap.telemetry.terminal import print_error
@@ -36,7 +36,9 @@ def ranks_to_start(asked: int, device: str = "auto") -> int:
         return asked or 1
     import torch
 
-    return max(1, in_fork(torch.cuda.device_count))  # the ranks are forks, in which an opened GPU would not work
+    # In a fork, since the ranks are forks of this process, in which an opened GPU would not work.
+    [gpus] = in_processes(lambda _: torch.cuda.device_count(), [None], 1)
+    return max(1, gpus)
 
 
 EACH_GPU = "Number of processes to start on this machine; auto starts one for each GPU."

@@ -1,6 +1,7 @@
 """Run this host's ranks: start them, watch them, pass signals on to them, and start them again after a failure.
 
-The launcher imports what its ranks need, forks them, and computes nothing itself (see `forks.in_fork`):
+The launcher imports what its ranks need, forks them, and computes nothing itself, since forks of a process that
+has computed with threads, or opened a GPU, hang or fail:
 
     launcher -- store     where the ranks of a single host meet; of several hosts, rank 0 serves the store
              -- ranks     each a session of its own, so that Ctrl-C reaches the launcher alone

@@ -9,8 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from multiprocessing.connection import Connection
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from distap.errors import FAILED
 
@@ -30,34 +29,6 @@ def die_with_parent(parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if parent not in (None, os.getppid()):
             os._exit(FAILED)
-
-
-def in_fork(work: Callable[[], T]) -> T:
-    """Return the result of `work`, done in a fork; raise its error here.
-
-    A fork of a process that has computed with threads, or opened a GPU, hangs or fails. So a process whose forks are
-    to do that leaves it to a fork itself.
-    """
-    if sys.platform != "linux":
-        return work()
-    mine, theirs = multiprocessing.Pipe(duplex=False)
-    process = forking_context().Process(target=_answer, args=(theirs, os.getpid(), work))
-    process.start()
-    # With this end open, `recv` would wait for ever for a child that dies without an answer.
-    theirs.close()
-    answer: Any = mine.recv()
-    process.join()
-    if isinstance(answer, Exception):
-        raise answer
-    return cast(T, answer)
-
-
-def _answer(pipe: Connection, parent: int, work: Callable[[], Any]) -> None:
-    die_with_parent(parent)
-    try:
-        pipe.send(work())
-    except Exception as error:
-        pipe.send(error)
 
 
 def in_daemon(work: Callable[[], T], name: str) -> Future[T]:
