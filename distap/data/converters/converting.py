@@ -1,21 +1,18 @@
 """Convert a published data set: read its lists, look for the listed images, and pack its splits into shards."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress
-from operator import not_
 from pathlib import Path
 from typing import Any
 
 from distap.data.converters import faces, landmarks, metric_learning, protocols, revisited
 from distap.data.converters.dataset import GROUND_TRUTH_FILE, Count, Dataset, Split, find_list
-from distap.data.shards.image_files import NOT_THERE, ImageFile, Listing
+from distap.data.shards.image_files import ImageFile, Listing
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index
 from distap.data.shards.packing import pack_parts, require_free
-from distap.data.shards.parallel import Track, ask_files, untracked
+from distap.data.shards.parallel import Track, untracked
 from distap.errors import DistapError
 
 DATASETS: dict[str, Dataset] = {
@@ -84,7 +81,7 @@ def convert(
     try:
         for split in chosen:
             file = find_list(source, split.file, dataset.folders)
-            listed[split.name], count = _listing(split, source, file, track)
+            listed[split.name], count = _listing(split, source, file)
             counts.append(count)
             if split.truth:
                 truths[GROUND_TRUTH_FILE] = json.dumps(split.truth(file), indent=1) + "\n"
@@ -92,9 +89,7 @@ def convert(
         raise DistapError(f"{error}; {remedy}") from error
     for name, listing in listed.items():
         if not listing.images:
-            names = [skipped.name for skipped in listing.left_out if skipped.reason == NOT_THERE]
-            absent = f"none of its {len(names):,} images is there, first {names[0]}" if names else ""
-            raise DistapError(f"{name}: {absent or 'its list names no image'}")
+            raise DistapError(f"{name}: its list names no image")
     packed = pack_parts(listed, output, track=track, files=truths, **layout)
     return [
         Converted(split, count.images or 0, count.classes or 0, index, left_out)
@@ -102,16 +97,12 @@ def convert(
     ]
 
 
-def _listing(split: Split, source: Path, file: Path, track: Track) -> tuple[Listing, Count]:
-    """Read the list of a split and look for its images on disk; return them and what the list has."""
+def _listing(split: Split, source: Path, file: Path) -> tuple[Listing, Count]:
+    """Return the images of a split's list, and how many it has."""
     images, left_out = dict[tuple[Path, Any], ImageFile](), list[Skipped]()
     for image in split.images(source, file):
         place = image.path, image.box
         if images.setdefault(place, image) is not image:  # packed twice, it would be its own positive
             left_out.append(Skipped(str(image.path.relative_to(source)), "images that are listed again"))
-    paths = [path for path, _ in images]
-    there = ask_files(os.path.isfile, paths, f"{split.name}: looking for images", track)
-    absent = compress(paths, map(not_, there))
-    left_out += [Skipped(str(path.relative_to(source)), NOT_THERE) for path in absent]
     count = Count(len(images), len({image.class_name for image in images.values()}))
-    return Listing(list(compress(images.values(), there)), left_out, source), count
+    return Listing(list(images.values()), left_out, source), count

@@ -6,8 +6,7 @@ Every file that is found is either listed as an image or reported as left out, w
 import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, compress
-from operator import not_
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -15,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from distap.data.images.formats import readable_formats
 from distap.data.labels import NO_CLASS, class_name, nesting
 from distap.data.shards.image_folders import Skipped, counted, walk_images
-from distap.data.shards.parallel import Track, ask_files, untracked
+from distap.data.shards.parallel import Track, ask_files
 from distap.data.shards.tables import read_list
 from distap.data.sizing import Box
 from distap.errors import DistapError, logger
@@ -63,10 +62,9 @@ def _look_at(image: ImageFile) -> Entry | Skipped:
     try:
         status = image.path.stat()
     except OSError as error:
+        told = NOT_THERE if isinstance(error, FileNotFoundError) else f"files that cannot be read: {error.strerror}"
         is_link = os.path.islink(image.path)  # noqa: PTH114 - Path.is_symlink may raise
-        return Skipped(
-            str(image.path), "links to nothing" if is_link else f"files that cannot be read: {error.strerror}"
-        )
+        return Skipped(str(image.path), "links to nothing" if is_link else told)
     if not stat.S_ISREG(status.st_mode):
         return Skipped(str(image.path), "no regular files")
     return Entry(image, status.st_size, status.st_mtime_ns)
@@ -116,7 +114,7 @@ def list_images(
     The columns are found by their names: path or filename, label or class, and optionally level1 (or group),
     level2 and so on (coarser classes that hold the class), split, and is_query and is_gallery, which cut the images
     into parts; others are ignored. A CSV has commas, semicolons or tabs between them. Paths are relative to the file.
-    Files that are missing, and those without a class (see `class_name`), are left out.
+    Files without a class (see `class_name`) are left out; whether a listed file is there is seen when it is packed.
 
     Args:
         nested: what names the class of an image deeper in a folder: `top`, its folder in `source`; `leaf`, the
@@ -191,7 +189,7 @@ def _in_folders(source: Path, nested: Nested | None) -> Listing:
 
 
 def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
-    """List the images of a CSV or Parquet file by its columns, without those that are missing or have no class."""
+    """List the images of a CSV or Parquet file by its columns, without those that have no class."""
     columns, rows = read_list(source, renamed)
     wanted = ["label", "split", *(column for column in columns if column.startswith("level"))]
     found, flags, lines = list[ImageFile](), list[_Flags](), dict[Path, str]()
@@ -218,13 +216,8 @@ def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
     if codes := [name for name in names if name.isdecimal() and name.startswith("0") and name.lstrip("0") in names]:
         told = f"such as {min(codes)} and {min(codes).lstrip('0')}"
         logger.warning("%s: labels that differ by zeros in front are different classes, %s", source, told)
-    there = ask_files(os.path.isfile, [image.path for image in found], "", untracked)
-    missing = [Skipped(str(image.path), NOT_THERE) for image in compress(found, map(not_, there))]
-    if found and len(missing) == len(found):
-        problem = f"none of the {len(found):,} listed images is there; first: {missing[0].name}"
-        raise DistapError(f"{source}: {problem}; paths are relative to {source.parent}")
-    parts = list(compress(_parts(source, columns, flags), there))
-    return Listing(list(compress(found, there)), left_out + missing, source.parent, parts if any(parts) else ())
+    parts = _parts(source, columns, flags)
+    return Listing(found, left_out, source.parent, parts if any(parts) else ())
 
 
 # A row's split, and whether its image is a query and in the gallery; None where the row has no answer.

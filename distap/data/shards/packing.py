@@ -5,6 +5,7 @@ number of processes changes no byte.
 """
 
 import io
+import os
 import re
 import tarfile
 from collections.abc import Mapping
@@ -61,6 +62,11 @@ def pack_parts(
     """
     require_free(output)
     levels = {name: levels_of_each_class(part.images) for name, part in parts.items()}  # before anything is written
+    for name, part in parts.items():
+        paths = [image.path for image in part.images]
+        if not any(map(os.path.lexists, paths)):
+            told = f"none of the {len(paths):,} listed images is there; first: {paths[0]}"
+            raise DistapError(f"{output / name}: {told}; paths are relative to {part.root}")
     with replacing_folder(output) as whole:
         packed = [
             _pack(whole / name, part, levels[name], images_per_shard, shuffle, workers, track)
