@@ -5,7 +5,7 @@ import re
 
 import pytest
 from commands import distap
-from images import write_images
+from images import damage, write_images
 
 from benchmarks.photos import pack
 from distap.data.shards.image_files import ImageFile
@@ -25,16 +25,6 @@ def odd_names(tmp_path):
     return tmp_path / "shards"
 
 
-@pytest.fixture
-def damaged(odd_names):
-    """The same with one image damaged."""
-    shard = odd_names / "000000.tar"
-    data = bytearray(shard.read_bytes())
-    data[data.index(b"IDAT") + 20] ^= 1
-    shard.write_bytes(data)
-    return odd_names
-
-
 def test_figures_are_a_table_and_json(monkeypatch, capsys, odd_names):
     assert distap(monkeypatch, "data", "stats", odd_names) == 0
     printed = capsys.readouterr().out
@@ -47,11 +37,11 @@ def test_figures_are_a_table_and_json(monkeypatch, capsys, odd_names):
     }
 
 
-def test_a_check_says_by_its_status_whether_all_is_sound(tmp_path, monkeypatch, capsys, request, odd_names):
+def test_a_check_says_by_its_status_whether_all_is_sound(monkeypatch, capsys, odd_names):
     assert distap(monkeypatch, "data", "check", odd_names, "--workers", 1) == 0
     assert "6 images in 1 shards, all sound" in capsys.readouterr().out
-    damaged = request.getfixturevalue("damaged")
-    assert distap(monkeypatch, "data", "check", damaged, "--workers", 1) == 1
+    damage(odd_names, [0])
+    assert distap(monkeypatch, "data", "check", odd_names, "--workers", 1) == 1
     printed = capsys.readouterr().out
     assert "000000.tar:a/0.png: crc_mismatch" in printed
     assert "2 things damaged: shard_sha256 1, crc_mismatch 1" in printed

@@ -192,18 +192,6 @@ def ilias(root: Path) -> None:
     photos(root / "ilias_core", [*queries, *(name for name, *_ in positives)])
 
 
-def reidentification(lists: dict[str, str | None], names: dict[str, list[str]]) -> Callable[[Path], None]:
-    """Folders of images, and for each the name of its list, or None for a folder that is its own list."""
-
-    def tree(root: Path) -> None:
-        for folder, own in names.items():
-            photos(root / folder, [name.split()[0] for name in own], sum(folder.encode()))
-            if lists[folder] is not None:
-                write(root / str(lists[folder]), own)
-
-    return tree
-
-
 PEOPLE = {
     "train": [
         "0001_c1s1_000001_00.jpg",
@@ -214,6 +202,20 @@ PEOPLE = {
     "query": ["0002_c1s1_000001_00.jpg", "0005_c1s1_000007_00.jpg"],
     "gallery": ["0002_c1s1_000009_01.jpg", "0002_c2s1_000002_01.jpg", "0005_c2s1_000003_01.jpg"],
 }
+
+
+def reidentification(*folders: str, has_lists: bool = False) -> Callable[[Path], None]:
+    """Folders of images to train on, of queries and of a gallery, with lists of them or with somebody unknown."""
+
+    def tree(root: Path) -> None:
+        for folder, names in zip(folders, PEOPLE.values(), strict=True):
+            photos(root / folder, names, sum(folder.encode()))
+            if has_lists:
+                write(root / f"{folder.replace('image', 'name')}.txt", names)
+        if not has_lists:
+            photo(root / folders[-1] / "-1_c3s1_000000_00.jpg")
+
+    return tree
 
 
 def msmt17(root: Path) -> None:
@@ -286,18 +288,8 @@ TREES: dict[str, Callable[[Path], None]] = {
     "rparis6k": revisited("rparis6k"),
     "revisitop1m": revisitop1m,
     "ilias": ilias,
-    "market-1501": reidentification(
-        {"bounding_box_train": None, "query": None, "bounding_box_test": None},
-        {
-            "bounding_box_train": PEOPLE["train"],
-            "query": PEOPLE["query"],
-            "bounding_box_test": [*PEOPLE["gallery"], "-1_c3s1_000000_00.jpg"],
-        },
-    ),
-    "veri-776": reidentification(
-        {"image_train": "name_train.txt", "image_query": "name_query.txt", "image_test": "name_test.txt"},
-        {"image_train": PEOPLE["train"], "image_query": PEOPLE["query"], "image_test": PEOPLE["gallery"]},
-    ),
+    "market-1501": reidentification("bounding_box_train", "query", "bounding_box_test"),
+    "veri-776": reidentification("image_train", "image_query", "image_test", has_lists=True),
     "msmt17": msmt17,
     "places": places,
     "uned": uned,

@@ -273,16 +273,6 @@ def test_an_index_is_made_over_s3_beside_the_shards(s3, shards):
         assert load_index(source).fingerprint == index.fingerprint == expected
 
 
-def test_a_shard_that_changed_behind_a_url_is_found_when_the_index_is_loaded(web, shards):
-    with (shards / "000001.tar").open("ab") as file:
-        file.write(bytes(512))
-    with pytest.raises(DistapError, match=rf"{web.url}/000001\.tar: .* when it was indexed"):
-        load_index(web.url)
-    (shards / "000001.tar").unlink()
-    with pytest.raises(DistapError, match=rf"{web.url}/000001\.tar: there is no such file"):
-        load_index(web.url)
-
-
 def test_google_storage_is_read_listed_and_written(shards):
     with gcs_server():
         storage = storage_of("gs://shards/train")

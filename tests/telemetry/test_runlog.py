@@ -21,12 +21,6 @@ def write(folder, step, entries):
         append_line(folder / "metrics.jsonl", entry)
 
 
-def test_going_on_drops_the_steps_behind_the_checkpoint(tmp_path):
-    write(tmp_path, 0, [{"step": n, "loss": n} for n in range(1, 6)])
-    write(tmp_path, 3, [{"step": 4, "loss": 40}])
-    assert [entry["loss"] for entry in read_run_log(tmp_path)] == [1, 2, 3, 40]
-
-
 def test_going_on_drops_later_lines_wherever_they_are_and_what_was_cut_short(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 7}\n{"step": 2}')
