@@ -88,11 +88,7 @@ def eval_command(
                 among = {name: getattr(settings, name) for name in among}
             named: Any = data or [parse_source(settings.validation or "")]
             how: dict[str, Any] = {"at": recipe.evaluation.recall_at, "truth": truth}
-            try:
-                sets = open_named_sets(named, distractors or [], figures=wanted, **among, **how)
-            except DistapError as error:
-                also = " and --gallery" if among["gallery"] else ""
-                raise error if data else DistapError(f"{error}; if it has moved, name it by --data{also}") from error
+            sets = open_named_sets(named, distractors or [], figures=wanted, **among, **how)
             return sets, describing, refinement
 
         parts = first_on_rank_0(world, opened)

@@ -86,14 +86,16 @@ class EvaluationSet:
         boxes = {} if truth is None else truth.boxes(self.name, names[: sum(map(len, self.queries))])
         asking, queries = described(self.queries, boxes)
         among, gallery = described(self.gallery, {}) if self.gallery else (asking, queries)
-        records, gallery_names, lost = list[TrueQuery](), list[Any](), set[str]()
+        records, listed, device = list[TrueQuery](), None, describing.describer.device
         if truth is not None and truth.queries:
-            asked, gallery_names = ([names[number] for number in own] for own in (asking, among))
-            lost = {*names}.difference(asked, gallery_names)
-            records, queries = truth.asking(*truth.grouped(asked, queries, lost.union(gallery_names)))
-            gallery_names, gallery = truth.grouped(gallery_names, gallery, lost.union(asked))
-        rest = keys, classes, records, gallery_names, lost, describing
-        return DescribedSet(self, queries, gallery, asking, among, *rest)
+            asked, others = ([names[number] for number in own] for own in (asking, among))
+            lost = {*names}.difference(asked, others)
+            records, queries = truth.asking(*truth.grouped(asked, queries, lost.union(others)))
+            of_gallery, gallery = truth.grouped(others, gallery, lost.union(asked))
+            listed = truth.of_gallery(records, of_gallery, device, self.is_of_itself, lost)
+        elif truth is not None:
+            listed = truth.of_classes(classes, asking, among, device)
+        return DescribedSet(self, queries, gallery, asking, among, keys, classes, records, listed, describing)
 
 
 def _descriptors(
@@ -132,8 +134,7 @@ class DescribedSet:
     keys: NDArray[np.str_]  # of all images
     classes: NDArray[np.str_]  # of all images, "" for none
     records: list[TrueQuery]  # of the ground truth
-    names: list[Any]  # of the gallery's rows in the ground truth: images, or instances of several
-    lost: set[str]  # names of images that could not be described
+    listed: Truth | None  # that the ground truth tells
     describing: Describing
 
     @cached_property
@@ -191,21 +192,10 @@ class DescribedSet:
         )
 
     def _retrieved(self, result: Evaluated) -> Retrieved:
-        """Rank the gallery for each query. Gallery rows are numbered from the number of queries."""
         first = len(self.asking) if self.of.gallery else 0  # row of the gallery's first image
-
-        def filled(values: torch.Tensor, filling: float) -> Any:
-            rest = values.new_full((len(self.rows) - len(values), *values.shape[1:]), filling)
-            return torch.cat([values, rest]).cpu().numpy()
-
-        return Retrieved(
-            self.rows,
-            self.keys[self.rows],
-            self.classes[self.rows],
-            filled(result.values["mAP"], np.nan),
-            filled(result.first_positive, 0),
-            filled(result.neighbours + first, 0),
-        )
+        found = result.values["mAP"], result.first_positive, result.neighbours + first
+        of_images = self.rows, self.keys[self.rows], self.classes[self.rows]
+        return Retrieved(*of_images, *(own.cpu().numpy() for own in found))
 
     def _rows(self) -> Iterator[tuple[Any, Any]]:
         """Yield the rows of queries and of the gallery in each draw."""
@@ -238,12 +228,10 @@ class DescribedSet:
         return evaluate_descriptors(refined, gallery, truth, of.figures, neighbours, **rest)
 
     def _truth(self, asking: Any, among: Any) -> Truth:
-        of, device = self.of, self.describing.describer.device
-        if of.truth and of.truth.queries:
-            return of.truth.of_gallery(self.records, self.names, device, of.is_of_itself, self.lost)
-        if of.truth:
-            return of.truth.of_classes(self.classes, self.asking, self.among, device)
-        labels = torch.from_numpy(self.labels).to(device)
+        of = self.of
+        if self.listed is not None:
+            return self.listed
+        labels = torch.from_numpy(self.labels).to(self.describing.describer.device)
         if of.kind == LABELLED:
             return class_truth(labels)
         count = len(self.asking)

@@ -12,16 +12,11 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from distap.retrieval.descriptor_files import reading
 from distap.storage.atomic import UnwritableError, write_whole
-from distap.storage.columns import read_columns
 from distap.storage.texts import read_json
 
 FOLDER, RESULT_FILE, RETRIEVED_FILE = "evaluations", "result.json", "retrieved.npz"
 LABELLED, QUERIED = "labelled set", "queries and another gallery"  # the protocols of which neighbours are kept
 DRAWN = "queries and a gallery that is drawn"
-HIT_COLUMNS = {
-    **{"sample": "int64", "key": "U", "class_name": "U", "average_precision": "float64", "first_positive": "int64"},
-    "neighbours": "int64",  # rows of all images, one after the other
-}
 
 
 Figures = Annotated[
@@ -31,14 +26,14 @@ Figures = Annotated[
 
 @dataclass(frozen=True)
 class Retrieved:
-    """Hits of N images. Rows are numbered 0 to N-1; a separate gallery's rows follow the queries'."""
+    """Hits of Q queries among N images. Rows are numbered 0 to N-1; a separate gallery's rows follow the queries'."""
 
     sample: NDArray[np.int64]  # (N,) number in the data set's index, ascending; another gallery is numbered after it
     key: NDArray[np.str_]  # (N,)
     class_name: NDArray[np.str_]  # (N,) "" for none
-    average_precision: NDArray[np.float64]  # (N,) NaN if the image is no query
-    first_positive: NDArray[np.int64]  # (N,) rank from 1, 0 if the image is no query
-    neighbours: NDArray[np.int64]  # (N, k) rows, best first
+    average_precision: NDArray[np.float64]  # (Q,) NaN without a positive
+    first_positive: NDArray[np.int64]  # (Q,) rank from 1, 0 without a positive
+    neighbours: NDArray[np.int64]  # (Q, k) rows, best first
 
 
 class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
@@ -71,7 +66,7 @@ class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
             raise UnwritableError(f"{path}: cannot be replaced: {error.strerror or error}") from error
         if self.hits is not None:
             buffer = io.BytesIO()
-            np.savez(buffer, **vars(self.hits) | {"neighbours": self.hits.neighbours.ravel()})
+            np.savez(buffer, **vars(self.hits))
             write_whole(folder / RETRIEVED_FILE, buffer.getvalue())
         write_whole(path, self.model_copy(update=about).model_dump_json(indent=1) + "\n")
 
@@ -80,10 +75,8 @@ class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
         if self.protocol not in (LABELLED, QUERIED) or self.folder is None:
             return self.hits
         path = self.folder / RETRIEVED_FILE
-        with reading(path, "distap eval"):
-            columns: dict[str, Any] = read_columns(path.read_bytes(), HIT_COLUMNS)
-            neighbours = columns["neighbours"].reshape(self.images, -1)
-        return Retrieved(**columns | {"neighbours": neighbours})
+        with reading(path, "distap eval"), path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+            return Retrieved(**file)
 
 
 def read_evaluation(folder: Path) -> Evaluation:

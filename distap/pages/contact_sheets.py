@@ -39,7 +39,7 @@ def sheets_of(retrieved: dict[str, Retrieved], thumbnail: Callable[[int], bytes 
     The last network decides what is hard.
     """
     name, last = list(retrieved.items())[-1]
-    answered = (each.sample[each.first_positive > 0] for each in retrieved.values())
+    answered = (each.sample[np.flatnonzero(each.first_positive)] for each in retrieved.values())
     queries = reduce(np.intersect1d, answered)  # common to all, by their numbers in the data set
     precision = last.average_precision[np.searchsorted(last.sample, queries)]
 

@@ -93,7 +93,8 @@ def write_described(
         files: by name, what writes to the opened file; None for a file that is there.
         about: more entries for the record.
     """
-    texts = {KEYS_FILE: _array(descriptors.keys), CLASSES_FILE: _array(descriptors.classes)}
+    columns = {KEYS_FILE: descriptors.keys, CLASSES_FILE: descriptors.classes}
+    texts = {name: partial(np.save, arr=column, allow_pickle=False) for name, column in columns.items()}
     identities: dict[str, dict[str, Any]] = {}
     try:
         (folder / ABOUT_FILE).unlink(missing_ok=True)
@@ -182,10 +183,6 @@ def new_descriptors(path: Path, shape: tuple[int, int], dtype: Any) -> "np.memma
             "finished parts are kept, and the same command continues from them"
         ) from error
     return array
-
-
-def _array(values: NDArray[Any]) -> Callable[[BinaryIO], Any]:
-    return partial(np.lib.format.write_array, array=values, allow_pickle=False)
 
 
 def _require_intact(path: Path, size_bytes: int, sha256: str | None, remedy: str) -> None:

@@ -1,7 +1,7 @@
 """Rank a gallery for the queries of a set, and compute figures from the ranks of positives."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -103,7 +103,7 @@ def evaluate_descriptors(
     values = {name: counts.new_zeros(total, dtype=torch.float64) for name in names}
     first, nearest = torch.zeros_like(counts), counts.new_zeros(total, neighbours)
     place = order.argsort()
-    for passed in _passes(counts[order], len(gallery), gallery.shape[1], is_symmetric):
+    for passed in filter(None, _passes(counts[order], len(gallery), gallery.shape[1], is_symmetric)):
         blocks = []
         for some in passed:
             rows = order[some]
@@ -147,28 +147,27 @@ def evaluate_descriptors(
     return Evaluated(values, leading, in_part, first, nearest)
 
 
-def _passes(counts: Int64[Tensor, " Q"], images: int, dimensions: int, is_one: bool) -> Iterator[list[slice]]:
-    """Yield the blocks of queries that are counted together in each pass over the gallery.
+def _passes(counts: Int64[Tensor, " Q"], images: int, dimensions: int, is_one: bool) -> list[list[slice]]:
+    """Return the blocks of queries that are counted together in each pass over the gallery.
 
     Args:
         counts: positives of each query, descending.
         images, dimensions: of the gallery.
         is_one: there is a single pass.
     """
-    found, held, start = list[slice](), 0, 0
+    found, held, start = [list[slice]()], 0, 0
     span = min(CONVERTED_NUMBERS // dimensions, images)
     while start < len(counts):
         # A dozen tables of ranks and places are as wide as the greatest number of positives.
         most = int(counts[start])
         height = min(max(BLOCK_PAIRS // max(span, 16 * most, 1), 1), MOST_QUERIES)
         numbers = height * (4 * most + dimensions)
-        if found and held + numbers > HELD_NUMBERS and not is_one:
-            yield found
-            found, held = [], 0
-        found.append(slice(start, min(start + height, len(counts))))
+        if found[-1] and held + numbers > HELD_NUMBERS and not is_one:
+            found.append([])
+            held = 0
+        found[-1].append(slice(start, min(start + height, len(counts))))
         held, start = held + numbers, start + height
-    if found:
-        yield found
+    return found
 
 
 def _resident(descriptors: Descriptors, dtype: torch.dtype, device: torch.device, what: str) -> Descriptors:
