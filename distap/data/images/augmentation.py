@@ -30,7 +30,7 @@ class CropFlipColour:
     flip: Share = 0.5
     """Probability of a horizontal flip."""
     colour: Share = 0.0
-    """Strength of random changes of brightness, contrast and saturation; a quarter of it for hue."""
+    """Strength of random changes of brightness, contrast and saturation. Hue would take longer than all others."""
     grey: Share = 0.0
     """Probability of turning an image grey."""
 
@@ -43,7 +43,7 @@ class CropFlipColour:
         if self.flip:
             steps.append(v2.RandomHorizontalFlip(self.flip))
         if self.colour:
-            steps.append(v2.ColorJitter(self.colour, self.colour, self.colour, self.colour / 4))
+            steps.append(v2.ColorJitter(self.colour, self.colour, self.colour))
         if self.grey:
             steps.append(v2.RandomGrayscale(self.grey))
         return CropAndVary(image_size, crop or v2.CenterCrop(image_size), tuple(steps))
