@@ -193,17 +193,15 @@ def _print_indexed(source: Path | str, index: "Index", expected: "Collection[str
     counts = f"{len(index):,} images of {len(names):,} classes in {len(index.shard_name):,} shards"
     more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
     print_result(f"{source}: {counts}: {', '.join(names[:SHOWN])}{more}")
-    warnings = []
     if lost := sorted(set(expected) - set(names)):
-        warnings.append(f"no image is left of {len(lost):,} classes: {', '.join(lost[:SHOWN])}")
+        print_warning(f"{source}: no image is left of {len(lost):,} classes: {', '.join(lost[:SHOWN])}")
     pairs = same_bytes(index)
     across = index.label[pairs[:, 0]] != index.label[pairs[:, 1]]
     for kind, of_kind in (("in two classes", pairs[across]), ("twice in a class", pairs[~across])):
         if len(of_kind):
             first, second = index.names[of_kind[0]].tolist()
-            warnings.append(f"{len(of_kind):,} images are {kind}, by size and CRC-32, such as {first} and {second}")
-    for warning in warnings:
-        print_warning(f"{source}: {warning}")
+            such = f"{kind}, by size and CRC-32, such as {first} and {second}"
+            print_warning(f"{source}: {len(of_kind):,} images are {such}")
 
 
 def _print_left_out(skipped: "Sequence[Skipped]", output: Path | None = None) -> None:

@@ -29,12 +29,11 @@ def export_command(
     on the CPU, and nothing is written if one differs by more than 1e-4. KEY=VALUE changes the recipe of the network:
     evaluation.scales=[1,0.7] describes each image at two scales.
     """
-    from distap.apps.export.to_folder import export_to_folder, installed_formats
+    from distap.apps.export.to_folder import export_to_folder
 
     set_up_logging(0)
-    formats = format or installed_formats()
     exported = export_to_folder(
-        checkpoint, output, formats, whitening, best, dynamic_size=dynamic_size, overrides=overrides or []
+        checkpoint, output, format or (), whitening, best, dynamic_size=dynamic_size, overrides=overrides or []
     )
     rows = [
         (name, f"{agreement.largest_difference:.1e}", f"{agreement.smallest_cosine:.7f}")
@@ -42,7 +41,7 @@ def export_command(
     ]
     if rows:
         print_result(text_table("", "", ("", "largest difference", "smallest cosine"), rows))
-    if not format and "onnx" not in formats:
+    if not format and "model.onnx" not in exported.programs:
         print_warning("model.onnx was left out; for it: pip install 'distap[onnx]'")
     sizing, dimensions = exported.describer.sizing, exported.describer.dimensions
     print_result(f"{output}: descriptors of {dimensions} dimensions, of images as `{sizing}`")

@@ -26,7 +26,6 @@ from distap.storage.atomic import write_whole
 from distap.storage.texts import parsed_json
 
 WHITENING_FILE = "whitening.safetensors"  # in a run folder, or next to the descriptors it was learned from
-WHITENING_VERSION = 1
 NO_VARIANCE = 1e-9  # share of the greatest variance that rounding to float16 leaves in a constant direction
 HALF_POWER = 0.25  # Revaud et al. 2019: 'square-rooted' PCA; 0.5 is full whitening
 
@@ -75,7 +74,6 @@ class Whitening:
 def save_whitening(path: Path, whitening: Whitening) -> None:
     """Write the whitening as one safetensors file, atomically."""
     about = {
-        "version": WHITENING_VERSION,
         "learned_from": whitening.learned_from,
         "described_by": asdict(whitening.described_by),
         "fingerprint": whitening.fingerprint,
@@ -92,10 +90,6 @@ def load_whitening(path: Path) -> Whitening:
         with safetensors.safe_open(path, "numpy") as file:
             about = parsed_json(file.metadata()["whitening"])
             mean, projection = file.get_tensor("mean"), file.get_tensor("projection")
-        if about["version"] != WHITENING_VERSION:
-            raise DistapError(
-                f"{path}: version {about['version']!r}, this distap reads {WHITENING_VERSION}; learn it again"
-            )
         described_by = DescribedBy.from_json(about["described_by"])
         result = Whitening(mean, projection, str(about["learned_from"]), described_by)
         if result.fingerprint != about["fingerprint"]:

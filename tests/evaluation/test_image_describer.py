@@ -6,7 +6,6 @@ import torch
 from extractions import describer, extract, network, one_by_one, write_photos
 from torch.nn.functional import normalize
 
-from distap.data.images.decoding import DamagedImageError
 from distap.data.sizing import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber, describer_like
@@ -55,11 +54,6 @@ def test_a_network_in_training_is_described_as_in_evaluation_and_goes_on_trainin
     found = ImageDescriber(inner, Sizing("crop", 32)).describe(image)
     assert inner.training and inner.backbone.training
     assert torch.equal(found, describer("crop 32").describe(image))
-
-
-def test_a_damaged_upload_says_why(photos):
-    with pytest.raises(DamagedImageError, match="too_large"):
-        describer(max_pixels=100).describe([(photos / "0" / "00.png").read_bytes()])
 
 
 def test_a_backbone_of_one_size_takes_crops_of_it_alone():

@@ -4,6 +4,7 @@ import re
 
 from galleries import make_gallery
 from monitors import MONITORING, dashboard, is_of_server, names_in, rules
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from distap.apps.search import open_searcher, open_thumbnails
@@ -33,7 +34,7 @@ def test_alerts_of_servers_ask_for_routes_counters_and_labels_that_servers_have(
     service = Service(ServeSettings(), searcher, open_thumbnails(searcher.index))
     service.metrics.requests.labels("/api/search", "200").inc()
     service.metrics.seconds.labels("/api/search").observe(1)
-    families = list(text_string_to_metric_families(service.metrics.text().decode()))
+    families = list(text_string_to_metric_families(generate_latest(service.metrics.registry).decode()))
     labels = {sample.name: set(sample.labels) for family in families for sample in family.samples}
     counted = {sample.name for one in families if one.type in ("counter", "histogram") for sample in one.samples}
     routes = {route.path for route in build_app(service).routes}

@@ -4,9 +4,9 @@ import copy
 import importlib.util
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from textwrap import shorten
 
@@ -23,8 +23,6 @@ AXIS_NAMES = {0: "batch", 2: "height", 3: "width"}  # of the axes that may vary
 EXPORT_TOLERANCE = 1e-4  # of a component of a descriptor of length 1, computed in float32
 BATCHES_TRIED = (1, 2, 7)
 ONNX_MODULES = ("onnx", "onnxruntime", "onnxscript")
-# The exporters warn about their internals; their results are compared afterwards.
-_without_warnings = partial(warnings.catch_warnings, action="ignore")
 logging.getLogger("torch.onnx").setLevel(logging.ERROR)
 
 
@@ -49,29 +47,16 @@ def program_of(network: MultiScaleNetwork, image_size: int, dynamic_size: bool) 
     example = torch.zeros(shape, dtype=torch.uint8)
     shapes = ShapesCollection()
     shapes[example] = dict.fromkeys(AXIS_NAMES if dynamic_size else (0,), Dim.DYNAMIC)
-    with torch.no_grad(), _without_warnings():
-        try:
-            return export(network, (example,), dynamic_shapes=shapes)
-        except Exception as error:  # torch has many, some of them internal
-            size = "of any size; leave --dynamic-size out" if dynamic_size else f"of {image_size} x {image_size}"
-            raise DistapError(
-                f"the network cannot be exported for images {size}: torch.export: {type(error).__name__}: "
-                f"{_first(error)}"
-            ) from error
+    size = "of any size; leave --dynamic-size out" if dynamic_size else f"of {image_size} x {image_size}"
+    with torch.no_grad(), _exporting(f"the network cannot be exported for images {size}: torch.export"):
+        return export(network, (example,), dynamic_shapes=shapes)
 
 
 def save_program(program: ExportedProgram, path: Path, about: Mapping[str, str]) -> None:
     """Save a program for torch.export.load with the texts `about` it; raise a DistapError if torch cannot."""
-    try:
-        with _without_warnings():
-            torch.export.save(program, path, extra_files=dict(about))
-    except OSError:
-        raise
-    except Exception as error:  # the serialiser raises AssertionErrors and others
-        remedy = "leave --dynamic-size out, or --format pt2"
-        raise DistapError(
-            f"{path.name}: torch.export cannot write this network: {_first(error)}; {remedy}"
-        ) from error
+    remedy = "leave --dynamic-size out, or --format pt2"
+    with _exporting(f"{path.name}: torch.export cannot write this network; {remedy}"):
+        torch.export.save(program, path, extra_files=dict(about))
 
 
 def save_onnx(program: ExportedProgram, path: Path, about: Mapping[str, str]) -> None:
@@ -84,33 +69,38 @@ def save_onnx(program: ExportedProgram, path: Path, about: Mapping[str, str]) ->
     images = next(node for node in program.graph.nodes if node.name == program.graph_signature.user_inputs[0])
     shape = images.meta["val"].shape
     axes = {axis: name for axis, name in AXIS_NAMES.items() if isinstance(shape[axis], torch.SymInt)}
-    try:
-        with _without_warnings():
-            translated = torch.onnx.export(
-                program,
-                input_names=["images"],
-                output_names=["descriptors"],
-                opset_version=OPSET,
-                dynamic_shapes=(axes,),
-                dynamo=True,
-                verbose=False,
-            )
+    with _exporting(f"the network cannot be exported to ONNX with opset {OPSET}"):
+        translated = torch.onnx.export(
+            program,
+            input_names=["images"],
+            output_names=["descriptors"],
+            opset_version=OPSET,
+            dynamic_shapes=(axes,),
+            dynamo=True,
+            verbose=False,
+        )
         assert translated is not None
         translated.model.metadata_props.update(about)
         translated.save(path)
         onnx.checker.check_model(path, full_check=True)
+
+
+@contextmanager
+def _exporting(problem: str) -> Iterator[None]:
+    """Turn the errors of an exporter, of many kinds and some pages long, into a DistapError with the first cause.
+
+    The exporters warn about their internals; their results are compared afterwards.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
     except OSError:
         raise
-    except Exception as error:  # torch, ONNX and onnxscript have their own
+    except Exception as error:
         why: BaseException = error
         while why.__cause__ is not None:  # the first cause names the operator
             why = why.__cause__
-        raise DistapError(f"the network cannot be exported to ONNX with opset {OPSET}: {_first(why)}") from error
-
-
-def _first(error: BaseException) -> str:
-    """Shorten a message that may be pages long."""
-    return shorten(str(error), 400) or type(error).__name__
+        raise DistapError(f"{problem}: {shorten(str(why), 400) or type(why).__name__}") from error
 
 
 Describe = Callable[[Tensor], Tensor]

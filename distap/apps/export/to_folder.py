@@ -42,14 +42,10 @@ EARLIER_EXPORT = {  # by an earlier export, which is replaced
 }
 
 
-def installed_formats() -> list[str]:
-    return [each for each in EXPORT_FORMATS if each != "onnx" or not missing_for_onnx()]
-
-
 def export_to_folder(
     checkpoint: Path | str,
     output: Path,
-    formats: Sequence[str],
+    formats: Sequence[str] = (),
     whitening: Path | None = None,
     best: bool = False,
     *,
@@ -63,13 +59,14 @@ def export_to_folder(
     Args:
         checkpoint: a run folder, one of its checkpoints, or the URL of either.
         output: a new folder, an empty one, or that of an earlier export, which is replaced.
-        formats: of EXPORT_FORMATS.
+        formats: of EXPORT_FORMATS; by default all whose packages are installed.
         whitening: a file of `distap whiten`, applied last.
         best: with a run folder, take its best checkpoint, not its newest.
         dynamic_size: let programs take images of any size; otherwise only those of the recipe's crop, or of
             data.image_size if the recipe takes whole images.
         overrides: changes of the recipe, such as `evaluation.scales=[1,0.7]`.
     """
+    formats = formats or [each for each in EXPORT_FORMATS if each != "onnx" or not missing_for_onnx()]
     if unknown := set(formats) - set(EXPORT_FORMATS):
         raise DistapError(f"--format {min(unknown)!r}: expected {', '.join(EXPORT_FORMATS)}")
     if "onnx" in formats and (missing := missing_for_onnx()):

@@ -6,6 +6,7 @@ from typing import Annotated
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import generate_latest
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
@@ -91,7 +92,9 @@ def _add_operations(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         """Return metrics for Prometheus."""
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(
+            generate_latest(service.metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
 
 def _add_page(app: FastAPI, settings: ServeSettings) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.process_collector import ProcessCollector
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -38,9 +38,9 @@ SERVER_FAILED = RefusedError(500, "failed", "the server failed at this request, 
 
 class ServingMetrics:
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        common: dict[str, Any] = {"namespace": "distap_search", "registry": self._registry}
-        ProcessCollector(registry=self._registry)
+        self.registry = CollectorRegistry()
+        common: dict[str, Any] = {"namespace": "distap_search", "registry": self.registry}
+        ProcessCollector(registry=self.registry)
         Info("build", "Versions", **common).info(
             {"version": distap.__version__, "torch": torch.__version__, "python": platform.python_version()}
         )
@@ -58,9 +58,6 @@ class ServingMetrics:
         # Series that exist from the start can be alerted on before their first event.
         for problem in UPLOAD_PROBLEMS:
             self.refused.labels(problem)
-
-    def text(self) -> bytes:
-        return generate_latest(self._registry)
 
 
 class Guard:

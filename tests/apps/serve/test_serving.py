@@ -194,11 +194,6 @@ def is_closed(host: str, port: int) -> bool:
     return False
 
 
-def test_a_server_that_cannot_load_ends_with_the_reason(gallery, tmp_path, monkeypatch, capsys):
-    assert distap(monkeypatch, "serve", gallery.index, "--checkpoint", tmp_path, "--port", 0) == 2
-    assert "no checkpoint there" in capsys.readouterr().err
-
-
 def test_an_address_that_cannot_be_listened_on_is_named(gallery, url, monkeypatch, capsys):
     port = url.rpartition(":")[2]
     assert distap(monkeypatch, "serve", gallery.index, "--checkpoint", gallery.run, "--port", port) == 2
