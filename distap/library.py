@@ -119,4 +119,4 @@ def load(
     recipe, whole = trained_network(source, world, best, given=network)
     wanted = None if scales is None else [*map(float, scales)]
     describing = describing_of(recipe, whole, world, sizing, wanted, whitening=whitening)
-    return DescriptorNetwork(describing.describer, recipe.model)
+    return DescriptorNetwork(describing.describer, recipe)

@@ -162,7 +162,7 @@ class Trainer:
 
     def _after_first_step(self) -> None:
         """Keep as many graphs as memory allows, if the recipe wants it; log the time since the start."""
-        if self.recipe.replay.keep == "auto" and self.learner.replica.keeps_graphs:
+        if self.recipe.keep == "auto" and self.learner.replica.keeps_graphs:
             fitting = fitting_of(self.recipe, self.learner.replica, self.world, self.images.size)
             sizes = self.step.stages.sizes
             sizes.keep = fitting.kept_graphs(sizes.replay)

@@ -6,10 +6,10 @@ from typing import Annotated
 import typer
 
 from distap.cli.options import BEST, OVERRIDES, TRAINED, WHITENING
-from distap.telemetry.terminal import print_result, print_warning, set_up_logging, text_table
+from distap.telemetry.terminal import print_result, print_warning, set_up_logging
 
 EXPORT_FOLDER = "Folder to write; it must be new or of an earlier export, which is replaced."
-PROGRAMS = "Format to write: pt2 (torch.export), onnx, or safetensors (for distap.load and timm). Repeat for several."
+PROGRAMS = "Format: pt2 (torch.export), onnx, safetensors (distap.load, timm) or adapter. Repeat for several."
 
 
 def export_command(
@@ -17,7 +17,7 @@ def export_command(
     output: Annotated[Path, typer.Argument(help=EXPORT_FOLDER, show_default=False)],
     overrides: OVERRIDES = None,
     best: BEST = False,
-    format: Annotated[list[str] | None, typer.Option(help=PROGRAMS, show_default="all installed")] = None,
+    format: Annotated[list[str] | None, typer.Option(help=PROGRAMS, show_default="pt2, onnx, safetensors")] = None,
     whitening: WHITENING = None,
     dynamic_size: Annotated[
         bool, typer.Option("--dynamic-size", help="Let exported programs take images of any size.")
@@ -27,21 +27,17 @@ def export_command(
 
     The files include normalisation, pooling, whitening and L2. Each program is compared with the checkpoint's network
     on the CPU, and nothing is written if one differs by more than 1e-4. KEY=VALUE changes the recipe of the network:
-    evaluation.scales=[1,0.7] describes each image at two scales.
+    evaluation.scales=[1,0.7] describes each image at two scales. `--format adapter` writes what training changed, and
+    the name of the base, for distap.load and peft.
     """
     from distap.apps.export.to_folder import export_to_folder
 
     set_up_logging(0)
-    exported = export_to_folder(
+    describer, programs = export_to_folder(
         checkpoint, output, format or (), whitening, best, dynamic_size=dynamic_size, overrides=overrides or []
     )
-    rows = [
-        (name, f"{agreement.largest_difference:.1e}", f"{agreement.smallest_cosine:.7f}")
-        for name, agreement in exported.programs.items()
-    ]
-    if rows:
-        print_result(text_table("", "", ("", "largest difference", "smallest cosine"), rows))
-    if not format and "model.onnx" not in exported.programs:
+    for name, difference in programs.items():
+        print_result(f"{name}: differs from the network by {difference:.1e} at most")
+    if not format and "model.onnx" not in programs:
         print_warning("model.onnx was left out; for it: pip install 'distap[onnx]'")
-    sizing, dimensions = exported.describer.sizing, exported.describer.dimensions
-    print_result(f"{output}: descriptors of {dimensions} dimensions, of images as `{sizing}`")
+    print_result(f"{output}: descriptors of {describer.dimensions} dimensions, of images as `{describer.sizing}`")

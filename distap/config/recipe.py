@@ -106,6 +106,11 @@ class Recipe(NetworkRecipe):
         return next((size for size in (self.describe.size, self.replay.size) if isinstance(size, int)), LOADER_CHUNK)
 
     @property
+    def keep(self) -> int | Literal["auto"]:
+        """Number of micro-batches that keep their graph; of a frozen backbone, as many as fit, and all are small."""
+        return self.replay.keep or ("auto" if self.model.freeze == "backbone" else 0)
+
+    @property
     def run_id(self) -> str:
         """Name of the run in log lines and loggers."""
         return self.run.resolve().name

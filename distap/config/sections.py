@@ -90,7 +90,7 @@ class ReplaySection(Section):
     """Number of images in a micro-batch, which sets the peak memory; auto finds the fastest size."""
     keep: NonNegativeInt | Literal["auto"] = 0
     """Number of a rank's micro-batches that keep their graph from describe; auto takes half of the memory free
-    after a step."""
+    after a step, and so does 0 if model.freeze is backbone."""
     skip_below: NonNegativeFloat = 0.0
     """Skip the replay of images whose descriptor gradient is at most this times the longest one."""
     max_drift: PositiveFloat | None = None

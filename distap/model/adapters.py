@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field, PositiveInt
-from torch import nn
+from torch import Tensor, nn
 
 from distap.errors import DistapError
 
+IN_PEFT = "base_model.model."  # prefix of names in peft's files
 OF_BLOCK = re.compile(r"\.\d+\.")  # in names of parameters: stages.2.blocks.0.norm.weight
 
 
@@ -47,6 +48,7 @@ class Adapter:
             lora_dropout=self.dropout,
             target_modules=self._layers(network.backbone),
             use_dora=self.name == "dora",
+            base_model_name_or_path=(getattr(network.backbone, "pretrained_cfg", None) or {}).get("hf_hub_id"),
         )
         with torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -75,12 +77,25 @@ class Adapter:
         return chosen
 
 
-def merge(network: Any) -> None:
-    """Add adapters to the matrices of the layers, which take their places again and can be trained."""
+def merge(network: Any) -> dict[str, Tensor]:
+    """Add adapters to the matrices of the layers, which take their places again and can be trained.
+
+    Return the tensors of the adapters, by their names in peft's files.
+    """
+    from peft import get_peft_model_state_dict
+
+    tensors = get_peft_model_state_dict(network.backbone, save_embedding_layers=False)
     for name, layer in _adapted(network):
         layer.merge()
         network.set_submodule(name, layer.get_base_layer())
     network.backbone.requires_grad_(True)
+    return {f"{IN_PEFT}{name}": tensor.detach() for name, tensor in tensors.items()}
+
+
+def from_peft(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the tensors of a file of peft to those of a RetrievalNetwork with adapters."""
+    named = {f"backbone.{name.removeprefix(IN_PEFT)}": tensor for name, tensor in tensors.items()}
+    return {re.sub(r"(\.lora_[^.]+)(\.weight)?$", r"\1.default.weight", name): one for name, one in named.items()}
 
 
 def _adapted(network: nn.Module) -> list[tuple[str, Any]]:

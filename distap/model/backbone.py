@@ -105,7 +105,8 @@ class TimmBackbone:
                 raise DistapError(f"model.{key}: {name} does not take it; leave it out") from error
             told = {**own, **{k: v for k, v in fixed.items() if v is not None and not k.startswith("pretrained")}}
             raise DistapError(f"model.backbone: timm could not build {name!r} with {told}: {error}") from error
-        built.built_with = own  # type: ignore[assignment]  # an attribute of any kind
+        size = getattr(getattr(built, "patch_embed", None), "img_size", None)  # so large are position embeddings
+        built.built_with = own | ({"img_size": size} if size else {})  # type: ignore[assignment]  # of any kind
         if "global_pool" not in fixed:
             vars(built)["forward"] = built.forward_features
         return built

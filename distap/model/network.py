@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -56,6 +57,9 @@ class RetrievalNetwork(nn.Module):
 
     mean: Tensor
     std: Tensor
+    # Of a trained network: what the recipe says of its base, and the tensors of adapters that were merged.
+    begun: dict[str, Any] | None = None
+    adapters: Mapping[str, Tensor] = MappingProxyType({})
 
     def __init__(
         self,
@@ -244,13 +248,18 @@ def fingerprint(network: RetrievalNetwork, with_head: bool = True) -> str:
     about = {"architecture": architecture_of(network.backbone), **settings_of(network.pooling)}
     about |= {"layer_norm": True} if network.layer_norm else {}
     about |= {"unit_length": True} if with_head and isinstance(network.head, UnitLinear) else {}
-    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
-    tensors = {**network.state_dict(), **dict(network.named_buffers())}
-    for name in sorted(name for name in tensors if with_head or not name.startswith("head.")):
-        tensor = tensors[name]
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    about |= {name: one for name, one in digests_of(network).items() if with_head or not name.startswith("head.")}
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+def digests_of(network: nn.Module) -> dict[str, str]:
+    """Return the SHA-256 of each parameter and buffer, of its dtype, shape and bytes."""
+    digests = dict[str, str]()
+    for name, tensor in {**network.state_dict(), **dict(network.named_buffers())}.items():
+        digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+        digests[name] = digest.hexdigest()
+    return digests
 
 
 def settings_of(pooling: nn.Module) -> dict[str, Any]:

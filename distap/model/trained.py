@@ -16,14 +16,17 @@ from torch import Tensor, nn
 
 from distap.checkpoint.finding import opened_checkpoint
 from distap.errors import DistapError
-from distap.model.adapters import merge
+from distap.model.adapters import from_peft, merge
 from distap.model.backbone import architecture_of
-from distap.model.network import RetrievalNetwork, UnitLinear, settings_of
+from distap.model.network import RetrievalNetwork, UnitLinear, digests_of, settings_of
 from distap.model.pooling import AutoPooling
 from distap.registry import GIVEN, build_part
+from distap.storage.locations import from_folder
 from distap.storage.texts import read_json
 
-CONFIG, BACKBONE, HEAD = "config.json", "model.safetensors", "head.safetensors"  # files of a saved folder
+# Files of a saved folder: of a whole network, or of what training changed.
+CONFIG, BACKBONE, HEAD = "config.json", "model.safetensors", "head.safetensors"
+ADAPTERS, CHANGED = "adapter_model.safetensors", "changed.safetensors"
 HUB = "hf-hub:"
 OF_NETWORK, OF_AVERAGE = "network.", "ema."  # prefixes of its tensors in a checkpoint
 logger = logging.getLogger("distap")
@@ -38,6 +41,7 @@ class TrainedNetwork:
     settings: dict[str, Any]  # a recipe, or the `distap` section of config.json; either has a section `model`
     tensors: dict[str, Tensor]
     folder: str | None = None  # that relative paths of the recipe were relative to
+    begun: dict[str, Any] | None = None  # section `model` of the recipe, which names the base
 
     def load(self, network: RetrievalNetwork) -> None:
         """Load the network, merging its adapters; a DistapError names each required key that differs."""
@@ -48,27 +52,48 @@ class TrainedNetwork:
                 + "\nFor its backbone alone, `distap export --format safetensors` it and set model.weights to "
                 f"{{name: file, path: FOLDER/{BACKBONE}}}"
             )
-        adapter = self.settings["model"].get("adapter")
+        model, base = self.settings["model"], self.settings.get("base")
+        if base is not None:
+            self._load_base(network, base)
+        adapter = model.get("adapter")
         if adapter is not None:
             build_part("adapter", **adapter).adapt(network, self.settings["data"]["image_size"])
-        shapes = {name: one.shape for name, one in network.state_dict().items()}
-        # An engine may have saved a vector of one number without dimensions.
-        numbers = {name: one for name, one in self.tensors.items() if one.numel() == 1 and name in shapes}
+        state, unchanged = network.state_dict(), {} if base is None else base["sha256"]
+        kept = {name: one for name, one in state.items() if name.replace(".base_layer.", ".") in unchanged}
+        if model.get("projection") is None:
+            kept |= network.head.state_dict(prefix="head.")
         try:
-            own = {name: one.reshape(shapes[name]) for name, one in numbers.items()}
-            kept = network.head.state_dict(prefix="head.") if self.settings["model"].get("projection") is None else {}
+            # An engine may have saved a vector of one number without dimensions.
+            single = {name: one for name, one in self.tensors.items() if one.numel() == 1 and name in state}
+            own = {name: one.reshape(state[name].shape) for name, one in single.items()}
             network.load_state_dict({**kept, **self.tensors, **own})
         except RuntimeError as error:
             why = shorten(str(error), 400)  # it lists every tensor that does not fit
             raise DistapError(f"{self.where}: its tensors are not those of its network: {why}") from error
-        if adapter is not None:
-            merge(network)
+        network.adapters, network.begun = {} if adapter is None else merge(network), self.begun
+
+    def _load_base(self, network: RetrievalNetwork, base: dict[str, Any]) -> None:
+        """Load the weights that the settings name, and compare them with the record that `changes_of` made."""
+        model, known = self.settings["model"], base["sha256"]
+        of = ", ".join(str(value) for value in model["weights"].values() if value)
+        named = f"{self.where}: its base is {model['backbone']} with the weights of {of} (timm {base['timm']})"
+        try:
+            weights = build_part("weights", **model["weights"])
+            weights.load(network if getattr(weights, "whole", False) else network.backbone)
+        except DistapError as error:
+            raise DistapError(f"{named}: {error}") from error
+        found = digests_of(network)
+        if others := sorted(name for name in known if known[name] != found.get(name)):
+            raise DistapError(
+                f"{named}; here (timm {timm.__version__}) {len(others)} of its {len(known)} tensors differ: "
+                f"{shorten(', '.join(others), 150)}. Get those weights, or the whole network (--format safetensors)"
+            )
 
     def _others(self, network: RetrievalNetwork) -> dict[str, Any]:
         """Return the keys of section `model` whose value in this network differs, with that value."""
-        before: dict[str, Any] = {"pooling": {"name": "gem"}, "layer_norm": False, "unit_length": False}
-        model = before | {"projection": None} | self.settings["model"]
-        backbone, others = model.get("backbone"), dict[str, Any]()
+        before = {"pooling": {"name": "gem"}, "projection": None, "layer_norm": False, "unit_length": False}
+        model, others = before | self.settings["model"], dict[str, Any]()
+        backbone, wanted = model.get("backbone"), model["projection"]
         if isinstance(backbone, dict) and backbone.get("name") == GIVEN:
             return others
         about = timm.get_pretrained_cfg(backbone) if isinstance(backbone, str) else None
@@ -79,8 +104,6 @@ class TrainedNetwork:
         pooling = build_part("pooling", **model["pooling"])
         built = pooling.build(network.backbone) if isinstance(pooling, AutoPooling) else pooling.build()
         dimensions = None if isinstance(network.head, nn.Identity) else network.dimensions
-        projection = model["projection"]
-        wanted = projection["dimensions"] if isinstance(projection, dict) else projection
         same = {
             "pooling": settings_of(built) == settings_of(network.pooling),
             "layer_norm": model["layer_norm"] == network.layer_norm,
@@ -126,6 +149,10 @@ def read_saved(source: str, **download: Any) -> TrainedNetwork:
         folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, **download))
         settings = dict(read_json(folder / CONFIG)["distap"])
         settings["model"] = dict(settings["model"])
+        if "base" in settings:
+            adapters = {} if settings["model"]["adapter"] is None else from_peft(load_file(folder / ADAPTERS))
+            tensors = load_file(folder / CHANGED) | adapters
+            return TrainedNetwork(source, settings, tensors, str(folder), settings["model"])
         tensors = {f"backbone.{key}": tensor for key, tensor in load_file(folder / BACKBONE).items()}
         return TrainedNetwork(source, settings, tensors | load_file(folder / HEAD), str(folder))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -144,8 +171,22 @@ def read_checkpoint(source: Path | str, best: bool = False) -> TrainedNetwork:
             for name, tensor in checkpoint.tensors(prefix).items()
         }
     # The record holds what a hub or folder said of the backbone, so that neither is asked again.
-    model = {**state["recipe"]["model"], **state.get("backbone", {})}
-    return TrainedNetwork(checkpoint.where, {**state["recipe"], "model": model}, tensors, state.get("folder"))
+    recipe, folder = state["recipe"], state.get("folder")
+    weights = recipe["model"]["weights"]
+    if folder and not weights.get("path", HUB).startswith(HUB):
+        weights = {**weights, "path": from_folder(weights["path"], folder)}
+    begun = {**recipe["model"], "weights": weights}
+    model = {**recipe["model"], **state.get("backbone", {})}
+    return TrainedNetwork(checkpoint.where, {**recipe, "model": model}, tensors, folder, begun)
+
+
+def changes_of(network: RetrievalNetwork, base: RetrievalNetwork) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors that training changed, without those of adapters, and a record of the base's others."""
+    before, layers = base.state_dict(), {name.partition(".lora_")[0] for name in from_peft(network.adapters)}
+    after = {name: one for name, one in network.state_dict().items() if name.removesuffix(".weight") not in layers}
+    changed = {name: one for name, one in after.items() if not one.cpu().equal(before[name])}
+    of_base = {name: digest for name, digest in digests_of(base).items() if name not in changed}
+    return changed, {"timm": timm.__version__, "sha256": of_base}
 
 
 def _of_pixels(network: RetrievalNetwork) -> Tensor:

@@ -94,9 +94,7 @@ def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> Retr
     return network
 
 
-def with_given(
-    recipe: NetworkRecipe, given: nn.Module | None, where: str, image_size: int | None = None
-) -> NetworkRecipe:
+def with_given(recipe: NetworkRecipe, given: nn.Module | None, where: str) -> NetworkRecipe:
     """Put the Python network `given` into a recorded recipe, if the run was started with one; check that it fits."""
     backbone = recipe.model.backbone
     if isinstance(backbone, Part) != (given is not None):
@@ -109,8 +107,7 @@ def with_given(
     if given is None:
         return recipe
     model = recipe.model.model_copy(update=dict.fromkeys(GIVEN_PARTS, GivenNetwork(given)))
-    data = recipe.data.model_copy(update={"image_size": image_size or recipe.data.image_size})
-    return recipe.model_copy(update={"model": model, "data": data})
+    return recipe.model_copy(update={"model": model})
 
 
 def describing_of(
@@ -241,11 +238,11 @@ def step_of(
 ) -> TrainingStep:
     """Build the recipe's step for global batches of `batch` images; measure micro-batch sizes that are `auto`."""
     replica = learner.replica
-    replay, keep = recipe.replay.size, recipe.replay.keep
+    replay, keep = recipe.replay.size, recipe.keep
     if replay == "auto":
         replay = fitting_of(recipe, replica, world, batch).replay_size()
     if keep == "auto" and not replica.keeps_graphs:
-        logger.warning("replay.keep is auto, but this engine can hold only one graph at a time: none is kept")
+        logger.warning("replay.keep: this engine can hold only one graph at a time: none is kept")
     stages = ThreeStages(
         replica,
         loss,

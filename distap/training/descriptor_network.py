@@ -13,15 +13,15 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from distap.config.reading import recorded_recipe
-from distap.config.sections import ModelSection
+from distap.config.recipe import NetworkRecipe
 from distap.data.images.decoding import EncodedImage, image_file
-from distap.data.sizing import Sizing
 from distap.errors import DistapError, tensor_given
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.backbone import architecture_of
-from distap.model.trained import BACKBONE, CONFIG, HEAD, read_saved
-from distap.retrieval.whitening import WHITENING_FILE, load_whitening, save_whitening
-from distap.training.build import network_of, with_given
+from distap.model.trained import ADAPTERS, BACKBONE, CHANGED, CONFIG, HEAD, changes_of, read_saved
+from distap.registry import build_part
+from distap.retrieval.whitening import WHITENING_FILE, save_whitening
+from distap.training.build import describing_of, network_of, with_given
 from distap.world import World
 
 DECODED_AT_ONCE = 128  # images that are decoded before they are described
@@ -42,12 +42,12 @@ class DescriptorNetwork(
 
     Args:
         describer: describes images with the network.
-        model: the recipe's section from which the network was built.
+        recipe: from which the network was built.
     """
 
-    def __init__(self, describer: ImageDescriber, model: ModelSection) -> None:
+    def __init__(self, describer: ImageDescriber, recipe: NetworkRecipe) -> None:
         super().__init__()
-        self.describer, self._model = describer, model
+        self.describer, self._recipe = describer, recipe
         self.network = describer.network
         self.eval()
 
@@ -87,35 +87,61 @@ class DescriptorNetwork(
             parts.append(self.describer.describe(chunk))
         return torch.cat(parts) if parts else torch.empty(0, self.dimensions)
 
-    def write(self, folder: Path) -> None:
-        """Write the network into an existing folder, from which `distap.load` reads it."""
+    def write(self, folder: Path, changes_only: bool = False) -> None:
+        """Write the network into an existing folder, from which `distap.load` reads it.
+
+        With `changes_only`, write what training changed of a frozen or adapted network, and the name of its base.
+        A DistapError if the base is not known, cannot be built or is not the one that was trained.
+        """
         described, network = self.describer, self.describer.retrieval_network
-        state = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
-        backbone = {
-            name.removeprefix("backbone."): state.pop(name) for name in list(state) if name.startswith("backbone.")
-        }
-        for file, tensors in ((BACKBONE, backbone), (HEAD, state)):
-            (folder / file).write_bytes(save(tensors, {"format": "pt"}))  # save_file lets only its owner read it
+        if changes_only:
+            files, about = self._changes()
+        else:
+            state = dict(network.state_dict())
+            backbone = [name for name in state if name.startswith("backbone.")]
+            files = {BACKBONE: {name.removeprefix("backbone."): state.pop(name) for name in backbone}, HEAD: state}
+            about = {"model": self._recipe.model.model_dump(mode="json", exclude={"weights", "freeze", "adapter"})}
+        for file, tensors in files.items():
+            held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+            (folder / file).write_bytes(save(held, {"format": "pt"}))  # save_file lets only its owner read it
         if described.whitening is not None:
             save_whitening(folder / WHITENING_FILE, described.whitening)
-        about = getattr(network.backbone, "pretrained_cfg", None) or {}
+        pretrained = getattr(network.backbone, "pretrained_cfg", None) or {}
         config = {
             "architecture": architecture_of(network.backbone),
             "num_classes": 0,
             "model_args": getattr(network.backbone, "built_with", {}),
             "num_features": network.features,
-            "pretrained_cfg": {name: about[name] for name in TIMM_KEYS if name in about},
+            "pretrained_cfg": {name: pretrained[name] for name in TIMM_KEYS if name in pretrained},
             "distap": {
-                "model": self._model.model_dump(mode="json", exclude={"weights", "freeze", "adapter"}),
-                "sizing": str(described.sizing),
-                "scales": list(described.network.scales),
-                "scale_power": described.network.power,
-                "antialias": described.antialias,
-                "dimensions": described.first,
+                **about,
+                "data": {"image_size": self._recipe.data.image_size},
+                "evaluation": {
+                    "sizing": str(described.sizing),
+                    "scales": list(described.network.scales),
+                    "antialias": described.antialias,
+                    "dimensions": described.first,
+                },
                 "whitened": described.whitening is not None,
             },
         }
         (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", "utf-8")
+        if changes_only:
+            if network.adapters:
+                network.backbone.peft_config["default"].save_pretrained(folder)
+            if self.from_pretrained(folder).describer.described_by != described.described_by:
+                raise DistapError("the base has changed since it was trained: export with --format safetensors")
+
+    def _changes(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """Return the changed tensors by file, and the name and the record of the base."""
+        network, begun = self.describer.retrieval_network, self.describer.retrieval_network.begun
+        if begun is None:
+            raise DistapError("the network's base is not known: take a run, or a folder of --format adapter")
+        recipe = recorded_recipe({"model": begun, "data": {"image_size": self._recipe.data.image_size}}, "the base")
+        base = network_of(with_given(recipe, None, "the base"), World(), build_part("weights", **begun["weights"]))
+        changed, record = changes_of(network, base)
+        files = {CHANGED: changed} | ({ADAPTERS: dict(network.adapters)} if network.adapters else {})
+        return files, {"model": begun, "base": record}
 
     def _save_pretrained(self, save_directory: Path) -> None:
         self.write(save_directory)
@@ -131,16 +157,8 @@ class DescriptorNetwork(
     ) -> "DescriptorNetwork":
         download.pop("config", None)
         saved = read_saved(model_id, **download)
-        about = saved.settings
-        try:
-            sizing, scales, power = Sizing.parse(about["sizing"]), about["scales"], about["scale_power"]
-            whitening = load_whitening(Path(str(saved.folder))) if about["whitened"] else None
-            ways = {"antialias": about["antialias"], "first": about["dimensions"]}
-        except (ValueError, KeyError, TypeError) as error:
-            raise DistapError(f"{model_id}: not a network that distap has saved: {error!r}") from error
-        data = {} if sizing.pixels is None else {"image_size": sizing.pixels}
-        recipe = recorded_recipe({"model": about["model"], "data": data}, model_id)
-        recipe = with_given(recipe, network, model_id, sizing.pixels)
-        whole = network_of(recipe, World(device=torch.device(device)), saved)
-        describer = ImageDescriber(whole, sizing, scales, power, whitening, **ways)
-        return cls(describer, recipe.model)
+        recipe, world = recorded_recipe(saved.settings, model_id), World(device=torch.device(device))
+        recipe = with_given(recipe, network, model_id)
+        whitening = saved.folder if saved.settings["whitened"] else None
+        describing = describing_of(recipe, network_of(recipe, world, saved), world, whitening=whitening)
+        return cls(describing.describer, recipe)

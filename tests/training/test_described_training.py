@@ -100,7 +100,7 @@ def test_the_head_joins_its_backbone_wherever_the_run_is_read(described, trained
     expected = normalize(torch.tensor(known.descriptors) @ layer["weight"].T + layer["bias"])
     with pytest.MonkeyPatch.context() as patch:
         assert distap(patch, "extract", training_shards[1], tmp_path / "out", "--checkpoint", trained) == 0
-        assert distap(patch, "export", trained, tmp_path / "export", "--format", "safetensors") == 0
+        assert distap(patch, "export", trained, tmp_path / "export", "--format", "adapter") == 0
     assert torch.allclose(torch.tensor(read_descriptors(tmp_path / "out").descriptors), expected, atol=1e-5)
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     of_run, of_export = (library.load(one, device="cpu")(images) for one in (trained, tmp_path / "export"))

@@ -1,10 +1,17 @@
 """Trainings of a part of the network: the gradient is that of the whole batch, and the rest costs nothing."""
 
+import copy
+import json
+from fnmatch import fnmatch
+
+import peft
 import pytest
+import timm
 import torch
 from batches import TensorBatch
 from networks import noise
 from ranks import on_ranks
+from safetensors.torch import load_file, save_file
 from small_trainings import recipe, train
 from stores import found_checkpoint
 from torch.distributed.tensor import DTensor
@@ -18,6 +25,7 @@ from distap.ranking.losses.smooth import SmoothAP
 from distap.ranking.rank import rank
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.step import DROPOUT, ThreeStages
+from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 from distap.training.build import learner_of, network_of
 from distap.training.learner import TrainingStep
@@ -157,17 +165,62 @@ def test_adapters_are_merged_into_the_base_when_a_run_is_read(tmp_path, training
         expected = network(images)
     base = network_of(recipe("run", ("none",), model=OF_TIMM | {"projection": 6}), World()).eval()
     assert (base(images) - expected).abs().max() > 1e-3
-    distap.load(run, device="cpu").save_pretrained(tmp_path / "saved")
     export_to_folder(run, tmp_path / "export", ("pt2", "safetensors"))
-    for source in (run, tmp_path / "saved", tmp_path / "export"):
+    for source in (run, tmp_path / "export"):
         torch.testing.assert_close(distap.load(source, device="cpu")(images), expected, rtol=1e-5, atol=1e-6)
     weights = {"name": "run", "path": str(run)}
     later = recipe(tmp_path / "later", training_shards, model=OF_TIMM | {"projection": 6, "weights": weights})
     torch.testing.assert_close(network_of(later, World()).eval()(images), expected, rtol=1e-5, atol=1e-6)
-    kept = found_checkpoint(run).tensors()
-    assert sum(t.numel() for name, t in kept.items() if name.startswith("ema.")) < 0.2 * sum(
-        t.numel() for name, t in kept.items() if name.startswith("network.")
-    )
+
+
+CHANGED = {
+    "lora": ({"adapter": {"rank": 2}, "projection": 6}, ["head.bias", "head.weight"]),
+    "dora": ({"adapter": {"name": "dora", "rank": 2, "targets": ["fc1"]}}, []),
+    "last block": ({"freeze": {"blocks": -1}}, ["backbone.blocks.5.*", "backbone.norm.*"]),
+    "statistics": (
+        {"freeze": "backbone", "batchnorm": "batch", "backbone": "test_resnet", "pooling": "gem"},
+        ["backbone.*.running_*", "backbone.*.num_batches_tracked", "pooling.power"],
+    ),
+}
+
+
+@pytest.mark.parametrize("part", CHANGED)
+def test_what_training_changed_is_kept_next_to_the_name_of_its_base(tmp_path, training_shards, part):
+    model, patterns = CHANGED[part]
+    run, small, images = tmp_path / "run", tmp_path / "small", noise(3, 32)
+    base = timm.create_model(model.get("backbone", "test_vit"), num_classes=0).eval()
+    (tmp_path / "base").mkdir()
+    weights = tmp_path / "base/model.safetensors"
+    save_file(base.state_dict(), weights)
+    model |= {"weights": {"name": "file", "path": str(weights)}} | {"backbone": base.pretrained_cfg["architecture"]}
+    if part == "dora":  # a network and its weights by the name of their folder, as those of a hub
+        about = {"mean": [0.1, 0.2, 0.3], "std": [0.5] * 3, "input_size": [3, 160, 160], "classifier": "head"}
+        about["fixed_input_size"] = True
+        config = {"architecture": "test_vit", "num_classes": 0, "pretrained_cfg": about}
+        (tmp_path / "base/config.json").write_text(json.dumps(config))
+        model |= {"weights": "timm", "backbone": f"local-dir:{weights.parent}"}
+    options = {"optimizer": {"learning_rate": 0.02}, "data__image_size": 32, "replay": {"size": 5}, "steps": 2}
+    train(World(), run, training_shards, model=model, **options)
+    described_once = [entry["kept_share"] for entry in read_run_log(run) if "kept_share" in entry]
+    assert described_once == [0, 1 if model.get("freeze") == "backbone" else 0]
+    whole = distap.load(run, device="cpu")
+    export_to_folder(run, small, ("adapter",))
+    changed = load_file(small / "changed.safetensors")
+    assert {next(one for one in patterns if fnmatch(name, one)) for name in changed} == set(patterns)
+    distap.load(small, device="cpu").write(small, changes_only=True)
+    again = distap.load(small, device="cpu")
+    assert torch.equal(again(images), whole(images)) and again.dimensions == whole.dimensions
+    if "adapter" in model:  # peft reads the folder too
+        adapted = peft.PeftModel.from_pretrained(copy.deepcopy(base), small).merge_and_unload().state_dict()
+        own = whole.network.network.backbone.state_dict()
+        assert all(torch.equal(tensor, own[name]) for name, tensor in adapted.items())
+    save_file({name: one + 1 if "1.bias" in name else one for name, one in load_file(weights).items()}, weights)
+    for message in (r"small: its base is \S+ with .* tensors differ: backbone\.", r"small: its base is .*base"):
+        with pytest.raises(DistapError, match=message):
+            distap.load(small, device="cpu")
+        weights.unlink(missing_ok=True)
+    with pytest.raises(DistapError, match="base"):
+        whole.write(small, changes_only=True)
 
 
 @pytest.mark.parametrize(

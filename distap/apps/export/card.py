@@ -1,6 +1,7 @@
 """Write the model card of an export: what the run recorded about the network, and code that loads it."""
 
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
@@ -13,7 +14,6 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 import distap
-from distap.apps.export.formats import Agreement
 from distap.checkpoint.checkpoints import Checkpoint
 from distap.config.recipe import NetworkRecipe
 from distap.errors import DistapError
@@ -45,24 +45,19 @@ def origin_of(checkpoint: Checkpoint, recipe: NetworkRecipe) -> Origin:
     return Origin(checkpoint.step, recipe, settings, fingerprint, figures)
 
 
-@dataclass(frozen=True)
-class Exported:
-    """The files that an export wrote, and how closely each agrees with the network."""
+def model_card(
+    origin: Origin, describer: ImageDescriber, programs: dict[str, float], formats: Sequence[str], dynamic_size: bool
+) -> str:
+    """Return the model card as Markdown, headed by the fields that the Hugging Face hub reads.
 
-    describer: ImageDescriber
-    programs: dict[str, Agreement]  # by file
-    is_loadable: bool  # by distap.load, and its backbone by timm
-    image_size: int  # height and width that the programs were checked with, pixels
-    dynamic_size: bool  # whether they take others too
-
-
-def model_card(origin: Origin, exported: Exported) -> str:
-    """Return the model card as Markdown, headed by the fields that the Hugging Face hub reads."""
+    `programs` are the largest differences of a descriptor's component by file; `dynamic_size` says if these take
+    images of any size.
+    """
     settings, loss = origin.settings, origin.settings["loss"]
     terms, pretrained = loss.get("terms") or [(1, loss)], _pretrained(settings["model"])
-    network = exported.describer.network.network
+    network = describer.retrieval_network
     mean, std = ((values.flatten() / 255).tolist() for values in (network.mean, network.std))
-    has_onnx = "model.onnx" in exported.programs
+    has_onnx = "model.onnx" in programs
     results = [
         EvalResult("image-retrieval", name, name, figure, round(value, 6))
         for name, of_set in origin.figures.items()
@@ -81,8 +76,11 @@ def model_card(origin: Origin, exported: Exported) -> str:
         fields,
         template_str=files(__package__).joinpath("card.md").read_text("utf-8"),
         origin=origin,
-        exported=exported,
-        whitening=exported.describer.whitening,
+        describer=describer,
+        programs=programs,
+        formats=formats,
+        dynamic_size=dynamic_size,
+        whitening=describer.whitening,
         weights=settings["model"]["weights"]["name"],
         began_with=BEGAN_WITH,
         pretrained=pretrained,

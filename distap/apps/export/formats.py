@@ -6,14 +6,13 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 
 import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
-from torch.nn.functional import cosine_similarity, interpolate
+from torch.nn.functional import interpolate
 
 from distap.errors import DistapError
 from distap.model.multiscale import MultiScaleNetwork
@@ -107,14 +106,6 @@ Describe = Callable[[Tensor], Tensor]
 Case = tuple[Tensor, Tensor]  # images (n, 3, height, width) uint8, and the network's descriptors (n, D) of them
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """Differences between an exported file and the network."""
-
-    largest_difference: float  # of a component
-    smallest_cosine: float  # of an image's two descriptors
-
-
 def cases_of(network: Describe, image_size: int, dynamic_size: bool = False) -> list[Case]:
     """Return batches of test images with their descriptors by a network in evaluation mode.
 
@@ -136,9 +127,13 @@ def cases_of(network: Describe, image_size: int, dynamic_size: bool = False) -> 
     return cases
 
 
-def agreement(name: str, describe: Describe, cases: Sequence[Case]) -> Agreement:
-    """Compare the descriptors of an exported file with those of the network; raise a DistapError if they differ."""
-    largest, smallest = 0.0, 1.0
+def difference(name: str, describe: Describe, cases: Sequence[Case]) -> float:
+    """Return the largest difference of a component between the descriptors of an exported file and the network's.
+
+    Raises:
+        DistapError: it is above EXPORT_TOLERANCE, or the file fails.
+    """
+    largest = 0.0
     for images, expected in cases:
         shape = tuple(images.shape)
         try:
@@ -149,15 +144,14 @@ def agreement(name: str, describe: Describe, cases: Sequence[Case]) -> Agreement
         given, wanted = (found.dtype, *found.shape), (torch.float32, *expected.shape)
         if given != wanted:
             raise DistapError(f"{name}: what was exported gives {given} for images {shape}, expected {wanted}")
-        difference = float((found - expected).abs().max())
-        if not difference <= EXPORT_TOLERANCE:
+        here = float((found - expected).abs().max())
+        if not here <= EXPORT_TOLERANCE:
             raise DistapError(
-                f"{name}: for images {shape} its descriptors differ from the network's by {difference:.2g}, more "
+                f"{name}: for images {shape} its descriptors differ from the network's by {here:.2g}, more "
                 f"than {EXPORT_TOLERANCE:g}; nothing was written. Leave this format out, or report the network"
             )
-        largest = max(largest, difference)
-        smallest = min(smallest, float(cosine_similarity(found.double(), expected.double()).min()))
-    return Agreement(largest, smallest)
+        largest = max(largest, here)
+    return largest
 
 
 def onnx_describer(path: Path) -> Describe:

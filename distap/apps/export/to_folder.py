@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 import distap
-from distap.apps.export.card import Exported, Origin, model_card, origin_of
+from distap.apps.export.card import model_card, origin_of
 from distap.apps.export.formats import (
-    Agreement,
-    agreement,
     cases_of,
+    difference,
     exportable,
     missing_for_onnx,
     onnx_describer,
@@ -35,10 +34,11 @@ PROGRAMS: dict[str, tuple[str, Any, Any]] = {  # by format: the file, what write
     "pt2": ("model.pt2", save_program, lambda path: torch.export.load(path).module()),
     "onnx": ("model.onnx", save_onnx, onnx_describer),
 }
-EXPORT_FORMATS = (*PROGRAMS, "safetensors")
+EXPORT_FORMATS = (*PROGRAMS, "safetensors", "adapter")
 EARLIER_EXPORT = {  # by an earlier export, which is replaced
     *("model.pt2", "model.onnx", "model.onnx.data", "README.md"),
     *("config.json", "head.safetensors", "model.safetensors"),
+    *("adapter_config.json", "adapter_model.safetensors", "changed.safetensors"),
 }
 
 
@@ -51,24 +51,27 @@ def export_to_folder(
     *,
     dynamic_size: bool = False,
     overrides: Sequence[str] = (),
-) -> Exported:
+) -> tuple[ImageDescriber, dict[str, float]]:
     """Write a checkpoint's network in several formats, and a model card, which describes them.
 
-    Nothing is left behind if the network cannot be exported or a file differs from it.
+    Return what describes images, and by program the largest difference of a component of its descriptors. Nothing is
+    left behind if the network cannot be exported or a file differs from it.
 
     Args:
         checkpoint: a run folder, one of its checkpoints, or the URL of either.
         output: a new folder, an empty one, or that of an earlier export, which is replaced.
-        formats: of EXPORT_FORMATS; by default all whose packages are installed.
+        formats: of EXPORT_FORMATS; none takes all but `adapter`, and onnx where it is installed.
         whitening: a file of `distap whiten`, applied last.
         best: with a run folder, take its best checkpoint, not its newest.
         dynamic_size: let programs take images of any size; otherwise only those of the recipe's crop, or of
             data.image_size if the recipe takes whole images.
         overrides: changes of the recipe, such as `evaluation.scales=[1,0.7]`.
     """
-    formats = formats or [each for each in EXPORT_FORMATS if each != "onnx" or not missing_for_onnx()]
+    formats = formats or [each for each in EXPORT_FORMATS[:-1] if each != "onnx" or not missing_for_onnx()]
     if unknown := set(formats) - set(EXPORT_FORMATS):
         raise DistapError(f"--format {min(unknown)!r}: expected {', '.join(EXPORT_FORMATS)}")
+    if {"adapter", "safetensors"} <= set(formats):
+        raise DistapError("--format adapter and safetensors write the same files; choose one")
     if "onnx" in formats and (missing := missing_for_onnx()):
         needed = f"--format onnx needs {', '.join(missing)}"
         raise DistapError(f"{needed}, not installed here: pip install 'distap[onnx]', or leave the format out")
@@ -83,26 +86,17 @@ def export_to_folder(
         name = recipe.model.architecture
         raise DistapError(f"--dynamic-size: {name} takes images of {required[1]} x {required[0]} pixels only")
     describer = describing_of(recipe, network, World(), sizing, whitening=whitening).describer
-    with replacing_folder(output) as folder:
-        return _write(folder, describer, origin, formats, dynamic_size)
-
-
-def _write(
-    folder: Path, describer: ImageDescriber, origin: Origin, formats: Sequence[str], dynamic_size: bool
-) -> Exported:
-    image_size = describer.sizing.pixels or origin.recipe.data.image_size
+    image_size, several = describer.sizing.pixels or recipe.data.image_size, describer.network.eval()
     about = {"distap": json.dumps({"version": distap.__version__, "described_by": asdict(describer.described_by)})}
-    several = describer.network.eval()
-    programs: dict[str, Agreement] = {}
-    if chosen := [PROGRAMS[each] for each in PROGRAMS if each in formats]:
-        program = program_of(exportable(several), image_size, dynamic_size)
-        cases = cases_of(several, image_size, dynamic_size)
-        for name, save, load in chosen:
-            save(program, folder / name, about)
-            programs[name] = agreement(name, load(folder / name), cases)
-    is_loadable = "safetensors" in formats
-    if is_loadable:
-        DescriptorNetwork(describer, origin.recipe.model).write(folder)
-    exported = Exported(describer, programs, is_loadable, image_size, dynamic_size)
-    (folder / "README.md").write_text(model_card(origin, exported), "utf-8")
-    return exported
+    programs = dict[str, float]()
+    with replacing_folder(output) as folder:
+        if chosen := [PROGRAMS[each] for each in PROGRAMS if each in formats]:
+            program = program_of(exportable(several), image_size, dynamic_size)
+            cases = cases_of(several, image_size, dynamic_size)
+            for name, save, load in chosen:
+                save(program, folder / name, about)
+                programs[name] = difference(name, load(folder / name), cases)
+        if {"adapter", "safetensors"} & set(formats):
+            DescriptorNetwork(describer, recipe).write(folder, changes_only="adapter" in formats)
+        (folder / "README.md").write_text(model_card(origin, describer, programs, formats, dynamic_size), "utf-8")
+    return describer, programs
