@@ -27,7 +27,7 @@ from distap.data.images.decoding import EncodedImage
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob
 from distap.data.sampling import RandomSampling
-from distap.data.sizing import Box, PixelSettings, Shape, reduction
+from distap.data.sizing import Box, Shape, reduction
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import parse_source
 from distap.telemetry.terminal import track
@@ -156,7 +156,6 @@ class DataBenchmark(harness.Benchmark):
             chunk=CHUNK,
             workers=self.workers,
             prefetch=PREFETCH,
-            pixels=PixelSettings(hold="memory"),
         )
         for share in IndexedSource().open(job, World(), Stopwatch()).shares(range(1_000_000)):
             for start in range(0, batch, CHUNK):

@@ -39,7 +39,7 @@ from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob, ShareOfBatch
 from distap.data.sampling import RandomSampling
-from distap.data.sizing import PixelSettings, Sizing
+from distap.data.sizing import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.ranking import compiling
@@ -412,7 +412,6 @@ def _read_by(workers: int, shards: Path, settings: StepBenchmark, world: World) 
         sizes=((0, settings.image_size, CropFlipColour().transform(settings.image_size)),),
         chunk=settings.micro_batch,
         workers=workers,
-        pixels=PixelSettings(hold="memory"),
     )
     yield from IndexedSource().open(job, world, Stopwatch()).shares(range(1_000_000))
 

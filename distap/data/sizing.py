@@ -129,17 +129,11 @@ def stored_box(box: Box, size: tuple[int, int], turns: Turns) -> Box:
 class PixelSettings:
     """Choose where pixels wait between describe and replay."""
 
-    hold: Literal["auto", "memory", "spool"] = "auto"
-    """Hold pixels in memory (`memory`) or in a temporary file of this rank that is mapped into memory (`spool`);
-    `auto` takes memory if the share fits."""
     memory_bytes: NonNegativeInt = 8 * 2**30
-    """Hold at most this many bytes of a rank's share of the global batch in memory with `auto`; an image takes 3 x
-    data.image_size ** 2."""
+    """Hold a rank's share of the global batch in memory if it has at most this many bytes, an image 3 x
+    data.image_size ** 2; otherwise in a temporary file, a spool, that is mapped into memory."""
     spool_folder: Path | None = None
     """Folder of the spool file; null takes the system's for temporary files. A folder that is itself in memory
     (tmpfs) saves no memory."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic where it is a config section
-
-    def in_memory(self, share_bytes: int) -> bool:
-        return self.hold == "memory" or (self.hold == "auto" and share_bytes <= self.memory_bytes)

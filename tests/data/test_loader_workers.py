@@ -41,7 +41,7 @@ def test_workers_go_on_reading_when_the_process_group_is_asked_to_end(shards):
 def test_a_worker_that_is_killed_is_an_error_that_says_why_that_may_be(shards):
     shares, _ = started(shards)
     with pytest.raises(
-        DistapError, match=r"was lost: worker .* ended with status -9\. .* the host's memory .* set data.workers"
+        DistapError, match=r"was lost: worker .* ended with status -9\. .* the host's memory .* lower data.workers"
     ):
         for worker in active_children():
             worker.kill()
@@ -74,7 +74,7 @@ def open_files():
 def test_neither_loaders_nor_spools_leave_files_open(shards, tmp_path):
     counts = []
     for _ in range(3):
-        shares, share = started(shards, steps=2, pixels=PixelSettings(hold="spool", spool_folder=tmp_path))
+        shares, share = started(shards, steps=2, pixels=PixelSettings(0, tmp_path))
         next(shares).images(slice(0, 6))
         del shares, share
         wait_for_no_worker()
@@ -88,7 +88,7 @@ import os, signal, sys
 from multiprocessing import active_children
 from pathlib import Path
 from distap.data.shards.index import load_index
-from distap.data.images.whole_images import SizedImages, sized_chunks
+from distap.data.images.whole_images import sized_chunks
 from distap.data.sizing import Sizing
 from distap.data.loading.reader import Reader
 
@@ -97,8 +97,7 @@ index = load_index(folder)
 shard = folder / str(index.shard_name[1])
 shard.unlink()
 os.mkfifo(shard)
-images = SizedImages(Reader(folder, index), Sizing("crop", 16))
-chunks = sized_chunks(images, [[sample] for sample in range(9)], 1)
+chunks = sized_chunks(Reader(folder, index), Sizing("crop", 16), {}, [[sample] for sample in range(9)], 1)
 for _ in range(4):
     next(chunks)
 """

@@ -17,12 +17,12 @@ from distap.ranking.losses.quantized import QuantizedAP
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.world import World
 
-WAYS = ("memory", "spool")
+WAYS = {"memory": PixelSettings(), "spool": PixelSettings(memory_bytes=0)}
 BATCH, DESCRIBE, REPLAY, STEPS = 11, 3, 2, 12  # 11 images are uneven on 2, 4 and 8 ranks
 
 
 def shares_of(folder, world, way, workers=0, pixels=None, batch=BATCH):
-    pixels = pixels or PixelSettings(hold=way)
+    pixels = pixels or WAYS[way]
     images = indexed_images(folder, batch, world=world, chunk=DESCRIBE, workers=workers, pixels=pixels)
     return images.shares(range(STEPS))
 
@@ -161,16 +161,14 @@ def test_auto_takes_memory_up_to_the_limit_and_the_spool_beyond(shards, tmp_path
 
 def test_a_full_disk_is_an_error_before_anything_is_read(shards, small_disk):
     disk = small_disk("1m")
-    images = indexed_images(shards, 9, size=256, pixels=PixelSettings(hold="spool", spool_folder=disk))
+    images = indexed_images(shards, 9, size=256, pixels=PixelSettings(0, disk))
     with pytest.raises(DistapError, match=rf"{disk}: too little space .* takes 1769472 bytes, 1048576 are free"):
         images.shares(range(1))
 
 
 def test_space_that_others_take_meanwhile_does_not_stop_the_spool(small_disk):
     disk = small_disk("1m")
-    held = HeldPixels(
-        PixelSettings("spool", spool_folder=disk), (10, 3, 160, 160), torch.uint8, pinned=False
-    )  # 768,000 bytes
+    held = HeldPixels(PixelSettings(0, disk), (10, 3, 160, 160), torch.uint8, pinned=False)  # 768,000 bytes
     (disk / "other").write_bytes(bytes(os.statvfs(disk).f_bavail * 4096))
     pixels = torch.randint(0, 256, (10, 3, 160, 160), dtype=torch.uint8)
     held.keep(0, pixels)
@@ -180,6 +178,6 @@ def test_space_that_others_take_meanwhile_does_not_stop_the_spool(small_disk):
 @pytest.mark.parametrize("folder", ["missing", "file"])
 def test_a_spool_folder_that_cannot_be_used_is_named(tmp_path, folder):
     (tmp_path / "file").write_text("")
-    settings = PixelSettings("spool", spool_folder=tmp_path / folder)
+    settings = PixelSettings(0, tmp_path / folder)
     with pytest.raises(DistapError, match=rf"data\.pixels\.spool_folder: .*{folder}: no spool file can be made"):
         HeldPixels(settings, (1, 3, 8, 8), torch.uint8, pinned=False)

@@ -10,7 +10,7 @@ from torchvision.transforms import v2
 
 from benchmarks.photos import pack, photo
 from distap.data.images.decoding import DamagedImageError, EncodedImage, image_size
-from distap.data.images.whole_images import SizedImages, batches_of_one_shape, sized_chunks
+from distap.data.images.whole_images import batches_of_one_shape, sized_chunks
 from distap.data.loading.reader import open_images
 from distap.data.shards.indexing import index_shards
 from distap.data.sizing import Sizing
@@ -205,10 +205,10 @@ def test_keys_that_two_shards_share_are_told_apart(tmp_path, image_folder):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_damaged_image_leaves_the_others_of_its_chunk(folder, workers):
     (folder / "a.png").write_bytes(b"damage")
-    images = SizedImages(open_images(folder).reader, Sizing("original"))
-    (chunk,) = sized_chunks(images, [[0, 1, 2]], workers)
+    images = open_images(folder).reader, Sizing("original"), {}
+    (chunk,) = sized_chunks(*images, [[0, 1, 2]], workers)
     assert chunk.samples == [1, 2] and [image.shape for image in chunk.pixels] == [(3, 80, 120)] * 2
     assert chunk.damaged[0].startswith("decode_error")
     assert torch.equal(dict(chunk.images())[1], pixels(PHOTO))
-    (chunk,) = sized_chunks(images, [[0]], workers)
+    (chunk,) = sized_chunks(*images, [[0]], workers)
     assert chunk.samples == [] and list(chunk.images()) == []

@@ -10,7 +10,6 @@ from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob
 from distap.data.sampling import RandomSampling
 from distap.data.shards.index import load_index
-from distap.data.sizing import PixelSettings
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import parse_source
 from distap.world import World
@@ -33,9 +32,9 @@ def write_images(folder: Path, classes: dict[str, int], size: int = 24, seed: in
 
 
 def indexed_images(source, batch_size=6, seed=0, size=16, world=ALONE, **settings):
-    """Images of random batches, which wait in memory if nothing else is said."""
+    """Images of random batches."""
     sampling, transform = RandomSampling(batch_size=batch_size), AUGMENTATION.transform(size)
-    settings = {"chunk": 2, "pixels": PixelSettings(hold="memory"), "sizes": ((0, size, transform),), **settings}
+    settings = {"chunk": 2, "sizes": ((0, size, transform),), **settings}
     job = LoadingJob(parse_source(source), sampling, seed, **settings)
     return IndexedSource().open(job, world, Stopwatch())
 

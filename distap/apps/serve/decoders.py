@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distap.apps.serve.uploads import RefusedError, refused_image
-from distap.data.images.decoding import DamagedImageError, EncodedImage, OutOfMemoryError, image_file
+from distap.data.images.decoding import DamagedImageError, EncodedImage, image_file
 from distap.data.images.formats import readable_formats
 from distap.data.sizing import Sizing
 
@@ -106,7 +106,7 @@ def _decoded(job: DecodingJob, data: bytes) -> NDArray[Any] | tuple[int, str, st
     signal.setitimer(signal.ITIMER_REAL, job.seconds)  # the system ends the process, also within a library
     try:
         return job(data).numpy()
-    except (MemoryError, OutOfMemoryError):
+    except MemoryError:
         os._exit(1)  # some libraries keep the memory that they have then
     except DamagedImageError as error:
         if OUT_OF_MEMORY.search(str(error)):

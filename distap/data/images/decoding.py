@@ -19,7 +19,7 @@ from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from distap.data.images.formats import format_of, mended, missing_reader, readable_formats
 from distap.data.sizing import Box, Shape, Turns, reduction, stored_box
-from distap.errors import FAILED, DistapError
+from distap.errors import DistapError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,6 @@ MAX_SIDE = 65_535  # pixels; JPEG's own limit: images beyond it are made to harm
 # Scans of a JPEG, with those of images in it, and their pixels in all as a multiple of the largest image's. Files in
 # use have up to some twenty scans; a few bytes of a scan can make the decoder go through the whole image.
 MAX_SCANS, MAX_SCANNED = 100, 16
-UNNAMED = "an image"
 PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
 ORIENTATION = 0x0112  # EXIF's tag
 TILE_WIDTH, TILE_LENGTH = 322, 323  # TIFF's tags
@@ -53,12 +52,6 @@ class NoReaderError(DamagedImageError):
     """Raised for an image format whose reader is not installed; the message says how to install it."""
 
 
-class OutOfMemoryError(DistapError):
-    """Raised when memory is too short to decode an image of an allowed size."""
-
-    status = FAILED
-
-
 def image_size(data: bytes, max_pixels: int = MAX_PIXELS, upright: bool = False) -> tuple[int, int]:
     """Read an image's width and height, pixels, from its file's header. `EncodedImage` lists the errors.
 
@@ -69,9 +62,9 @@ def image_size(data: bytes, max_pixels: int = MAX_PIXELS, upright: bool = False)
         return image.size[::-1] if upright and _turns(image)[2] else image.size
 
 
-def decode(data: bytes, max_pixels: int = MAX_PIXELS, name: str = UNNAMED) -> Image.Image:
+def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Decode an image file, upright and RGB; `EncodedImage` lists the errors."""
-    return EncodedImage(data, max_pixels, name).whole()
+    return EncodedImage(data, max_pixels).whole()
 
 
 def image_file(image: Any) -> bytes:
@@ -113,15 +106,14 @@ class EncodedImage:
     """An image file in memory, decoded as far as a crop needs; `size` is its upright width and height in pixels.
 
     All methods raise DamagedImageError if the file is no image of `readable_formats`, has more pixels than
-    `max_pixels`, or cannot be decoded, and OutOfMemoryError if memory does not suffice.
+    `max_pixels`, or cannot be decoded, and MemoryError if memory does not suffice.
     """
 
-    def __init__(self, data: bytes, max_pixels: int = MAX_PIXELS, name: str = UNNAMED) -> None:
+    def __init__(self, data: bytes, max_pixels: int = MAX_PIXELS) -> None:
         self._data, self._max_pixels = mended(data), max_pixels
         with _damage_told(data):
             self._image = _open(self._data, max_pixels)
-        width, height = self._image.size
-        self._told = partial(_damage_told, data, f"{name}: decoding its {width} x {height} pixels")
+        self._told = partial(_damage_told, data, is_allowed=True)
         with self._told():
             self._is_jpeg = self._image.format in ("JPEG", "MPO")
             if not self._is_jpeg:
@@ -251,20 +243,20 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 @contextmanager
-def _damage_told(data: bytes, allowed: str = "") -> Iterator[None]:
-    """Raise a DamagedImageError for errors, an OutOfMemoryError if `allowed` and memory is short; hide warnings."""
+def _damage_told(data: bytes, is_allowed: bool = False) -> Iterator[None]:
+    """Raise a DamagedImageError for errors, but a MemoryError if the image's size `is_allowed`; hide warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             yield
-        except (DamagedImageError, OutOfMemoryError):
+        except DamagedImageError:
             raise
         except Image.DecompressionBombError as error:
             raise DamagedImageError("too_large", str(error)) from error
         except MemoryError as error:
-            if not allowed:
-                raise DamagedImageError("decode_error", "MemoryError") from error
-            raise OutOfMemoryError(f"{allowed} ran out of memory: set data.workers or data.prefetch lower") from error
+            if is_allowed:
+                raise
+            raise DamagedImageError("decode_error", "MemoryError") from error
         except Exception as error:  # each decoder of Pillow raises its own
             reason: Reason = "truncated" if "truncated" in str(error).lower() or seems_cut(data) else "decode_error"
             detail = str(error) or type(error).__name__

@@ -4,7 +4,6 @@ import io
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,26 +40,24 @@ class SizedChunk(NamedTuple):
         yield from zip(self.samples, map(from_numpy, self.pixels), strict=True)
 
 
-@dataclass(frozen=True)
-class SizedImages:
-    reader: "Reader"
-    sizing: Sizing
-    boxes: Mapping[int, Box] = field(default_factory=dict)  # the part of an image that counts; the whole of others
+def sized_chunks(
+    reader: "Reader", sizing: Sizing, boxes: Mapping[int, Box], requests: Iterable[list[int]], workers: int
+) -> Generator[SizedChunk]:
+    """Yield the images of each request in order; one worker (or, with 0, this process) reads a whole request.
 
-    def chunk(self, samples: list[int]) -> SizedChunk:
+    `boxes` are the parts of images that count; of others it is the whole.
+    """
+
+    def chunk(samples: list[int]) -> SizedChunk:
         present, damaged = dict[int, NDArray[np.uint8]](), dict[int, str]()
         for sample in samples:
             try:
-                image = self.reader.encoded(sample)
-                present[sample] = self.sizing(image, self.boxes.get(sample)).numpy()
+                present[sample] = sizing(reader.encoded(sample), boxes.get(sample)).numpy()
             except DamagedImageError as error:
                 damaged[sample] = str(error)
         return SizedChunk(list(present), list(present.values()), damaged)
 
-
-def sized_chunks(images: SizedImages, requests: Iterable[list[int]], workers: int) -> Generator[SizedChunk]:
-    """Yield the images of each request in order; one worker (or, with 0, this process) reads a whole request."""
-    return handed_over(images.chunk, requests, workers, PREFETCH)
+    return handed_over(chunk, requests, workers, PREFETCH)
 
 
 def batches_of_one_shape(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distap.data.images.decoding import DamagedImageError, EncodedImage, OutOfMemoryError, image_size
+from distap.data.images.decoding import DamagedImageError, EncodedImage, image_size
 from distap.data.map_style import DatasetRows, rows_behind
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index, index_of_folder, load_index
@@ -41,7 +41,7 @@ class Reader:
 
     def encoded(self, sample: int) -> EncodedImage:
         """Return an image's file, not decoded yet; raise DamagedImageError if its bytes changed or are no image."""
-        return EncodedImage(self.data(sample), name=self.where(sample))
+        return EncodedImage(self.data(sample))
 
     def data(self, sample: int) -> bytes:
         """Return the image's encoded bytes, checked against the index."""
@@ -201,8 +201,6 @@ def _check_shard(reader: Reader, job: tuple[int, NDArray[np.int64]]) -> list[Dam
                     reason, detail = "shard_sha256", f"it has changed since it was indexed: {what}"
     except MissingFileError:
         reason, detail = "shard_missing", f"there is no such file; {len(samples)} images were in it"
-    except OutOfMemoryError:
-        raise
     except DistapError as error:
         reason, detail = "shard_unreadable", f"{error}; some of its {len(samples)} images could not be checked"
     return [Damage(name, "", reason, detail), *damaged] if reason else damaged

@@ -115,7 +115,7 @@ class HeldPixels:
     def __init__(self, settings: PixelSettings, shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> None:
         share_bytes = math.prod(shape) * dtype.itemsize
         self.spool_size_bytes = 0
-        if settings.in_memory(share_bytes):
+        if share_bytes <= settings.memory_bytes:
             self._whole, self._pins = torch.empty(*shape, dtype=dtype, pin_memory=pinned), False
         else:
             self.spool_size_bytes = share_bytes

@@ -91,14 +91,10 @@ class Index:
     def save(self, source: Source | Path | str) -> None:
         """Write the index atomically to the place that its source defines."""
         storage, name = index_place(parse_source(source))
-        storage.write(name, self.to_bytes())
-
-    def to_bytes(self) -> bytes:
-        """Return the contents of an index file."""
         buffer = io.BytesIO()
         columns: dict[str, Any] = {name: getattr(self, name) for name in COLUMNS}
         np.savez(buffer, version=np.array(INDEX_VERSION), **columns)
-        return buffer.getvalue()
+        storage.write(name, buffer.getvalue())
 
 
 def statistics(index: Index) -> dict[str, Any]:

@@ -132,8 +132,8 @@ def _write_shard(job: _Job) -> tuple[Index, list[Skipped]]:
                 continue
             try:
                 if entry.image.box is not None:
-                    data, path = _cut_out(data, entry.image.box, str(path)), path.with_suffix(".jpg")
-                decode(data, name=str(path)) if seems_cut(data) else image_size(data)
+                    data, path = _cut_out(data, entry.image.box), path.with_suffix(".jpg")
+                decode(data) if seems_cut(data) else image_size(data)
             except DamagedImageError as error:
                 skipped.append(Skipped(str(path), str(error)))
                 continue
@@ -152,9 +152,9 @@ def _write_shard(job: _Job) -> tuple[Index, list[Skipped]]:
     return index, skipped
 
 
-def _cut_out(data: bytes, box: Box, name: str) -> bytes:
+def _cut_out(data: bytes, box: Box) -> bytes:
     """Return a part of an image as JPEG, of quality 95 and with all of its colour."""
-    image, buffer = decode(data, name=name), io.BytesIO()
+    image, buffer = decode(data), io.BytesIO()
     left, top, right, bottom = box
     inside = max(left, 0), max(top, 0), min(right, image.width), min(bottom, image.height)
     if inside[0] >= inside[2] or inside[1] >= inside[3]:

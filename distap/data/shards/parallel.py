@@ -100,7 +100,7 @@ def handed_over(
     except LostWorkerError as error:
         raise LostWorkerError(
             f"a process that reads images was lost: {error}. Usual causes: the storage hangs; or the host's memory "
-            "was used up (see its kernel log): set data.workers or data.prefetch lower, or data.pixels.hold to spool"
+            "was used up (see its kernel log): lower data.workers, data.prefetch or data.pixels.memory_bytes"
         ) from error
 
 

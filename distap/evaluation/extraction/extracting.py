@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from distap.data.images.decoding import DamagedImageError
-from distap.data.images.whole_images import SizedChunk, SizedImages, batches_of_one_shape, sized_chunks
+from distap.data.images.whole_images import SizedChunk, batches_of_one_shape, sized_chunks
 from distap.data.loading.reader import ImageSet
 from distap.data.sizing import Box
 from distap.errors import DistapError
@@ -107,8 +107,8 @@ class Extraction:
         limit = max(int(describer.batch_pixels / max(1.0, *describer.network.scales) ** 2), 1)
         mine, areas = missing[world.rank :: world.size], self.shapes.prod(axis=1)
         requests = [worker_requests(parts[number].tolist(), areas, limit) for number in mine]
-        sized = SizedImages(images.reader, describer.sizing, self.boxes)
-        chunks = sized_chunks(sized, (request for part in requests for request in part), how.workers)
+        every = (request for part in requests for request in part)
+        chunks = sized_chunks(images.reader, describer.sizing, self.boxes, every, how.workers)
         done = len(images) - sum(len(parts[number]) for number in missing)
         shown = how.shown and world.rank == 0
         with closing(chunks), progress(f"describing {images.name}", len(images), done, shown) as show:
