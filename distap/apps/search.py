@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage
+from distap.data.images.decoding import DamagedImageError, EncodedImage
 from distap.data.images.whole_images import Thumbnails, thumbnail
 from distap.data.loading.reader import open_images
 from distap.data.shards.index import index_of_folder
 from distap.errors import DistapError, logger
 from distap.pages.page import THUMBNAIL, write_page
-from distap.retrieval.descriptor_files import DescribedBy
 from distap.retrieval.indexing import Hit, SearchIndex, read_index
 from distap.storage.locations import parse_source
 
@@ -99,14 +98,12 @@ def open_searcher(
     *,
     world: "World",
     best: bool = False,
-    max_pixels: Callable[[DescribedBy], int] = lambda _: MAX_PIXELS,
 ) -> Searcher:
     """Open an index with the network and the whitening that described its images.
 
     Args:
         checkpoint: a run folder or one of its checkpoints, or the URL of either; None allows searches by key alone.
         best: take a run folder's best checkpoint instead of its newest.
-        max_pixels: returns, given how the gallery was described, the most pixels that a query image may have.
     """
     opened = read_index(index)
     maker = opened.described_by
@@ -120,8 +117,7 @@ def open_searcher(
 
     _, network = trained_network(checkpoint, world, best)
     learned = None if whitening is None else load_whitening(whitening)
-    describer = describer_like(maker, network, learned, max_pixels(maker))
-    return Searcher(opened, describer)
+    return Searcher(opened, describer_like(maker, network, learned))
 
 
 def open_thumbnails(index: SearchIndex, source: str | None = None) -> Thumbnails:

@@ -76,11 +76,10 @@ class EvaluationSet:
                 start = first[id(images)]
                 own = {number - start: box for number, box in boxes.items() if 0 <= number - start < len(images)}
                 # Where the queries are images of the gallery, they are described once, unless each has its box.
-                found = whole.get((id(images), bool(own)))
-                found = found or _descriptors(describing, images, own)
-                whole[id(images), bool(own)] = found
-                numbers.append(start + found[0])
-                rows.append((images.name, found[1]))
+                place = id(images), bool(own)
+                samples, found = whole[place] = whole.get(place) or _descriptors(describing, images, own)
+                numbers.append(start + samples)
+                rows.append((images.name, found))
             return np.concatenate(numbers), rows[0][1] if len(rows) == 1 else DescriptorParts(rows)
 
         boxes = {} if truth is None else truth.boxes(self.name, names[: sum(map(len, self.queries))])

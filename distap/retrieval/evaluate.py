@@ -136,9 +136,8 @@ def evaluate_descriptors(
                     values[f"{group} {name}".strip()][rows] = figure(ranked)
     values = {name: own.masked_fill(counts == 0, torch.nan) for name, own in values.items()}
     lead = next(iter(computed), figures[0])
-    leading = {group or lead.removeprefix("m"): f"{group} {lead}".strip() for group in truth.groups if computed} or {
-        lead: lead
-    }
+    groups = truth.groups if computed else ("",)
+    leading = {group or lead.removeprefix("m"): f"{group} {lead}".strip() for group in groups}
     parts = truth.parts or [""] * total
     in_part = {
         part: torch.tensor([part in ("", own) for own in parts], device=counts.device)

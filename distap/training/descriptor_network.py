@@ -66,8 +66,7 @@ class DescriptorNetwork(
 
     def transform(self, image: Any) -> Tensor:
         """Scale an image of any kind that `describe` takes to (3, height, width) uint8, for your own data loader."""
-        describer = self.describer
-        return describer.sizing(EncodedImage(image_file(image), describer.max_pixels))
+        return self.describer.sizing(EncodedImage(image_file(image)))
 
     def describe(self, images: Iterable[Any]) -> Tensor:
         """Return (n, D) float32 of length 1 on the CPU; images of one shape are described together.

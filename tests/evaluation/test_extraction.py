@@ -187,16 +187,27 @@ def stopped_after(monkeypatch, parts: int) -> None:
     monkeypatch.setattr(extracted_folder, "part_file", file_or_stop)
 
 
-def test_an_extraction_that_was_stopped_describes_what_is_missing(tmp_path, photos, monkeypatch, described):
+def test_an_extraction_that_was_stopped_describes_what_is_missing_and_names_what_is_damaged(
+    tmp_path, photos, monkeypatch, described
+):
     with monkeypatch.context() as patch:
         stopped_after(patch, 3)
         with pytest.raises(StoppedError):
             extract(photos, tmp_path / "out", part_images=4)
     with pytest.raises(DistapError, match="out: its extraction has not ended; the command that began it continues"):
         read_descriptors(tmp_path / "out")
+    part = tmp_path / "out" / "parts" / "000001.npz"
+    data = bytearray(part.read_bytes())
+    data[400] ^= 1
+    part.write_bytes(data)
     described.clear()
-    extract(photos, tmp_path / "out")  # the size of parts is that of the beginning
+    with pytest.raises(DistapError, match=r"000001.npz: not readable as .*CRC.*; remove it"):
+        extract(photos, tmp_path / "out")  # the size of parts is that of the beginning
     assert described.total() == 31 - 12
+    described.clear()
+    part.unlink()
+    extract(photos, tmp_path / "out")
+    assert described.total() == 4
     extract(photos, tmp_path / "whole", part_images=4)
     found, whole = (read_descriptors(tmp_path / name) for name in ("out", "whole"))
     assert np.array_equal(found.descriptors, whole.descriptors) and found.keys.tolist() == whole.keys.tolist()
@@ -235,23 +246,6 @@ def test_a_folder_with_anything_else_in_it_is_left_alone(tmp_path, photos):
     (tmp_path / "file").write_text("")
     with pytest.raises(DistapError, match="holds something"):
         extract(photos, tmp_path / "file")
-
-
-def test_a_part_that_is_damaged_is_named(tmp_path, photos, monkeypatch, described):
-    with monkeypatch.context() as patch:
-        stopped_after(patch, 3)
-        with pytest.raises(StoppedError):
-            extract(photos, tmp_path / "out", part_images=4)
-    part = tmp_path / "out" / "parts" / "000001.npz"
-    data = bytearray(part.read_bytes())
-    data[400] ^= 1
-    part.write_bytes(data)
-    with pytest.raises(DistapError, match=r"000001.npz: not readable as .*CRC.*; remove it"):
-        extract(photos, tmp_path / "out")
-    described.clear()
-    part.unlink()
-    extract(photos, tmp_path / "out")
-    assert described.total() == 4
 
 
 def test_a_disk_without_room_is_told_and_the_parts_are_kept(tmp_path, photos, small_disk):

@@ -37,7 +37,7 @@ def serve(
         set_up_logging(world.rank)
         # A client's mistakes are counted in the metrics; a line for each would let anyone fill the log.
         logging.getLogger("python_multipart").setLevel(logging.ERROR)
-        searcher = open_searcher(index, checkpoint, whitening, world=world, best=best, max_pixels=settings.pixels_of)
+        searcher = open_searcher(index, checkpoint, whitening, world=world, best=best)
         service = Service(settings, searcher, open_thumbnails(searcher.index, images))
         held = f"{len(searcher.index):,} images of {searcher.index.data}"
         where = f"http://{settings.host_in_url}:{listener.getsockname()[1]}"

@@ -36,7 +36,7 @@ class Service:
         # Each search uses this many threads, so that all searches together have the cores.
         torch.set_num_threads(max(torch.get_num_threads() // settings.threads, 1))
         describer, limits = searcher.describer, (settings.decode_seconds, settings.decode_bytes)
-        job = DecodingJob(describer.sizing, describer.max_pixels, *limits)
+        job = DecodingJob(describer.sizing, settings.pixels_of(searcher.index.described_by), *limits)
         self._decoders = Decoders(job, settings.threads)
         self._searcher, self._thumbnails = replace(searcher, pixels_of=self._decoders), thumbnails
 

@@ -7,7 +7,6 @@ OUTPUT/about.json ...      the descriptors of all parts, see `retrieval/descript
 
 import io
 import json
-import logging
 import shutil
 from contextlib import suppress
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from distap.checkpoint.agreement import on_all
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.evaluation.extraction.extracting import DescribedPart, Extraction
 from distap.retrieval.descriptor_files import (
     DESCRIPTORS_FILE,
@@ -36,7 +35,6 @@ PLAN_VERSION = 2
 REMEDY = "give what it was begun with, remove the folder, or choose another one"
 
 DType = Literal["float32", "float16"]
-logger = logging.getLogger("distap")
 
 
 def extract_to_folder(
@@ -62,7 +60,6 @@ def extract_to_folder(
         "images": len(images),
         **asdict(describer.described_by),
         "precision": describer.precision,
-        "max_pixels": describer.max_pixels,
         "dtype": dtype,
         "part_images": part_images or extraction.part_size,
     }

@@ -1,6 +1,5 @@
 """Turn encoded images into descriptors, in the same way for a data set and for one image."""
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,10 +10,10 @@ import torchvision.transforms.v2  # noqa: F401 - once, and not in each process t
 from torch import Tensor
 
 from distap.config.recipe import PrecisionName
-from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, EncodedImage
+from distap.data.images.decoding import DamagedImageError, EncodedImage
 from distap.data.images.whole_images import batches_of_one_shape
 from distap.data.sizing import Sizing
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.model.multiscale import MultiScaleNetwork, required_size
 from distap.model.network import RetrievalNetwork, fingerprint
 from distap.retrieval.descriptor_files import DescribedBy
@@ -24,7 +23,6 @@ from distap.stages.replica import autocast
 
 BATCH_PIXELS = 64 * 224 * 224
 SAFE_SIDE = 64  # pixels of a side that no backbone reduces to nothing
-logger = logging.getLogger("distap")
 
 
 class TooLittleMemoryError(DistapError):
@@ -40,7 +38,6 @@ class ImageDescriber:
     scales: Sequence[float] = (1.0,)
     power: float | None = None  # of the generalised mean over the scales, see `MultiScaleNetwork`
     whitening: Whitening | None = None  # applied after the network
-    max_pixels: int = MAX_PIXELS  # an image with more (width times height) is refused without decoding
     precision: PrecisionName = "float32"  # of convolutions and matrix products
     antialias: bool = True  # smooth before shrinking to a scale below 1
     first: int | None = None  # dimensions of a descriptor to keep; None keeps all
@@ -86,7 +83,7 @@ class ImageDescriber:
         Raises:
             DamagedImageError: an image cannot be decoded or is too large.
         """
-        pixels = (self.sizing(EncodedImage(data, self.max_pixels)) for data in images)
+        pixels = (self.sizing(EncodedImage(data)) for data in images)
         return self.describe_pixels(pixels, len(images))
 
     def describe_pixels(self, images: Iterable[Tensor], count: int) -> Tensor:
@@ -135,14 +132,13 @@ def describer_like(
     described_by: DescribedBy,
     network: RetrievalNetwork,
     whitening: Whitening | None = None,
-    max_pixels: int = MAX_PIXELS,
 ) -> ImageDescriber:
     """Return a describer that repeats how stored descriptors were made; a DistapError if network or whitening differ.
 
     The network is put into evaluation mode.
     """
     by, sizing = described_by, Sizing.parse(described_by.sizing)
-    ways = by.scales, by.scale_power, whitening, max_pixels
+    ways = by.scales, by.scale_power, whitening
     describer = ImageDescriber(network, sizing, *ways, antialias=by.antialias, first=by.dimensions)
     for part in ("network", "whitening"):
         wanted, given = (getattr(by, part) or "none" for by in (described_by, describer.described_by))
