@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial
+from operator import call
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,7 +38,7 @@ def ranks_to_start(asked: int, device: str = "auto") -> int:
     import torch
 
     # In a fork, since the ranks are forks of this process, in which an opened GPU would not work.
-    [gpus] = in_processes(lambda _: torch.cuda.device_count(), [None], 1)
+    [gpus] = in_processes(call, [torch.cuda.device_count], 1)
     return max(1, gpus)
 
 

@@ -46,11 +46,9 @@ class Endpoint:
         kind = _IPv6Server if ":" in address else _Server
         try:
             listening = make_server(address, port, self.answer, kind, RequestHandler)
-        except (OSError, OverflowError) as error:
-            problem = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise DistapError(
-                f"metrics.port: cannot listen on {address}:{port}: {problem}; choose another, or null for none"
-            ) from error
+        except OSError as error:
+            problem = f"cannot listen on {address}:{port}: {error.strerror or error}"
+            raise DistapError(f"metrics.port: {problem}; choose another, or null for none") from error
         with listening as server:
             Thread(target=server.serve_forever, name="distap-endpoint", daemon=True).start()
             try:

@@ -63,19 +63,14 @@ def test_each_line_says_when_how_bad_which_run_rank_and_step(lines):
     assert {line["run"] for line in lines} == {"mine"}
 
 
-def test_a_step_is_told_with_its_figures_and_one_that_is_not_finite_is_null(lines):
-    told = lines[1]
+def test_each_message_is_one_object_whoever_says_it_with_its_figures(lines):
+    _, told, warned, of_other, of_python, *_ = lines
     assert (told["message"], told["loss"], told["drift"]) == ("step 3/5  loss 0.5", 0.5, None)
-
-
-def test_a_message_of_two_lines_is_one_object(lines):
-    assert (lines[2]["level"], lines[2]["message"]) == ("warning", "two\nlines of 5%")
-
-
-def test_what_other_packages_and_python_warn_of_is_told_once_as_the_same_lines(lines):
-    of_others = [(line["logger"], line["level"]) for line in lines[3:5]]
-    assert of_others == [("other", "error"), ("py.warnings", "warning")]
-    assert "UserWarning: a warning of Python's" in str(lines[4]["message"])
+    assert (warned["level"], warned["message"]) == ("warning", "two\nlines of 5%")
+    assert [(line["logger"], line["level"]) for line in (of_other, of_python)] == [
+        *(("other", "error"), ("py.warnings", "warning"))
+    ]
+    assert "UserWarning: a warning of Python's" in str(of_python["message"])
 
 
 def test_an_exception_that_nothing_caught_is_a_field_in_threads_too(lines):

@@ -4,7 +4,7 @@ import io
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -47,17 +47,17 @@ def sized_chunks(
 
     `boxes` are the parts of images that count; of others it is the whole.
     """
+    return handed_over(partial(_chunk, reader, sizing, boxes), requests, workers, PREFETCH)
 
-    def chunk(samples: list[int]) -> SizedChunk:
-        present, damaged = dict[int, NDArray[np.uint8]](), dict[int, str]()
-        for sample in samples:
-            try:
-                present[sample] = sizing(reader.encoded(sample), boxes.get(sample)).numpy()
-            except DamagedImageError as error:
-                damaged[sample] = str(error)
-        return SizedChunk(list(present), list(present.values()), damaged)
 
-    return handed_over(chunk, requests, workers, PREFETCH)
+def _chunk(reader: "Reader", sizing: Sizing, boxes: Mapping[int, Box], samples: list[int]) -> SizedChunk:
+    present, damaged = dict[int, NDArray[np.uint8]](), dict[int, str]()
+    for sample in samples:
+        try:
+            present[sample] = sizing(reader.encoded(sample), boxes.get(sample)).numpy()
+        except DamagedImageError as error:
+            damaged[sample] = str(error)
+    return SizedChunk(list(present), list(present.values()), damaged)
 
 
 def batches_of_one_shape(
