@@ -8,6 +8,7 @@ from multiprocessing import get_context
 import numpy as np
 import pytest
 import torch
+from evil import Evil
 from ranks import on_ranks
 from safetensors.torch import load_file
 from stores import (
@@ -154,20 +155,10 @@ def test_thirty_flipped_bits_are_found_and_the_checkpoint_before_is_used(tmp_pat
     assert newest_on_disk(tmp_path).step == 2
 
 
-class Evil:
-    """A pickle that writes a file where it is loaded."""
-
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return (open, (self.path, "w"))
-
-
 @pytest.mark.parametrize("write", [pickle.dumps, "torch"])
 def test_pickles_in_the_place_of_files_run_no_code(tmp_path, write):
     path = saved(tmp_path, 1)
-    evil = {"a": Evil(tmp_path / "written")}
+    evil = {"a": Evil(open, str(tmp_path / "written"), "w")}
     for file in (SHARD.format(1), "state.json"):
         torch.save(evil, path / file) if write == "torch" else (path / file).write_bytes(write(evil))
     (path / ".metadata").write_bytes(pickle.dumps(evil))

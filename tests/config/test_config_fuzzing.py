@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 import yaml
+from evil import Evil
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -112,16 +113,8 @@ def test_aliases_which_may_stand_for_billions_of_values_are_refused(tmp_path):
         load_recipe(path)
 
 
-class Evil:
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return (open, (self.path, "w"))
-
-
 def test_evil_weights_run_no_code(tmp_path):
-    torch.save({"stem.weight": Evil(tmp_path / "evil")}, tmp_path / "weights.pt")
+    torch.save({"stem.weight": Evil(open, str(tmp_path / "evil"), "w")}, tmp_path / "weights.pt")
     with pytest.raises(DistapError, match=r"weights\.pt"):
         read_state(tmp_path / "weights.pt")
     assert not (tmp_path / "evil").exists()

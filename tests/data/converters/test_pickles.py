@@ -6,22 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dataset_trees import dump
+from evil import Evil
 from pydantic import BaseModel, NonNegativeInt
 
 from distap.data.converters.pickles import Name, plain_value, read_plain_pickle
 from distap.errors import DistapError
 
 MARK = "written-by-a-pickle"
-
-
-class Evil:
-    """Calls a function when it is unpickled."""
-
-    def __init__(self, function, *arguments):
-        self.call = function, arguments
-
-    def __reduce__(self):
-        return self.call
 
 
 def save(path, contents):
