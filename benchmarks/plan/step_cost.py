@@ -114,7 +114,7 @@ class StepCost:
 
     @cached_property
     def kept(self) -> int:  # micro-batches that keep their graph; `auto` takes as many as fit
-        wanted = self.recipe.replay.keep
+        wanted = self.recipe.keep
         return min(ceil(self.share / self.replay_size), wanted if isinstance(wanted, int) else self.greatest_keep)
 
     @cached_property

@@ -73,7 +73,7 @@ class TrainedNetwork:
         network.adapters, network.begun = {} if adapter is None else merge(network), self.begun
 
     def _load_base(self, network: RetrievalNetwork, base: dict[str, Any]) -> None:
-        """Load the weights that the settings name, and compare them with the record that `changes_of` made."""
+        """Load the weights that the settings name, and compare them with the record that was saved of them."""
         model, known = self.settings["model"], base["sha256"]
         of = ", ".join(str(value) for value in model["weights"].values() if value)
         named = f"{self.where}: its base is {model['backbone']} with the weights of {of} (timm {base['timm']})"
@@ -98,7 +98,8 @@ class TrainedNetwork:
             return others
         about = timm.get_pretrained_cfg(backbone) if isinstance(backbone, str) else None
         if about is not None:
-            of_pixels = torch.tensor([about.mean, about.std]).sub(_of_pixels(network)).abs().max() > 1e-6
+            own = torch.stack([network.mean, network.std]).flatten(1).cpu() / 255
+            of_pixels = torch.tensor([about.mean, about.std]).sub(own).abs().max() > 1e-6
             if of_pixels or about.architecture != architecture_of(network.backbone):
                 others["backbone"] = backbone
         pooling = build_part("pooling", **model["pooling"])
@@ -178,17 +179,3 @@ def read_checkpoint(source: Path | str, best: bool = False) -> TrainedNetwork:
     begun = {**recipe["model"], "weights": weights}
     model = {**recipe["model"], **state.get("backbone", {})}
     return TrainedNetwork(checkpoint.where, {**recipe, "model": model}, tensors, folder, begun)
-
-
-def changes_of(network: RetrievalNetwork, base: RetrievalNetwork) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors that training changed, without those of adapters, and a record of the base's others."""
-    before, layers = base.state_dict(), {name.partition(".lora_")[0] for name in from_peft(network.adapters)}
-    after = {name: one for name, one in network.state_dict().items() if name.removesuffix(".weight") not in layers}
-    changed = {name: one for name, one in after.items() if not one.cpu().equal(before[name])}
-    of_base = {name: digest for name, digest in digests_of(base).items() if name not in changed}
-    return changed, {"timm": timm.__version__, "sha256": of_base}
-
-
-def _of_pixels(network: RetrievalNetwork) -> Tensor:
-    """Return mean and standard deviation of pixels, (2, 3), on a scale where white is 1."""
-    return torch.stack([network.mean, network.std]).flatten(1).cpu() / 255

@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
 from huggingface_hub import ModelHubMixin
 from PIL import Image
@@ -17,8 +18,10 @@ from distap.config.recipe import NetworkRecipe
 from distap.data.images.decoding import EncodedImage, image_file
 from distap.errors import DistapError, tensor_given
 from distap.evaluation.extraction.image_describer import ImageDescriber
+from distap.model.adapters import from_peft
 from distap.model.backbone import architecture_of
-from distap.model.trained import ADAPTERS, BACKBONE, CHANGED, CONFIG, HEAD, changes_of, read_saved
+from distap.model.network import digests_of
+from distap.model.trained import ADAPTERS, BACKBONE, CHANGED, CONFIG, HEAD, read_saved
 from distap.registry import build_part
 from distap.retrieval.whitening import WHITENING_FILE, save_whitening
 from distap.training.build import describing_of, network_of, with_given
@@ -138,9 +141,12 @@ class DescriptorNetwork(
             raise DistapError("the network's base is not known: take a run, or a folder of --format adapter")
         recipe = recorded_recipe({"model": begun, "data": {"image_size": self._recipe.data.image_size}}, "the base")
         base = network_of(with_given(recipe, None, "the base"), World(), build_part("weights", **begun["weights"]))
-        changed, record = changes_of(network, base)
+        before, after = base.state_dict(), network.state_dict()
+        merged = {f"{name.partition('.lora_')[0]}.weight" for name in from_peft(network.adapters)}
+        changed = {name: after[name] for name in after.keys() - merged if not after[name].cpu().equal(before[name])}
+        of_base = {name: digest for name, digest in digests_of(base).items() if name not in changed}
         files = {CHANGED: changed} | ({ADAPTERS: dict(network.adapters)} if network.adapters else {})
-        return files, {"model": begun, "base": record}
+        return files, {"model": begun, "base": {"timm": timm.__version__, "sha256": of_base}}
 
     def _save_pretrained(self, save_directory: Path) -> None:
         self.write(save_directory)

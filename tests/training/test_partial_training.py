@@ -139,9 +139,11 @@ def test_a_part_trains_under_zero(under_zero, part):
         check(found[part], part, 2, torch.float32, rtol=1e-3, atol=1e-5)
 
 
-def test_a_training_of_a_part_goes_on_as_if_it_had_not_stopped(tmp_path, training_shards):
-    changes = {"model": OF_TIMM | PARTS["last blocks"] | {"projection": 6}, "ema": {"decay": DECAY}, "steps": 3}
-    changes |= {"optimizer": {"layer_decay": 0.7, "head_only": 1}, "checkpoint": {"every": 1}, "data__image_size": 32}
+@pytest.mark.parametrize(("part", "layer_decay"), [("last blocks", 0.7), ("lora", None)])
+def test_a_training_of_a_part_goes_on_as_if_it_had_not_stopped(tmp_path, training_shards, part, layer_decay):
+    changes = {"model": OF_TIMM | PARTS[part] | {"projection": 6}, "ema": {"decay": DECAY}, "steps": 3}
+    changes |= {"optimizer": {"layer_decay": layer_decay, "head_only": 1}, "checkpoint": {"every": 1}}
+    changes |= {"data__image_size": 32}
     train(World(), tmp_path / "whole", training_shards, **changes)
     for stop in (2, 3):
         trainer = Trainer(recipe(tmp_path / "parts", training_shards, **changes), World())
@@ -150,7 +152,7 @@ def test_a_training_of_a_part_goes_on_as_if_it_had_not_stopped(tmp_path, trainin
         trainer.train()
     one, other = (found_checkpoint(tmp_path / run).tensors() for run in ("whole", "parts"))
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-    assert not any(".state.backbone.blocks.0." in key for key in one)
+    assert any(".state.backbone.blocks.0." in key for key in one) == (part == "lora")
 
 
 def test_adapters_are_merged_into_the_base_when_a_run_is_read(tmp_path, training_shards):
