@@ -114,6 +114,14 @@ def training_shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pat
 
 
 @pytest.fixture(scope="session")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of photos of several shapes; not to be written to."""
+    from extractions import write_photos  # loads the network, which other tests do without
+
+    return write_photos(tmp_path_factory.mktemp("photos"))
+
+
+@pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """One headless Chromium for all tests of pages."""
     with chromium(tmp_path_factory.mktemp("browser")) as opened:

@@ -148,13 +148,13 @@ def index_command(
     write_index(output, built, gallery, {"measured": figures})
     count, dimensions = gallery.descriptors.shape
     size = (output / INDEX_FILE).stat().st_size
-    made = {key: built.about["index"][key] for key in ("factory", "search")}
+    told = {"output": str(output), "images": count, "dimensions": dimensions, **built.about.pop("index")}
+    told |= {**figures, "bytes": size, **built.about}
     if as_json:
-        of_gallery = {"output": str(output), "images": count, "dimensions": dimensions, "kind": kind}
-        print_json({**of_gallery, **figures, "bytes": size, "build_seconds": built.about["build_seconds"], **made})
+        print_json(told)
         return
     print_result(
-        f"{output}: {count:,} images of {dimensions} dimensions, {kind}: {made['factory']} {made['search']}".rstrip(),
-        f"recall@{figures['at']} {figures['recall']:.4f} of {figures['queries']:,} of its images, {size:,} bytes, "
-        f"{figures['milliseconds']:.3f} ms a query, built in {built.about['build_seconds']:.1f} s",
+        "{output}: {images:,} images of {dimensions} dimensions, {kind}: {factory} {search}".format(**told).rstrip(),
+        "recall@{at} {recall:.4f} of {queries:,} of its images, {bytes:,} bytes, {milliseconds:.3f} ms a query, "
+        "built in {build_seconds:.1f} s".format(**told),
     )

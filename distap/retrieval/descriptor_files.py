@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import pydantic.dataclasses
 from numpy.typing import NDArray
 
 from distap.errors import DistapError
@@ -41,7 +42,7 @@ def reading(path: Path, command: str) -> Iterator[None]:
         raise DistapError(f"{path}: not readable as `{command}` writes it: {error!r}") from error
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)  # checked, since it is read from JSON
 class DescribedBy:
     """A record of how images were turned into descriptors; only those made in the same way can be compared."""
 
@@ -52,11 +53,6 @@ class DescribedBy:
     whitening: str | None = None  # hash of the whitening applied after the network, if any
     antialias: bool = True  # of images at scales below 1
     dimensions: int | None = None  # first ones that were kept, if not all
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "DescribedBy":
-        """Rebuild the record from JSON of `dataclasses.asdict`."""
-        return cls(**{**values, "scales": tuple(values["scales"])})
 
 
 @dataclass(frozen=True)
@@ -141,7 +137,7 @@ def read_described(
                 f"{path}: version {about['version']!r}, this distap reads {DESCRIPTORS_VERSION}; {remedy}"
             )
         about |= {"data": str(about["data"]), "left_out": dict(about["left_out"])}
-        described_by = DescribedBy.from_json(about["described_by"])
+        described_by = DescribedBy(**about["described_by"])
         shape = int(about["images"]), int(about["dimensions"])
         of_files = {name: about["files"][name] for name in (name, KEYS_FILE, CLASSES_FILE)}
         expected = {name: (int(one["bytes"]), one.get("sha256")) for name, one in of_files.items()}

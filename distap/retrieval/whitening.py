@@ -90,8 +90,7 @@ def load_whitening(path: Path) -> Whitening:
         with safetensors.safe_open(path, "numpy") as file:
             about = parsed_json(file.metadata()["whitening"])
             mean, projection = file.get_tensor("mean"), file.get_tensor("projection")
-        described_by = DescribedBy.from_json(about["described_by"])
-        result = Whitening(mean, projection, str(about["learned_from"]), described_by)
+        result = Whitening(mean, projection, str(about["learned_from"]), DescribedBy(**about["described_by"]))
         if result.fingerprint != about["fingerprint"]:
             raise ValueError("its numbers differ from those that were written")
     return result

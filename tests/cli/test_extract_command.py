@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import distap
-from extractions import write_photos
 from launching import Program, started
 from postprocessing_reference import unit
 from small_trainings import recipe
@@ -15,11 +14,6 @@ from distap.retrieval.descriptor_files import read_descriptors
 from distap.retrieval.whitening import learned_whitening, save_whitening
 from distap.trainer import Trainer
 from distap.world import World
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory) -> Path:
-    return write_photos(tmp_path_factory.mktemp("photos"))
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,10 @@
 import re
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from extractions import describer, encoded, extract, network, one_by_one, write_photos
+from extractions import describer, encoded, extract, network, one_by_one
 from PIL import Image
 from ranks import on_ranks
 
@@ -19,11 +18,6 @@ from distap.evaluation.extraction.extracting import BrokenOffError, Describing, 
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.world import World
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory) -> Path:
-    return write_photos(tmp_path_factory.mktemp("photos"))
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from extractions import describer, extract, network, one_by_one, write_photos
+from extractions import describer, extract, network, one_by_one
 from torch.nn.functional import normalize
 
 from distap.data.sizing import Sizing
@@ -11,11 +9,6 @@ from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber, describer_like
 from distap.retrieval.descriptor_files import DescriptorSet, read_descriptors
 from distap.retrieval.whitening import learned_whitening
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory) -> Path:
-    return write_photos(tmp_path_factory.mktemp("photos"))
 
 
 def test_a_stored_set_says_how_a_single_image_is_described(tmp_path, photos):

@@ -51,10 +51,10 @@ def make_gallery(folder: Path, training_shards) -> Gallery:
     return gallery
 
 
-def index_to(gallery: Gallery, folder: Path, kind: str = "flat", search: str = "") -> Path:
+def index_to(gallery: Gallery, folder: Path, kind: str = "flat") -> Path:
     """Index a gallery's descriptors in another way."""
     described = read_descriptors(gallery.descriptors)
-    write_index(folder, build_index(described, kind, search), described)
+    write_index(folder, build_index(described, kind), described)
     return folder
 
 
