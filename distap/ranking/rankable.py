@@ -11,8 +11,6 @@ from distap.world import World
 Extra = Mapping[str, Tensor]  # further tensors of images, (b, ...)
 LENGTH_TOLERANCE = 0.02  # bfloat16 rounds a descriptor's length by up to 0.4%
 MOST_ROWS = 10
-REENTRANT = "CheckpointFunctionBackward"  # autograd's name for torch.utils.checkpoint with use_reentrant=True
-LARGEST_LABEL = torch.iinfo(torch.int64).max
 
 
 def check_arguments(descriptors: Tensor, labels: Tensor, world: World, extra: Extra, taken: Sequence[str]) -> None:
@@ -64,7 +62,7 @@ def label_problem(labels: Tensor, count: int) -> str | None:
         wrong = wrong if wrong.ndim == 1 else wrong.any(dim=1)
         return (
             f"{_rows(wrong)}: labels {', '.join(map(str, values))} are no class numbers, which run from 0 to "
-            f"{LARGEST_LABEL}; an overflow of integers may have made them"
+            f"{2**63 - 1}; an overflow of integers may have made them"
         )
     return None
 
@@ -125,7 +123,7 @@ def _leaves(output: Tensor) -> list[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.name() == REENTRANT:
+        if node.name() == "CheckpointFunctionBackward":  # of torch.utils.checkpoint with use_reentrant=True
             raise DistapError(
                 "the network checkpoints activations with use_reentrant=True, which hides parameters from autograd; "
                 "pass use_reentrant=False (gradient_checkpointing_kwargs of Hugging Face networks)"

@@ -23,10 +23,10 @@ def levels_of(labels: Tensor, depth: int = 2) -> Tensor:
 
 
 def built(name: str, classes: int, dimensions: int, dtype: torch.dtype = torch.float64) -> Loss:
-    """A loss with its defaults, for labels by `levels_of`; `simix` and `matryoshka` are of `smooth_ap`."""
+    """A loss with its defaults, for labels by `levels_of`; `simix` is of `smooth_ap`, `matryoshka` of `ap_q`."""
     options = {
         "csl": {"margins": MARGINS, "tree": levels_of(torch.arange(classes))[:, 1:].tolist()},
-        "matryoshka": {"dimensions": [2, dimensions], "inner": "smooth_ap"},
+        "matryoshka": {"dimensions": [2, dimensions], "inner": "ap_q"},
         "simix": {"inner": "smooth_ap"},
     }
     mapping = {"sup_ap": 0.3, "arc_face": 0.7} if name == "sum" else {"name": name, **options.get(name, {})}
@@ -42,7 +42,7 @@ def defined(name: str, d: Tensor, levels: Tensor, learned: Sequence[Tensor] = ()
     if name == "sum":
         return 0.3 * defined("sup_ap", d, levels) + 0.7 * defined("arc_face", d, levels, learned)
     if name == "matryoshka":
-        return defined("smooth_ap", normalize(d[:, :2]), levels) + defined("smooth_ap", d, levels)
+        return defined("ap_q", normalize(d[:, :2]), levels) + defined("ap_q", d, levels)
     if name == "simix":
         mixed = torch.stack([alpha * d[a] + (1 - alpha) * d[b] for a, b, alpha in virtual])
         parents = [a for a, _, _ in virtual]

@@ -11,6 +11,7 @@ from launching import HELPERS
 from problems import problem, rank_raw
 
 from distap.ranking import compiling
+from distap.ranking.losses.steps import StepSums, sigmoid_step
 
 
 @pytest.fixture
@@ -84,3 +85,13 @@ def test_a_small_batch_is_not_compiled(monkeypatch):
     monkeypatch.setattr(torch, "compile", None)
     for name in ("ap_q", "smooth_ap"):
         assert rank_raw(*problem(3, 30, 5), name)[0].is_finite
+
+
+@pytest.mark.parametrize("spread", [0.05, 1.0])  # with the first, powers of far images overflow; the second has none
+def test_powers_of_two_give_what_a_sigmoid_of_each_difference_gives(spread):
+    images, positives = torch.linspace(-1, 1, 401)[None], torch.tensor([[1 - 2 * spread, 1 - spread, 1.0]])
+    images = torch.cat([images, torch.full((1, 1), -torch.inf)], dim=1)
+    count, fall = StepSums(sigmoid_step, (0.005,), 0, images, positives).counts()
+    each = torch.sigmoid((images.double() - positives.double().mT) / 0.005)
+    torch.testing.assert_close(count[0].double(), each.sum(1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(fall[0].double(), (each * (1 - each)).sum(1) / 0.005, rtol=1e-5, atol=0)

@@ -85,21 +85,16 @@ def assert_same(ranking, gradient, loss, expected, tolerance=1e-9, residue=1e-13
     assert (gradient - expected).norm() <= tolerance * expected.norm() + residue
 
 
-@settings(deadline=None, max_examples=100)
-@given(problems())
-def test_value_and_gradient_equal_the_definition(case):
+@settings(deadline=None, max_examples=150)
+@given(problems(), st.none() | st.integers(4, 34))
+def test_value_and_gradient_equal_the_definition_also_with_remembered_images(case, remembered):
     name, options, raw, labels = case
-    assert_same(*rank_raw(raw, labels, name, **options), *listwise_gradient(name, raw, labels, **options))
-
-
-@settings(deadline=None, max_examples=50)
-@given(problems(), st.integers(0, 30))
-def test_with_a_gallery_of_remembered_images_as_well(case, remembered):
-    name, options, raw, labels = case
-    other, other_labels = problem(10_001, remembered + 4, 12)
-    memory = remembering(10_001, remembered + 4, classes=12)
+    memory, gallery = None, ()
+    if remembered is not None:
+        other, other_labels = problem(10_001, remembered, 12)
+        memory, gallery = remembering(10_001, remembered, classes=12), (normalize(other), other_labels)
     ranked = rank_raw(raw, labels, name, memory=memory, **options)
-    assert_same(*ranked, *listwise_gradient(name, raw, labels, normalize(other), other_labels, **options))
+    assert_same(*ranked, *listwise_gradient(name, raw, labels, *gallery, **options))
 
 
 @pytest.mark.parametrize("name", REGISTRY["loss"])

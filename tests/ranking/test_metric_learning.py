@@ -32,11 +32,20 @@ def test_what_is_drawn_at_random_depends_on_the_batch_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("epsilon", [None, 0.1])
-def test_multi_similarity_is_that_of_pytorch_metric_learning(epsilon):
+MINER = {"miner": "MultiSimilarityMiner", "miner_options": {"epsilon": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("function", "mined", "name", "options"),
+    [
+        ("MultiSimilarityLoss", {}, "multi_similarity", {"epsilon": None}),
+        ("MultiSimilarityLoss", MINER, "multi_similarity", {}),
+        ("ThresholdConsistentMarginLoss", {}, "calibration", {"preset": "tcm"}),
+    ],
+)
+def test_losses_that_pytorch_metric_learning_has_are_its_own(function, mined, name, options):
     raw, labels = problem(6, 40, 8)[0], torch.arange(40) % 10
-    mined = {} if epsilon is None else {"miner": "MultiSimilarityMiner", "miner_options": {"epsilon": epsilon}}
-    theirs, their_gradient = rank_raw(raw, labels, NAME, function="MultiSimilarityLoss", **mined)
-    ours, gradient = rank_raw(raw, labels, "multi_similarity", epsilon=epsilon)
+    theirs, their_gradient = rank_raw(raw, labels, NAME, function=function, **mined)
+    ours, gradient = rank_raw(raw, labels, name, **options)
     assert ours.loss.item() == pytest.approx(theirs.loss.item(), rel=1e-9)
     torch.testing.assert_close(gradient, their_gradient, rtol=1e-9, atol=1e-13)

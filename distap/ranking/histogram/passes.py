@@ -76,8 +76,7 @@ class HistogramLoss(Loss):
         return Passes(self, pairs, budget)
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
-        is_own = torch.zeros_like(gathered.gallery_labels, dtype=torch.bool)
-        is_own[gathered.own] = True
+        is_own = torch.isin(torch.arange(len(gathered.gallery), device=gathered.own.device), gathered.own)
         counter = self.counter(len(gathered.own) * len(gathered.gallery), budget)
         counter.add(gathered.gallery, gathered.gallery_labels.cpu(), is_own.cpu())
         return counter.value_and_gradient(gathered)

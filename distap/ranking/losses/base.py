@@ -42,7 +42,6 @@ class Rows:
     is_positive: Bool[Tensor, "r P"]  # which of them are positives: no padding, and the query only if it counts
     weights: Float[Tensor, " r"]  # of the queries; they sum to 1 over all blocks and ranks
     pairs: int  # of all blocks of this rank together
-    own_is_constant: bool  # a query's similarity to itself, because its descriptor has length 1
     extra: Mapping[str, Tensor]  # further tensors of the queries, (r, ...)
 
     @cached_property
@@ -170,7 +169,8 @@ class SimilarityLoss(Loss):
             per_query[which] = values.double()
             for total, part in zip(by_parameters, others, strict=True):
                 total += part
-            if rows.own_is_constant:  # its slope would only change the descriptor's length
+            # Its own similarity is constant at length 1: the slope would only change the descriptor's length.
+            if gathered.of_unit_length and gallery is gathered.gallery:
                 slopes[torch.arange(len(which), device=which.device), rows.queries] = 0
             of_queries[which] = slopes @ gallery
             of_gallery.addmm_(slopes[:, :moving].t(), descriptors[rows.queries])
@@ -185,20 +185,25 @@ class SimilarityLoss(Loss):
         """Yield this rank's queries in blocks, with their row numbers in `own`."""
         # They are ordered by the size of their class: `same_class` has as many columns as the largest class of a
         # block, so that one large class pads few others.
-        levels, own = gathered.gallery_levels, gathered.own
+        own = gathered.own
         counted = (weights[own] > 0).nonzero().flatten()
         order = counted[gathered.class_sizes[own[counted], 0].argsort(stable=True)]
-        for which in order.split(max(1, budget.pairs(gallery.element_size(), TILES_OF_A_BLOCK) // len(gallery))):
-            if not len(which):
-                return
+        most = max(1, budget.pairs(gallery.element_size(), TILES_OF_A_BLOCK) // len(gallery))
+        for which in order.split(most) if len(order) else ():
             queries = own[which]
-            same_class, is_positive = padded_columns(levels[queries, 0, None] == levels[:, 0], queries)
-            if not self.self_pair:
-                is_positive &= same_class != queries[:, None]
-            similarities, weight = gallery[queries] @ gallery.t(), weights[queries].to(gallery.dtype)
+            levels, same_class, is_positive = self.columns(gathered, queries)
+            similarities, weight = gathered.descriptors[queries] @ gallery.t(), weights[queries].to(gallery.dtype)
             extra = {name: gathered.extra[name][queries] for name in self.taken}
-            facts = len(order) * len(gallery), gathered.of_unit_length, extra
-            yield which, Rows(similarities, levels, queries, same_class, is_positive, weight, *facts)
+            pairs = len(order) * len(gallery)
+            yield which, Rows(similarities, levels, queries, same_class, is_positive, weight, pairs, extra)
+
+    def columns(self, gathered: Gathered, queries: Int64[Tensor, " r"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `levels`, `same_class` and `is_positive` of a block; see `Rows`."""
+        levels = gathered.gallery_levels
+        same_class, is_positive = padded_columns(levels[queries, 0, None] == levels[:, 0], queries)
+        if not self.self_pair:
+            is_positive &= same_class != queries[:, None]
+        return levels, same_class, is_positive
 
 
 def padded_columns(
@@ -209,7 +214,7 @@ def padded_columns(
     # no sort and no loop over rows, whose counts differ.
     count, (row, column) = wanted.sum(1), wanted.nonzero(as_tuple=True)
     place = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
-    is_real = torch.arange(int(count.max()), device=row.device) < count[:, None]
+    is_real = torch.arange(max(1, int(count.max())), device=row.device) < count[:, None]
     columns = padding[:, None].repeat(1, is_real.shape[1])
     columns[row, place] = column
     return columns, is_real

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from distap.ranking.loss import Presets
 from distap.ranking.losses.base import Rows, SimilarityLoss, padded_columns
-from distap.ranking.losses.smooth import BoundingStep, at_least
-from distap.ranking.losses.steps import Step, StepSums, sigmoid_step
+from distap.ranking.losses.smooth import BoundingStep, SigmoidStep, at_least
+from distap.ranking.losses.steps import StepSums
 
 
 class OfLevel(NamedTuple):
@@ -31,16 +31,12 @@ class OfLevel(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GradedLoss(SimilarityLoss):
+class GradedLoss(SigmoidStep, SimilarityLoss):
     """A loss from the smooth ranks of all images that share a class with the query at some level."""
 
-    tau: PositiveFloat = 0.01
-    """Temperature of the sigmoid, in units of similarity."""
     self_pair: Literal[True] = True
     """Count a query as its own most relevant image."""
     query_level: ClassVar[int] = -1
-    step: ClassVar[Step] = staticmethod(sigmoid_step)
-    counts_exactly: ClassVar[bool] = False  # images of no less relevance, without gradient
 
     @abstractmethod
     def relevances(self, sizes: Float[Tensor, "r levels"]) -> Float[Tensor, "r levels"]:
@@ -50,18 +46,11 @@ class GradedLoss(SimilarityLoss):
     def score(self, levels: list[OfLevel], sizes: Float[Tensor, "r levels"]) -> Float[Tensor, " r"]:
         """Return each query's score, 1 for a perfect ranking, from the images of levels 1 to L; differentiable."""
 
-    def step_numbers(self) -> tuple[float, ...]:
-        return (self.tau,)
-
     def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, ...]:
-        similarities, of_query = rows.similarities, rows.levels[rows.queries]
-        level = torch.zeros(similarities.shape, dtype=torch.int64, device=similarities.device)
-        for column in range(rows.levels.shape[1]):
-            level += of_query[:, column, None] == rows.levels[:, column]
+        similarities, level = rows.similarities, (rows.levels[rows.queries, None] == rows.levels).sum(2)
         sizes = torch.stack([(level == each).sum(1) for each in range(rows.levels.shape[1] + 1)], 1).to(similarities)
         relevance = self.relevances(sizes)
-        sums = StepSums(self.step, self.step_numbers(), rows.pairs, int(sizes[:, 1:].sum(1).max()))
-        found = list(self._levels(rows, level, relevance, sums))
+        found = list(self._levels(rows, level, relevance))
         with torch.enable_grad():
             levels = [one for *_, one in found]
             ranks = [one.rank.requires_grad_() for one in levels]
@@ -69,16 +58,15 @@ class GradedLoss(SimilarityLoss):
             by_rank = torch.autograd.grad((rows.weights * value).sum(), ranks)
         slopes = torch.zeros_like(similarities)
         # A rank rises with the scores of others and falls with the image's own, by the sum of the same slopes.
-        for (columns, others, falls, one), by in zip(found, by_rank, strict=True):
-            own = similarities.gather(1, one.columns)
-            slopes.scatter_add_(1, columns, sums.slopes(others, own, by))
+        for (columns, sums, falls, one), by in zip(found, by_rank, strict=True):
+            slopes.scatter_add_(1, columns, sums.slopes(by))
             slopes.scatter_add_(1, one.columns, -by * falls)
         return value.detach(), slopes
 
     def _levels(
-        self, rows: Rows, level: Int64[Tensor, "r N"], relevance: Float[Tensor, "r levels"], sums: StepSums
-    ) -> Iterator[tuple[Int64[Tensor, "r M"], Float[Tensor, "r M"], Float[Tensor, "r P"], OfLevel]]:
-        """Yield, per level, the columns and similarities counted smoothly, how fast counts fall, and the images."""
+        self, rows: Rows, level: Int64[Tensor, "r N"], relevance: Float[Tensor, "r levels"]
+    ) -> Iterator[tuple[Int64[Tensor, "r M"], StepSums, Float[Tensor, "r P"], OfLevel]]:
+        """Yield, per level, the columns counted smoothly, their sums, how fast counts fall, and the images."""
         similarities = rows.similarities
         columns = [padded_columns(level == each, rows.queries) for each in range(1, relevance.shape[1])]
         ordered = [
@@ -100,8 +88,9 @@ class GradedLoss(SimilarityLoss):
                 others = similarities.gather(1, behind).masked_fill(~is_less, -torch.inf)
             else:
                 rank = torch.full_like(rank, 0.5)  # the image itself, which the sum of sigmoids counts by half
-            counts, falls = sums.counts(others, own)
-            yield behind, others, falls, OfLevel(chosen, is_real, of_own, gain, rank + counts)
+            sums = self.sums(rows, others, own)
+            counts, falls = sums.counts()
+            yield behind, sums, falls, OfLevel(chosen, is_real, of_own, gain, rank + counts)
 
 
 @dataclass(frozen=True)

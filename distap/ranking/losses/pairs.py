@@ -162,15 +162,14 @@ class Triplet(DistanceLoss):
         distances = _squared(rows.similarities) if self.squared else _distances(rows.similarities)
         # Negatives and positives by -distance: the nearer a negative is than a positive, the more it violates.
         near = replace(rows, similarities=-distances)
-        sums = StepSums(softplus_step, (1.0,), rows.pairs, rows.same_class.shape[1])
-        if self.margin is not None:
-            sums = StepSums(hinge_step, (1.0, self.margin), rows.pairs, rows.same_class.shape[1])
+        step, numbers = (softplus_step, ()) if self.margin is None else (hinge_step, (self.margin,))
+        sums = StepSums(step, (1.0, *numbers), rows.pairs, near.negatives, near.positives)
         # r N P triplets, of which none is kept: their number differs by positive, and the mean is over a query's.
-        losses, violating = sums.counts(near.negatives, near.positives)
+        losses, violating = sums.counts()
         many = (~near.negatives.isinf()).sum(1, keepdim=True) if self.margin is None else violating
         triplets = (many * rows.is_positive).sum(1, keepdim=True).clamp(min=1)
         by_loss = rows.weights[:, None] * rows.is_positive / triplets
-        slopes = rows.with_positives(sums.slopes(near.negatives, near.positives, by_loss), -by_loss * violating)
+        slopes = rows.with_positives(sums.slopes(by_loss), -by_loss * violating)
         value = (losses * rows.is_positive / triplets).sum(1)
         return value, slopes * (2 if self.squared else 1 / distances * (distances > SMALLEST**0.5))
 

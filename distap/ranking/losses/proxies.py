@@ -1,7 +1,6 @@
 """Losses that classify each image by similarity to proxies: one learned direction per class."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, ClassVar, Literal
@@ -14,7 +13,7 @@ from torch.nn.functional import normalize, softplus
 
 from distap.errors import DistapError
 from distap.ranking.gathered import Gathered
-from distap.ranking.loss import Budget, KnownClasses, LossValue, SizedLoss, strips
+from distap.ranking.loss import Budget, KnownClasses, LossValue, SizedLoss
 from distap.ranking.losses.base import Mask, Rows, Scores, SimilarityLoss
 from distap.ranking.rankable import refuse_crossing
 
@@ -69,17 +68,9 @@ class ProxyLoss(SimilarityLoss, SizedLoss):
         found = torch.autograd.grad(proxies, self.parameters, whole) if self.parameters else ()
         return value._replace(by_parameters=found)
 
-    def blocks(
-        self, gathered: Gathered, gallery: Float[Tensor, "K C"], weights: Float64[Tensor, " B"], budget: Budget
-    ) -> Iterator[tuple[Int64[Tensor, " r"], Rows]]:
-        levels, own = torch.arange(len(gallery), device=gallery.device)[:, None], gathered.own
-        for rows in strips(0, len(own), max(1, budget.pairs(gallery.element_size()) // len(gallery))):
-            queries, labels = own[rows], gathered.labels[own[rows], None]
-            similarities, weight = gathered.descriptors[queries] @ gallery.t(), weights[queries].to(gallery)
-            is_positive, which = torch.ones_like(labels, dtype=torch.bool), torch.arange(len(own), device=own.device)
-            pairs = len(own) * len(gallery)
-            extra = {name: gathered.extra[name][queries] for name in self.taken}
-            yield which[rows], Rows(similarities, levels, queries, labels, is_positive, weight, pairs, False, extra)
+    def columns(self, gathered: Gathered, queries: Int64[Tensor, " r"]) -> tuple[Tensor, Tensor, Tensor]:
+        numbers, labels = torch.arange(len(self.learned["proxies"])), gathered.labels[queries, None]
+        return numbers[:, None].to(labels.device), labels, torch.ones_like(labels, dtype=torch.bool)
 
 
 @dataclass(frozen=True)
@@ -194,10 +185,10 @@ class CrossScaleLearning(ProxyLoss):
     """Numbers of the coarser classes that hold each class, finer first; null takes the training set's."""
 
     def sized(self, classes: KnownClasses, dimensions: int | None, seed: int) -> SizedLoss:
-        if self.tree is None and isinstance(classes, Tensor):
-            tree = tuple(map(tuple, classes.view(len(classes), -1)[:, 1:].tolist()))
-            return replace(self, tree=tree).sized(len(classes), dimensions, seed)
-        return super().sized(classes, dimensions, seed)
+        above = self.tree
+        if above is None and isinstance(classes, Tensor):
+            above = tuple(map(tuple, classes.view(len(classes), -1)[:, 1:].tolist()))
+        return SizedLoss.sized(replace(self, tree=above), classes, dimensions, seed)
 
     @cached_property
     def levels(self) -> Int64[Tensor, "K L"]:

@@ -21,7 +21,24 @@ from distap.ranking.losses.steps import Step, StepSums, bounding_step, sigmoid_s
 
 
 @dataclass(frozen=True)
-class BoundingStep:
+class SigmoidStep:
+    """The sigmoid as the step by which images count before others."""
+
+    tau: PositiveFloat = 0.01
+    """Temperature of the sigmoid, in units of similarity."""
+    step: ClassVar[Step] = staticmethod(sigmoid_step)
+    counts_exactly: ClassVar[bool] = False  # images of no less relevance, without gradient
+
+    def step_numbers(self) -> tuple[float, ...]:
+        """Return the parameters that `step` takes in addition to differences of similarities."""
+        return (self.tau,)
+
+    def sums(self, rows: Rows, images: Float[Tensor, "r N"], positives: Float[Tensor, "r P"]) -> StepSums:
+        return StepSums(self.step, self.step_numbers(), rows.pairs, images, positives)
+
+
+@dataclass(frozen=True)
+class BoundingStep(SigmoidStep):
     """SupAP's step in place of the sigmoid (Ramzi et al. 2021, eq. 4 and 5).
 
     Positives before a positive are counted exactly, [s_j >= s_k], without gradient. A negative counts
@@ -30,8 +47,6 @@ class BoundingStep:
     that duplicates are one whatever the size of the tiles.
     """
 
-    tau: PositiveFloat = 0.01
-    """Temperature of the sigmoid, in units of similarity."""
     rho: NonNegativeFloat = 100.0
     """Slope of the step's line, per unit of similarity."""
     delta: NonNegativeFloat | None = None
@@ -59,16 +74,12 @@ def at_least(ordered: Float[Tensor, "r n"], positives: Float[Tensor, "r P"]) -> 
 
 
 @dataclass(frozen=True)
-class RankLoss(SimilarityLoss):
+class RankLoss(SigmoidStep, SimilarityLoss):
     """A function of the smooth ranks of a query's positives.
 
     A subclass writes `of_ranks`. Negatives count by `step`, positives by a sigmoid or exactly, without gradient.
     """
 
-    tau: PositiveFloat = 0.01
-    """Temperature of the sigmoid, in units of similarity."""
-    step: ClassVar[Step] = staticmethod(sigmoid_step)
-    counts_exactly: ClassVar[bool] = False
     query_is_counted: ClassVar[bool] = False  # before its positives, though it is none of them
 
     @abstractmethod
@@ -83,13 +94,13 @@ class RankLoss(SimilarityLoss):
         if self.query_is_counted:
             own = rows.queries[:, None]
             negatives = negatives.scatter(1, own, rows.similarities.gather(1, own))
-        sums = StepSums(self.step, self.step_numbers(), rows.pairs, positives.shape[1])
-        before, falls = sums.counts(negatives, positives)
-        sigmoids = StepSums(sigmoid_step, (self.tau,), rows.pairs, positives.shape[1])
+        sums = self.sums(rows, negatives, positives)
+        before, falls = sums.counts()
         if self.counts_exactly:
             among = at_least(others.sort(dim=1).values, others)  # the positive itself is one of them
         else:
-            counts, falls_among = sigmoids.counts(others, positives)
+            sigmoids = self.sums(rows, others, positives)
+            counts, falls_among = sigmoids.counts()
             # The sum counts the positive itself with 0.5, so 0.5 more makes it 1.
             among = torch.where(rows.is_positive, counts + 0.5, 1)
         # Autograd goes through the formula of ranks, (r, P) numbers, never through the sums over pairs: these have
@@ -102,13 +113,8 @@ class RankLoss(SimilarityLoss):
             )
         by_positive = -by_before * falls
         if not self.counts_exactly:  # each positive moves the ranks of others, and is moved by them
-            by_positive += sigmoids.slopes(others, positives, by_among) - by_among * falls_among
-        by_negative = sums.slopes(negatives, positives, by_before)
-        return value.detach(), rows.with_positives(by_negative, by_positive)
-
-    def step_numbers(self) -> tuple[float, ...]:
-        """Return the parameters that `step` takes in addition to differences of similarities."""
-        return (self.tau,)
+            by_positive += sigmoids.slopes(by_among) - by_among * falls_among
+        return value.detach(), rows.with_positives(sums.slopes(by_before), by_positive)
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ of a row while that row's similarities are in the cache.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -64,58 +64,77 @@ class StepSums:
     Args:
         numbers: tau, and the step's further parameters.
         pairs: number of pairs of the whole batch.
-        positives: number of positives of a query.
+        similarities: (r, N) of the images that are counted; -inf is never counted.
+        positives: (r, P) of those before which they are counted.
     """
 
-    def __init__(self, step: Step, numbers: tuple[float, ...], pairs: int, positives: int) -> None:
+    def __init__(
+        self, step: Step, numbers: tuple[float, ...], pairs: int, similarities: Tensor, positives: Tensor
+    ) -> None:
         # Each positive takes a pass over all similarities, so many positives make compiling pay at fewer pairs.
-        compiles = pairs * max(1, positives // 8) >= compiling.PAYS_FROM_PAIRS
+        compiles = pairs * max(1, positives.shape[1] // 8) >= compiling.PAYS_FROM_PAIRS
         self._numbers, self._most_terms = numbers, MOST_TERMS_COMPILED if compiles else MOST_TERMS
-        self._counts, self._slopes = (compiling.compiled(one) if compiles else one for one in _sums(step))
+        first, last = positives.aminmax(dim=1, keepdim=True)
+        centre, factor = ((first + last) / 2).double(), LOG2_E / numbers[0]
+        # e^(-t / tau) is a power of two of the image times one of the positive: a multiplication for each pair, in a
+        # third of the time of a power. Images whose own power overflows are so far behind or before all positives
+        # that they count 0 or 1. A GPU has time for a power for each pair.
+        most = 0.75 * math.log2(torch.finfo(positives.dtype).max)
+        by_powers = positives.device.type == "cpu" and float((last - first).max()) * factor <= 2 * most
+        functions: list[Callable[..., Any]] = [*_sums(step, by_powers), powers_of_two]
+        self._counts, self._slopes, powers = (compiling.compiled(one) if compiles else one for one in functions)
+        self._images, self._positives = (similarities, similarities), (positives, positives)
+        if by_powers:
+            self._images = similarities, powers(similarities, centre, -factor)
+            self._positives = positives, powers(positives, centre, factor)
 
-    def counts(
-        self, similarities: Float[Tensor, "r N"], positives: Float[Tensor, "r P"]
-    ) -> tuple[Float[Tensor, "r P"], Float[Tensor, "r P"]]:
+    def counts(self) -> tuple[Float[Tensor, "r P"], Float[Tensor, "r P"]]:
         """Return the smooth count of images before each positive, and how fast it falls as the positive rises."""
-        parts = [self._counts(similarities, own, *self._numbers) for own in self._parts(similarities, positives)]
+        parts = [self._counts(*self._images, *own, *self._numbers) for own in self._parts(*self._positives)]
         counts, falls = (torch.cat(one, dim=1) for one in zip(*parts, strict=True))
         return counts, falls
 
-    def slopes(
-        self, similarities: Float[Tensor, "r N"], positives: Float[Tensor, "r P"], by_count: Float[Tensor, "r P"]
-    ) -> Float[Tensor, "r N"]:
+    def slopes(self, by_count: Float[Tensor, "r P"]) -> Float[Tensor, "r N"]:
         """Turn derivatives of the loss by each count into derivatives by each similarity."""
-        total = torch.zeros_like(similarities)
-        both = (self._parts(similarities, one) for one in (positives, by_count))
-        for parts in zip(*both, strict=True):
+        total = torch.zeros_like(self._images[0])
+        for part in self._parts(*self._positives, by_count):
             # (P, r): with rows inside, the generated code goes along the gallery in vectors.
-            total += self._slopes(similarities, *(one.t().contiguous() for one in parts), *self._numbers)
+            total += self._slopes(*self._images, *(one.t().contiguous() for one in part), *self._numbers)
         return total
 
-    def _parts(self, similarities: Float[Tensor, "r N"], table: Float[Tensor, "r P"]) -> tuple[Tensor, ...]:
-        """Cut a table of positives along P, so that a part's terms, r N for each positive, fit into one call."""
-        return table.split(max(1, self._most_terms // max(1, similarities.numel())), dim=1)
+    def _parts(self, *tables: Float[Tensor, "r P"]) -> Iterator[tuple[Tensor, ...]]:
+        """Cut tables of positives along P, so that a part's terms, r N for each positive, fit into one call."""
+        width = max(1, self._most_terms // max(1, self._images[0].numel()))
+        return zip(*(one.split(width, dim=1) for one in tables), strict=True)
+
+
+def powers_of_two(numbers: Tensor, centre: Float64[Tensor, "r 1"], factor: float) -> Tensor:
+    """Return 2 ** ((numbers - centre) * factor), as exact as the dtype of the numbers."""
+    return torch.exp2((numbers.double() - centre) * factor).to(numbers.dtype)
 
 
 @cache
-def _sums(step: Step) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return functions that sum heights and slopes over images, and slopes over positives."""
+def _sums(step: Step, by_powers: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return functions that sum heights and slopes over images, and slopes over positives.
 
-    def counts(s: Tensor, p: Tensor, *numbers: float) -> tuple[Tensor, Tensor]:
-        t = s[:, None] - p[:, :, None]
-        height, slope = step(t, _sigmoid(t, numbers[0]), *numbers)
+    They take images s with their powers, then positives p with theirs; without `by_powers` these may be any tensors.
+    """
+
+    def of_pairs(t: Tensor, powers: Tensor, of_positives: Tensor, *numbers: float) -> tuple[Tensor, Tensor]:
+        # By exp2, which torch.compile leaves inside the sums: a sigmoid used twice would be written to memory.
+        ratio = powers * of_positives if by_powers else torch.exp2(t * (-LOG2_E / numbers[0]))
+        return step(t, 1 / (1 + ratio), *numbers)
+
+    def counts(s: Tensor, powers: Tensor, p: Tensor, of_positives: Tensor, *numbers: float) -> tuple[Tensor, Tensor]:
+        height, slope = of_pairs(s[:, None] - p[:, :, None], powers[:, None], of_positives[:, :, None], *numbers)
         return height.sum(-1), slope.sum(-1)
 
-    def slopes(s: Tensor, p: Tensor, by_count: Tensor, *numbers: float) -> Tensor:
-        t = s[None] - p[:, :, None]
-        _, slope = step(t, _sigmoid(t, numbers[0]), *numbers)
+    def slopes(
+        s: Tensor, powers: Tensor, p: Tensor, of_positives: Tensor, by_count: Tensor, *numbers: float
+    ) -> Tensor:
+        _, slope = of_pairs(s[None] - p[:, :, None], powers[None], of_positives[:, :, None], *numbers)
         return (by_count[:, :, None] * slope).sum(0)
 
     for one in (counts, slopes):
         one.__name__ = f"{step.__name__}_{one.__name__}"
     return counts, slopes
-
-
-def _sigmoid(t: Tensor, tau: float) -> Tensor:
-    # By exp2, which torch.compile leaves inside the sums: a sigmoid used twice would be written to memory.
-    return 1 / (1 + torch.exp2(t * (-LOG2_E / tau)))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import torch
 from jaxtyping import Bool, Float, Int64
-from pydantic import BeforeValidator, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import normalize, pad
 
@@ -94,12 +94,8 @@ class CounterOfSum(Counter):
 class WeightedSum(SumOfLosses):
     """A sum of losses, each multiplied by a weight."""
 
-    terms: tuple[tuple[float, Inner], ...]
+    terms: Annotated[tuple[tuple[float, Inner], ...], Field(min_length=1)]
     """Weight and loss of each term."""
-
-    def __post_init__(self) -> None:
-        if not self.terms:
-            raise ValueError("a sum of losses needs a term at least")
 
     @property
     def parts(self) -> Sequence[tuple[float, Loss]]:
@@ -118,7 +114,7 @@ class Matryoshka(SumOfLosses):
     Descriptors that are cut after training then still rank well.
     """
 
-    dimensions: tuple[PositiveInt, ...]
+    dimensions: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
     """Numbers d of dimensions, such as [64, 128, 256]; the whole descriptor counts only if it is among them."""
     inner: Inner
     """Loss of the cut descriptors, such as smooth_ap or {name: ap_q, bins: 25}."""
@@ -126,8 +122,6 @@ class Matryoshka(SumOfLosses):
     """Weight of each number of dimensions; null weighs all 1."""
 
     def __post_init__(self) -> None:
-        if not self.dimensions:
-            raise ValueError("dimensions is empty; give the numbers of dimensions to cut descriptors to")
         if self.weights is not None and len(self.weights) != len(self.dimensions):
             raise ValueError(f"there are {len(self.weights)} weights for {len(self.dimensions)} dimensions")
 
