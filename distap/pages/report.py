@@ -125,7 +125,7 @@ def report(folder: Path, output: Path | None = None, reload: int | None = None) 
         run = read_run(folder)
         evaluations = run.evaluations()
         seconds = stage_seconds(run)
-        sheets, problem = contact_sheets(evaluations, run.recipe)
+        sheets, problem = contact_sheets(evaluations)
         write_page(
             output / PAGE_FILE,
             "report.html",
@@ -148,7 +148,7 @@ def report(folder: Path, output: Path | None = None, reload: int | None = None) 
     return output / PAGE_FILE, summary
 
 
-def contact_sheets(evaluations: dict[str, Evaluation], recipe: dict[str, Any]) -> tuple[list[Sheet], str]:
+def contact_sheets(evaluations: dict[str, Evaluation]) -> tuple[list[Sheet], str]:
     """Return sheets of pictures of hits, and the reason if there are none."""
     if not evaluations:
         return [], ""
