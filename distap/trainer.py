@@ -260,5 +260,6 @@ class Trainer:
 
     def _average_statistics(self) -> None:
         # With model.batchnorm `batch` each rank has seen other micro-batches, and would evaluate another network.
-        for statistic in self.network.running_statistics():
-            self.world.sum(statistic).div_(self.world.size)
+        for name, statistic in self.network.named_buffers() if self.network.batchnorm == "batch" else ():
+            if name.endswith(("running_mean", "running_var")):
+                self.world.sum(statistic).div_(self.world.size)

@@ -124,11 +124,6 @@ class RetrievalNetwork(nn.Module):
         if self.batchnorm != "frozen":
             raise DistapError(f"{key} needs frozen BatchNorm (model.batchnorm: frozen): `batch` {problem}")
 
-    def running_statistics(self) -> list[Tensor]:
-        """Return the BatchNorm statistics that training changes: none if frozen."""
-        moving = self._normalisers if self.batchnorm == "batch" else []
-        return [s for m in moving for s in (m.running_mean, m.running_var) if s is not None]
-
     def forward(self, images: Images) -> Float[Tensor, "n C"]:
         """Return the descriptors, of length 1 in float32 or wider, of images with values from 0 to 255."""
         pooled = self.pooled(images) if images.ndim == 4 else images.to(self.mean.dtype)

@@ -22,8 +22,6 @@ from distap.model.backbone import SOURCES
 from distap.storage.texts import without_secrets
 from distap.telemetry.runlog import read_run_log
 
-BEGAN_WITH = {"file": "a file of weights", "package": "the weights of a package", "run": "a trained network"}
-
 
 @dataclass(frozen=True)
 class Origin:
@@ -80,9 +78,6 @@ def model_card(
         programs=programs,
         formats=formats,
         dynamic_size=dynamic_size,
-        whitening=describer.whitening,
-        weights=settings["model"]["weights"]["name"],
-        began_with=BEGAN_WITH,
         pretrained=pretrained,
         mean=mean,
         std=std,
