@@ -71,10 +71,6 @@ class SearchIndex:
     def __len__(self) -> int:
         return len(self.keys)
 
-    @property
-    def dimensions(self) -> int:
-        return int(self.index.d)
-
     def search(self, descriptors: Any, k: int) -> list[list[Hit]]:
         """Return the k most similar images per query, best first, or fewer if the index finds no more.
 
@@ -83,9 +79,9 @@ class SearchIndex:
         """
         any_length = self.about.get("index", {}).get("dot_product", False)
         descriptors = given_rows(descriptors, "query", any_length, single=True)
-        if descriptors.shape[1] != self.dimensions:
+        if descriptors.shape[1] != self.index.d:
             raise DistapError(
-                f"the index of {self.data} is of {self.dimensions} dimensions, the query of {descriptors.shape[1]}: "
+                f"the index of {self.data} is of {self.index.d} dimensions, the query of {descriptors.shape[1]}: "
                 "another network described it"
             )
         asked, k = on_device(descriptors).numpy(), min(k, len(self))

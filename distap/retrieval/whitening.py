@@ -111,7 +111,16 @@ def learned_whitening(
     """
     if descriptors.described_by.whitening is not None:
         raise DistapError(f"{descriptors.data}: the descriptors are whitened already; learn from unwhitened ones")
-    mean, covariance = _mean_and_covariance(descriptors)
+    values, total = descriptors.descriptors, len(descriptors)
+    if not total:
+        raise DistapError("whitening: there is no descriptor to learn from")
+    sums = (block.sum(axis=0) for _, block in row_blocks(values, np.float64))
+    mean = sum(sums, np.zeros(values.shape[1])) / total
+    covariance = np.zeros((values.shape[1],) * 2)
+    for _, block in row_blocks(values, np.float64):
+        block -= mean
+        covariance += block.T @ block
+    covariance /= total
     if kind == "pca":
         variances, directions = _principal_directions(covariance, descriptors.data)
         projection = directions / variances[:, None] ** HALF_POWER
@@ -131,19 +140,6 @@ def learned_whitening(
         told = "whitening keeps %d of %d dimensions, since the %d descriptors of %s vary in no more; use more images"
         logger.warning(told, found, among, len(descriptors), descriptors.data)
     return Whitening(mean, projection[:dimensions], descriptors.data, descriptors.described_by)
-
-
-def _mean_and_covariance(descriptors: DescriptorSet) -> tuple[Float64[np.ndarray, " C"], Covariance]:
-    values, total = descriptors.descriptors, len(descriptors)
-    if not total:
-        raise DistapError("whitening: there is no descriptor to learn from")
-    sums = (block.sum(axis=0) for _, block in row_blocks(values, np.float64))
-    mean = sum(sums, np.zeros(values.shape[1])) / total
-    covariance = np.zeros((values.shape[1],) * 2)
-    for _, block in row_blocks(values, np.float64):
-        block -= mean
-        covariance += block.T @ block
-    return mean, covariance / total
 
 
 def _covariance_within(descriptors: DescriptorSet) -> Covariance:
