@@ -94,8 +94,12 @@ class CounterOfSum(Counter):
 class WeightedSum(SumOfLosses):
     """A sum of losses, each multiplied by a weight."""
 
-    terms: Annotated[tuple[tuple[float, Inner], ...], Field(min_length=1)]
+    terms: tuple[tuple[float, Inner], ...]
     """Weight and loss of each term."""
+
+    def __post_init__(self) -> None:  # not as `min_length`, which would count a wrong term as one that is missing
+        if not self.terms:
+            raise ValueError("a sum of losses needs a term at least")
 
     @property
     def parts(self) -> Sequence[tuple[float, Loss]]:
