@@ -5,7 +5,6 @@ import mmap
 import os
 import pickle
 import sys
-import tempfile
 import traceback
 import weakref
 from collections import deque
@@ -96,7 +95,7 @@ def handed_over(
         yield from map(read, requests)
         return
     try:
-        yield from in_processes(read, requests, workers, prefetch, longest_wait, name, lends=True)
+        yield from in_processes(read, requests, workers, prefetch, longest_wait, name, lends=sys.platform == "linux")
     except LostWorkerError as error:
         raise LostWorkerError(
             f"a process that reads images was lost: {error}. Usual causes: the storage hangs; or the host's memory "
@@ -105,14 +104,10 @@ def handed_over(
 
 
 class GrowingMemory:
-    """Memory that a process and its fork share, and that grows; the size of /dev/shm does not limit it."""
+    """Memory that a process and its fork share on Linux, and that grows; the size of /dev/shm does not limit it."""
 
     def __init__(self) -> None:
-        if hasattr(os, "memfd_create"):
-            self._file = os.memfd_create("distap")
-        else:
-            with tempfile.TemporaryFile() as file:
-                self._file = os.dup(file.fileno())
+        self._file = os.memfd_create("distap")
         weakref.finalize(self, os.close, self._file)
         self._map: mmap.mmap | None = None
 
