@@ -39,7 +39,7 @@ def eval_command(
     gallery: Annotated[str | None, data_option(help=GALLERY_SET, show_default="all others of its own images")] = None,
     gallery_draws: Annotated[int, data_option(help=DRAWS, min=0)] = 0,
     truth: Annotated[Path | None, data_option(help=TRUTH, show_default="images of a query's class are right")] = None,
-    figures: Annotated[str, data_option(help=FIGURES, show_default="those of the set's protocol")] = "",
+    figures: Annotated[str, data_option(help=FIGURES, show_default="the recipe's, or the protocol's")] = "",
     query_expansion: Annotated[float | None, options.refinement(help=QUERY_EXPANSION, min=0)] = None,
     database_augmentation: Annotated[float | None, options.refinement(help=DATABASE_AUGMENTATION, min=0)] = None,
     neighbours: Annotated[int, options.refinement(help=NEIGHBOURS_HELP, min=1)] = 10,
@@ -60,7 +60,6 @@ def eval_command(
     several ranks run `torchrun [...] -m distap.cli eval`. With --json: `network`, `sizing` and `scales`, and in
     `sets`, by name, the figures from 0 to 1 of each refinement (`plain` is none).
     """
-    wanted = figures.replace(",", " ").split()
     from distap.checkpoint.agreement import first_on_rank_0
     from distap.evaluation.extraction.image_describer import refuse_foreign_whitening
     from distap.evaluation.sets import evaluate_sets, open_named_sets
@@ -87,6 +86,7 @@ def eval_command(
             if not data and gallery is None and not gallery_draws:
                 among = {name: getattr(settings, name) for name in among}
             named: Any = data or [parse_source(settings.validation or "")]
+            wanted = figures.replace(",", " ").split() or (() if data else recipe.evaluation.figures)
             how: dict[str, Any] = {"at": recipe.evaluation.recall_at, "truth": truth}
             sets = open_named_sets(named, distractors or [], figures=wanted, **among, **how)
             return sets, describing, refinement

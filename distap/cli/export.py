@@ -5,15 +5,16 @@ from typing import Annotated
 
 import typer
 
-from distap.cli.options import BEST, OVERRIDES, TRAINED, WHITENING
+from distap.cli.options import BEST, OVERRIDES, WHITENING
 from distap.telemetry.terminal import print_result, print_warning, set_up_logging
 
+TRAINED_RUN = "Trained network: a run folder, one of its checkpoints, or a URL of either."
 EXPORT_FOLDER = "Folder to write; it must be new or of an earlier export, which is replaced."
 PROGRAMS = "Format: pt2 (torch.export), onnx, safetensors (distap.load, timm) or adapter. Repeat for several."
 
 
 def export_command(
-    checkpoint: Annotated[str, typer.Argument(help=TRAINED, show_default=False)],
+    checkpoint: Annotated[str, typer.Argument(help=TRAINED_RUN, show_default=False)],
     output: Annotated[Path, typer.Argument(help=EXPORT_FOLDER, show_default=False)],
     overrides: OVERRIDES = None,
     best: BEST = False,

@@ -92,6 +92,8 @@ class DescribingSection(Section):
     `matryoshka` trained; null keeps all."""
     recall_at: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (1, 5, 10)
     """Values k of R@k and mP@k, except where a ground truth sets them."""
+    figures: tuple[str, ...] = ()
+    """Names of the figures of data.validation; none takes mAP, mAP@R, and R@k and mP@k of recall_at."""
     batch_size: PositiveInt = 64
     """Number of images that evaluation describes at once. Lower it if memory runs out."""
 
@@ -126,7 +128,5 @@ class EvaluationSection(DescribingSection):
     """Unit of evaluation.every: steps or epochs."""
     at_start: bool = True
     """Evaluate before the first step too, to show what training gains."""
-    figures: tuple[str, ...] = ()
-    """Names of the figures of data.validation; none takes mAP, mAP@R, and R@k and mP@k of recall_at."""
     also: dict[str, EvaluatedSet] = Field({})
     """Other data sets to evaluate on, by the name under which their figures appear."""

@@ -12,11 +12,16 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from distap.retrieval.descriptor_files import reading
 from distap.storage.atomic import UnwritableError, write_whole
+from distap.storage.columns import read_columns
 from distap.storage.texts import read_json
 
 FOLDER, RESULT_FILE, RETRIEVED_FILE = "evaluations", "result.json", "retrieved.npz"
 LABELLED, QUERIED = "labelled set", "queries and another gallery"  # the protocols of which neighbours are kept
 DRAWN = "queries and a gallery that is drawn"
+HIT_COLUMNS = {
+    **{"sample": "int64", "key": "str", "class_name": "str"},
+    **{"average_precision": "float64", "first_positive": "int64", "neighbours": "ids"},
+}
 
 
 Figures = Annotated[
@@ -74,9 +79,8 @@ class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
         """Read the hits of each image; return None for a protocol that keeps none."""
         if self.protocol not in (LABELLED, QUERIED) or self.folder is None:
             return self.hits
-        path = self.folder / RETRIEVED_FILE
-        with reading(path, "distap eval"), path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            return Retrieved(**file)
+        with reading(path := self.folder / RETRIEVED_FILE, "distap eval"):
+            return Retrieved(**read_columns(path.read_bytes(), HIT_COLUMNS))
 
 
 def read_evaluation(folder: Path) -> Evaluation:

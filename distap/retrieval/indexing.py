@@ -90,6 +90,8 @@ class SearchIndex:
         with self._lock:
             installed_faiss()
             similarities, rows = self.index.search(asked, k)
+        if rows.max() >= len(self):
+            raise DistapError(f"the index of {self.data} names an image {rows.max()} of {len(self)}; index it again")
         found = zip(rows.tolist(), similarities.tolist(), strict=True)
         pairs = ([pair for pair in zip(*own, strict=True) if pair[0] >= 0] for own in found)
         return [[Hit(str(self.keys[row]), str(self.classes[row]), one, row) for row, one in own] for own in pairs]
@@ -144,6 +146,10 @@ def read_index(folder: Path) -> SearchIndex:
         index = faiss.read_index(str(folder / INDEX_FILE))
         if (index.ntotal, index.d) != shape:
             raise ValueError(f"{index.ntotal} rows of {index.d} dimensions, but {files.ABOUT_FILE} says {shape}")
+        if index.metric_type != faiss.METRIC_INNER_PRODUCT:
+            raise ValueError("it ranks by distances, not by similarities")
+        # A ValueError for half of a surrogate pair, which no terminal or page can show.
+        "".join((*keys.tolist(), *classes.tolist())).encode()
     return SearchIndex(index, keys, classes, described_by, about["data"], about)
 
 

@@ -334,12 +334,9 @@ def test_a_cut_image_is_called_truncated(file_format):
 
 
 def test_memory_that_does_not_suffice_is_no_damage(monkeypatch):
-    def exhausted(image):
-        raise MemoryError
-
-    monkeypatch.setattr(decoding, "_rgb", exhausted)
-    with pytest.raises(MemoryError):
-        decode(encoded(PHOTO, "PNG"))
+    monkeypatch.setattr(decoding, "_rgb", lambda image: [image] * 2**60)
+    with pytest.raises(MemoryError, match=r"^a\.tar:b: decoding its 301 x 203 pixels ran out of memory"):
+        decode(encoded(PHOTO, "PNG"), name="a.tar:b")
 
 
 SMALL = photo(60, 44, seed=1)

@@ -131,8 +131,9 @@ def _numbered(size):
 
 
 def test_an_item_that_cannot_be_handed_over_ends_its_worker_and_is_not_waited_for():
-    with pytest.raises(LostWorkerError, match="ended with status 1"):
-        list(handed_over(_unpicklable, [[1]], workers=1, prefetch=1))
+    for read, message in ((_unpicklable, "ended with status 1"), (lambda _: [0] * 2**60, "lost: memory ran out")):
+        with pytest.raises(LostWorkerError, match=message):
+            list(handed_over(read, [7], workers=1, prefetch=1))
 
 
 NO_SHARED_MEMORY = """

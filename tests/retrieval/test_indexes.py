@@ -1,4 +1,5 @@
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import faiss
 import numpy as np
@@ -163,6 +164,20 @@ def test_a_file_that_is_cut_or_damaged_is_refused_before_faiss_sees_it(monkeypat
     path.unlink()
     with pytest.raises(DistapError, match=f"{name}: No such file"):
         read_index(written)
+
+
+def test_an_index_made_by_strangers_is_refused_where_its_answers_would_be_wrong(tmp_path, gallery, built):
+    by_distance, numbered = faiss.IndexFlatL2(16), faiss.IndexIDMap(faiss.IndexFlatIP(16))
+    by_distance.add(gallery.descriptors)
+    numbered.add_with_ids(gallery.descriptors, np.arange(700) * 10)
+    for index, of, message in (
+        (by_distance, gallery, "ranks by distances"),
+        (numbered, gallery, "names an image .* of 700; index it again"),
+        (built["flat"].index, replace(gallery, keys=np.char.add("\ud800", gallery.keys)), "surrogates not allowed"),
+    ):
+        write_index(tmp_path, replace(built["flat"], index=index), of)
+        with pytest.raises(DistapError, match=message):
+            read_index(tmp_path).search(gallery.descriptors[690:], 5)
 
 
 def test_queries_of_other_dimensions_are_refused(gallery, written):

@@ -177,13 +177,14 @@ def test_a_run_is_evaluated_from_another_folder_and_with_other_settings(tmp_path
     (tmp_path / "here").mkdir()
     shutil.copytree(training_shards[1], tmp_path / "there" / "photos")
     monkeypatch.chdir(tmp_path / "there")
-    train(World(), "run", training_shards, steps=1, data__validation="photos")
+    train(World(), "run", training_shards, steps=1, data__validation="photos", evaluation__figures=["mAP"])
     monkeypatch.chdir(tmp_path / "here")
     run = ("eval", "--checkpoint", "../there/run")
     assert distap(monkeypatch, *run, "--output", "32") == 0
     assert distap(monkeypatch, *run, "data.image_size=40", "evaluation.batch_size=8", "--output", "40") == 0
     at_32, at_40 = (json.loads((tmp_path / "here" / size / "result.json").read_text()) for size in ("32", "40"))
     assert at_32["fingerprint"] == at_40["fingerprint"] and at_32["figures"] != at_40["figures"]
+    assert list(at_32["figures"]) == ["mAP"]
     assert distap(monkeypatch, *run, "data.imagesize=40") == 2
 
 

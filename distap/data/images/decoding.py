@@ -62,9 +62,9 @@ def image_size(data: bytes, max_pixels: int = MAX_PIXELS, upright: bool = False)
         return image.size[::-1] if upright and _turns(image)[2] else image.size
 
 
-def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def decode(data: bytes, max_pixels: int = MAX_PIXELS, name: str = "an image") -> Image.Image:
     """Decode an image file, upright and RGB; `EncodedImage` lists the errors."""
-    return EncodedImage(data, max_pixels).whole()
+    return EncodedImage(data, max_pixels, name).whole()
 
 
 def image_file(image: Any) -> bytes:
@@ -106,14 +106,15 @@ class EncodedImage:
     """An image file in memory, decoded as far as a crop needs; `size` is its upright width and height in pixels.
 
     All methods raise DamagedImageError if the file is no image of `readable_formats`, has more pixels than
-    `max_pixels`, or cannot be decoded, and MemoryError if memory does not suffice.
+    `max_pixels`, or cannot be decoded, and MemoryError, with its `name`, if memory does not suffice.
     """
 
-    def __init__(self, data: bytes, max_pixels: int = MAX_PIXELS) -> None:
+    def __init__(self, data: bytes, max_pixels: int = MAX_PIXELS, name: str = "an image") -> None:
         self._data, self._max_pixels = mended(data), max_pixels
         with _damage_told(data):
             self._image = _open(self._data, max_pixels)
-        self._told = partial(_damage_told, data, is_allowed=True)
+        width, height = self._image.size
+        self._told = partial(_damage_told, data, f"{name}: decoding its {width} x {height} pixels")
         with self._told():
             self._is_jpeg = self._image.format in ("JPEG", "MPO")
             if not self._is_jpeg:
@@ -243,8 +244,8 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 @contextmanager
-def _damage_told(data: bytes, is_allowed: bool = False) -> Iterator[None]:
-    """Raise a DamagedImageError for errors, but a MemoryError if the image's size `is_allowed`; hide warnings."""
+def _damage_told(data: bytes, allowed: str = "") -> Iterator[None]:
+    """Raise a DamagedImageError for errors, but a MemoryError that names work of an `allowed` size; hide warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -253,11 +254,9 @@ def _damage_told(data: bytes, is_allowed: bool = False) -> Iterator[None]:
             raise
         except Image.DecompressionBombError as error:
             raise DamagedImageError("too_large", str(error)) from error
-        except MemoryError as error:
-            if is_allowed:
-                raise
-            raise DamagedImageError("decode_error", "MemoryError") from error
         except Exception as error:  # each decoder of Pillow raises its own
+            if allowed and isinstance(error, MemoryError):
+                raise MemoryError(f"{allowed} ran out of memory") from error
             reason: Reason = "truncated" if "truncated" in str(error).lower() or seems_cut(data) else "decode_error"
             detail = str(error) or type(error).__name__
             if isinstance(error, UnidentifiedImageError):

@@ -41,7 +41,7 @@ class Reader:
 
     def encoded(self, sample: int) -> EncodedImage:
         """Return an image's file, not decoded yet; raise DamagedImageError if its bytes changed or are no image."""
-        return EncodedImage(self.data(sample))
+        return EncodedImage(self.data(sample), name=self.where(sample))
 
     def data(self, sample: int) -> bytes:
         """Return the image's encoded bytes, checked against the index."""

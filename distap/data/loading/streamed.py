@@ -194,7 +194,7 @@ class StreamImages:
             for name, key, members in stream.candidates(step):
                 try:
                     label, image, _ = labelled_image(key, self.source.labelled(key, members))
-                    pixels.append(self.job.augmented(EncodedImage(image.data), step, slot).numpy())
+                    pixels.append(self.job.augmented(EncodedImage(image.data, name=name), step, slot).numpy())
                 except DamagedImageError as error:
                     failures.append(Failure.of(name, error))
                 else:

@@ -133,7 +133,7 @@ def _write_shard(job: _Job) -> tuple[Index, list[Skipped]]:
             try:
                 if entry.image.box is not None:
                     data, path = _cut_out(data, entry.image.box), path.with_suffix(".jpg")
-                decode(data) if seems_cut(data) else image_size(data)
+                decode(data, name=str(path)) if seems_cut(data) else image_size(data)
             except DamagedImageError as error:
                 skipped.append(Skipped(str(path), str(error)))
                 continue

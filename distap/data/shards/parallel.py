@@ -186,6 +186,8 @@ def in_processes(
                 raise LostWorkerError(f"worker {worker.process.pid} ended with status {status}") from lost
             result, error = pickle.loads(answer, buffers=next(worker.views)(spans))
             if error is not None:
+                if isinstance(error, MemoryError):
+                    raise LostWorkerError(str(error) or "memory ran out") from error
                 raise error
             ask(worker)
             yield result

@@ -129,9 +129,7 @@ class ImageDescriber:
 
 
 def describer_like(
-    described_by: DescribedBy,
-    network: RetrievalNetwork,
-    whitening: Whitening | None = None,
+    described_by: DescribedBy, network: RetrievalNetwork, whitening: Whitening | None = None
 ) -> ImageDescriber:
     """Return a describer that repeats how stored descriptors were made; a DistapError if network or whitening differ.
 
