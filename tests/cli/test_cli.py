@@ -1,3 +1,5 @@
+import os
+import pty
 import re
 import subprocess
 import sys
@@ -152,6 +154,21 @@ def test_a_command_that_computes_nothing_loads_no_torch(tmp_path, monkeypatch, c
     said = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], input=commands, capture_output=True, text=True)
     answers = [line.removeprefix("STATUS ") for line in said.stdout.splitlines() if line.startswith("STATUS ")]
     assert answers == expected, said.stderr
+
+
+@pytest.mark.parametrize(("command", "loads"), [("config emoji", True), ("recipes", False)])
+def test_a_terminal_is_told_once_that_torch_is_loaded(command, loads):
+    ours, theirs = pty.openpty()
+    code = "import sys; sys.modules.update(timm=None, torchvision=None); from distap.cli import main; main()"
+    subprocess.run(
+        [sys.executable, "-c", code, *command.split()], stderr=theirs, stdout=subprocess.DEVNULL, check=True
+    )
+    os.set_blocking(ours, False)
+    try:
+        told = os.read(ours, 2**16).decode()
+    except BlockingIOError:
+        told = ""
+    assert told.count("distap config: loading torch ...") == loads and bool(told) == loads
 
 
 def commands(command, path=()):
