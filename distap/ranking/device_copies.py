@@ -71,3 +71,7 @@ def queued(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a small tensor to a device, without waiting; work queued later sees it."""
     crosses = tensor.device.type == "cpu" != device.type
     return tensor.pin_memory().to(device, non_blocking=True) if crosses else tensor.to(device)
+
+
+def copied(images: Any) -> Any:
+    return tree_map_only(Tensor, Tensor.clone, images)

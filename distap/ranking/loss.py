@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from inspect import Parameter, signature
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
@@ -69,17 +69,20 @@ class LossValue(NamedTuple):
     by_parameters: tuple[Tensor, ...] = ()  # by each of `Loss.parameters`, summed over the ranks already
 
 
-@runtime_checkable
-class Counter(Protocol):
-    """A part of a loss's work, done while descriptors of the batch still arrive."""
+class Counter:
+    """Do a part of a loss's work while descriptors of the batch still arrive; this one leaves all to the end."""
 
-    seen: int  # images that were added
+    def __init__(self, loss: "Loss", budget: Budget) -> None:
+        self.loss, self.budget = loss, budget
+        self.seen = 0  # images that were added
 
     def add(self, descriptors: Float[Tensor, "n C"], labels: Int64[Tensor, " n"], is_own: Bool[Tensor, " n"]) -> None:
         """Add the gallery's next descriptors; labels, and whether images are own, are on the CPU."""
+        self.seen += len(labels)
 
     def value_and_gradient(self, gathered: Gathered) -> LossValue:
         """Finish the loss; the first `seen` images of the gallery were added, later ones were not."""
+        return self.loss.value_and_gradient(gathered, self.budget)
 
 
 @dataclass(frozen=True)
@@ -135,12 +138,9 @@ class Loss(ABC):
         """Return this loss with new parameters for K classes, if known, and descriptors of C dimensions."""
         return self
 
-    def counter(self, pairs: int, budget: Budget) -> Counter | None:
-        """Return a counter for a batch to come, with about `pairs` pairs of an own query and a gallery image.
-
-        None leaves all work to the end.
-        """
-        return None
+    def counter(self, pairs: int, budget: Budget) -> Counter:
+        """Return a counter for a batch to come, with about `pairs` pairs of an own query and a gallery image."""
+        return Counter(self, budget)
 
 
 @dataclass(frozen=True, kw_only=True)

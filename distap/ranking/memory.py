@@ -1,10 +1,10 @@
 """Add descriptors of earlier steps to the gallery (cross-batch memory, Wang et al. 2020)."""
 
+import io
 from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 
 from distap.errors import DistapError
@@ -74,9 +74,11 @@ class CrossBatchMemory:
             self.labels, self.images = state["labels"][newest], state["images"][newest]
 
     def as_bytes(self) -> Tensor:
-        """Return the state as a uint8 tensor, because Accelerate and Hugging Face save only tensors."""
-        return torch.frombuffer(bytearray(save(self.state_dict())), dtype=torch.uint8)
+        """Return the state as a uint8 tensor, because safetensors, Accelerate and Hugging Face save only tensors."""
+        buffer = io.BytesIO()
+        torch.save(self.state_dict(), buffer)
+        return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
     def load_bytes(self, state: Tensor) -> None:
         """Load a state that `as_bytes` returned."""
-        self.load_state_dict(load(state.cpu().numpy().tobytes()))
+        self.load_state_dict(torch.load(io.BytesIO(state.cpu().numpy().tobytes()), weights_only=True))

@@ -23,9 +23,21 @@ class Batch(Protocol):
 
     step: int
     total: int
-    labels: Int64[Tensor, " b"]  # of the images; complete, like `samples`, after every image was asked for
-    samples: Int64[Tensor, " b"]  # numbers of the images in the data set
-    present: Bool[Tensor, " b"]  # whether each image could be read
+
+    @property
+    def labels(self) -> Int64[Tensor, " b"]:
+        """Labels of the images; complete, like `samples`, after every image was asked for."""
+        ...
+
+    @property
+    def samples(self) -> Int64[Tensor, " b"]:
+        """Numbers of the images in the data set."""
+        ...
+
+    @property
+    def present(self) -> Bool[Tensor, " b"]:
+        """Tell for each image whether it could be read."""
+        ...
 
     def images(self, rows: Rows) -> Any:
         """Return the network's input for these rows, such as pixels (n, ...); wait while they are being read."""

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 
 from distap.errors import DistapError
 from distap.randomness import seed_for
-from distap.ranking.device_copies import mover
+from distap.ranking.device_copies import copied, mover
 from distap.ranking.gather import Gathering
 from distap.ranking.gathered import Gathered
 from distap.ranking.loss import Loss
@@ -243,7 +243,7 @@ class ThreeStages:
         """Describe a micro-batch; (seed, step, slot) seeds dropout, so describe and replay draw the same."""
         images = self._to_device(batch.images(rows))
         if keeps:  # the graph may need the pixels after the batch has overwritten their memory
-            images = tree_map_only(Tensor, Tensor.clone, images)
+            images = copied(images)
         slot = self.world.slots(batch.total)[int(rows.start if isinstance(rows, slice) else rows[0])]
         with self.stopwatch.stage("network", part_of_outer=True):
             torch.manual_seed(seed_for(DROPOUT, self.seed, batch.step, slot))

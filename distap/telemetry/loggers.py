@@ -33,6 +33,13 @@ class LoggedRun:
     recipe: Mapping[str, Any]  # plain nested values; a logger gets them without secrets
     step: int  # steps behind the state that the run goes on from; figures of later steps are to be replaced
 
+    def kept_id(self, name: str, create: Callable[[], str]) -> str:
+        """Return this run's id in a logger's terms, kept in RUN/loggers/NAME; create it on first use."""
+        path = self.folder / "loggers" / name
+        if not path.exists():
+            write_whole(path, create())
+        return path.read_text()
+
 
 class Logger(Protocol):
     """Interface of a logger of figures, which is also what a recipe chooses; its fields are its keys.
@@ -167,16 +174,13 @@ class WeightsAndBiases:
     def open(self, run: LoggedRun) -> None:
         wandb: Any = importlib.import_module("wandb")
         # Send neither terminal output nor the command line, which may hold an address with a secret.
-        kept = run.folder / "loggers" / "wandb"
-        if not kept.exists():
-            write_whole(kept, secrets.token_hex(4))
         ours = wandb.Settings(
             silent=True, console="off", reinit="create_new", allow_val_change=True, x_disable_meta=True
         )
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "distap"),
             name=run.id,
-            id=kept.read_text(),
+            id=run.kept_id("wandb", lambda: secrets.token_hex(4)),
             resume="allow",
             dir=str(run.folder),
             config=dict(run.recipe),

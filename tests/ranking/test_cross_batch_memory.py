@@ -17,10 +17,13 @@ def batch(seed, images):
     return gather(normalize(raw), labels, present, World(), len(labels), torch.tensor(images))
 
 
-def test_a_smaller_one_restores_the_newest():
-    memory, smaller = CrossBatchMemory(10), CrossBatchMemory(3)
+def test_it_is_saved_and_restored():
+    memory, again, smaller = CrossBatchMemory(10), CrossBatchMemory(10), CrossBatchMemory(3)
     memory.remember(batch(0, range(8)))
+    again.load_state_dict(memory.state_dict())
     smaller.load_state_dict(memory.state_dict())
+    other = batch(1, range(20, 24))
+    assert torch.equal(again.extend(other).gallery, memory.extend(other).gallery)
     assert smaller.images.tolist() == [5, 6, 7]
 
 

@@ -71,16 +71,16 @@ def rank_at_once(world, case, loss, mode):
     return rank_descriptors(LOSSES[loss], extended(gathered) if case == "remembered" else gathered, mode)
 
 
-def rank_in_chunks(world, case, loss, mode, size=None):
+def rank_in_chunks(world, case, loss, mode, memory_bytes=None, size=None):
     """The batch and its ranking; each rank adds another number of rows at a time."""
     values, size = share(world, case), size or 1 + 2 * world.rank
     with small_chunks():
-        gathering = start_gathering(LOSSES[loss], world, SLOTS, mode)
+        gathering = start_gathering(LOSSES[loss], world, SLOTS, mode, memory_bytes)
         for start in range(0, len(values[0]), size):
             gathering.add(*(value[start : start + size] for value in values))
         gathered = gathering.finish()
     ranked = extended(gathered) if case == "remembered" else gathered
-    return gathered, rank_descriptors(LOSSES[loss], ranked, mode, counter=gathering.counter)
+    return gathered, rank_descriptors(LOSSES[loss], ranked, mode, memory_bytes, gathering.counter)
 
 
 def compare_all_cases(world):
@@ -130,6 +130,12 @@ def test_chunks_give_the_same_loss_and_gradient(compared, case, loss, mode):
     for answer in compared:
         for one, other in zip(*answer[case, loss, mode][1:], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-15, equal_nan=True)
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 600])
+def test_bins_that_are_not_or_only_partly_kept_give_the_same_gradient(memory_bytes):
+    kept, other = (rank_in_chunks(World(), "batch", "ap_q", "sharded", size)[1] for size in (None, memory_bytes))
+    torch.testing.assert_close(other.gradient, kept.gradient, rtol=1e-11, atol=1e-15)
 
 
 def test_the_gradient_has_the_same_bits_whenever_chunks_arrive():

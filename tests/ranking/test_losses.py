@@ -158,7 +158,7 @@ def test_duplicates_are_ties_whatever_the_size_of_the_tiles(name, dtype, monkeyp
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_loss_is_the_mean_over_queries_with_positives_and_others_are_counted(name):
+def test_a_query_without_positive_is_left_out_and_counted(name):
     raw, labels = problem(4, 30, 5)
     labels[3], labels[7] = 1000, 2000
     ranked = rank_raw(raw, labels, name)
@@ -166,8 +166,13 @@ def test_the_loss_is_the_mean_over_queries_with_positives_and_others_are_counted
     assert ranked[0].skipped_queries == alone.sum()
     assert ranked[0].queries == (~alone).sum()
     assert torch.equal(ranked[0].per_query.isnan(), alone)
-    assert ranked[0].per_query.nanmean().item() == pytest.approx(ranked[0].loss.item(), rel=1e-12)
     assert_same(*ranked, *listwise_gradient(name, raw, labels))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_loss_is_the_mean_of_the_losses_of_the_queries(name):
+    ranking, _ = rank_raw(*problem(5, 40, 6), name)
+    assert ranking.per_query.nanmean().item() == pytest.approx(ranking.loss.item(), rel=1e-12)
 
 
 def separated(seed=0):

@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 from distap.ranking import compiling
 from distap.ranking.gathered import Gathered, QueryWeights
 from distap.ranking.histogram.tiles import Images, Tile, rectangle, triangle
-from distap.ranking.loss import Budget, Loss, LossValue
+from distap.ranking.loss import Budget, Counter, Loss, LossValue
 
 Counts = Float64[Tensor, "b M"]  # cumulative soft counts of b queries in M bins
 
@@ -82,7 +82,7 @@ class HistogramLoss(Loss):
         return counter.value_and_gradient(gathered)
 
 
-class Passes:
+class Passes(Counter):
     """Count the pairs of this rank's queries, and turn the counts into the loss and its gradient.
 
     Images are added a part of the gallery at a time, as they arrive from the other ranks. The order of the tiles
@@ -90,8 +90,8 @@ class Passes:
     """
 
     def __init__(self, loss: HistogramLoss, pairs: int, budget: Budget) -> None:
-        self.loss, self.budget = loss, budget
-        self.seen = 0
+        super().__init__(loss, budget)
+        self.histogram = loss
         self.compiles = pairs >= compiling.PAYS_FROM_PAIRS * (compiling.ON_GPU if budget.device.type == "cuda" else 1)
         self.bins = loss.high, loss.width, loss.centres  # arguments of the functions below
         self._own: list[Images] = []  # of each part
@@ -111,7 +111,7 @@ class Passes:
             self._count(tile)
         self._own.append(own)
         self._rest.append(rest)
-        self.seen += len(labels)
+        super().add(descriptors, labels, is_own)
 
     def _new_tiles(self, own: Images, rest: Images) -> Iterator[Tile]:
         # The tiles of a new part. Pairs of two images of other ranks are those ranks' business.
@@ -150,7 +150,7 @@ class Passes:
         if same_class is not None:
             columns, is_real = same_class
             is_counted = is_real
-            if tile.is_diagonal and not self.loss.self_pair:
+            if tile.is_diagonal and not self.histogram.self_pair:
                 is_counted = is_real & (columns != torch.arange(len(columns), device=columns.device)[:, None])
             # Each pair is counted once, from one value of its similarity. The difference 'all minus positives' would
             # leave a rounding residue in bins without negatives, and with it a gradient where there is no loss.
@@ -168,10 +168,10 @@ class Passes:
         codes: Tensor = coded(similarities, *self.bins)
         same_class = tile.same_class()
         if same_class is not None:
-            _add_in(codes, *same_class, self.loss.centres)
+            _add_in(codes, *same_class, self.histogram.centres)
         if tile.is_diagonal:
             # An image's similarity to itself is constant: its slope would only change the descriptor's length.
-            codes.fill_diagonal_(self.loss.centres - 1)
+            codes.fill_diagonal_(self.histogram.centres - 1)
         return codes
 
     def value_and_gradient(self, gathered: Gathered) -> LossValue:
@@ -182,14 +182,14 @@ class Passes:
         positions = torch.cat([own.positions for own in self._own])
         order = positions.argsort()  # part by part and by class, to the order of `gathered.own`
         sizes = gathered.class_sizes[gathered.own, 0].double()
-        totals = torch.stack([self.seen - sizes, sizes - float(not self.loss.self_pair)])
+        totals = torch.stack([self.seen - sizes, sizes - float(not self.histogram.self_pair)])
         # The last bin holds all pairs, whose number is known: it need not be counted.
         tables = torch.cat([self._counts[:, order], totals[:, :, None]], dim=2)
-        weight = gathered.query_weights(self.loss.weights)[gathered.own]
+        weight = gathered.query_weights(self.histogram.weights)[gathered.own]
         precision, by_count = self._precision_and_slopes(tables, weight)
         loss = gathered.world.sum((weight * (1 - precision)).sum())
         per_query = torch.where(weight > 0, 1 - precision, torch.nan)
-        slopes = _slopes_by_code(by_count / self.loss.width, gathered)
+        slopes = _slopes_by_code(by_count / self.histogram.width, gathered)
         return LossValue(loss, per_query, self._gradient(slopes)[order])
 
     def _precision_and_slopes(
@@ -200,7 +200,7 @@ class Passes:
         # the slope by s is that by this count over the width. Autograd goes through (b, M) tables, never pairs.
         with torch.enable_grad():
             tables = [table.requires_grad_() for table in counts]
-            precision = self.loss.average_precision(*tables)
+            precision = self.histogram.average_precision(*tables)
             by_count = torch.autograd.grad((weight * (1 - precision)).sum(), tables)
         # The last cumulative count is the number of pairs: no similarity changes it.
         return precision.detach(), torch.cat([table[:, :-1] for table in by_count], dim=1)

@@ -7,13 +7,14 @@ from functools import cached_property, reduce
 from typing import Annotated, Any
 
 import torch
+from jaxtyping import Bool, Float, Int64
 from pydantic import BeforeValidator, Field, PositiveInt
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import normalize, pad
 
 from distap.errors import DistapError
 from distap.ranking.gathered import Gathered
-from distap.ranking.loss import Budget, KnownClasses, Loss, LossValue
+from distap.ranking.loss import Budget, Counter, KnownClasses, Loss, LossValue
 from distap.registry import Chosen, sum_in_full
 
 # A loss within another: its name, a mapping of `name` and keys, or of names and weights.
@@ -52,8 +53,15 @@ class SumOfLosses(Loss):
     def query_level(self) -> int:  # type: ignore[override]
         return max(loss.query_level for _, loss in self.parts)
 
+    def counter(self, pairs: int, budget: Budget) -> Counter:
+        return CounterOfSum(self, pairs, budget)
+
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
-        terms = [(weight, loss.value_and_gradient(gathered, budget)) for weight, loss in self.parts]
+        return self.summed([loss.value_and_gradient(gathered, budget) for _, loss in self.parts])
+
+    def summed(self, values: Sequence[LossValue]) -> LossValue:
+        """Add the values and gradients of all terms."""
+        terms = [(weight, value) for (weight, _), value in zip(self.parts, values, strict=True)]
         # One term that is no mean over queries leaves the sum without losses by query.
         by_query = [weight * value.per_query for weight, value in terms if value.per_query is not None]
         return LossValue(
@@ -62,6 +70,24 @@ class SumOfLosses(Loss):
             reduce(torch.add, [weight * value.gradient for weight, value in terms]),
             tuple(weight * one for weight, value in terms for one in value.by_parameters),
         )
+
+
+class CounterOfSum(Counter):
+    """Count for each term of a sum."""
+
+    def __init__(self, loss: SumOfLosses, pairs: int, budget: Budget) -> None:
+        super().__init__(loss, budget)
+        # Counters keep what they have counted, all at the same time, so they share the memory for it.
+        shares = replace(budget, memory_bytes=2 * budget.half // len(loss.parts))
+        self._sum, self._counters = loss, [term.counter(pairs, shares) for _, term in loss.parts]
+
+    def add(self, descriptors: Float[Tensor, "n C"], labels: Int64[Tensor, " n"], is_own: Bool[Tensor, " n"]) -> None:
+        super().add(descriptors, labels, is_own)
+        for counter in self._counters:
+            counter.add(descriptors, labels, is_own)
+
+    def value_and_gradient(self, gathered: Gathered) -> LossValue:
+        return self._sum.summed([counter.value_and_gradient(gathered) for counter in self._counters])
 
 
 @dataclass(frozen=True)
@@ -124,6 +150,9 @@ class WrappedLoss(SumOfLosses):
     def parts(self) -> Sequence[tuple[float, Loss]]:
         return [(1.0, self.inner)]
 
+    def counter(self, pairs: int, budget: Budget) -> Counter:
+        return Counter(self, budget)
+
 
 @dataclass(frozen=True)
 class OfPrefix(WrappedLoss):
@@ -132,13 +161,39 @@ class OfPrefix(WrappedLoss):
     d: int
     inner: Loss
 
+    def counter(self, pairs: int, budget: Budget) -> Counter:
+        return CounterOfPrefix(self, self.inner.counter(pairs, budget))
+
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
-        own, width = gathered.descriptors[gathered.own], gathered.gallery.shape[1]
-        if width < self.d:
-            raise DistapError(f"matryoshka: dimensions has {self.d}, but descriptors have {width}")
-        cut = replace(gathered, gallery=normalize(gathered.gallery[:, : self.d]))
-        value = self.inner.value_and_gradient(cut, budget)
+        return self.undo_cut(gathered, self.inner.value_and_gradient(self.cut(gathered), budget))
+
+    def prefix(self, descriptors: Float[Tensor, "n C"]) -> Float[Tensor, "n d"]:
+        if descriptors.shape[1] < self.d:
+            raise DistapError(f"matryoshka: dimensions has {self.d}, but descriptors have {descriptors.shape[1]}")
+        return normalize(descriptors[:, : self.d])
+
+    def cut(self, gathered: Gathered) -> Gathered:
+        return replace(gathered, gallery=self.prefix(gathered.gallery))
+
+    def undo_cut(self, gathered: Gathered, value: LossValue) -> LossValue:
+        """Turn a gradient by cut descriptors into one by whole ones, through the normalisation."""
         # With p the first d numbers and u = p / |p|, du/dp = (1 - u uᵀ) / |p|: the part of the gradient along u goes.
-        along, length = cut.descriptors[gathered.own], own[:, : self.d].norm(dim=1, keepdim=True).clamp(min=1e-12)
-        gradient = value.gradient - (value.gradient * along).sum(1, keepdim=True) * along
-        return value._replace(gradient=pad(gradient / length, (0, width - self.d)))
+        own = gathered.descriptors[gathered.own]
+        cut, length = self.prefix(own), own[:, : self.d].norm(dim=1, keepdim=True).clamp(min=1e-12)
+        gradient = value.gradient - (value.gradient * cut).sum(1, keepdim=True) * cut
+        return value._replace(gradient=pad(gradient / length, (0, own.shape[1] - self.d)))
+
+
+class CounterOfPrefix(Counter):
+    """Cut descriptors to their first d numbers, and count them for a loss."""
+
+    def __init__(self, loss: OfPrefix, counter: Counter) -> None:
+        super().__init__(loss, counter.budget)
+        self._prefix, self._counter = loss, counter
+
+    def add(self, descriptors: Float[Tensor, "n C"], labels: Int64[Tensor, " n"], is_own: Bool[Tensor, " n"]) -> None:
+        super().add(descriptors, labels, is_own)
+        self._counter.add(self._prefix.prefix(descriptors), labels, is_own)
+
+    def value_and_gradient(self, gathered: Gathered) -> LossValue:
+        return self._prefix.undo_cut(gathered, self._counter.value_and_gradient(self._prefix.cut(gathered)))
