@@ -11,12 +11,12 @@ import torch
 from jaxtyping import Float, Float64
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
-from torch.nn.functional import normalize, softplus
+from torch.nn.functional import normalize
 
 from distap.ranking.gathered import Gathered
 from distap.ranking.loss import Budget, KnownClasses, LossValue
 from distap.ranking.losses.base import Mask, Rows, Scores, SimilarityLoss
-from distap.ranking.losses.steps import StepSums, hinge_step, softplus_step
+from distap.ranking.losses.steps import StepSums, hinge_step, softplus, softplus_step
 
 SMALLEST = 1e-14  # squared distance, since the root has no derivative at 0
 

@@ -9,12 +9,13 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
-from torch.nn.functional import normalize, softplus
+from torch.nn.functional import normalize
 
 from distap.errors import DistapError
 from distap.ranking.gathered import Gathered
 from distap.ranking.loss import Budget, KnownClasses, LossValue, SizedLoss
 from distap.ranking.losses.base import Mask, Rows, Scores, SimilarityLoss
+from distap.ranking.losses.steps import softplus
 from distap.ranking.rankable import refuse_crossing
 
 
