@@ -114,7 +114,7 @@ def test_a_signal_that_comes_when_the_ranks_have_left_does_not_hide_how(tmp_path
 
 def test_the_end_of_a_killed_torchrun_is_that_of_its_ranks(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", *TWO.split(), "-m", "launched"]
-    command += ["go_on", str(tmp_path), "5"]
+    command += ["go_on", str(tmp_path), "60"]
     with started(command, tmp_path) as job:
         job.wait_for_step(1, 5)
         os.kill(job.process.pid, signal.SIGKILL)

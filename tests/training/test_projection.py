@@ -45,7 +45,7 @@ def test_all_ranks_begin_with_the_same_projection(tmp_path, training_shards):
 
 
 def test_a_run_that_goes_on_keeps_what_it_has_learned(tmp_path, training_shards):
-    settings = {"model": MODEL, "checkpoint": {"every": 1}, "steps": 2, "data__pixels": {"hold": "spool"}}
+    settings = {"model": MODEL, "checkpoint": {"every": 1}, "steps": 2, "data__pixels": {"memory_bytes": 0}}
     train(World(), tmp_path / "whole", training_shards, **settings)
     cut = Trainer(recipe(tmp_path / "cut", training_shards, **settings), World())
     shares = cut.images.shares
