@@ -128,8 +128,8 @@ class GPUBenchmark(harness.Benchmark):
         command = harness.worker_command(self.model_copy(update={"part": [name]}))
         environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {})
         with tempfile.TemporaryFile("w+") as log:
-            pipes: dict[str, Any] = {"stdin": harness.lifeline(), "stdout": subprocess.PIPE, "stderr": log}
-            process = subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes)
+            pipes = harness.worker_pipes()
+            process = subprocess.Popen(command, env=environment, stderr=log, start_new_session=True, **pipes)
             try:
                 output, _ = process.communicate(timeout=PARTS[name].seconds)
             except subprocess.TimeoutExpired:

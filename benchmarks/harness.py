@@ -120,22 +120,26 @@ def measure_on_ranks(benchmark: Benchmark, ranks: int, threads: int) -> Any:
     if ranks > 1:
         command[1:2] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "KINETO_LOG_LEVEL": "99"}
-    pipes: dict[str, Any] = {"stdin": lifeline(), "stdout": subprocess.PIPE}
-    done = subprocess.run(command, env=environment, text=True, check=False, **pipes)
+    done = subprocess.run(command, env=environment, check=False, **worker_pipes())
     return worker_result(benchmark, done.stdout, done.returncode)
 
 
 def worker_command(benchmark: Benchmark) -> list[str]:
-    """Return the command of a process that measures as one rank; its standard input has to be `lifeline`."""
+    """Return the command of a process that measures as one rank; to be started with `worker_pipes`."""
     return [sys.executable, "-m", "benchmarks", "worker", benchmark.name, benchmark.model_dump_json()]
 
 
-@cache
-def lifeline() -> int:
-    """Return the end of a pipe at which workers read that this process is gone, however it ended.
+def worker_pipes() -> dict[str, Any]:
+    """Return subprocess's arguments for a worker, which sees at its input that this process is gone.
 
-    What workers start, such as torchrun's ranks, inherits their standard input. The other end stays open here alone.
+    What workers start, such as torchrun's ranks, inherits their standard input.
     """
+    return {"stdin": _lifeline(), "stdout": subprocess.PIPE, "text": True}
+
+
+@cache
+def _lifeline() -> int:
+    """Return one end of a pipe, whose other end stays open in this process alone, however it ends."""
     return os.pipe()[0]
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 from typer import Option
 
-from benchmarks.harness import Benchmark, FiguresTable, Report, lifeline, worker_command, worker_result
+from benchmarks.harness import Benchmark, FiguresTable, Report, worker_command, worker_pipes, worker_result
 from benchmarks.plan.command import parse_rate
 from benchmarks.plan.measuring import STAGES, Trial
 from benchmarks.plan.network_cost import changed, network_cost
@@ -152,8 +152,7 @@ def _on_hosts(hosts: list[_Host], benchmark: Benchmark) -> dict[str, Any]:
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) // 2))),
         }
         command = ["ip", "netns", "exec", host.name, *worker_command(benchmark)]
-        pipes: dict[str, Any] = {"stdin": lifeline(), "stdout": subprocess.PIPE}
-        processes.append(subprocess.Popen(command, env=os.environ | environment, text=True, **pipes))
+        processes.append(subprocess.Popen(command, env=os.environ | environment, **worker_pipes()))
     try:
         output = [process.communicate()[0] for process in processes]
     finally:
