@@ -22,7 +22,7 @@ def documented():
     """(recipe, key, value) of the tables: a row has recipes or patterns of them, values and a source."""
     for section in PAPERS.read_text().split("\n## "):
         if group := re.search(r"^Recipes: (.*?)\.$", section, re.MULTILINE | re.DOTALL):
-            names = re.findall(r"`(.+?)`", group[1])
+            names = [name for pattern in re.findall(r"`(.+?)`", group[1]) for name in matching(NAMES, pattern)]
             for patterns, values, source in re.findall(
                 r"^\| (all|`.+?`) \| (.+) \| (.+?) \|$", section, re.MULTILINE
             ):

@@ -17,7 +17,13 @@ from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 
 LARGER = sorted(path.stem for path in RECIPES.glob("*-vit-b16.yaml"))  # made small, the same as for ViT-B/32
-NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if path.stem not in ("emoji", *LARGER))
+MIXED = sorted(path.stem for path in RECIPES.glob("simix-*.yaml"))
+TRAINED_MIXED = ("simix-cub", "simix-cub-vit-b32")  # the others differ from those without SiMix in the same way
+NAMES = sorted(
+    path.stem
+    for path in RECIPES.glob("*.yaml")
+    if path.stem in TRAINED_MIXED or path.stem not in ("emoji", *LARGER, *MIXED)
+)
 FIGURES = {"roxford5k": "Hard mAP/trapezoids", "rparis6k": "Hard mAP/trapezoids", "medium": "R@1", "large": "R@1"}
 
 
@@ -84,14 +90,19 @@ def test_a_recipe_trains_evaluates_and_goes_on(folder, name, monkeypatch):
         assert all(FIGURES[other] in figures for other, figures in entry.get("also", {}).items())
 
 
+def keys_that_differ(*names):
+    own, other = (dict(by_path(load_recipe(Path(name)).model_dump(), ".")) for name in names)
+    return {key for key in own.keys() | other.keys() if own.get(key) != other.get(key)}
+
+
 @pytest.mark.parametrize("name", LARGER)
 def test_a_recipe_of_a_larger_transformer_has_its_own_network_rate_and_micro_batch(name):
-    own, other = (
-        dict(by_path(load_recipe(Path(each)).model_dump(), ".")) for each in (name, name.replace("b16", "b32"))
-    )
-    assert {key for key in own if own[key] != other[key]} <= {
-        "run",
-        "model.backbone",
-        "optimizer.learning_rate",
-        "replay.size",
-    }
+    expected = {"run", "model.backbone", "optimizer.learning_rate", "replay.size"}
+    assert keys_that_differ(name, name.replace("b16", "b32")) <= expected
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_recipe_with_simix_differs_by_its_loss_alone(name):
+    other = name.replace("simix-", "recall-")
+    assert {key.partition(".")[0] for key in keys_that_differ(name, other)} == {"run", "loss"}
+    assert load_recipe(Path(name)).loss.inner == load_recipe(Path(other)).loss
