@@ -63,8 +63,6 @@ def pack(
         if not listing:
             raise DistapError(f"{output}: there are no images to pack")
         listing = Listing(listing, (), Path(os.path.commonpath([image.path.absolute().parent for image in listing])))
-    if len(set(listing.parts)) > 1:
-        raise DistapError(
-            f"{output}: the list has several parts ({', '.join(listing.by_part())}); pack each by itself"
-        )
+    if len(parts := listing.by_part()) > 1:
+        raise DistapError(f"{output}: the list has several parts ({', '.join(parts)}); pack each by itself")
     return pack_parts({"": listing}, output, *arguments, **layout)[0]

@@ -70,7 +70,8 @@ def convert_command(
     docs/guides/data-sets.md tells which files to download, where to put them, and their licences. Listed images that
     are missing are counted.
     """
-    from distap.data.converters.converting import DATASETS, convert
+    from distap.data.converters import DATASETS
+    from distap.data.converters.dataset import convert
 
     if name not in DATASETS:
         raise DistapError(f"no data set is called {name!r}; {suggestion(name, DATASETS)}")
@@ -78,10 +79,10 @@ def convert_command(
     converted = convert(DATASETS[name], source, output, only=split or (), track=track, **layout)
     for part in converted:
         _print_indexed(output / part.split.name, part.index)
-        if part.differs:
-            own = f"its list names {part.images:,} images of {part.classes:,} classes"
-            published = ", or ".join(map(str, part.split.published))
-            print_warning(f"{part.split.name} differs from the published split: {own}, published are {published}")
+        published = part.split.published
+        if published and not any(count.agrees(part.listed) for count in published):
+            own = f"its list names {part.listed}, published are {', or '.join(map(str, published))}"
+            print_warning(f"{part.split.name} differs from the published split: {own}")
     _print_left_out([skipped for part in converted for skipped in part.left_out], left_out)
 
 
@@ -115,13 +116,11 @@ def pack_command(
     layout: dict[str, Any] = {"shuffle": shuffle, "workers": workers}
     named = [each.partition("=")[::2] for each in columns.split(",")] if columns else []
     listing = list_images(source, nested, {column.strip(): name.strip() for column, name in named})
-    parts = {"": listing}
-    if split is not None and listing.parts:
-        raise DistapError(f"{source}: its columns say how it is split; leave --split out, or the column")
     if split is not None:
-        parts = dict(zip(("train", "validation"), listing.halves(split, seed), strict=True))
-    elif listing.parts:
-        parts = listing.by_part()
+        if any(image.part for image in listing.images):
+            raise DistapError(f"{source}: its columns say how it is split; leave --split out, or the column")
+        listing = listing.halves(split, seed)
+    parts = listing.by_part()
     packed = pack_parts(parts, output, images_per_shard, track, **layout)
     for (name, part), (index, _) in zip(parts.items(), packed, strict=True):
         _print_indexed(output / name, index, {image.class_name for image in part.images})

@@ -54,12 +54,6 @@ class DatasetRows:
             raise
         except Exception as error:  # whatever the data set's own code raises
             raise DamagedImageError("decode_error", f"{where}: {error!r}") from error
-        dtype = str(getattr(image, "dtype", "uint8")).removeprefix("torch.")
-        if dtype != "uint8":
-            raise DistapError(
-                f"{where} is {dtype}; distap augments and normalises images itself: give the data set without its "
-                "transform, or with one that gives PIL images or uint8 pixels"
-            )
         try:
             data = image_file(image)
         except DistapError as error:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from distap.data.loading.reader import ImageSet, Reader
-from distap.data.loading.share import Chunk, LoadingJob, ShareOfBatch, shares_of
+from distap.data.loading.share import Chunk, LoadingJob, TrainingImages
 from distap.data.plan import PLAN_VERSION, Plan
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.index import Index, index_of_files
@@ -77,25 +77,20 @@ def open_described(source: Source) -> DescribedImages:
     )
 
 
-class DescribedTraining:
+class DescribedTraining(TrainingImages):
     """Descriptors in place of training images, drawn by the plan of batches and never augmented."""
 
     def __init__(self, job: LoadingJob, world: World, stopwatch: Stopwatch) -> None:
         self._images = open_described(job.source)
+        super().__init__(replace(job, dimensions=self._images.known.descriptors.shape[1]), world, stopwatch)
         self.index: Index | None = self._images.reader.index
-        self.fingerprint, self.order, self.size = self._images.fingerprint, PLAN_VERSION, job.sampling.size
+        self.fingerprint, self.order = self._images.fingerprint, PLAN_VERSION
         self.plan = Plan(self.index.classes, job.sampling, job.seed)
-        self._job, self._world, self._stopwatch = job, world, stopwatch
 
-    def shares(self, steps: range) -> Generator[ShareOfBatch]:
+    def chunks(self, steps: range) -> Generator[Chunk]:
         rows, keys, classes = self._images.known.descriptors, self._images.keys, self.plan.classes
-
-        def chunks() -> Generator[Chunk]:
-            for step in steps:
-                samples = self.plan.batch(step)[np.array(self._world.slots(self.size))]
-                labels = classes.numbers[classes.labels[samples]]
-                values = rows[samples].astype(np.float32, copy=False)
-                yield Chunk(values, samples.tolist(), labels, keys[samples].tolist(), [], Counter())
-
-        job = replace(self._job, dimensions=rows.shape[1])
-        return shares_of(job, self._world, self._stopwatch, steps, chunks())
+        for step in steps:
+            samples = self.plan.batch(step)[np.array(self.slots)]
+            labels = classes.numbers[classes.labels[samples]]
+            values = rows[samples].astype(np.float32, copy=False)
+            yield Chunk(values, samples.tolist(), labels, keys[samples].tolist(), [], Counter())

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from distap.errors import DistapError
 from distap.storage.texts import open_regular
@@ -109,19 +109,3 @@ class FileIdentity:
 def file_identity(path: Path) -> FileIdentity:
     with open_regular(path) as file:
         return FileIdentity(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
-
-
-class Hashed:
-    """Wrap a file that is read once from start to end, and hash its bytes."""
-
-    def __init__(self, file: Any) -> None:
-        self._file, self._digest = file, hashlib.sha256()
-
-    @property
-    def sha256(self) -> str:
-        return self._digest.hexdigest()
-
-    def read(self, size: int) -> bytes:
-        data: bytes = self._file.read(size)
-        self._digest.update(data)
-        return data

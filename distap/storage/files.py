@@ -3,13 +3,12 @@
 import io
 import os
 import shutil
-import stat
 from collections import Counter
 from contextlib import suppress
 from functools import partial
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 from urllib.parse import quote
 
 from fsspec.core import strip_protocol
@@ -25,13 +24,6 @@ REQUEST_BYTES = 8 * 2**20  # bytes of one request when a whole file is read
 SENT_PART = 64 * 2**20  # bytes of a large file that are sent within a time-out
 LARGEST_WHOLE = 2**31 - 1  # bytes of a web server's file that is read into memory
 LARGE_FILE = 16 * 2**20  # bytes of a file on disk that is mapped
-
-
-class About(NamedTuple):
-    """The facts about a file that a storage knows without reading the file."""
-
-    size: int  # in bytes
-    version: str  # changes when the file does; "" if the storage does not tell
 
 
 def storage_of(base: str) -> "Storage":
@@ -50,21 +42,18 @@ class Storage:
         self.meter = Counter[str]()  # read_bytes and retries, for the metrics
         self._made: tuple[int, Any] | None = None  # process and its file system
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": None}
-
     def where(self, name: str) -> str:
         return joined(self.base, quote(name) if self.scheme in ("http", "https") else name)
 
     @retried("read")
-    def about(self, name: str) -> About:
+    def size(self, name: str) -> int:
+        """Return the size of a file in bytes."""
         info = self._files.info(self.where(name))
         if info["type"] == "directory":
             raise DistapError(f"{self.where(name)}: expected a file, not a folder")
         if info["size"] is None:
             raise DistapError(f"{self.where(name)}: the server does not tell the file's size (Content-Length)")
-        versions = (info.get(key) for key in ("ETag", "etag", "LastModified", "Last-Modified", "mtime"))
-        return About(int(info["size"]), str(next((version for version in versions if version), "")))
+        return int(info["size"])
 
     @retried("read")
     def read(self, name: str, offset: int, size: int) -> bytes:
@@ -164,13 +153,6 @@ class LocalStorage(Storage):
         return Path(self.where(name).removeprefix("file://"))
 
     @retried("read")
-    def about(self, name: str) -> About:
-        found = self._local(name).stat()  # fsspec would tell when a link was made, and not when its target changed
-        if stat.S_ISDIR(found.st_mode):
-            raise DistapError(f"{self.where(name)}: expected a file, not a folder")
-        return About(found.st_size, str(found.st_mtime))
-
-    @retried("read")
     def read(self, name: str, offset: int, size: int) -> bytes:
         with self._local(name).open("rb") as file:
             file.seek(offset)
@@ -214,7 +196,7 @@ class LocalStorage(Storage):
 class _Blocks(io.RawIOBase):
     def __init__(self, storage: Storage, name: str) -> None:
         self._storage, self._name, self._offset = storage, name, 0
-        self._size = storage.about(name).size
+        self._size = storage.size(name)
 
     def readable(self) -> bool:
         return True

@@ -159,23 +159,19 @@ def _split_url(text: str) -> tuple[str, str, str]:
 
 
 def _local_source(text: str, path: str, index: Path | None) -> Source:
-    with suppress(OSError):  # such as that of a pattern that is too long for a path
-        if Path(path).is_dir():
-            return Source(text, path.rstrip("/") or "/", None, index)
     whole, parts = 0, path.split("/")  # folders that exist, whose names may hold the signs of a pattern
-    with suppress(OSError):
-        while whole < len(parts) - 1 and Path("/".join(parts[: whole + 1]) or "/").is_dir():
+    with suppress(OSError):  # such as that of a pattern that is too long for a path
+        while whole < len(parts) and Path("/".join(parts[: whole + 1]) or "/").is_dir():
             whole += 1
-    base, pattern = _split_pattern("/".join(parts[whole:]))
-    base = "/".join([*parts[:whole], *([base] if base else [])])
+    base, pattern = _split_pattern(path, whole)
     return Source(text, base or ("/" if path.startswith("/") else "."), pattern, index)
 
 
-def _split_pattern(path: str) -> tuple[str, str | None]:
-    """Return the folder that holds all shards, and the pattern of their names or None."""
+def _split_pattern(path: str, whole: int = 0) -> tuple[str, str | None]:
+    """Return the folder that holds all shards, and the pattern of their names or None; `whole` parts have none."""
     parts = path.split("/")
-    last = len(parts) - parts[-1].endswith(".tar")
-    first = next((i for i, part in enumerate(parts) if any(sign in part for sign in "{" + _GLOB)), last)
+    last = max(len(parts) - parts[-1].endswith(".tar"), whole)
+    first = next((i for i in range(whole, len(parts)) if any(sign in parts[i] for sign in "{" + _GLOB)), last)
     return "/".join(parts[:first]).rstrip("/"), "/".join(parts[first:]) or None
 
 

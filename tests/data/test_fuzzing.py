@@ -325,7 +325,7 @@ def test_any_list_is_read_or_refused_by_its_line(image_folder, head, rows, delim
     for image in listing.images:
         assert is_line(image.class_name)
         assert is_line(listing.name_of(image))
-    assert all(is_line(name) for name in set(listing.parts) - {""})
+    assert all(is_line(name) for name in set(listing.by_part()) - {""})
 
 
 JSON = st.recursive(

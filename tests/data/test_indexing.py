@@ -334,7 +334,7 @@ def test_coarser_classes_are_read_from_json_members(tmp_path):
     assert index.class_levels.tolist() == [["Parus", ""], ["Pica", "Corvidae"]]
     (tmp_path / "1.tar").write_bytes(archive(with_levels("c", 7, genus="Corvus", family="Corvidae")))
     with pytest.raises(
-        DistapError, match=r"1\.tar: class '7' of level 0 is in 'Corvus' of level 1, but in 'Pica' before"
+        DistapError, match=r"1\.tar: key 'c': class '7' of level 0 is in 'Corvus' of level 1, but in 'Pica' before"
     ):
         index_shards(tmp_path, levels=["genus", "family"])
     with pytest.raises(DistapError, match=r"key 'a' lacks levels in its \.json: KeyError"):

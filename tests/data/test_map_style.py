@@ -83,7 +83,7 @@ def test_a_transform_is_used_if_it_gives_pixels_and_refused_if_it_gives_floats(f
     index, reader = opened(ImageFolder(folder, transform=turned))
     assert index.key[3] == "3"
     assert torch.equal(pixels_of(reader, 3), turned(Image.open(folder / "pen" / "0.png")))
-    with pytest.raises(DistapError, match=r"ImageFolder\[0\] is float32; distap augments .* without its transform"):
+    with pytest.raises(DistapError, match=r"ImageFolder\[0\]: .* float32; .* without a transform"):
         opened(ImageFolder(folder, transform=lambda image: turned(image) / 255))
 
 

@@ -144,8 +144,8 @@ HEADING = "path,label\n"
         (f"{HEADING}apple/0.png,1\napple/0.png,2", r"line 3: .*0\.png is on line 2 already"),
         (f"{HEADING}apple/\0.png,1", r"line 2: 'apple/\\x00.png' is no path, which is one line of text"),
         (f'{HEADING}"apple/\nERROR forged",1', r"'apple/\\nERROR forged' is no path"),
-        (f'{HEADING}"apple/0.png,1', r"line 2: not a CSV file"),
-        (f"{HEADING}apple/0.png,\udcff", r"line \d: not a CSV file in UTF-8"),
+        (f'{HEADING}"apple/0.png,1', r"line 2: not a table"),
+        (f"{HEADING}apple/0.png,\udcff", r"line \d: not a table in UTF-8"),
         (
             "image_id,class\n1,2\n",
             "no column path or filename; the columns found are image_id, class; expected path or",
@@ -263,7 +263,7 @@ def test_damaged_images_are_left_out_and_listed_with_the_reason(tmp_path, image_
     found = [(s.name[-5:], s.reason.partition(":")[0]) for s in skipped]
     assert found == [("0.png", "decode_error"), ("1.png", "truncated"), ("5.jpg", "truncated")]
     assert len(index) == 9
-    assert [damage.key for damage in check(tmp_path / "headers")[1]] == ["apple/2.png"]
+    assert [damage.where for damage in check(tmp_path / "headers")[1]] == ["000000.tar:apple/2.png"]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -11,7 +11,7 @@ from braceexpand import braceexpand
 from launching import ROOT
 
 from distap.config.reading import RECIPES
-from distap.data.converters.converting import DATASETS
+from distap.data.converters import DATASETS
 from distap.registry import by_path
 
 PAPERS = ROOT / "docs/papers.md"

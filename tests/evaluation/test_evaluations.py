@@ -15,7 +15,8 @@ from small_trainings import recipe, train
 
 import benchmarks.photos
 from benchmarks.photos import pack
-from distap.data.converters.converting import DATASETS, convert
+from distap.data.converters import DATASETS
+from distap.data.converters.dataset import convert
 from distap.data.images.decoding import EncodedImage
 from distap.data.loading.reader import open_images
 from distap.data.shards.image_files import ImageFile

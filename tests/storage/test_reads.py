@@ -51,7 +51,7 @@ def upload(shards, prefix):
 def test_a_local_file_is_read_in_any_part(tmp_path):
     (tmp_path / "a").write_bytes(bytes(range(100)))
     storage = LocalStorage(str(tmp_path))
-    assert storage.about("a").size == 100
+    assert storage.size("a") == 100
     assert storage.read("a", 10, 5) == bytes(range(10, 15))
     assert storage.read("a", 90, 50) == bytes(range(90, 100))
     assert storage.open("a").read() == bytes(range(100))
@@ -125,7 +125,7 @@ def test_a_server_that_stalls_is_given_up_after_the_time_out(web, shards, scheme
 def test_a_server_that_is_not_there_is_named():
     storage = storage_of("http://127.0.0.1:9")
     with pytest.raises(UnreachableError, match=r"http://127\.0\.0\.1:9/a\.tar: cannot be read: 5 attempts failed"):
-        storage.about("a.tar")
+        storage.size("a.tar")
 
 
 @pytest.mark.parametrize("status", ["403", "401", "410"])
@@ -139,7 +139,7 @@ def test_what_another_attempt_would_not_mend_is_tried_once(web, scheme, status):
 
 def test_a_missing_file_is_told_from_other_errors(web):
     with pytest.raises(MissingFileError, match=rf"{web.url}/none\.tar: there is no such file"):
-        storage_of(web.url).about("none.tar")
+        storage_of(web.url).size("none.tar")
     with pytest.raises(MissingFileError, match=rf"{web.url}/none\.tar: there is no such file"):
         storage_of(web.url).read("none.tar", 0, 1)
 
@@ -202,13 +202,13 @@ def test_credentials_that_are_missing_are_an_error_at_once(s3, monkeypatch):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     with pytest.raises(DistapError, match=r"s3://shards/a\.tar: cannot be read: .*credentials"):
-        storage_of("s3://shards").about("a.tar")
+        storage_of("s3://shards").size("a.tar")
 
 
 def test_an_object_store_is_read_listed_and_written(s3, shards, monkeypatch):
     storage = storage_of(upload(shards, "stored"))
     whole = (shards / "000000.tar").read_bytes()
-    assert storage.about("000000.tar").size == len(whole)
+    assert storage.size("000000.tar") == len(whole)
     assert storage.read("000000.tar", 700, 1000) == whole[700:1700]
     assert storage.read("000000.tar", len(whole) - 5, 5) == whole[-5:]
     assert storage.names("*.tar") == ["000000.tar", "000001.tar", "000002.tar"]
@@ -217,7 +217,7 @@ def test_an_object_store_is_read_listed_and_written(s3, shards, monkeypatch):
     with pytest.raises(MissingFileError, match="s3://shards/stored/none: there is no such file"):
         storage.read("none", 0, 1)
     with pytest.raises(MissingFileError):
-        storage_of("s3://nowhere").about("a")
+        storage_of("s3://nowhere").size("a")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(UnreachableError, match="s3://shards/note: cannot be written: 5 attempts failed"):
         storage_of("s3://shards").write("note", b"")
@@ -229,7 +229,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, scheme, 
     for known in [name for name in fsspec.registry if name == scheme]:
         monkeypatch.delitem(_registry, known)
     with pytest.raises(DistapError, match=rf"{scheme}:// needs a package .*pip install 'distap\[{extra}\]'"):
-        storage_of(f"{scheme}://bucket").about("a")
+        storage_of(f"{scheme}://bucket").size("a")
 
 
 @pytest.mark.parametrize("workers", [0, 2])

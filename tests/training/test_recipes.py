@@ -11,7 +11,8 @@ from dataset_trees import TREES
 from ranks import on_ranks
 
 from distap.config.reading import RECIPES, load_recipe
-from distap.data.converters.converting import DATASETS, convert
+from distap.data.converters import DATASETS
+from distap.data.converters.dataset import convert
 from distap.registry import by_path
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer

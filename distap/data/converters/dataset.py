@@ -1,12 +1,17 @@
-"""Declare data sets, and read the list files that their authors distribute."""
+"""Declare data sets, read the list files that their authors distribute, and pack the listed images into shards."""
 
-import csv
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from distap.data.shards.image_files import ImageFile
+from distap.data.shards.image_files import ImageFile, Listing
+from distap.data.shards.image_folders import Skipped
+from distap.data.shards.index import Index
+from distap.data.shards.packing import pack_parts, require_free
+from distap.data.shards.parallel import Track, untracked
+from distap.data.shards.tables import ListLine, read_lines
 from distap.errors import DistapError
 
 GROUND_TRUTH_FILE = "ground_truth.json"  # next to the splits of a data set with a list of matches for each query
@@ -18,8 +23,8 @@ class Count(NamedTuple):
     images: int | None = None
     classes: int | None = None
 
-    def agrees(self, images: int, classes: int) -> bool:
-        return self.images in (None, images) and self.classes in (None, classes)
+    def agrees(self, found: "Count") -> bool:
+        return all(known in (None, counted) for known, counted in zip(self, found, strict=True))
 
     def __str__(self) -> str:
         return ", ".join(f"{n:,} {unit}" for n, unit in zip(self, self._fields, strict=True) if n is not None)
@@ -56,58 +61,78 @@ def find_list(source: Path, name: str, folders: Sequence[str] = ("",)) -> Path:
     raise DistapError(f"{places[0]}: no such file{others}")
 
 
-class ListLine(NamedTuple):
-    file: Path
-    number: int  # from 1
-    cells: Sequence[str]
-
-    def wrong(self, problem: str) -> DistapError:
-        return DistapError(f"{self.file}, line {self.number}: {problem}")
-
-    def integer(self, column: int, meaning: str) -> int:
-        text = self.cells[column]
-        if not (text.isascii() and text.isdigit() and len(text) < 19):
-            raise self.wrong(f"{meaning} {text[:60]!r} is no whole number of 0 or more")
-        return int(text)
-
-    def path(self, folder: Path, name: str) -> Path:
-        """Return the path of the file `name` in this folder; refuse a name that leaves the folder."""
-        parts = PurePosixPath(name).parts
-        if not name.isprintable():
-            raise self.wrong(f"path {name[:200]!r} is no printable text")
-        if not parts or name.startswith("/") or ".." in parts:
-            raise self.wrong(f"path {name[:200]!r} leaves {folder}; expected one inside")
-        return folder / name
-
-
-def read_lines(file: Path, separator: str | None = None) -> Iterator[ListLine]:
-    """Yield non-empty lines as cells, cut at commas (outside quotes) or, by default, at spaces and tabs."""
-    try:
-        with file.open("rb") as lines:
-            for number, raw in enumerate(lines, 1):
-                try:
-                    text = raw.decode("utf-8").strip()
-                except UnicodeDecodeError as error:
-                    raise DistapError(f"{file}, line {number}: no text in UTF-8") from error
-                if text:
-                    # csv limits the length of a cell, which the long cells of Google Landmarks exceed.
-                    quoted = separator == "," and '"' in text
-                    yield ListLine(file, number, next(csv.reader([text])) if quoted else text.split(separator))
-    except OSError as error:
-        raise DistapError(f"{file}: cannot be read: {error.strerror or error}") from error
-
-
 def read_table(
-    file: Path, columns: Sequence[str], separator: str | None = None, *, heading: bool = True
+    file: Path, columns: Sequence[str], separator: str | None = None, *, heading: int = 1
 ) -> Iterator[ListLine]:
-    """Yield the lines of a table below its heading; raise a DistapError unless it has these columns."""
-    expected = (separator or " ").join(columns)
-    lines = read_lines(file, separator)
-    if heading:
-        first = next(lines, ListLine(file, 1, []))
-        if list(first.cells) != list(columns):
-            raise first.wrong(f"expected the heading {expected!r}")
-    for line in lines:
-        if len(line.cells) != len(columns):
-            raise line.wrong(f"{len(line.cells)} columns, expected {len(columns)}: {expected!r}")
+    """Yield the lines of a table below its heading, a line of this number, which has to begin with these columns."""
+    expected, width = (separator or " ").join(columns), len(columns)
+    for place, line in enumerate(read_lines(file, separator), 1):
+        if place == heading:
+            if list(line.cells[:width]) != list(columns):
+                raise line.wrong(f"expected the heading {expected!r}")
+            width = len(line.cells)
+        if place <= heading:
+            continue
+        if len(line.cells) != width:
+            raise line.wrong(f"{len(line.cells)} columns, expected {width}: {expected!r}")
         yield line
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A split after conversion to shards."""
+
+    split: Split
+    listed: Count  # in its list, each image once
+    index: Index
+    left_out: list[Skipped]  # listed images that are not there, are damaged, or are listed again
+
+
+def convert(
+    dataset: Dataset, source: Path, output: Path, *, only: Sequence[str] = (), track: Track = untracked, **layout: Any
+) -> list[Converted]:
+    """Convert the splits of a data set into shards in output/SPLIT, with a JSON file for some of the splits.
+
+    Args:
+        source: folder of the files as the authors distribute them.
+        output: folder that must not exist, or be empty, and appears when everything is in it.
+        only: names of the splits to convert; by default all.
+        layout: see `pack_parts`.
+    """
+    guide = "docs/guides/data-sets.md says which files are needed and where they have to lie"
+    remedy = f"{dataset.title} is offered at {dataset.site}; {guide}"
+    if not source.is_dir():
+        raise DistapError(f"{source}: no such folder; {remedy}")
+    known = [split.name for split in dataset.splits]
+    for name in only:
+        if name not in known:
+            raise DistapError(f"{dataset.title} has no split {name!r}; expected some of {', '.join(known)}")
+    require_free(output)
+    chosen = [split for split in dataset.splits if split.name in (only or known)]
+    listed, truths = dict[str, Listing](), dict[str, str]()
+    try:
+        for split in chosen:
+            file = find_list(source, split.file, dataset.folders)
+            listed[split.name] = _listing(split, source, file)
+            if split.truth:
+                truths[GROUND_TRUTH_FILE] = json.dumps(split.truth(file), indent=1) + "\n"
+    except DistapError as error:
+        raise DistapError(f"{error}; {remedy}") from error
+    for name, listing in listed.items():
+        if not listing.images:
+            raise DistapError(f"{name}: its list names no image")
+    packed = pack_parts(listed, output, track=track, files=truths, **layout)
+    return [
+        Converted(split, Count(len(part.images), len({image.class_name for image in part.images})), *others)
+        for split, part, others in zip(chosen, listed.values(), packed, strict=True)
+    ]
+
+
+def _listing(split: Split, source: Path, file: Path) -> Listing:
+    """Return the images of a split's list, each once."""
+    images, left_out = dict[tuple[Path, Any], ImageFile](), list[Skipped]()
+    for image in split.images(source, file):
+        place = image.path, image.box
+        if images.setdefault(place, image) is not image:  # packed twice, it would be its own positive
+            left_out.append(Skipped(str(image.path.relative_to(source)), "images that are listed again"))
+    return Listing(list(images.values()), left_out, source)

@@ -5,9 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distap.data.converters.dataset import Count, Dataset, ListLine, Split, read_lines, read_table
+from distap.data.converters.dataset import Count, Dataset, Split, read_table
 from distap.data.shards.image_files import ImageFile
+from distap.data.shards.tables import ListLine
 from distap.data.sizing import Box
+
+SETS: dict[str, Dataset] = {}
 
 EXTENDED = 1.3  # width and height of what is cut out, in those of the bounding box (Cao et al. 2018)
 FEWEST_INSTANCES = 5  # of an identity of IJB-C, as in Brown et al. 2020
@@ -34,7 +37,7 @@ def _vgg_faces(source: Path, file: Path) -> Iterator[ImageFile]:
         yield ImageFile(path, name.split("/")[0], box=_extended(line, 1))
 
 
-VGG_FACE2 = Dataset(  # Cao et al. 2018
+SETS["vggface2"] = Dataset(  # Cao et al. 2018
     "VGGFace2",
     "https://github.com/ox-vgg/vgg_face2",
     Split("train", "loose_bb_train.csv", _vgg_faces, (Count(3_141_890, 8_631),)),
@@ -52,13 +55,8 @@ class _Face(NamedTuple):
 
 def _faces(file: Path) -> Iterator[_Face]:
     """Yield the faces of known identities that are seen in enough images and videos."""
-    lines, found = read_lines(file, ","), defaultdict[str, list[_Face]](list)
-    heading = next(lines, ListLine(file, 1, []))
-    if tuple(heading.cells[: len(SIGHTING)]) != SIGHTING:
-        raise heading.wrong(f"expected a heading that begins with {','.join(SIGHTING)}")
-    for line in lines:
-        if len(line.cells) != len(heading.cells):
-            raise line.wrong(f"{len(line.cells)} columns, expected {len(heading.cells)}")
+    found = defaultdict[str, list[_Face]](list)
+    for line in read_table(file, SIGHTING, ","):
         subject, name, sighting = line.cells[:3]
         if subject.lower() not in ("", "nan"):
             face = f"{name} {subject}"
@@ -91,7 +89,7 @@ def _same_subject(file: Path) -> dict[str, Any]:
     return {**about, "instances": instances, "queries": queries}
 
 
-IJB_C = Dataset(  # Maze et al. 2018, with the protocol of retrieval of Brown et al. 2020
+SETS["ijb-c"] = Dataset(  # Maze et al. 2018, with the protocol of retrieval of Brown et al. 2020
     "IJB-C",
     "https://nigos.nist.gov/datasets/ijbc",
     Split("test", "ijbc_metadata.csv", _ijb_c, truth=_same_subject),

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from distap.data.converters.dataset import Count, Dataset, ListLine, Split, ground_truth, read_lines, read_table
+from distap.data.converters.dataset import Count, Dataset, Split, ground_truth, read_table
 from distap.data.labels import class_name
 from distap.data.shards.image_files import ImageFile
+from distap.data.shards.tables import ListLine, read_lines
+
+SETS: dict[str, Dataset] = {}
 
 ADDRESS = re.compile(r"(?i:https?)://([^/?#]+[^#]*)(?:#.*)?")
 IDENTIFIER = re.compile(r"[0-9a-f]{16}")
@@ -40,7 +43,7 @@ def _path(line: ListLine, source: Path) -> Path:
     return decoded if decoded.is_file() else as_listed
 
 
-LANDMARKS_CLEAN = Dataset(  # Gordo et al. 2016, of the Landmarks of Babenko et al. 2014
+SETS["landmarks-clean"] = Dataset(  # Gordo et al. 2016, of the Landmarks of Babenko et al. 2014
     "Landmarks-clean",
     "http://download.europe.naverlabs.com/Computer-Vision-CodeandModels/ (annotations_landmarks)",
     Split("train", "annotation_clean_train.txt", _images, (Count(42_410),)),
@@ -95,7 +98,7 @@ def _identifier(line: ListLine, name: str) -> str:
     return name
 
 
-GOOGLE_LANDMARKS = Dataset(  # Weyand et al. 2020; the queries are those of ground truth 2.1
+SETS["gldv2"] = Dataset(  # Weyand et al. 2020; the queries are those of ground truth 2.1
     "Google Landmarks v2",
     "https://github.com/cvdfoundation/google-landmark",
     Split("train", "train_clean.csv", _clean, (Count(1_580_470, 81_313),)),
@@ -115,9 +118,9 @@ def _in_hierarchy(source: Path, file: Path) -> Iterator[ImageFile]:
             yield image._replace(levels=(label,))
 
 
-HIERARCHICAL_LANDMARKS = Dataset(  # Ramzi et al. 2023; counts: elias-ramzi/SupRank, config/dataset/gldv2_hier.yaml
+SETS["h-gldv2"] = Dataset(  # Ramzi et al. 2023; counts: elias-ramzi/SupRank, config/dataset/gldv2_hier.yaml
     "H-GLDv2, the hierarchical labels of Google Landmarks v2",
-    GOOGLE_LANDMARKS.site,
+    SETS["gldv2"].site,
     Split("train", "train_clean.csv", _in_hierarchy, (Count(970_981, 46_593),)),
     folders=FOLDERS,
 )

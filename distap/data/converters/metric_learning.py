@@ -4,10 +4,13 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from distap.data.converters.dataset import Count, Dataset, ListLine, Split, find_list, read_lines, read_table
+from distap.data.converters.dataset import Count, Dataset, Split, read_table
 from distap.data.shards.image_files import ImageFile
+from distap.data.shards.tables import ListLine, read_lines
 from distap.errors import DistapError
 from distap.storage.texts import parsed_json
+
+SETS: dict[str, Dataset] = {}
 
 
 def _stanford(source: Path, file: Path) -> Iterator[ImageFile]:
@@ -18,7 +21,7 @@ def _stanford(source: Path, file: Path) -> Iterator[ImageFile]:
         yield ImageFile(path, str(line.integer(1, "class")), (line.cells[3].split("/")[0].removesuffix("_final"),))
 
 
-STANFORD_ONLINE_PRODUCTS = Dataset(  # Song et al. 2016
+SETS["sop"] = Dataset(  # Song et al. 2016
     "Stanford Online Products",
     "https://cvgl.stanford.edu/projects/lifted_struct",
     Split("train", "Ebay_train.txt", _stanford, (Count(59_551, 11_318),)),
@@ -27,9 +30,9 @@ STANFORD_ONLINE_PRODUCTS = Dataset(  # Song et al. 2016
 
 
 def _cub(source: Path, file: Path, classes: range) -> Iterator[ImageFile]:
-    names = _by_number(find_list(source, "classes.txt"), "class_name")
-    labels = _by_number(find_list(source, "image_class_labels.txt"), "class_id")
-    for line in read_table(file, ("image_id", "image_name"), heading=False):
+    names = _by_number(source / "classes.txt", "class_name")
+    labels = _by_number(source / "image_class_labels.txt", "class_id")
+    for line in read_table(file, ("image_id", "image_name"), heading=0):
         label = labels.get(line.integer(0, "image"), "")
         if not label.isdigit() or int(label) not in names:
             raise line.wrong(f"image {line.cells[0]} has no class in image_class_labels.txt and classes.txt")
@@ -38,14 +41,16 @@ def _cub(source: Path, file: Path, classes: range) -> Iterator[ImageFile]:
 
 
 def _by_number(file: Path, column: str) -> dict[int, str]:
-    return {line.integer(0, "number"): line.cells[1] for line in read_table(file, ("id", column), heading=False)}
+    return {line.integer(0, "number"): line.cells[1] for line in read_table(file, ("id", column), heading=0)}
 
 
-CUB = Dataset(  # Wah et al. 2011; as usual in metric learning, the first hundred classes train and the others test
-    "CUB-200-2011",
-    "https://www.vision.caltech.edu/datasets/cub_200_2011",
-    Split("train", "images.txt", partial(_cub, classes=range(1, 101)), (Count(5_864, 100),)),
-    Split("test", "images.txt", partial(_cub, classes=range(101, 201)), (Count(5_924, 100),)),
+SETS["cub"] = (
+    Dataset(  # Wah et al. 2011; as usual in metric learning, the first hundred classes train and the others test
+        "CUB-200-2011",
+        "https://www.vision.caltech.edu/datasets/cub_200_2011",
+        Split("train", "images.txt", partial(_cub, classes=range(1, 101)), (Count(5_864, 100),)),
+        Split("test", "images.txt", partial(_cub, classes=range(101, 201)), (Count(5_924, 100),)),
+    )
 )
 
 
@@ -69,7 +74,7 @@ def _cars(source: Path, file: Path, classes: range) -> Iterator[ImageFile]:
             yield ImageFile(path, str(label))
 
 
-CARS = Dataset(  # Krause et al. 2013; split by classes like CUB, not by the list's own column `test`
+SETS["cars-196"] = Dataset(  # Krause et al. 2013; split by classes like CUB, not by the list's own column `test`
     "Cars-196",
     "https://ai.stanford.edu/~jkrause/cars/car_dataset.html",
     Split("train", "cars_annos.mat", partial(_cars, classes=range(1, 99)), (Count(8_054, 98),)),
@@ -92,7 +97,7 @@ def _tree(file: Path) -> dict[str, tuple[str, ...]]:
 
 def _inaturalist(source: Path, file: Path) -> Iterator[ImageFile]:
     tree = _tree(source / "categories.json") if (source / "categories.json").exists() else None
-    for line in read_table(file, ("path",), heading=False):
+    for line in read_table(file, ("path",), heading=0):
         path = line.path(source, line.cells[0])
         parts = line.cells[0].split("/")
         if len(parts) != 4 or not parts[2].isdigit():
@@ -102,7 +107,7 @@ def _inaturalist(source: Path, file: Path) -> Iterator[ImageFile]:
         yield ImageFile(path, parts[2], (parts[1],) if tree is None else tree[parts[2]])
 
 
-INATURALIST = Dataset(  # Van Horn et al. 2018, with the split of Brown et al. 2020, which ROADMAP uses too
+SETS["inaturalist"] = Dataset(  # Van Horn et al. 2018, with the split of Brown et al. 2020, which ROADMAP uses too
     "iNaturalist 2018, split of Smooth-AP",
     "https://github.com/visipedia/inat_comp/tree/master/2018 (images) and "
     "https://github.com/Andrew-Brown1/Smooth_AP (Inat_dataset_splits)",
@@ -113,12 +118,12 @@ INATURALIST = Dataset(  # Van Horn et al. 2018, with the split of Brown et al. 2
 
 
 def _vehicle_id(source: Path, file: Path) -> Iterator[ImageFile]:
-    for line in read_table(file, ("image", "vehicle"), heading=False):
+    for line in read_table(file, ("image", "vehicle"), heading=0):
         number = line.integer(0, "image")
         yield ImageFile(source / "image" / f"{number:07d}.jpg", str(line.integer(1, "vehicle")))
 
 
-VEHICLE_ID = Dataset(  # Liu et al. 2016
+SETS["vehicleid"] = Dataset(  # Liu et al. 2016
     "PKU VehicleID",
     "https://www.pkuml.org/resources/pku-vehicleid.html",
     # The counts of the paper, and those of the files, which were corrected afterwards as their README tells.
@@ -129,7 +134,7 @@ VEHICLE_ID = Dataset(  # Liu et al. 2016
     folders=("train_test_split",),
 )
 
-IN_SHOP_COLUMNS = ["image_name", "item_id", "evaluation_status"]
+IN_SHOP_COLUMNS = ("image_name", "item_id", "evaluation_status")
 IN_SHOP_COUNTS = {"train": Count(25_882, 3_997), "query": Count(14_218, 3_985), "gallery": Count(12_612, 3_985)}
 
 
@@ -137,24 +142,17 @@ def _in_shop(source: Path, file: Path, status: str) -> Iterator[ImageFile]:
     """Yield the images of a status. The list starts with a line of counts and a line of column names."""
     folder = source / "Img" if (source / "Img").is_dir() else source
     groups: dict[str, str] = {}
-    lines = read_lines(file)
-    count, line = next(lines, ListLine(file, 1, [""])), next(lines, ListLine(file, 2, [""]))
-    listed, found = count.integer(0, "number of images"), 0
-    if len(count.cells) != 1 or list(line.cells) != IN_SHOP_COLUMNS:
-        raise line.wrong(f"expected the heading {' '.join(IN_SHOP_COLUMNS)!r} below the number of images")
-    for found, line in enumerate(lines, 1):  # noqa: B007 - both are used behind the loop
-        if len(line.cells) != len(IN_SHOP_COLUMNS) or line.cells[2] not in IN_SHOP_COUNTS:
-            raise line.wrong(f"expected an image, an item and one of {', '.join(IN_SHOP_COUNTS)}")
+    for line in read_table(file, IN_SHOP_COLUMNS, heading=2):
         name, item, its_status = line.cells
+        if its_status not in IN_SHOP_COUNTS:
+            raise line.wrong(f"expected an image, an item and one of {', '.join(IN_SHOP_COUNTS)}")
         path = line.path(folder, name)
         if its_status == status:
             # The category is the two folders under img, such as MEN/Denim. An item has one.
             yield ImageFile(path, item, (groups.setdefault(item, "/".join(name.split("/")[1:3])),))
-    if found != listed:
-        raise line.wrong(f"the list ends after {found:,} images, but its first line says {listed:,}")
 
 
-IN_SHOP = Dataset(  # Liu et al. 2016
+SETS["inshop"] = Dataset(  # Liu et al. 2016
     "In-shop Clothes Retrieval (DeepFashion)",
     "https://mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html",
     *(
@@ -168,7 +166,7 @@ IN_SHOP = Dataset(  # Liu et al. 2016
 def _dyml(source: Path, file: Path) -> Iterator[ImageFile]:
     """Yield the images of a list, whose first row follows the heading on its line: fname, labels0.jpg, 17."""
     is_whole = file.stem == "label"
-    heading = "fname, coarse_id, middle_id, fine_id" if is_whole else "fname, labels"
+    heading = "fname,coarse_id,middle_id,fine_id" if is_whole else "fname,labels"
     folder = file.with_name("imgs" if is_whole else file.stem)
     # Numbers of test classes are not those of the training set.
     of = "" if file.parent.name == "train" else f"{file.parent.name}/"
@@ -177,7 +175,7 @@ def _dyml(source: Path, file: Path) -> Iterator[ImageFile]:
         if line.number == 1 and not text.startswith(heading):
             raise line.wrong(f"expected the heading {heading!r}")
         if row := text.removeprefix(heading):
-            cells = [cell.strip() for cell in row.split(",")]
+            cells = row.split(",")
             if len(cells) != heading.count(",") + 1:
                 raise line.wrong(f"{len(cells)} columns, expected {heading!r}")
             yield ImageFile(line.path(folder, cells[0]), of + cells[-1], tuple(cells[-2:0:-1]))
@@ -193,7 +191,7 @@ def _dynamic(kind: str, classes: int, **tests: str) -> Dataset:
 OF_LEVELS = {
     f"{of}-{part}": f"bmk_{of}/{part}.csv" for of in ("fine", "middle", "coarse") for part in ("query", "gallery")
 }
-DYML = {
+SETS |= {
     "dyml-animal": _dynamic("Animal", 495, **OF_LEVELS),
     "dyml-vehicle": _dynamic("Vehicle", 39_491, **OF_LEVELS),
     "dyml-product": _dynamic("Product", 1_639, test="mini-bmk_all_in_one/label.csv"),

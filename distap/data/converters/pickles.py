@@ -30,10 +30,6 @@ def read_plain_pickle(path: Path, kind: type[Kind]) -> Kind:
         raise DistapError(f"{path}: {problems_of(error.errors()[:1])[0]}") from error
 
 
-class ForbiddenGlobalError(pickle.UnpicklingError):
-    """Raised if a pickle names a class or function outside STAND_INS; the message is that name."""
-
-
 class PlainUnpickler(pickle.Unpickler):
     """Look every name up in STAND_INS; `pickle.load` would import and call whatever a pickle names.
 
@@ -46,7 +42,8 @@ class PlainUnpickler(pickle.Unpickler):
             # Older pickles have older names of the same modules.
             return STAND_INS[module.replace("numpy.core", "numpy._core").replace("__builtin__", "builtins"), name]
         except KeyError:
-            raise ForbiddenGlobalError(f"{module}.{name}") from None
+            problem = f"{module}.{name}, which it names, is not; nothing of it was run: get it from its authors"
+            raise pickle.UnpicklingError(problem) from None
 
 
 def plain_value(path: Path) -> Any:
@@ -55,9 +52,6 @@ def plain_value(path: Path) -> Any:
         with path.open("rb") as file:
             # Python 2 wrote bytes as strings, which are read as Latin-1.
             return PlainUnpickler(file, encoding="latin1").load()
-    except ForbiddenGlobalError as error:
-        remedy = "nothing of it was run; get the file from the authors of the data set"
-        raise DistapError(f"{path}: names {error}, which plain data has no need of: {remedy}") from error
     except Exception as error:  # a damaged pickle can fail in any way
         raise DistapError(f"{path}: not a readable pickle of plain data: {error}") from error
 

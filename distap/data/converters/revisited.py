@@ -11,11 +11,14 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, model_validator
 
-from distap.data.converters.dataset import Count, Dataset, ListLine, Split, ground_truth, read_table
+from distap.data.converters.dataset import Count, Dataset, Split, ground_truth, read_table
 from distap.data.converters.pickles import Name, read_plain_pickle
 from distap.data.images.formats import IMAGE_SUFFIXES
 from distap.data.shards.image_files import ImageFile
+from distap.data.shards.tables import ListLine
 from distap.errors import DistapError
+
+SETS: dict[str, Dataset] = {}
 
 SITE = "http://cmp.felk.cvut.cz/revisitop"
 OF_REVISITED = ["mAP/trapezoids", "mP@1/last", "mP@5/last", "mP@10/last"]
@@ -64,7 +67,7 @@ def _ground_truth(file: Path, dataset: str) -> dict[str, Any]:
 
 
 def _distractors(source: Path, file: Path) -> Iterator[ImageFile]:
-    for line in read_table(file, ("path",), heading=False):
+    for line in read_table(file, ("path",), heading=0):
         name = _with_suffix(line.cells[0].removeprefix("jpg/"))
         yield ImageFile(line.path(source / "jpg", name), "distractor")
 
@@ -80,9 +83,9 @@ def _revisited(dataset: str, title: str, gallery: int) -> Dataset:
     return Dataset(title, SITE, queries, images)
 
 
-OXFORD = _revisited("roxford5k", "Revisited Oxford", 4_993)
-PARIS = _revisited("rparis6k", "Revisited Paris", 6_322)
-DISTRACTORS = Dataset(
+SETS["roxford5k"] = _revisited("roxford5k", "Revisited Oxford", 4_993)
+SETS["rparis6k"] = _revisited("rparis6k", "Revisited Paris", 6_322)
+SETS["revisitop1m"] = Dataset(
     "distractors of Revisited Oxford and Paris",
     SITE,
     Split("distractors", "revisitop1m.txt", _distractors, (Count(1_001_001, 1),)),
@@ -110,7 +113,7 @@ def _sfm_images(source: Path, file: Path, part: str) -> Iterator[ImageFile]:
         yield ImageFile(source.joinpath("ims", name[-2:], name[-4:-2], name[-6:-4], name), str(model))
 
 
-SFM_120K = Dataset(  # Radenović et al. 2019: a class is a 3D model
+SETS["sfm-120k"] = Dataset(  # Radenović et al. 2019: a class is a 3D model
     "retrieval-SfM-120k",
     "http://cmp.felk.cvut.cz/cnnimageretrieval",
     Split("train", "retrieval-SfM-120k.pkl", partial(_sfm_images, part="train"), (Count(91_642, 551),)),

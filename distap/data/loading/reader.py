@@ -133,15 +133,10 @@ def open_images(source: Source | Path | str) -> ImageSet:
 class Damage(NamedTuple):
     """A shard or image that differs from the index, or an image that cannot be decoded."""
 
-    shard: str
-    key: str  # its name in the index; "" for the shard as a whole
+    where: str  # the shard, or shard and name of an image
     # shard_missing, shard_unreadable, shard_size, shard_sha256, shard_not_indexed, or that of a DamagedImageError
     reason: str
     detail: str
-
-    @property
-    def where(self) -> str:
-        return self.shard if self.key in ("", self.shard) else f"{self.shard}:{self.key}"
 
 
 def check(source: Source | Path | str, workers: int = 1, track: Track = untracked) -> tuple[Index, list[Damage]]:
@@ -155,14 +150,15 @@ def check(source: Source | Path | str, workers: int = 1, track: Track = untracke
         raise DistapError(f"{source}: there are no files of ours to check; `distap data pack` makes some of a folder")
     index = load_index(source, compare=False)
     order = np.lexsort((index.offset, index.shard))
-    jobs = list(enumerate(np.split(order, np.cumsum(index.shard_counts)[:-1])))
+    counts = np.bincount(index.shard, minlength=len(index.shard_name))
+    jobs = list(enumerate(np.split(order, np.cumsum(counts)[:-1])))
     check_shard = partial(_check_shard, Reader(source, index))
     damaged = list(chain(*map_in_processes(check_shard, jobs, workers, "checking shards", track)))
     if source.kind == "shards" and source.scheme in LISTABLE:
         with suppress(DistapError):  # not one shard is left, which is said of each
             unknown = set(shard_names(source, storage_of(source.base))) - set(index.shard_name.tolist())
             detail = "the index does not have it, so its images are not read: `distap data index` reads it"
-            damaged += [Damage(name, "", "shard_not_indexed", detail) for name in sorted(unknown)]
+            damaged += [Damage(name, "shard_not_indexed", detail) for name in sorted(unknown)]
     return index, damaged
 
 
@@ -185,13 +181,13 @@ def _check_shard(reader: Reader, job: tuple[int, NDArray[np.int64]]) -> list[Dam
     name, size, sha256 = (column[shard].item() for column in (index.shard_name, index.shard_size, index.shard_sha256))
     reason = detail = ""
     try:
-        found = storage.about(name).size
+        found = storage.size(name)
         for sample in samples.tolist():
             try:
                 reader.encoded(sample).whole()
             except DamagedImageError as error:
                 told = str(error).removeprefix(f"{error.reason}: ")
-                damaged.append(Damage(name, str(index.names[sample]), error.reason, told))
+                damaged.append(Damage(reader.where(sample), error.reason, told))
         if found != size:
             reason, detail = "shard_size", f"{found} bytes, but {size} when it was indexed"
         elif sha256:
@@ -203,4 +199,4 @@ def _check_shard(reader: Reader, job: tuple[int, NDArray[np.int64]]) -> list[Dam
         reason, detail = "shard_missing", f"there is no such file; {len(samples)} images were in it"
     except DistapError as error:
         reason, detail = "shard_unreadable", f"{error}; some of its {len(samples)} images could not be checked"
-    return [Damage(name, "", reason, detail), *damaged] if reason else damaged
+    return [Damage(name, reason, detail), *damaged] if reason else damaged

@@ -7,11 +7,11 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from distap.data.images.augmentation import Transform, seeded
 from distap.data.images.decoding import DamagedImageError, EncodedImage, NoReaderError, Reason
 from distap.data.plan import Sampling
 from distap.data.shards.index import Index
-from distap.data.shards.parallel import LONGEST_WAIT, handed_over
+from distap.data.shards.parallel import LONGEST_WAIT
 from distap.data.sizing import PixelSettings
 from distap.errors import DistapError
 from distap.randomness import seed_for
@@ -52,12 +52,6 @@ class LoadingJob:
     longest_wait: float = LONGEST_WAIT  # seconds for the next chunk
     pixels: PixelSettings = field(default_factory=PixelSettings)  # where pixels wait for the replay
 
-    def chunks(
-        self, read: Callable[[Any], "Chunk"], workers: int, requests: Iterable[Any], name: Callable[[Any], str] = str
-    ) -> Generator["Chunk"]:
-        """Yield chunks of images that worker processes read, in the order of `requests`."""
-        return handed_over(read, requests, workers, self.prefetch, self.longest_wait, name)
-
     def at(self, step: int) -> tuple[int, Transform]:
         """Return width and height of a step's pixels, and the transform to them."""
         return next((size, to) for share, size, to in self.sizes[::-1] if step >= round(share * self.steps))
@@ -65,18 +59,6 @@ class LoadingJob:
     def augmented(self, image: EncodedImage, step: int, slot: int) -> Tensor:
         """Augment an image for a slot of a step to (3, size, size) uint8; only seed, step and slot decide how."""
         return seeded(self.at(step)[1], image, seed_for(AUGMENTATION, self.seed, step, slot))
-
-
-class TrainingImages(Protocol):
-    """Images of a training from the view of one rank."""
-
-    size: int  # B, images of a global batch
-    fingerprint: str  # a hash that stands for the data set in the state of a run
-    order: int  # version of the way in which batches are drawn, which a run keeps
-    index: Index | None  # of the data set; None without one
-
-    def shares(self, steps: range) -> "Generator[ShareOfBatch]":
-        """Yield this rank's share of each step's global batch; use a share up before taking the next."""
 
 
 class Failure(NamedTuple):
@@ -208,21 +190,35 @@ class ShareOfBatch:
         self.traffic += chunk.traffic
 
 
-def shares_of(
-    job: LoadingJob, world: World, stopwatch: Stopwatch, steps: range, chunks: Generator[Chunk]
-) -> Generator[ShareOfBatch]:
-    """Return a rank's shares of the steps' global batches; raise a DistapError at once if there is no room.
+class TrainingImages:
+    """Images of a training from the view of one rank; subclasses say how `chunks` of them are read."""
 
-    `chunks` are this rank's images of all these steps.
-    """
-    count = len(world.slots(job.sampling.size))
-    size, width = max(size for _, size, _ in job.sizes), job.dimensions
-    shape, dtype = ((count, 3, size, size), torch.uint8) if width is None else ((count, width), torch.float32)
-    held = HeldPixels(job.pixels, shape, dtype, pinned=world.device.type == "cuda")
+    fingerprint: str  # a hash that stands for the data set in the state of a run
+    order: int  # version of the way in which batches are drawn, which a run keeps
+    index: Index | None  # of the data set; None without one
 
-    def shares() -> Generator[ShareOfBatch]:
-        with closing(chunks):
-            for step in steps:
-                yield ShareOfBatch(step, job.sampling.size, count, held, chunks, stopwatch)
+    def __init__(self, job: LoadingJob, world: World, stopwatch: Stopwatch) -> None:
+        self.job, self.world, self.stopwatch = job, world, stopwatch
+        self.size = job.sampling.size  # B, images of a global batch
+        self.slots = world.slots(self.size)
 
-    return shares()
+    def chunks(self, steps: range) -> Generator[Chunk]:
+        """Yield this rank's images of all these steps."""
+        raise NotImplementedError
+
+    def shares(self, steps: range) -> Generator[ShareOfBatch]:
+        """Return this rank's shares of each step's global batch; use a share up before taking the next.
+
+        Raise a DistapError at once if there is no room for the pixels. The training ends with the last step.
+        """
+        self.job = job = replace(self.job, steps=steps.stop)
+        count, size, width = len(self.slots), max(size for _, size, _ in job.sizes), job.dimensions
+        shape, dtype = ((count, 3, size, size), torch.uint8) if width is None else ((count, width), torch.float32)
+        held = HeldPixels(job.pixels, shape, dtype, pinned=self.world.device.type == "cuda")
+
+        def shares() -> Generator[ShareOfBatch]:
+            with closing(self.chunks(steps)) as chunks:
+                for step in steps:
+                    yield ShareOfBatch(step, self.size, count, held, chunks, self.stopwatch)
+
+        return shares()

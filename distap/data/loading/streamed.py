@@ -16,8 +16,9 @@ It promises less than indexed reading:
 import hashlib
 import random
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import count
 from typing import Any
 
@@ -28,8 +29,9 @@ from pydantic import PositiveInt
 
 from distap.data.images.decoding import DamagedImageError, EncodedImage
 from distap.data.labels import class_name
-from distap.data.loading.share import Chunk, Failure, LoadingJob, ShareOfBatch, shares_of
-from distap.data.shards.index import Index, load_index
+from distap.data.loading.share import Chunk, Failure, LoadingJob, TrainingImages
+from distap.data.shards.index import load_index
+from distap.data.shards.parallel import handed_over
 from distap.data.shards.tar import LABEL_FIELD, MAX_DIGITS, TarMember, labelled_image, read_groups
 from distap.errors import DistapError
 from distap.randomness import permutation, seed_for
@@ -77,12 +79,16 @@ class StreamedSource:
             raise DamagedImageError("missing_field", detail) from error
 
 
-class StreamedImages:
-    """Images of this rank's streams. Stream k of rank r of W reads shards number r + W k, modulo all."""
+class StreamedImages(TrainingImages):
+    """Images of this rank's streams. Stream k of rank r of W reads shards number r + W k, modulo all.
+
+    Chunk c of the rank's images, counted over all steps, comes from stream c mod n. So worker w of n, which is asked
+    for the chunks w, w + n, ... from the first on, reads one stream.
+    """
 
     def __init__(self, source: StreamedSource, job: LoadingJob, world: World, stopwatch: Stopwatch) -> None:
-        self._source, self._job, self._world, self._stopwatch = source, job, world, stopwatch
-        self._storage = storage_of(job.source.base)
+        super().__init__(job, world, stopwatch)
+        self._source, self._storage = source, storage_of(job.source.base)
         self._names = shard_names(job.source, self._storage)
         shards, ranks = len(self._names), world.size
         if shards < ranks:
@@ -93,43 +99,35 @@ class StreamedImages:
         self._streams = range(world.rank, ranks * max(min(job.workers, shards // ranks), 1), ranks)
         # Of the shards' names, since their contents are unknown before reading.
         self.fingerprint = hashlib.sha256("\0".join(self._names).encode(errors="backslashreplace")).hexdigest()
-        self.size, self.order = job.sampling.size, 3
+        self.order, self.index = 3, None
+        with suppress(DistapError):
+            self.index = load_index(job.source, compare=False)
 
-    @cached_property
-    def index(self) -> Index | None:
-        try:
-            return load_index(self._job.source, compare=False)
-        except DistapError:
-            return None
-
-    def shares(self, steps: range) -> Generator[ShareOfBatch]:
-        job, names, first = replace(self._job, steps=steps.stop), self._names, steps.start
-        every = len(self._streams) * self._world.size
-        streams = [
-            Stream(self._storage, names, range(number, len(names), every), number, job, self._source.shuffle, first)
-            for number in self._streams
-        ]
-        images = StreamImages(self._source, job, self._world.slots(self.size), streams)
-        chunks = job.chunks(images.chunk, min(job.workers, len(streams)), count(first * images.parts))
-        return shares_of(job, self._world, self._stopwatch, steps, chunks)
+    def chunks(self, steps: range) -> Generator[Chunk]:
+        job, every = self.job, len(self._streams) * self.world.size
+        parts = [self.slots[start : start + job.chunk] for start in range(0, len(self.slots), job.chunk)]
+        shared = every, job, self._source, self._storage, steps.start
+        streams = [Stream(number, self._names[number::every], *shared) for number in self._streams]
+        read, numbers = partial(_chunk, streams, parts), count(steps.start * len(parts))
+        return handed_over(read, numbers, min(job.workers, len(streams)), job.prefetch, job.longest_wait)
 
 
 @dataclass
 class Stream:
     """Samples of one stream, which one worker reads."""
 
-    storage: Storage
-    names: list[str]  # of all shards
-    own: range  # numbers of its shards
-    number: int  # of the stream, unlike all others
+    number: int  # of the stream, unlike all others; and of its first shard
+    names: list[str]  # of its shards
+    every: int  # streams there are
     job: LoadingJob
-    shuffle: int  # samples in webdataset's buffer
+    source: StreamedSource
+    storage: Storage
     first: int  # step
-    _step: int = -1
-    _in_batch: set[str] = field(default_factory=set)  # names of the images of a step that were used
+    step: int = -1
+    in_batch: set[str] = field(default_factory=set)  # names of the images of a step that were used
 
     @cached_property
-    def _walked(self) -> Iterator[Found | None]:
+    def walked(self) -> Iterator[Found | None]:
         return self._walk()
 
     def candidates(self, step: int) -> Iterator[Found]:
@@ -137,18 +135,18 @@ class Stream:
 
         At the seam of two passes an image may come up again within a batch, as its own positive: it is left out.
         """
-        if step != self._step:
-            self._step, self._in_batch = step, set()
+        if step != self.step:
+            self.step, self.in_batch = step, set()
         ends = 0  # of passes; between two of them lies a whole one
         while ends < 2:
-            sample = next(self._walked)
+            sample = next(self.walked)
             if sample is None:
                 ends += 1
-            elif sample[0] not in self._in_batch:
-                self._in_batch.add(sample[0])
+            elif sample[0] not in self.in_batch:
+                self.in_batch.add(sample[0])
                 yield sample
         raise DistapError(
-            f"{self.job.source}: a loader worker has only {len(self._in_batch)} images in its {len(self.own)} "
+            f"{self.job.source}: a loader worker has only {len(self.in_batch)} images in its {len(self.names)} "
             "shards, too few for its part of a batch, in which no image may be twice, or too many of them damaged: "
             "set sampling.batch_size or data.workers lower"
         )
@@ -156,55 +154,38 @@ class Stream:
     def _walk(self) -> Iterator[Found | None]:
         """Yield each sample of each pass from number `first` on, and None at the end of a pass; without end."""
         for turn in count(self.first):
-            for place in permutation(len(self.own), SHARD_ORDER, self.job.seed, self.number, turn).tolist():
-                shard = self.own[place]
-                name, order = self.names[shard], random.Random(seed_for(WITHIN_SHARD, self.job.seed, turn, shard))
-                length = self.storage.about(name).size
+            for place in permutation(len(self.names), SHARD_ORDER, self.job.seed, self.number, turn).tolist():
+                name, shard = self.names[place], self.number + self.every * place
+                order = random.Random(seed_for(WITHIN_SHARD, self.job.seed, turn, shard))
+                length, held = self.storage.size(name), self.source.shuffle
                 with self.storage.open(name) as file:
                     groups = read_groups(file, length, self.storage.where(name))
-                    for key, members in webdataset.shuffle(self.shuffle, initial=self.shuffle, rng=order)(groups):
+                    for key, members in webdataset.shuffle(held, initial=held, rng=order)(groups):
                         yield f"{name}:{key}", key, members
             yield None
 
 
-@dataclass(frozen=True)
-class StreamImages:
-    """Endless chunks of a rank's images: chunk c, counted over all steps, comes from stream c mod n.
-
-    So worker w of n, which is asked for the chunks w, w + n, ... from the first on, reads one stream.
-    """
-
-    source: StreamedSource
-    job: LoadingJob
-    slots: range  # of the rank
-    streams: list[Stream]
-
-    @property
-    def parts(self) -> int:
-        """Return the number of chunks in the rank's share of a batch."""
-        return -(-len(self.slots) // self.job.chunk)
-
-    def chunk(self, number: int) -> Chunk:
-        stream = self.streams[number % len(self.streams)]
-        step, part = divmod(number, self.parts)
-        start = part * self.job.chunk
-        pixels, samples, labels, names = list[NDArray[np.uint8]](), list[int](), list[int](), list[str]()
-        failures: list[Failure] = []
-        for slot in self.slots[start : start + self.job.chunk]:
-            for name, key, members in stream.candidates(step):
-                try:
-                    label, image, _ = labelled_image(key, self.source.labelled(key, members))
-                    pixels.append(self.job.augmented(EncodedImage(image.data, name=name), step, slot).numpy())
-                except DamagedImageError as error:
-                    failures.append(Failure.of(name, error))
-                else:
-                    samples.append(number_of(name))
-                    labels.append(label)
-                    names.append(name)
-                    break
-        traffic = stream.storage.meter.copy()
-        stream.storage.meter.clear()
-        return Chunk(np.stack(pixels), samples, np.array(labels), names, failures, traffic)
+def _chunk(streams: list[Stream], parts: list[range], number: int) -> Chunk:
+    """Read a chunk of a rank's images; `parts` are its slots by the chunks of a batch."""
+    stream = streams[number % len(streams)]
+    step, part = divmod(number, len(parts))
+    pixels, samples, labels, names = list[NDArray[np.uint8]](), list[int](), list[int](), list[str]()
+    failures: list[Failure] = []
+    for slot in parts[part]:
+        for name, key, members in stream.candidates(step):
+            try:
+                label, image, _ = labelled_image(key, stream.source.labelled(key, members))
+                pixels.append(stream.job.augmented(EncodedImage(image.data, name=name), step, slot).numpy())
+            except DamagedImageError as error:
+                failures.append(Failure.of(name, error))
+            else:
+                samples.append(number_of(name))
+                labels.append(label)
+                names.append(name)
+                break
+    traffic = stream.storage.meter.copy()
+    stream.storage.meter.clear()
+    return Chunk(np.stack(pixels), samples, np.array(labels), names, failures, traffic)
 
 
 def number_of(name: str) -> int:

@@ -5,8 +5,11 @@ Every file that is found is either listed as an image or reported as left out, w
 
 import os
 import stat
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -14,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from distap.data.images.formats import readable_formats
 from distap.data.labels import NO_CLASS, class_name, nesting
 from distap.data.shards.image_folders import Skipped, counted, walk_images
-from distap.data.shards.parallel import Track, ask_files
+from distap.data.shards.parallel import Track
 from distap.data.shards.tables import read_list
 from distap.data.sizing import Box
 from distap.errors import DistapError, logger
@@ -23,6 +26,7 @@ from distap.storage.texts import as_line, is_line
 
 Nested = Literal["top", "leaf", "merge", "path", "levels"]
 NOT_THERE = "listed images that are not there"
+STAT_THREADS, STAT_CHUNK = 32, 256
 TRUE, FALSE = ("true", "1", "1.0", "yes"), ("false", "0", "0.0", "no")
 
 
@@ -31,29 +35,24 @@ class ImageFile(NamedTuple):
     class_name: str
     levels: tuple[str, ...] = ()  # the coarser classes that hold the class, finer first; "" for none
     box: Box | None = None  # part to pack, upright, in pixels; what lies outside the image is cut off
+    part: str = ""  # folder of shards to pack it into, if its list says so
 
 
 class Entry(NamedTuple):
-    """An image to pack, with its file's size and time, which reveal later changes."""
+    """An image whose file is there."""
 
     image: ImageFile
     size: int  # bytes
     modified: int  # nanoseconds since 1970
 
-    def read(self) -> bytes:
-        path = self.image.path
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise DistapError(f"{path}: the image cannot be read: {error.strerror or error}") from error
-        if len(data) != self.size:
-            raise DistapError(f"{path}: {len(data)} bytes, but {self.size} when packing began; pack again")
-        return data
-
 
 def look_at_all(images: Sequence[ImageFile], about: str, track: Track) -> tuple[list[Entry], list[Skipped]]:
     """Return the images with their file sizes, and apart from them those that are broken links or no files."""
-    answers = ask_files(_look_at, images, about, track)
+    # A network file system answers slowly, but many questions at once.
+    with ThreadPool(STAT_THREADS) as pool:
+        answers = list(track(pool.imap(_look_at, images, STAT_CHUNK), about, len(images)))
+        pool.close()
+        pool.join()  # so that no thread is left when processes are forked
     left_out = [answer for answer in answers if isinstance(answer, Skipped)]
     return [answer for answer in answers if isinstance(answer, Entry)], left_out
 
@@ -76,7 +75,6 @@ class Listing(NamedTuple):
     images: Sequence[ImageFile]
     left_out: Sequence[Skipped]
     root: Path  # that the names of images are relative to
-    parts: Sequence[str] = ()  # the folder of shards that each image belongs to, if the source says so
 
     def name_of(self, image: ImageFile) -> str:
         """Return the image's path within the source, as one line of text."""
@@ -85,25 +83,23 @@ class Listing(NamedTuple):
 
     def by_part(self) -> dict[str, "Listing"]:
         """Split the listing into its parts (such as train) by name; left-out files stay with the first part."""
-        found: dict[str, Listing] = {}
-        for name in sorted(set(self.parts)):
-            images = [image for image, part in zip(self.images, self.parts, strict=True) if part == name]
-            found[name] = Listing(images, () if found else self.left_out, self.root)
-        return found
+        found: dict[str, list[ImageFile]] = defaultdict(list)
+        for image in self.images:
+            found[image.part].append(image)
+        first = min(found, default="")
+        return {
+            name: Listing(found[name], self.left_out if name == first else (), self.root) for name in sorted(found)
+        }
 
-    def halves(self, share: float, seed: int) -> tuple["Listing", "Listing"]:
-        """Split the classes at random into two listings; the second gets this share of them.
-
-        The files that are left out stay with the first.
-        """
+    def halves(self, share: float, seed: int) -> "Listing":
+        """Name the parts of the images: a share of the classes, drawn at random, is `validation`, others `train`."""
         names = sort_classes(image.class_name for image in self.images)
         count = round(share * len(names))
         if not 0 < count < len(names):
             raise DistapError(f"--split {share:g} of {len(names)} classes leaves one side without any")
         chosen = {names[place] for place in permutation(len(names), seed)[:count]}
-        first = [image for image in self.images if image.class_name not in chosen]
-        second = [image for image in self.images if image.class_name in chosen]
-        return self._replace(images=first), self._replace(images=second, left_out=())
+        parts = ("validation" if image.class_name in chosen else "train" for image in self.images)
+        return self._replace(images=[one._replace(part=part) for one, part in zip(self.images, parts, strict=True)])
 
 
 def list_images(
@@ -162,12 +158,10 @@ def _in_folders(source: Path, nested: Nested | None) -> Listing:
         else:
             left_out.append(Skipped(str(path), "loose images, in no class's folder"))
     filled = {folders[0] for folders in found.values()}
-    try:
+    with suppress(OSError):  # walk_images says that the folder cannot be read
         for folder in sorted(source.iterdir()):
             if folder.is_dir() and folder.name not in filled and not folder.name.startswith("."):
                 left_out.append(Skipped(str(folder), "class folders without an image"))
-    except OSError as error:
-        raise DistapError(f"{source}: the folder cannot be read: {error.strerror}") from error
     deep = min((path for path, folders in found.items() if len(folders) > 1), default=None)
     if deep is not None and nested is None:
         top, *_, leaf = found[deep]
@@ -192,7 +186,7 @@ def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
     """List the images of a CSV or Parquet file by its columns, without those that have no class."""
     columns, rows = read_list(source, renamed)
     wanted = ["label", "split", *(column for column in columns if column.startswith("level"))]
-    found, flags, lines = list[ImageFile](), list[_Flags](), dict[Path, str]()
+    found, roles, lines = list[ImageFile](), list[_Role](), dict[Path, str]()
     left_out = list[Skipped]()
     for where, row in rows:
         if not is_line(str(row["path"])):
@@ -210,49 +204,49 @@ def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
             told = as_line(str(row["label"]))
             left_out.append(Skipped(str(path), f"images without a class: the label on {line} is {told!r}"))
             continue
-        found.append(ImageFile(path, name, tuple(above)))
-        flags.append(_flags(where, split, row))
+        if split and (Path(split).name != split or split.startswith(".") or not is_line(split)):
+            raise DistapError(f"{where}: split {split!r} cannot name a folder of shards")
+        found.append(ImageFile(path, name, tuple(above), part=split))
+        roles.append(_role(where, row))
     names = {image.class_name for image in found}
     if codes := [name for name in names if name.isdecimal() and name.startswith("0") and name.lstrip("0") in names]:
         told = f"such as {min(codes)} and {min(codes).lstrip('0')}"
         logger.warning("%s: labels that differ by zeros in front are different classes, %s", source, told)
-    parts = _parts(source, columns, flags)
-    return Listing(found, left_out, source.parent, parts if any(parts) else ())
+    if {"query", "gallery"} & set(columns):
+        parts = _parts(source, columns, [image.part for image in found], roles)
+        found = [image._replace(part=part) for image, part in zip(found, parts, strict=True)]
+    return Listing(found, left_out, source.parent)
 
 
-# A row's split, and whether its image is a query and in the gallery; None where the row has no answer.
-_Flags = tuple[str, bool | None, bool | None]
+_Role = tuple[bool, bool]  # whether an image is a query, and in the gallery
 
 
-def _flags(where: str, split: str, row: Mapping[str, Any]) -> _Flags:
-    if split and (Path(split).name != split or split.startswith(".") or not is_line(split)):
-        raise DistapError(f"{where}: split {split!r} cannot name a folder of shards")
-    answers: list[bool | None] = []
-    for column in ("query", "gallery"):
-        text = str(row.get(column)).strip().lower()
+def _role(where: str, row: Mapping[str, Any]) -> _Role:
+    """Read what a row says; of one column alone, the other is the opposite. A cell without an answer is no role."""
+    answers: dict[str, bool] = {}
+    for column in {"query", "gallery"} & row.keys():
+        text = str(row[column]).strip().lower()
         if text not in TRUE + FALSE and text not in NO_CLASS:
             raise DistapError(
                 f"{where}: is_{column} is {text!r}; expected true or false, or nothing in training rows"
             )
-        answers.append(None if text in NO_CLASS else text in TRUE)
-    return split, answers[0], answers[1]
+        if text not in NO_CLASS:
+            answers[column] = text in TRUE
+    other = {"query": "gallery", "gallery": "query"}
+    if len(row.keys() & other) == 1:
+        answers |= {other[column]: not answer for column, answer in answers.items()}
+    return answers.get("query", False), answers.get("gallery", False)
 
 
-def _parts(source: Path, columns: Sequence[str], flags: Sequence[_Flags]) -> list[str]:
-    """Name the folder of shards for each image; "" if the list says nothing.
+def _parts(source: Path, columns: Sequence[str], splits: Sequence[str], roles: Sequence[_Role]) -> list[str]:
+    """Name the folder of shards for each image, by its split and role.
 
     Each image of a split is a query or in the gallery, or all are queries that retrieve each other, or the split has
-    no query and is trained on. A list with one of both columns has the other's opposite.
+    no query and is trained on.
     """
-    if not {"query", "gallery"} & set(columns):
-        return [split for split, _, _ in flags]
-    parts, with_query = list[str](), {split for split, query, gallery in flags if query or gallery is False}
-    for split, query, gallery in flags:
-        if "gallery" not in columns:
-            gallery = None if query is None or split not in with_query else not query
-        elif "query" not in columns:
-            query = None if gallery is None or split not in with_query else not gallery
-        if bool(query) == bool(gallery):
+    parts, with_query = list[str](), {split for split, (query, _) in zip(splits, roles, strict=True) if query}
+    for split, (query, gallery) in zip(splits, roles, strict=True):
+        if query == gallery or ("gallery" not in columns and split not in with_query):
             parts.append(split or ("validation" if query else "train"))
         else:
             parts.append(f"{split or 'validation'}-{'query' if query else 'gallery'}")

@@ -75,19 +75,19 @@ def _left_out(path: Path, is_hidden: bool) -> str:
         return "._ files of macOS, which hold no image"
     if is_hidden or path.name.startswith("."):
         return "hidden files"
-    if known := OF_SUFFIX.get(suffix):
-        missing = missing_reader(known.name)
-        return f"{suffix}, no reader: {missing}" if missing else ""
-    if _EXTENSION.fullmatch(suffix):
+    if _EXTENSION.fullmatch(suffix) and suffix not in OF_SUFFIX:
         return f"{suffix}, no format of images that is read"
-    try:
-        if not path.is_file():
-            return "links to nothing" if path.is_symlink() else "no regular files"
-        with path.open("rb") as file:
-            known = format_of(file.read(START_BYTES))
-    except OSError as error:
-        return f"files that cannot be read: {error.strerror}"
+    known, told = OF_SUFFIX.get(suffix), suffix
     if known is None:
-        return "without an extension, and by their content no images"
+        try:
+            if not path.is_file():
+                return "links to nothing" if path.is_symlink() else "no regular files"
+            with path.open("rb") as file:
+                known = format_of(file.read(START_BYTES))
+        except OSError as error:
+            return f"files that cannot be read: {error.strerror}"
+        if known is None:
+            return "without an extension, and by their content no images"
+        told = f"{known.name} without an extension"
     missing = missing_reader(known.name)
-    return f"{known.name} without an extension, no reader: {missing}" if missing else ""
+    return f"{told}, no reader: {missing}" if missing else ""

@@ -83,11 +83,6 @@ class Index:
         """Return the samples by class, for the plan of batches."""
         return Classes(self.label, self.class_levels)
 
-    @property
-    def shard_counts(self) -> NDArray[np.int64]:
-        """Return (S,) the number of samples in each shard."""
-        return np.bincount(self.shard, minlength=len(self.shard_name))
-
     def save(self, source: Source | Path | str) -> None:
         """Write the index atomically to the place that its source defines."""
         storage, name = index_place(parse_source(source))
@@ -269,12 +264,12 @@ def index_of_files(
 
 def _require_shards(source: Source, index: Index) -> None:
     storage, names = storage_of(source.base), index.shard_name.tolist()
-    first = storage.about(names[0])  # alone, so that a wrong setting is tried once
+    first = storage.size(names[0])  # alone, so that a wrong setting is tried once
     with ThreadPoolExecutor(THREADS) as pool:
-        found = [first, *(pool.map if source.scheme else map)(storage.about, names[1:])]
-    for name, size, shard in zip(names, index.shard_size.tolist(), found, strict=True):
-        if shard.size != size:
+        found = [first, *(pool.map if source.scheme else map)(storage.size, names[1:])]
+    for name, size, now in zip(names, index.shard_size.tolist(), found, strict=True):
+        if now != size:
             raise DistapError(
-                f"{storage.where(name)}: {shard.size} bytes, but {size} when it was indexed; fetch or pack it again, "
+                f"{storage.where(name)}: {now} bytes, but {size} when it was indexed; fetch or pack it again, "
                 "or, if it was replaced on purpose, index the data set again with `distap data index`"
             )

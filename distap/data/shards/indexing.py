@@ -1,20 +1,20 @@
 """Index WebDataset tar shards in one strict pass over every byte."""
 
+import hashlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distap.data.labels import nesting, table_of_levels
 from distap.data.shards.image_folders import Skipped
-from distap.data.shards.index import COLUMNS, SAMPLE_COLUMNS, SHARD_COLUMNS, Index
+from distap.data.shards.index import COLUMNS, Index
 from distap.data.shards.parallel import Track, map_in_processes, untracked
-from distap.data.shards.tar import DamagedShardError, Readable, Sample, read_samples
+from distap.data.shards.tar import DamagedShardError, Sample, read_samples
 from distap.errors import DistapError, logger
-from distap.storage.atomic import Hashed
 from distap.storage.files import Storage, storage_of
 from distap.storage.locations import LISTABLE, Source, parse_source, shard_names
 from distap.storage.remotes import MissingFileError
@@ -22,9 +22,18 @@ from distap.storage.texts import is_line
 
 NAMES_FILE = "classes.txt"  # line k: the name of class k and, after tabs, those of coarser classes that hold it
 PATHS_FILE = "paths.txt"  # a line for each image: its key and, after a tab, the path of the file that was packed
+OF_SAMPLES = Sample._fields[:-1]  # columns of an index
 
-# An index of one shard, whose classes are called by their numbers in the shard; and the images left out.
-Scan = tuple[Index, list[Skipped]]
+
+class Scan(NamedTuple):
+    """The contents of one shard."""
+
+    name: str
+    size: int  # bytes
+    sha256: str
+    columns: dict[str, NDArray[Any]]  # of the samples, as in an index, but labels are the numbers in the shard
+    levels: list[tuple[str, str, tuple[str, ...]]]  # place, number and coarser classes of samples, each once
+    left_out: list[Skipped]
 
 
 def index_shards(
@@ -53,60 +62,53 @@ def index_shards(
         raise DistapError(f"{source}: {where} numbers the classes of its folder alone: pack all images together")
     scan = partial(_scan, source.base, levels)
     scans = map_in_processes(scan, names, workers, "indexing shards", track)
-    sound = [scan for scan in scans if not isinstance(scan, str)]
+    sound = [scan for scan in scans if isinstance(scan, Scan)]
     if damaged := [scan for scan in scans if isinstance(scan, str)]:
         problem = f"{len(damaged)} of {len(scans)} shards cannot be used; make them anew, or take them out"
         raise DistapError("\n".join([f"{source}: {problem}:", *damaged]))
-    index = merge_scans(source, storage, [scan for scan, _ in sound])
+    index = merge_scans(source, storage, sound)
     index.save(source)
-    return index, [image for _, skipped in sound for image in skipped]
+    return index, [skipped for scan in sound for skipped in scan.left_out]
 
 
-def scan_shard(file: Readable, name: str, length: int, where: str, levels: Sequence[str] = ()) -> Scan:
+def scan_shard(file: BinaryIO, name: str, length: int, where: str, levels: Sequence[str] = ()) -> Scan:
     """Index one shard under the name `name`; see `read_samples` for the other arguments and errors."""
-    hashed = Hashed(file)
-    found = list(read_samples(hashed, length, where, levels))
+    digest = hashlib.sha256()
+    found = list(read_samples(file, length, where, levels, digest))
     samples = [sample for sample in found if isinstance(sample, Sample)]
-    rows: dict[str, Any] = {field: [sample[at] for sample in samples] for at, field in enumerate(Sample._fields)}
-    above = nesting((f"{where}: key {one.key!r}", str(one.label), one.levels) for one in samples)
-    present, label = np.unique(np.array(rows["label"], dtype=np.int64), return_inverse=True)
-    rows |= {"label": label, "shard": [0] * len(samples)}
-    rows["path"] = [""] * len(samples)
-    columns: dict[str, Any] = {name: np.array(rows[name], COLUMNS[name]) for name in SAMPLE_COLUMNS}
-    index = Index(
-        **columns,
-        shard_name=np.array([name]),
-        shard_size=np.array([length], dtype=np.int64),
-        shard_sha256=np.array([hashed.sha256]),
-        class_name=present.astype(np.str_),
-        class_levels=table_of_levels([above[name] for name in present.astype(np.str_).tolist()]),
-    )
-    return index, [Skipped(f"{name}:{image.name}", image.reason) for image in found if isinstance(image, Skipped)]
+    columns = {field: np.array([row[at] for row in samples], COLUMNS[field]) for at, field in enumerate(OF_SAMPLES)}
+    first: dict[tuple[int, tuple[str, ...]], str] = {}
+    for one in samples if levels else ():
+        first.setdefault((one.label, one.levels), one.key)
+    rows = [(f"{where}: key {key!r}", str(label), above) for (label, above), key in first.items()]
+    left_out = [Skipped(f"{name}:{image.name}", image.reason) for image in found if isinstance(image, Skipped)]
+    return Scan(name, length, digest.hexdigest(), columns, rows, left_out)
 
 
-def merge_scans(source: Source, storage: Storage, parts: Sequence[Index]) -> Index:
+def merge_scans(source: Source, storage: Storage, scans: Sequence[Scan]) -> Index:
     """Join the scans of a source's shards, numbering classes from 0 and naming them by classes.txt if it exists."""
-    numbers = np.concatenate([part.class_name.astype(np.int64)[part.label] for part in parts])
-    if not len(numbers):
+    columns: dict[str, Any] = {name: np.concatenate([scan.columns[name] for scan in scans]) for name in OF_SAMPLES}
+    if not len(columns["label"]):
         raise DistapError(f"{source}: the data set is empty: no usable image in its shards")
-    present, label = np.unique(numbers, return_inverse=True)
-    names = (*SAMPLE_COLUMNS, *SHARD_COLUMNS)
-    columns: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-    columns["shard"] = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts])
+    numbers, label = np.unique(columns["label"], return_inverse=True)
+    counts = [len(scan.columns["label"]) for scan in scans]
+    columns["shard"] = np.repeat(np.arange(len(scans), dtype=np.int32), counts)
     columns["label"] = label.astype(np.int64)
     columns["path"] = _paths(storage, columns["key"])
-    rows = _class_rows(storage, present.tolist())
-    class_names = [name for _, name, _ in rows]
-    if any(part.class_levels.size for part in parts):  # as the samples say
-        name_of = dict(zip(map(str, present), class_names, strict=True))
-        rows = [
-            (storage.where(part.shard_name.item()), name_of[number], tuple(above))
-            for part in parts
-            for number, above in zip(part.class_name.tolist(), part.class_levels.tolist(), strict=True)
-        ]
+    rows = _class_rows(storage, numbers.tolist())
+    names = [name for _, name, _ in rows]
+    if any(scan.levels for scan in scans):  # as the samples say
+        name_of = dict(zip(map(str, numbers), names, strict=True))
+        rows = [(where, name_of[number], above) for scan in scans for where, number, above in scan.levels]
     known = nesting(rows)
-    levels = table_of_levels([known[name] for name in class_names])
-    return Index(**columns, class_name=np.array(class_names), class_levels=levels)
+    return Index(
+        **columns,
+        shard_name=np.array([scan.name for scan in scans]),
+        shard_size=np.array([scan.size for scan in scans]),
+        shard_sha256=np.array([scan.sha256 for scan in scans]),
+        class_name=np.array(names),
+        class_levels=table_of_levels([known[name] for name in names]),
+    )
 
 
 def _paths(storage: Storage, keys: NDArray[np.str_]) -> NDArray[np.str_]:
@@ -155,11 +157,7 @@ def _scan(base: str, levels: Sequence[str], name: str) -> Scan | str:
     """Scan a shard; return the reason if it is unusable."""
     storage = storage_of(base)
     try:
-        about = storage.about(name)
         with storage.open(name) as file:
-            scan = scan_shard(file, name, about.size, storage.where(name), levels)
-        if storage.about(name) != about:
-            raise DamagedShardError(f"{storage.where(name)}: it has changed while it was read")
+            return scan_shard(file, name, storage.size(name), storage.where(name), levels)
     except (DamagedShardError, MissingFileError) as error:
         return str(error)
-    return scan

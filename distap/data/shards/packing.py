@@ -14,12 +14,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from distap.data.images.decoding import DamagedImageError, decode, image_size, seems_cut
+from distap.data.images.decoding import DamagedImageError, decode, image_file, image_size, seems_cut
 from distap.data.images.formats import IMAGE_SUFFIXES, suffix_of
-from distap.data.shards.image_files import Entry, Listing, levels_of_each_class, look_at_all, sort_classes
+from distap.data.shards.image_files import ImageFile, Listing, levels_of_each_class, look_at_all, sort_classes
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index
-from distap.data.shards.indexing import NAMES_FILE, PATHS_FILE, merge_scans, scan_shard
+from distap.data.shards.indexing import NAMES_FILE, PATHS_FILE, Scan, merge_scans, scan_shard
 from distap.data.shards.parallel import Track, map_in_processes, untracked
 from distap.data.shards.tar import LABEL_FIELD
 from distap.data.sizing import Box
@@ -35,7 +35,7 @@ Levels = Mapping[str, tuple[str, ...]]  # the coarser classes of each class
 class _Job(NamedTuple):
     shard: Path
     first: int  # position of the first image in the data set, which begins its key
-    entries: list[tuple[Entry, int]]  # with the numbers of their classes
+    images: list[tuple[ImageFile, int]]  # with the numbers of their classes
 
 
 def pack_parts(
@@ -93,46 +93,45 @@ def _pack(
 ) -> tuple[Index, list[Skipped]]:
     """Write shards of `count` images and their index into a folder; return the index and the images left out."""
     entries, broken = look_at_all(listing.images, "listing images", track)
+    images = [entry.image for entry in entries]
     if shuffle is not None:
-        entries = [entries[place] for place in permutation(len(entries), shuffle)]
+        images = [images[place] for place in permutation(len(images), shuffle)]
     # The labels of a CSV are numbers already; other classes are numbered in the order of their names. Those without a
     # sound image keep their number in the shards, and the index leaves it out.
-    names = sort_classes(entry.image.class_name for entry in entries)
+    names = sort_classes(image.class_name for image in images)
     write_whole(folder / NAMES_FILE, "".join("\t".join((name, *levels[name])).rstrip("\t") + "\n" for name in names))
     numbers = {name: number for number, name in enumerate(names)}
-    labelled = [(entry, numbers[entry.image.class_name]) for entry in entries]
-    starts = range(0, len(entries), count)
+    labelled = [(image, numbers[image.class_name]) for image in images]
     jobs = [
         _Job(folder / f"{number:06d}.tar", start, labelled[start : start + count])
-        for number, start in enumerate(starts)
+        for number, start in enumerate(range(0, len(images), count))
     ]
-    written = map_in_processes(_write_shard, jobs, workers, "packing shards", track)
-    parts = [part for part, _ in written]
-    left_out = [*broken, *chain.from_iterable(skipped for _, skipped in written)]
-    if not any(map(len, parts)):
+    scans = map_in_processes(_write_shard, jobs, workers, "packing shards", track)
+    left_out = [*broken, *chain.from_iterable(scan.left_out for scan in scans)]
+    keys = list(chain.from_iterable(scan.columns["key"].tolist() for scan in scans))
+    if not keys:
         first = ": ".join(left_out[0])
         raise DistapError(f"none of the {len(listing.images)} images can be read; first: {first}")
     source = parse_source(folder)
-    keys = chain.from_iterable(part.key.tolist() for part in parts)
-    paths = (f"{key}\t{listing.name_of(entries[int(key.partition('-')[0])].image)}\n" for key in keys)
+    paths = (f"{key}\t{listing.name_of(images[int(key.partition('-')[0])])}\n" for key in keys)
     write_whole(folder / PATHS_FILE, "".join(paths))
-    index = merge_scans(source, storage_of(source.base), parts)
+    index = merge_scans(source, storage_of(source.base), scans)
     index.save(source)
     return index, [*listing.left_out, *left_out]
 
 
-def _write_shard(job: _Job) -> tuple[Index, list[Skipped]]:
-    """Write a shard; return its index and the images left out."""
+def _write_shard(job: _Job) -> Scan:
+    """Write a shard; return what is in it, and the images left out."""
     skipped: list[Skipped] = []
     with tarfile.open(job.shard, "w", format=tarfile.USTAR_FORMAT) as shard:
-        for position, (entry, label) in enumerate(job.entries, job.first):
-            data, path = entry.read(), entry.image.path
+        for position, (image, label) in enumerate(job.images, job.first):
+            data, path = image_file(image.path), image.path
             if not data:
                 skipped.append(Skipped(str(path), "empty files"))
                 continue
             try:
-                if entry.image.box is not None:
-                    data, path = _cut_out(data, entry.image.box), path.with_suffix(".jpg")
+                if image.box is not None:
+                    data, path = _cut_out(data, image.box), path.with_suffix(".jpg")
                 decode(data, name=str(path)) if seems_cut(data) else image_size(data)
             except DamagedImageError as error:
                 skipped.append(Skipped(str(path), str(error)))
@@ -148,8 +147,9 @@ def _write_shard(job: _Job) -> tuple[Index, list[Skipped]]:
                 member.uname = member.gname = "bigdata"  # as webdataset writes it, which would wait for torch
                 shard.addfile(member, io.BytesIO(content))
     with job.shard.open("rb") as written:
-        index, _ = scan_shard(written, job.shard.name, job.shard.stat().st_size, str(job.shard))
-    return index, skipped
+        return scan_shard(written, job.shard.name, job.shard.stat().st_size, str(job.shard))._replace(
+            left_out=skipped
+        )
 
 
 def _cut_out(data: bytes, box: Box) -> bytes:

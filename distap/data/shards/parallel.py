@@ -6,13 +6,11 @@ import os
 import pickle
 import sys
 import traceback
-import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from itertools import count, cycle, islice
 from multiprocessing.connection import Connection, wait
-from multiprocessing.pool import ThreadPool
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple, TypeVar
@@ -23,8 +21,8 @@ from distap.processes.stopping import go_deaf
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
-STAT_THREADS, STAT_CHUNK = 32, 256  # a network file system answers slowly, but many questions at once
 ALIGNED = 64  # bytes to which an array in shared memory is aligned
+ROOM = 2**28  # bytes of shared memory for an answer's arrays; more go through a pipe. Unused, it takes no memory
 LONGEST_WAIT = 600.0  # seconds for the next images
 
 # Wraps a loop over (items, description, total): yields the items unchanged and shows the progress.
@@ -36,19 +34,17 @@ class LostWorkerError(DistapError):
 
     status = FAILED
 
+    def __init__(self, problem: str) -> None:
+        super().__init__(
+            f"a process was lost: {problem}. Usual causes, unless a reason is printed above: the storage hangs; or "
+            "the host's memory was used up (see its kernel log): lower data.workers (or --workers), data.prefetch or "
+            "data.pixels.memory_bytes"
+        )
+
 
 def untracked(items: Iterable[Any], description: str, total: int) -> Iterable[Any]:
     """Yield the items without showing progress: the default of every argument `track`."""
     return items
-
-
-def ask_files(question: Callable[[Job], Result], items: Collection[Job], about: str, track: Track) -> list[Result]:
-    """Yield the result of `question` for each item in order, with many questions under way at once."""
-    with ThreadPool(STAT_THREADS) as pool:
-        answers = list(track(pool.imap(question, items, STAT_CHUNK), about, len(items)))
-        pool.close()
-        pool.join()  # so that no thread is left when processes are forked
-    return answers
 
 
 def usable_cores() -> int:
@@ -66,13 +62,7 @@ def map_in_processes(
     if (workers := min(workers, len(jobs))) <= 1:
         return list(track(map(function, jobs), about, len(jobs)))
     with closing(in_processes(function, jobs, workers)) as results:
-        try:
-            return list(track(results, about, len(jobs)))
-        except LostWorkerError as error:
-            raise DistapError(
-                f"{error} in the middle of its work; unless a reason is printed above, memory most likely ran out: "
-                "call again with fewer --workers"
-            ) from error
+        return list(track(results, about, len(jobs)))
 
 
 def handed_over(
@@ -94,39 +84,13 @@ def handed_over(
     if not workers:
         yield from map(read, requests)
         return
-    try:
-        yield from in_processes(read, requests, workers, prefetch, longest_wait, name, lends=sys.platform == "linux")
-    except LostWorkerError as error:
-        raise LostWorkerError(
-            f"a process that reads images was lost: {error}. Usual causes: the storage hangs; or the host's memory "
-            "was used up (see its kernel log): lower data.workers, data.prefetch or data.pixels.memory_bytes"
-        ) from error
-
-
-class GrowingMemory:
-    """Memory that a process and its fork share on Linux, and that grows; the size of /dev/shm does not limit it."""
-
-    def __init__(self) -> None:
-        self._file = os.memfd_create("distap")
-        weakref.finalize(self, os.close, self._file)
-        self._map: mmap.mmap | None = None
-
-    def views(self, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """Return the memory from each start to each stop, in bytes; both processes get the same."""
-        if spans and (self._map is None or len(self._map) < spans[-1][1]):
-            room = 1 << (spans[-1][1] - 1).bit_length()  # grow seldom; what nobody writes to takes no memory
-            os.truncate(self._file, max(room, os.fstat(self._file).st_size))
-            self._map = mmap.mmap(self._file, room)
-        return [memoryview(self._map or b"")[start:stop] for start, stop in spans]
-
-
-Views = Callable[[Sequence[tuple[int, int]]], list[memoryview]]
+    yield from in_processes(read, requests, workers, prefetch, longest_wait, name, lends=sys.platform == "linux")
 
 
 class Worker(NamedTuple):
     process: BaseProcess
     pipe: Connection
-    views: Iterator[Views]  # into the memory of its answers, one after the other
+    rooms: Iterator[mmap.mmap | None]  # shared memory for the arrays of its answers, one after the other
 
 
 def in_processes(
@@ -155,12 +119,12 @@ def in_processes(
     def started() -> Worker:
         pipe, theirs = context.Pipe()
         # One more than answers that wait: a worker may fill it while the caller uses the answer that came last.
-        views = [GrowingMemory().views for _ in range(prefetch + 1 if lends else 0)]
-        process = context.Process(target=_work, args=(os.getpid(), function, theirs, views), daemon=True)
+        rooms = [mmap.mmap(-1, ROOM) for _ in range(prefetch + 1 if lends else 0)]
+        process = context.Process(target=_work, args=(os.getpid(), function, theirs, rooms), daemon=True)
         processes.append(process)
         process.start()
         theirs.close()
-        return Worker(process, pipe, cycle(views or [lambda spans: []]))
+        return Worker(process, pipe, cycle(rooms or [None]))
 
     def ask(worker: Worker) -> None:
         for request in islice(remaining, 1):
@@ -184,7 +148,10 @@ def in_processes(
                 worker.process.join(1)
                 status = worker.process.exitcode
                 raise LostWorkerError(f"worker {worker.process.pid} ended with status {status}") from lost
-            result, error = pickle.loads(answer, buffers=next(worker.views)(spans))
+            room = next(worker.rooms)
+            result, error = pickle.loads(
+                answer, buffers=[memoryview(room or b"")[start:stop] for start, stop in spans]
+            )
             if error is not None:
                 if isinstance(error, MemoryError):
                     raise LostWorkerError(str(error) or "memory ran out") from error
@@ -195,7 +162,7 @@ def in_processes(
         kill_all(processes)
 
 
-def _work(parent: int, function: Callable[[Any], Any], pipe: Connection, views: Sequence[Views]) -> None:
+def _work(parent: int, function: Callable[[Any], Any], pipe: Connection, rooms: Sequence[mmap.mmap]) -> None:
     """Answer requests until this process is killed."""
     # Leave alone what the parent had: touching shared memory would copy it.
     gc.freeze()
@@ -213,14 +180,15 @@ def _work(parent: int, function: Callable[[Any], Any], pipe: Connection, views: 
                 error.add_note(traceback.format_exc())
             answer = None, error
         arrays = list[pickle.PickleBuffer]()
-        text = pickle.dumps(answer, protocol=5, buffer_callback=arrays.append if views else None)
+        text = pickle.dumps(answer, protocol=5, buffer_callback=arrays.append if rooms else None)
         spans, stop = list[tuple[int, int]](), 0
         for raw in (array.raw() for array in arrays):
             start = -(-stop // ALIGNED) * ALIGNED
             spans.append((start, stop := start + raw.nbytes))
-        if arrays:
-            for view, array in zip(views[number % len(views)](spans), arrays, strict=True):
-                view[:] = array.raw()
+        if stop > ROOM:
+            text, spans, arrays = pickle.dumps(answer, protocol=5), [], []
+        for (start, stop), array in zip(spans, arrays, strict=True):
+            rooms[number % len(rooms)][start:stop] = array.raw()
         pipe.send((text, spans))
 
 

@@ -1,9 +1,10 @@
-"""Read named columns of a list of images, from a CSV or Parquet file."""
+"""Read lists of images: lines of cells, and named columns of a CSV or Parquet file."""
 
 import csv
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 from distap.errors import DistapError
 
@@ -17,6 +18,57 @@ COLUMN_NAMES = {
 }
 
 Row = tuple[str, dict[str, Any]]  # its place, for messages, and its cells by column
+
+
+class ListLine(NamedTuple):
+    file: Path
+    number: int  # from 1
+    cells: Sequence[str]
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}, line {self.number}"
+
+    def wrong(self, problem: str) -> DistapError:
+        return DistapError(f"{self.where}: {problem}")
+
+    def integer(self, column: int, meaning: str) -> int:
+        text = self.cells[column]
+        if not (text.isascii() and text.isdigit() and len(text) < 19):
+            raise self.wrong(f"{meaning} {text[:60]!r} is no whole number of 0 or more")
+        return int(text)
+
+    def path(self, folder: Path, name: str) -> Path:
+        """Return the path of the file `name` in this folder; refuse a name that leaves the folder."""
+        parts = PurePosixPath(name).parts
+        if not name.isprintable():
+            raise self.wrong(f"path {name[:200]!r} is no printable text")
+        if not parts or name.startswith("/") or ".." in parts:
+            raise self.wrong(f"path {name[:200]!r} leaves {folder}; expected one inside")
+        return folder / name
+
+
+def read_lines(file: Path, separator: str | None = None) -> Iterator[ListLine]:
+    """Yield non-empty lines as cells, cut at a separator (outside quotes) or, by default, at spaces and tabs."""
+    csv.field_size_limit(sys.maxsize)  # cells of Google Landmarks are longer than csv expects
+    number = 0
+    try:
+        # Excel starts UTF-8 files with a byte-order mark.
+        with file.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as lines:
+            if separator is None:
+                words = (" ".join(line.split()) for line in lines)
+                reader = csv.reader(words, delimiter=" ", quoting=csv.QUOTE_NONE)
+            else:
+                reader = csv.reader(lines, delimiter=separator, strict=True)
+            for row in reader:
+                "".join(row).encode()  # raises an error for what was no UTF-8
+                number = reader.line_num
+                if any(cells := [cell.strip() for cell in row]):
+                    yield ListLine(file, number, cells)
+    except (csv.Error, UnicodeEncodeError) as error:
+        raise DistapError(f"{file}, line {number + 1}: not a table in UTF-8: {error}") from error
+    except OSError as error:
+        raise DistapError(f"{file}: cannot be read: {error.strerror or error}") from error
 
 
 def read_list(source: Path, renamed: Mapping[str, str]) -> tuple[Sequence[str], Iterator[Row]]:
@@ -51,30 +103,17 @@ def _places(source: Path, names: Sequence[str], renamed: Mapping[str, str]) -> d
 
 
 def _csv(source: Path, renamed: Mapping[str, str]) -> tuple[Sequence[str], Iterator[Row]]:
-    def lines() -> Iterator[tuple[str, list[str]]]:
-        # Excel starts UTF-8 files with a byte-order mark.
-        with source.open(newline="", encoding="utf-8-sig") as file:
-            number = 0
-            try:
-                first = file.readline()
-                file.seek(0)
-                reader = csv.reader(file, delimiter=max(",;\t", key=first.count), strict=True)
-                for row in reader:
-                    number = reader.line_num
-                    if any(cells := [cell.strip() for cell in row]):
-                        yield f"{source}, line {number}", cells
-            except (csv.Error, UnicodeDecodeError) as error:
-                raise DistapError(f"{source}, line {number + 1}: not a CSV file in UTF-8: {error}") from error
-
-    found = lines()
-    _, heading = next(found, ("", ["path", "label"]))
+    with source.open(errors="replace") as file:
+        first = file.readline()
+    lines = read_lines(source, max(",;\t", key=first.count))
+    heading = next(lines, ListLine(source, 1, ["path", "label"])).cells
     places, width = _places(source, heading, renamed), len(heading)
 
     def rows() -> Iterator[Row]:
-        for where, cells in found:
-            if len(cells) != width:
-                raise DistapError(f"{where}: {len(cells)} columns, expected {width}: {','.join(heading)}")
-            yield where, {column: cells[place] for column, place in places.items()}
+        for line in lines:
+            if len(line.cells) != width:
+                raise line.wrong(f"{len(line.cells)} columns, expected {width}: {','.join(heading)}")
+            yield line.where, {column: line.cells[place] for column, place in places.items()}
 
     return list(places), rows()
 

@@ -9,7 +9,7 @@ import tarfile
 import zlib
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, image_size
 from distap.data.images.formats import IMAGE_SUFFIXES
@@ -37,10 +37,6 @@ class UnlabelledError(DamagedImageError):
     """Raised if the label of an image stands for no class."""
 
 
-class Readable(Protocol):
-    def read(self, size: int, /) -> bytes: ...
-
-
 class TarMember(NamedTuple):
     name: str
     offset: int  # of its first byte within the archive
@@ -63,13 +59,15 @@ class Sample(NamedTuple):
     levels: tuple[str, ...] = ()  # names of the coarser classes of its class, finer first
 
 
-def read_samples(file: Readable, length: int, where: str, levels: Sequence[str] = ()) -> Iterator[Sample | Skipped]:
+def read_samples(
+    file: BinaryIO, length: int, where: str, levels: Sequence[str] = (), digest: Any = None
+) -> Iterator[Sample | Skipped]:
     """Yield each sample of a shard, or Skipped if its image has no readable header.
 
     `read_groups` lists arguments and errors. A sample that lacks its image, its class or one of the keys `levels` of
     its .json member is a DamagedShardError too.
     """
-    for key, members in read_groups(file, length, where):
+    for key, members in read_groups(file, length, where, digest):
         try:
             label, image, (width, height) = labelled_image(key, members)
             known = parsed_json(members["json"].data, dict) if levels else {}
@@ -86,18 +84,19 @@ def read_samples(file: Readable, length: int, where: str, levels: Sequence[str] 
             yield Sample(key, label, image.offset, len(image.data), zlib.crc32(image.data), width, height, above)
 
 
-def read_groups(file: Readable, length: int, where: str) -> Iterator[Group]:
+def read_groups(file: BinaryIO, length: int, where: str, digest: Any = None) -> Iterator[Group]:
     """Yield each key of a shard with its members by field, in order; the field of `a/b.seg.PNG` is `seg.png`.
 
     Args:
         file: the archive from its first byte; it is read once and never seeked.
         length: bytes of the archive.
         where: name of the archive, for messages.
+        digest: one of hashlib's, to update with every byte.
     Raises:
         DamagedShardError: it is not a whole archive of plain files and folders, or a key's members are not adjacent.
     """
     seen: set[str] = set()
-    for key, group in groupby(_members(file, length, where), lambda member: _split_name(member.name)[0]):
+    for key, group in groupby(_members(file, length, where, digest), lambda member: _split_name(member.name)[0]):
         if not is_line(key):
             limit = f"one line of text of at most {MAX_NAME:,} bytes"
             raise DamagedShardError(f"{where}: key {key[:60]!r} of {len(key):,} letters is not {limit}")
@@ -147,8 +146,8 @@ def _split_name(name: str) -> tuple[str, str]:
 class _ForwardFile:
     """A file for tarfile that can be read forwards only, and not beyond its end."""
 
-    def __init__(self, file: Readable, length: int) -> None:
-        self._file, self._length = file, length
+    def __init__(self, file: BinaryIO, length: int, digest: Any) -> None:
+        self._file, self._length, self._digest = file, length, digest
         self.position = 0  # of the next byte
         self.block = b""  # what was read last
 
@@ -161,12 +160,14 @@ class _ForwardFile:
             raise tarfile.ReadError(f"a member or header of {size:,} bytes; at most {most:,} are read")
         self.block = self._file.read(max(min(size, self._length - self.position), 0))
         self.position += len(self.block)
+        if self._digest is not None:
+            self._digest.update(self.block)
         return self.block
 
 
-def _members(file: Readable, length: int, where: str) -> Iterator[TarMember]:
+def _members(file: BinaryIO, length: int, where: str, digest: Any) -> Iterator[TarMember]:
     """Yield the files of an archive; check that it holds nothing else and ends properly."""
-    forward, last = _ForwardFile(file, length), "the beginning"
+    forward, last = _ForwardFile(file, length, digest), "the beginning"
     try:
         archive = tarfile.TarFile(fileobj=forward, encoding="utf-8", errors="strict")  # type: ignore[arg-type]
         while (member := archive.next()) is not None:
@@ -187,7 +188,7 @@ def _members(file: Readable, length: int, where: str) -> Iterator[TarMember]:
         # for the end. The block that it read last has to be the first of two blocks of zeros, with only zeros behind.
         ended, zeros = forward.block == bytes(TAR_BLOCK), True
         rest = 0
-        while ended and zeros and (more := file.read(2**20)):
+        while ended and zeros and (more := forward.read(MAX_HEADER)):
             rest, zeros = rest + len(more), not any(more)
         if not (ended and zeros) or rest < TAR_BLOCK or rest % TAR_BLOCK:
             raise tarfile.ReadError("neither a file nor the end, two blocks of zeros with nothing behind them")

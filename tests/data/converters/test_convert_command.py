@@ -4,7 +4,7 @@ import pytest
 from commands import distap
 from dataset_trees import TREES
 
-from distap.data.converters.converting import DATASETS
+from distap.data.converters import DATASETS
 from distap.data.shards.index import load_index
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "data-sets.md"
@@ -25,7 +25,7 @@ def test_the_command_says_what_it_did_and_what_is_wrong(run, tmp_path):
     assert status == 0
     for text in (
         f"{output}/train: 3 images of 2 classes",
-        "train differs from the published split: its list names 4 images of 2 classes, published are 59,551 images, "
+        "train differs from the published split: its list names 4 images, 2 classes, published are 59,551 images, "
         "11,318 classes",
         f"left out: 1 listed images that are not there ({source}/chair_final/1_0.JPG)",
         "left out: 1 decode_error: not an image of",

@@ -6,7 +6,8 @@ import pytest
 import torch
 from dataset_trees import TREES, dump
 
-from distap.data.converters.converting import DATASETS, convert
+from distap.data.converters import DATASETS
+from distap.data.converters.dataset import convert
 from distap.data.shards.index import load_index
 from distap.errors import DistapError
 from distap.evaluation.ground_truth import read_truth
