@@ -159,10 +159,10 @@ def check_command(source: SHARDS, path: INDEX_OPTION = None, workers: WORKERS = 
     index, damaged = check(parse_source(source, path), workers, track)
     _print_left_out(index.left_out)
     for damage in damaged:
-        print_result(f"{damage.where}: {damage.reason}: {damage.detail}")
+        print_result(f"{damage.name}: {damage.reason}")
     seen = f"{source}: {len(index)} images in {len(index.shard_name)} shards"
     if damaged:
-        reasons = Counter(damage.reason for damage in damaged).most_common()
+        reasons = Counter(damage.reason.partition(":")[0] for damage in damaged).most_common()
         counts = ", ".join(f"{reason} {count}" for reason, count in reasons)
         print_result(f"{seen}, {len(damaged)} things damaged: {counts}")
         raise typer.Exit(1)

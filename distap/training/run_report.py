@@ -173,10 +173,10 @@ class RunReport:
     def reading(self, step: int, share: ShareOfBatch) -> None:
         """Report on reading this rank's share of a step: damaged images, and traffic."""
         for failure in share.failures:
-            name = f"{failure.where}: {failure.reason}"
-            self.metrics.skipped.labels(failure.reason).inc()
+            name = ": ".join(failure)
+            self.metrics.skipped.labels(failure.reason.partition(":")[0]).inc()
             if name not in self.damaged:
-                logger.warning("step %d: %s left out", step, name)
+                logger.warning("step %d: left out: %s", step, name)
             self.damaged.add(name)
         self.metrics.read_bytes.inc(share.traffic["read_bytes"])
         self.metrics.read_retries.inc(share.traffic["retries"])

@@ -14,11 +14,11 @@ from distap.data.shards.index import load_index
 
 
 def listed(checked):
-    return [(damage.where, damage.reason) for damage in checked[1]]
+    return [(damage.name, damage.reason.partition(":")[0]) for damage in checked[1]]
 
 
 def reasons(checked):
-    return Counter(damage.reason for damage in checked[1])
+    return Counter(reason for _, reason in listed(checked))
 
 
 def flip(path, place):
@@ -51,8 +51,8 @@ def test_a_changed_label_is_told_from_a_changed_image(tmp_path):
         label = next(member.offset_data for member in tar if member.name.endswith(".cls"))
     flip(shard, label)
     (damage,) = check(tmp_path / "out")[1]
-    assert damage.reason == "shard_sha256"
-    assert "no image, but the data around them, such as labels" in damage.detail
+    assert damage.reason.startswith("shard_sha256: ")
+    assert "no image, but the data around them, such as labels" in damage.reason
 
 
 def test_the_check_goes_on_after_missing_and_cut_shards(shards):

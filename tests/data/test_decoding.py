@@ -15,7 +15,7 @@ from benchmarks.photos import jpeg, photo
 from distap.data.images import decoding
 from distap.data.images.decoding import DamagedImageError, EncodedImage, NoReaderError, decode, image_size
 from distap.data.images.formats import readable_formats
-from distap.data.loading.share import Failure
+from distap.data.loading.share import failure
 from distap.data.sizing import reduction
 from distap.errors import DistapError
 
@@ -126,7 +126,7 @@ def test_a_missing_reader_is_named_with_its_extra(monkeypatch):
     with pytest.raises(NoReaderError, match=r"HEIF, for which there is no reader: pip install 'distap\[formats\]'"):
         decode(b"\0\0\0\x18ftypheic" + bytes(100))
     with pytest.raises(DistapError, match=r"^shard:key: .*distap\[formats\]"):
-        Failure.of("shard:key", NoReaderError("decode_error", "pip install 'distap[formats]'"))
+        failure("shard:key", NoReaderError("decode_error", "pip install 'distap[formats]'"))
 
 
 def test_broken_exif_leaves_the_image_as_it_is_stored():

@@ -46,9 +46,9 @@ def test_a_damaged_image_is_replaced_by_one_of_its_class_and_reported(shards):
     ((_, samples, share),) = read(images, range(1), 4)
     assert samples[slot] == images.plan.stand_ins(0, slot)[0]
     assert share.present.all()
-    assert [tuple(failure) for failure in share.failures] == [
-        (f"{index.shard_name[index.shard[batch[slot]]]}:{index.names[batch[slot]]}", "crc_mismatch")
-    ]
+    (failure,) = share.failures
+    assert failure.name == f"{index.shard_name[index.shard[batch[slot]]]}:{index.names[batch[slot]]}"
+    assert failure.reason.startswith("crc_mismatch: ")
 
 
 def test_a_slot_without_stand_in_stays_empty(shards):

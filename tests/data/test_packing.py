@@ -263,7 +263,7 @@ def test_damaged_images_are_left_out_and_listed_with_the_reason(tmp_path, image_
     found = [(s.name[-5:], s.reason.partition(":")[0]) for s in skipped]
     assert found == [("0.png", "decode_error"), ("1.png", "truncated"), ("5.jpg", "truncated")]
     assert len(index) == 9
-    assert [damage.where for damage in check(tmp_path / "headers")[1]] == ["000000.tar:apple/2.png"]
+    assert [damage.name for damage in check(tmp_path / "headers")[1]] == ["000000.tar:apple/2.png"]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -209,6 +209,6 @@ def test_a_damaged_image_leaves_the_others_of_its_chunk(folder, workers):
     (chunk,) = sized_chunks(*images, [[0, 1, 2]], workers)
     assert chunk.samples == [1, 2] and [image.shape for image in chunk.pixels] == [(3, 80, 120)] * 2
     assert chunk.damaged[0].startswith("decode_error")
-    assert torch.equal(dict(chunk.images())[1], pixels(PHOTO))
+    assert torch.equal(torch.from_numpy(chunk.pixels[0]), pixels(PHOTO))
     (chunk,) = sized_chunks(*images, [[0]], workers)
-    assert chunk.samples == [] and list(chunk.images()) == []
+    assert chunk.samples == [] and chunk.pixels == []

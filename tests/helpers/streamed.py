@@ -56,5 +56,5 @@ def seen(images, steps, count, failures=None):
         digests = [hashlib.sha256(image.numpy().tobytes()).hexdigest() for image in pixels]
         batches.append(list(zip(share.names, share.labels.tolist(), digests, strict=True)))
         if failures is not None:
-            failures += share.failures
+            failures += [(name, reason.partition(":")[0]) for name, reason in share.failures]
     return batches

@@ -259,7 +259,7 @@ def test_damaged_images_are_skipped_counted_and_named(tmp_path, training_shards,
     sampling = {"name": "random", "batch_size": len(load_index(tmp_path / "spoilt"))}
     on_ranks(2, train_on_ranks, tmp_path / "run", [tmp_path / "spoilt"], {"steps": 2, "sampling": sampling})
     train(World(), tmp_path / "alone", [tmp_path / "spoilt"], steps=1, sampling=sampling)
-    assert len(re.findall(r"step 1: \S+\.tar:\S+: crc_mismatch left out", caplog.text)) == 2
+    assert len(re.findall(r"step 1: left out: \S+\.tar:\S+: crc_mismatch", caplog.text)) == 2
     entries = [entry for entry in read_run_log(tmp_path / "run") if "loss" in entry]
     assert [entry["skipped_images"] for entry in entries] == [2, 4]
     assert all(entry["loss"] > 0 for entry in entries)

@@ -33,12 +33,6 @@ class SizedChunk(NamedTuple):
     pixels: list[NDArray[np.uint8]]  # (3, height, width) of each
     damaged: dict[int, str]  # the samples that could not be read, and why
 
-    def images(self) -> Iterator[tuple[int, "Tensor"]]:
-        """Yield each image's number and its pixels (3, height, width), as a view."""
-        from torch import from_numpy  # here, since thumbnails need none
-
-        yield from zip(self.samples, map(from_numpy, self.pixels), strict=True)
-
 
 def sized_chunks(
     reader: "Reader", sizing: Sizing, boxes: Mapping[int, Box], requests: Iterable[list[int]], workers: int

@@ -8,9 +8,9 @@ import numpy as np
 
 from distap.data.images.decoding import DamagedImageError
 from distap.data.loading.reader import Reader
-from distap.data.loading.share import NO_SAMPLE, Chunk, Failure, LoadingJob, TrainingImages
+from distap.data.loading.share import NO_SAMPLE, Chunk, LoadingJob, TrainingImages, failure
 from distap.data.plan import PLAN_VERSION, Plan
-from distap.data.shards.image_folders import warn_of
+from distap.data.shards.image_folders import Skipped, warn_of
 from distap.data.shards.index import Index, load_index
 from distap.data.shards.parallel import handed_over
 from distap.stopwatch import Stopwatch
@@ -65,14 +65,14 @@ def _chunk(job: LoadingJob, reader: Reader, plan: Plan, requests: list[Request])
     before = reader.storage.meter.copy()  # a fork begins with its parent's counts
     size, _ = job.at(requests[0][0])
     pixels = np.zeros((len(requests), 3, size, size), np.uint8)
-    failures, samples = list[Failure](), [NO_SAMPLE] * len(requests)
+    failures, samples = list[Skipped](), [NO_SAMPLE] * len(requests)
     names = [reader.where(planned) for _, _, planned in requests]
     for row, (step, slot, planned) in enumerate(requests):
         for sample in _candidates(plan, step, slot, planned):
             try:
                 pixels[row] = job.augmented(reader.encoded(sample), step, slot).numpy()
             except DamagedImageError as error:
-                failures.append(Failure.of(reader.where(sample), error))
+                failures.append(failure(reader.where(sample), error))
             else:
                 samples[row], names[row] = sample, reader.where(sample)
                 break

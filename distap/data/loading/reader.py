@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,18 +129,11 @@ def open_images(source: Source | Path | str) -> ImageSet:
     return ImageSet(str(source), index.fingerprint, keys, index.class_name[index.label], reader, index.left_out)
 
 
-class Damage(NamedTuple):
-    """A shard or image that differs from the index, or an image that cannot be decoded."""
-
-    where: str  # the shard, or shard and name of an image
-    # shard_missing, shard_unreadable, shard_size, shard_sha256, shard_not_indexed, or that of a DamagedImageError
-    reason: str
-    detail: str
-
-
-def check(source: Source | Path | str, workers: int = 1, track: Track = untracked) -> tuple[Index, list[Damage]]:
+def check(source: Source | Path | str, workers: int = 1, track: Track = untracked) -> tuple[Index, list[Skipped]]:
     """Read every byte of a data set's shards; return its index and all damage, which never ends the check.
 
+    Reasons begin with shard_missing, shard_unreadable, shard_size, shard_sha256, shard_not_indexed, or as those of a
+    DamagedImageError do.
     The size and SHA-256 of each shard and the CRC-32 of each image are compared with the index, and the whole image
     is decoded.
     """
@@ -158,7 +150,7 @@ def check(source: Source | Path | str, workers: int = 1, track: Track = untracke
         with suppress(DistapError):  # not one shard is left, which is said of each
             unknown = set(shard_names(source, storage_of(source.base))) - set(index.shard_name.tolist())
             detail = "the index does not have it, so its images are not read: `distap data index` reads it"
-            damaged += [Damage(name, "shard_not_indexed", detail) for name in sorted(unknown)]
+            damaged += [Skipped(name, f"shard_not_indexed: {detail}") for name in sorted(unknown)]
     return index, damaged
 
 
@@ -173,10 +165,10 @@ def same_bytes(index: Index) -> NDArray[np.int64]:
     return np.stack([first, second], axis=1)[same & (index.crc32[first] != 0)]
 
 
-def _check_shard(reader: Reader, job: tuple[int, NDArray[np.int64]]) -> list[Damage]:
+def _check_shard(reader: Reader, job: tuple[int, NDArray[np.int64]]) -> list[Skipped]:
     """Decode the images of a shard, given by their numbers, and compare its bytes with the index."""
     shard, samples = job
-    index, storage, damaged = reader.index, reader.storage, list[Damage]()
+    index, storage, damaged = reader.index, reader.storage, list[Skipped]()
     assert isinstance(storage, Storage)
     name, size, sha256 = (column[shard].item() for column in (index.shard_name, index.shard_size, index.shard_sha256))
     reason = detail = ""
@@ -186,8 +178,7 @@ def _check_shard(reader: Reader, job: tuple[int, NDArray[np.int64]]) -> list[Dam
             try:
                 reader.encoded(sample).whole()
             except DamagedImageError as error:
-                told = str(error).removeprefix(f"{error.reason}: ")
-                damaged.append(Damage(reader.where(sample), error.reason, told))
+                damaged.append(Skipped(reader.where(sample), str(error)))
         if found != size:
             reason, detail = "shard_size", f"{found} bytes, but {size} when it was indexed"
         elif sha256:
@@ -199,4 +190,4 @@ def _check_shard(reader: Reader, job: tuple[int, NDArray[np.int64]]) -> list[Dam
         reason, detail = "shard_missing", f"there is no such file; {len(samples)} images were in it"
     except DistapError as error:
         reason, detail = "shard_unreadable", f"{error}; some of its {len(samples)} images could not be checked"
-    return [Damage(name, reason, detail), *damaged] if reason else damaged
+    return [Skipped(name, f"{reason}: {detail}"), *damaged] if reason else damaged

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distap.data.images.augmentation import Transform, seeded
-from distap.data.images.decoding import DamagedImageError, EncodedImage, NoReaderError, Reason
+from distap.data.images.decoding import DamagedImageError, EncodedImage, NoReaderError
 from distap.data.plan import Sampling
+from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index
 from distap.data.shards.parallel import LONGEST_WAIT
 from distap.data.sizing import PixelSettings
@@ -61,18 +62,11 @@ class LoadingJob:
         return seeded(self.at(step)[1], image, seed_for(AUGMENTATION, self.seed, step, slot))
 
 
-class Failure(NamedTuple):
-    """An image that could not be used: its shard and key, and the reason."""
-
-    where: str
-    reason: Reason
-
-    @classmethod
-    def of(cls, where: str, error: DamagedImageError) -> "Failure":
-        """Describe the failure to read an image; raise a DistapError if its format's reader is not installed."""
-        if isinstance(error, NoReaderError):
-            raise DistapError(f"{where}: {error}") from error
-        return cls(where, error.reason)
+def failure(where: str, error: DamagedImageError) -> Skipped:
+    """Describe an image that could not be used; raise a DistapError if its format's reader is not installed."""
+    if isinstance(error, NoReaderError):
+        raise DistapError(f"{where}: {error}") from error
+    return Skipped(where, str(error))
 
 
 class Chunk(NamedTuple):
@@ -83,7 +77,7 @@ class Chunk(NamedTuple):
     samples: list[int]  # (n,) numbers of the images, NO_SAMPLE for a missing one
     labels: NDArray[np.int64]  # (n,), or (n, L) from the finest level: their classes, -1 for a missing image
     names: list[str]  # (n,) their shards and keys; of the damaged image if nothing stands in for it
-    failures: list[Failure]  # images, and those that were to stand in for them, that could not be used
+    failures: list[Skipped]  # images, and those that were to stand in for them, that could not be used
     traffic: Counter[str]  # of reading them: the storage's `meter` since the chunk before
 
 
@@ -159,7 +153,7 @@ class ShareOfBatch:
         self.labels = torch.full((count,), -1)
         self.present = torch.zeros(count, dtype=torch.bool)  # False for a missing image
         self.names: list[str] = []  # of the images that were read so far
-        self.failures: list[Failure] = []
+        self.failures: list[Skipped] = []
         self.traffic = Counter[str]()  # of what was read so far; workers read ahead
 
     def images(self, rows: slice | Tensor) -> Tensor:

@@ -29,7 +29,8 @@ from pydantic import PositiveInt
 
 from distap.data.images.decoding import DamagedImageError, EncodedImage
 from distap.data.labels import class_name
-from distap.data.loading.share import Chunk, Failure, LoadingJob, TrainingImages
+from distap.data.loading.share import Chunk, LoadingJob, TrainingImages, failure
+from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import load_index
 from distap.data.shards.parallel import handed_over
 from distap.data.shards.tar import LABEL_FIELD, MAX_DIGITS, TarMember, labelled_image, read_groups
@@ -170,14 +171,14 @@ def _chunk(streams: list[Stream], parts: list[range], number: int) -> Chunk:
     stream = streams[number % len(streams)]
     step, part = divmod(number, len(parts))
     pixels, samples, labels, names = list[NDArray[np.uint8]](), list[int](), list[int](), list[str]()
-    failures: list[Failure] = []
+    failures = list[Skipped]()
     for slot in parts[part]:
         for name, key, members in stream.candidates(step):
             try:
                 label, image, _ = labelled_image(key, stream.source.labelled(key, members))
                 pixels.append(stream.job.augmented(EncodedImage(image.data, name=name), step, slot).numpy())
             except DamagedImageError as error:
-                failures.append(Failure.of(name, error))
+                failures.append(failure(name, error))
             else:
                 samples.append(number_of(name))
                 labels.append(label)

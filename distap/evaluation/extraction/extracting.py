@@ -204,7 +204,7 @@ def _described(
         for chunk in chunks:
             left_out.update(chunk.damaged)
             report(len(chunk.damaged))
-            yield from chunk.images()
+            yield from zip(chunk.samples, map(torch.from_numpy, chunk.pixels), strict=True)
 
     for numbers, pixels in batches_of_one_shape(images(), limit):
         try:
