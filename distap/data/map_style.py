@@ -223,17 +223,6 @@ def _class_names(numbers: Sequence[int], labels: Any, known: Any, name: str) -> 
     return {number: names[int(label)] if fits and label else label for number, label in found.items()}
 
 
-@dataclass(frozen=True)
-class _Encoded:
-    """Encoded files in an image column of a Hugging Face data set."""
-
-    column: Any  # a data set of one column that is not decoded
-
-    def __getitem__(self, number: int) -> bytes | str:
-        ((_, stored),) = self.column[number].items()
-        return stored["path"] if stored["bytes"] is None else stored["bytes"]
-
-
 def _of_columns(dataset: Any, name: str) -> tuple[Any, ...]:
     """Return images, and for the label and each coarser level the values and their names, of a Hugging Face set."""
     import datasets
@@ -255,10 +244,12 @@ def _of_columns(dataset: Any, name: str) -> tuple[Any, ...]:
             f"{name} has the columns {found}; expected one Image, and one ClassLabel, number or text, or of several "
             "one that is called label (rename_column and remove_columns help)"
         )
-    images = dataset.with_format(None).select_columns(pictures).cast_column(pictures[0], datasets.Image(decode=False))
+    items = dataset.with_format(None).select_columns(pictures + labels)
+    items = items.rename_columns({pictures[0]: "image", labels[0]: "label"})
+    images = _Images(items.cast_column("image", datasets.Image(decode=False)), name)  # the files as they are stored
     table = dataset.select_columns(labels + levels).with_format("arrow")[:]
     named = ((table[column].to_pylist(), getattr(features[column], "names", None)) for column in labels + levels)
-    return _Encoded(images), *named
+    return images, *named
 
 
 @lru_cache(maxsize=8)

@@ -19,7 +19,7 @@ Shape = tuple[int, int]  # height and width, pixels
 Turns = tuple[bool, bool, bool]  # whether EXIF mirrors the stored image left to right, top to bottom, transposes it
 FACTORS = (8, 4, 2, 1)  # by which libjpeg can scale down while it decodes
 SIZINGS = re.compile(
-    r"(?:resize (?P<resize>[0-9]+(?:x[0-9]+)?) )?(?:(?P<kind>crop|side) (?P<pixels>[0-9]+)|original)"
+    r"(?:resize (?P<resize>[0-9]+(?:x[0-9]+)?) (?=crop))?(?:(?P<kind>crop|side) (?P<pixels>[0-9]+)|original)"
 )
 EXPECTED = (
     "expected `crop N`, `side N` or `original`, N pixels, or `resize M crop N` or `resize HxW crop N` with M of N or "
@@ -42,9 +42,7 @@ class Sizing:
     resize: tuple[int, ...] = ()  # pixels of the shorter side, or height and width
 
     def __post_init__(self) -> None:
-        fits = not self.resize or (self.kind == "crop" and min(self.resize) >= (self.pixels or 0))
-        wanted = self.kind != "original"
-        if not fits or wanted != (self.pixels is not None) or (self.pixels is not None and self.pixels < 1):
+        if self.pixels == 0 or (self.resize and min(self.resize) < (self.pixels or 0)):
             raise DistapError(f"sizing `{self}`: {EXPECTED}")
 
     def __str__(self) -> str:

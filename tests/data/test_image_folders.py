@@ -56,7 +56,7 @@ def test_a_check_decodes_each_image_and_sees_what_changed_since(folders):
     cut, empty = folders / "test" / "test-0" / "0.png", folders / "test" / "test-1" / "0.png"
     cut.write_bytes(cut.read_bytes()[:-40])
     empty.write_bytes(b"")
-    assert [damage.where for damage in check(source)[1]] == ["test-0/0.png", "test-1/0.png"]
+    assert [damage.name for damage in check(source)[1]] == ["test-0/0.png", "test-1/0.png"]
 
 
 def test_links_are_followed_but_no_image_is_listed_twice(folders):

@@ -13,7 +13,7 @@ from launching import Program, output_of
 from launching import started as launched
 
 from distap.data.shards.index import load_index
-from distap.data.shards.parallel import LostWorkerError, handed_over
+from distap.data.shards.parallel import LostWorkerError, in_processes
 from distap.data.sizing import PixelSettings
 from distap.errors import DistapError
 
@@ -133,7 +133,7 @@ def _numbered(size):
 def test_an_item_that_cannot_be_handed_over_ends_its_worker_and_is_not_waited_for():
     for read, message in ((_unpicklable, "ended with status 1"), (lambda _: [0] * 2**60, "lost: memory ran out")):
         with pytest.raises(LostWorkerError, match=message):
-            list(handed_over(read, [7], workers=1, prefetch=1))
+            list(in_processes(read, [7], workers=1, prefetch=1, lends=True))
 
 
 NO_SHARED_MEMORY = """
@@ -143,7 +143,6 @@ subprocess.run(["mount", "--make-rprivate", "/"], check=True)
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k,ro", "tmpfs", "/dev/shm"], check=True)
 from pathlib import Path
 from images import started
-from distap.data.shards.parallel import handed_over
 share = started(Path(sys.argv[1]), workers=2)[1]
 print(share.images(slice(0, 6)).shape)
 """
@@ -158,5 +157,5 @@ def test_workers_need_neither_shared_memory_nor_a_short_path_for_sockets(shards,
 
 def test_an_array_is_valid_until_the_next_is_asked_for_and_grows():
     sizes = [0, 3, 2**20, 5, 2**21, 7] * 3
-    for size, array in zip(sizes, handed_over(_numbered, sizes, workers=2, prefetch=1), strict=True):
+    for size, array in zip(sizes, in_processes(_numbered, sizes, workers=2, prefetch=1, lends=True), strict=True):
         assert array.shape == (2, size) and (array == size % 251).all() and array.flags.writeable

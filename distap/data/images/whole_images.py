@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distap.data.images.decoding import DamagedImageError, EncodedImage
-from distap.data.shards.parallel import handed_over
+from distap.data.shards.parallel import LONGEST_WAIT, in_processes
 from distap.data.sizing import Box, Shape, Sizing
 from distap.errors import DistapError, logger
 
@@ -41,7 +41,8 @@ def sized_chunks(
 
     `boxes` are the parts of images that count; of others it is the whole.
     """
-    return handed_over(partial(_chunk, reader, sizing, boxes), requests, workers, PREFETCH)
+    read = partial(_chunk, reader, sizing, boxes)
+    return in_processes(read, requests, workers, PREFETCH, LONGEST_WAIT, lends=True)
 
 
 def _chunk(reader: "Reader", sizing: Sizing, boxes: Mapping[int, Box], samples: list[int]) -> SizedChunk:

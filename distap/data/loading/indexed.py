@@ -12,7 +12,7 @@ from distap.data.loading.share import NO_SAMPLE, Chunk, LoadingJob, TrainingImag
 from distap.data.plan import PLAN_VERSION, Plan
 from distap.data.shards.image_folders import Skipped, warn_of
 from distap.data.shards.index import Index, load_index
-from distap.data.shards.parallel import handed_over
+from distap.data.shards.parallel import in_processes
 from distap.stopwatch import Stopwatch
 from distap.world import World
 
@@ -52,9 +52,8 @@ class IndexedImages(TrainingImages):
                     yield [(step, slot, int(batch[slot])) for slot in self.slots[start : start + job.chunk]]
 
         read = partial(_chunk, job, reader, plan)
-        return handed_over(
-            read, requests(), job.workers, job.prefetch, job.longest_wait, lambda asked: reader.where(asked[0][2])
-        )
+        settings = job.workers, job.prefetch, job.longest_wait
+        return in_processes(read, requests(), *settings, lambda asked: reader.where(asked[0][2]), lends=True)
 
 
 def _chunk(job: LoadingJob, reader: Reader, plan: Plan, requests: list[Request]) -> Chunk:

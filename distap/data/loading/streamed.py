@@ -32,7 +32,7 @@ from distap.data.labels import class_name
 from distap.data.loading.share import Chunk, LoadingJob, TrainingImages, failure
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import load_index
-from distap.data.shards.parallel import handed_over
+from distap.data.shards.parallel import in_processes
 from distap.data.shards.tar import LABEL_FIELD, MAX_DIGITS, TarMember, labelled_image, read_groups
 from distap.errors import DistapError
 from distap.randomness import permutation, seed_for
@@ -110,7 +110,8 @@ class StreamedImages(TrainingImages):
         shared = every, job, self._source, self._storage, steps.start
         streams = [Stream(number, self._names[number::every], *shared) for number in self._streams]
         read, numbers = partial(_chunk, streams, parts), count(steps.start * len(parts))
-        return handed_over(read, numbers, min(job.workers, len(streams)), job.prefetch, job.longest_wait)
+        workers = min(job.workers, len(streams))
+        return in_processes(read, numbers, workers, job.prefetch, job.longest_wait, lends=True)
 
 
 @dataclass

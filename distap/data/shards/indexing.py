@@ -60,7 +60,7 @@ def index_shards(
     if own and _lines(storage, NAMES_FILE) is None:  # class 0 of one folder is not that of another
         where = storage.where(f"{own[0]}/{NAMES_FILE}")
         raise DistapError(f"{source}: {where} numbers the classes of its folder alone: pack all images together")
-    scan = partial(_scan, source.base, levels)
+    scan = partial(_scan, storage, levels)
     scans = map_in_processes(scan, names, workers, "indexing shards", track)
     sound = [scan for scan in scans if isinstance(scan, Scan)]
     if damaged := [scan for scan in scans if isinstance(scan, str)]:
@@ -153,9 +153,8 @@ def _class_rows(storage: Storage, numbers: list[int]) -> list[tuple[str, str, tu
     return rows
 
 
-def _scan(base: str, levels: Sequence[str], name: str) -> Scan | str:
+def _scan(storage: Storage, levels: Sequence[str], name: str) -> Scan | str:
     """Scan a shard; return the reason if it is unusable."""
-    storage = storage_of(base)
     try:
         with storage.open(name) as file:
             return scan_shard(file, name, storage.size(name), storage.where(name), levels)

@@ -9,10 +9,10 @@ import os
 import re
 import tarfile
 from collections.abc import Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
 
 from distap.data.images.decoding import DamagedImageError, decode, image_file, image_size, seems_cut
 from distap.data.images.formats import IMAGE_SUFFIXES, suffix_of
@@ -30,12 +30,6 @@ from distap.storage.files import storage_of
 from distap.storage.locations import parse_source
 
 Levels = Mapping[str, tuple[str, ...]]  # the coarser classes of each class
-
-
-class _Job(NamedTuple):
-    shard: Path
-    first: int  # position of the first image in the data set, which begins its key
-    images: list[tuple[ImageFile, int]]  # with the numbers of their classes
 
 
 def pack_parts(
@@ -100,13 +94,9 @@ def _pack(
     # sound image keep their number in the shards, and the index leaves it out.
     names = sort_classes(image.class_name for image in images)
     write_whole(folder / NAMES_FILE, "".join("\t".join((name, *levels[name])).rstrip("\t") + "\n" for name in names))
-    numbers = {name: number for number, name in enumerate(names)}
-    labelled = [(image, numbers[image.class_name]) for image in images]
-    jobs = [
-        _Job(folder / f"{number:06d}.tar", start, labelled[start : start + count])
-        for number, start in enumerate(range(0, len(images), count))
-    ]
-    scans = map_in_processes(_write_shard, jobs, workers, "packing shards", track)
+    labels = {name: str(number).encode() for number, name in enumerate(names)}
+    write = partial(_write_shard, folder, images, labels, count)
+    scans = map_in_processes(write, range(-(-len(images) // count)), workers, "packing shards", track)
     left_out = [*broken, *chain.from_iterable(scan.left_out for scan in scans)]
     keys = list(chain.from_iterable(scan.columns["key"].tolist() for scan in scans))
     if not keys:
@@ -120,11 +110,11 @@ def _pack(
     return index, [*listing.left_out, *left_out]
 
 
-def _write_shard(job: _Job) -> Scan:
-    """Write a shard; return what is in it, and the images left out."""
-    skipped: list[Skipped] = []
-    with tarfile.open(job.shard, "w", format=tarfile.USTAR_FORMAT) as shard:
-        for position, (image, label) in enumerate(job.images, job.first):
+def _write_shard(folder: Path, images: list[ImageFile], labels: Mapping[str, bytes], count: int, number: int) -> Scan:
+    """Write a shard of `count` images; return what is in it, and the images left out."""
+    skipped, place, first = list[Skipped](), folder / f"{number:06d}.tar", number * count
+    with tarfile.open(place, "w", format=tarfile.USTAR_FORMAT) as shard:
+        for position, image in enumerate(images[first : first + count], first):
             data, path = image_file(image.path), image.path
             if not data:
                 skipped.append(Skipped(str(path), "empty files"))
@@ -140,16 +130,14 @@ def _write_shard(job: _Job) -> Scan:
             # The file's suffix without its dot, or that of its content.
             suffix = path.suffix.lower()
             field = suffix.removeprefix(".") if suffix in IMAGE_SUFFIXES else suffix_of(data)
-            fields = {field: data, LABEL_FIELD: str(label).encode()}
+            fields = {field: data, LABEL_FIELD: labels[image.class_name]}
             for field, content in sorted(fields.items()):
                 member = tarfile.TarInfo(f"{position:08d}-{stem}.{field}")
                 member.size, member.mode = len(content), 0o444
                 member.uname = member.gname = "bigdata"  # as webdataset writes it, which would wait for torch
                 shard.addfile(member, io.BytesIO(content))
-    with job.shard.open("rb") as written:
-        return scan_shard(written, job.shard.name, job.shard.stat().st_size, str(job.shard))._replace(
-            left_out=skipped
-        )
+    with place.open("rb") as written:
+        return scan_shard(written, place.name, place.stat().st_size, str(place))._replace(left_out=skipped)
 
 
 def _cut_out(data: bytes, box: Box) -> bytes:

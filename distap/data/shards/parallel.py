@@ -59,32 +59,9 @@ def map_in_processes(
     After an error or Ctrl-C, or if this process dies, the workers end at once, in the middle of their jobs.
     The function and what it raises must be picklable. A worker that is killed raises a DistapError.
     """
-    if (workers := min(workers, len(jobs))) <= 1:
-        return list(track(map(function, jobs), about, len(jobs)))
-    with closing(in_processes(function, jobs, workers)) as results:
+    workers = min(workers, len(jobs))
+    with closing(in_processes(function, jobs, workers if workers > 1 else 0)) as results:
         return list(track(results, about, len(jobs)))
-
-
-def handed_over(
-    read: Callable[[Job], Result],
-    requests: Iterable[Job],
-    workers: int,
-    prefetch: int,
-    longest_wait: float = LONGEST_WAIT,
-    name: Callable[[Job], str] = str,
-) -> Generator[Result]:
-    """Yield the images that `read` returns for each request, from worker processes or, with 0, from this one.
-
-    Arrays in what is yielded are valid until the next is asked for. See `in_processes`.
-
-    Raises:
-        DistapError: a worker raised it.
-        LostWorkerError: a worker was lost.
-    """
-    if not workers:
-        yield from map(read, requests)
-        return
-    yield from in_processes(read, requests, workers, prefetch, longest_wait, name, lends=sys.platform == "linux")
 
 
 class Worker(NamedTuple):
@@ -104,12 +81,16 @@ def in_processes(
 ) -> Generator[Result]:
     """Yield `function(request)` of each request in order, worked out by processes that end with this generator.
 
-    Worker w of n gets the requests w, w + n, w + 2 n, ... in order, `prefetch` of them ahead. If it `lends`, NumPy's
-    arrays in a result are in memory that both processes share, and are valid until the next result is asked for.
+    Worker w of n gets the requests w, w + n, w + 2 n, ... in order, `prefetch` of them ahead; with 0 workers, this
+    process does the work. If a worker `lends`, NumPy's arrays in a result are in memory that both processes share,
+    and are valid until the next result is asked for.
 
     Raises:
         LostWorkerError: a worker has died, or needs more than `longest_wait` seconds for what `name` names.
     """
+    if not workers:
+        yield from map(function, requests)
+        return
     context, remaining = forking_context(), iter(requests)
     asked = deque[tuple[Job, Worker]]()
     processes = list[BaseProcess]()
@@ -119,7 +100,7 @@ def in_processes(
     def started() -> Worker:
         pipe, theirs = context.Pipe()
         # One more than answers that wait: a worker may fill it while the caller uses the answer that came last.
-        rooms = [mmap.mmap(-1, ROOM) for _ in range(prefetch + 1 if lends else 0)]
+        rooms = [mmap.mmap(-1, ROOM) for _ in range(prefetch + 1 if lends and sys.platform == "linux" else 0)]
         process = context.Process(target=_work, args=(os.getpid(), function, theirs, rooms), daemon=True)
         processes.append(process)
         process.start()
@@ -148,10 +129,8 @@ def in_processes(
                 worker.process.join(1)
                 status = worker.process.exitcode
                 raise LostWorkerError(f"worker {worker.process.pid} ended with status {status}") from lost
-            room = next(worker.rooms)
-            result, error = pickle.loads(
-                answer, buffers=[memoryview(room or b"")[start:stop] for start, stop in spans]
-            )
+            room = memoryview(next(worker.rooms) or b"")
+            result, error = pickle.loads(answer, buffers=[room[start:stop] for start, stop in spans])
             if error is not None:
                 if isinstance(error, MemoryError):
                     raise LostWorkerError(str(error) or "memory ran out") from error
