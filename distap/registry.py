@@ -115,15 +115,19 @@ def class_of(kind: str, name: str) -> type:
     try:
         loaded = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ValueError(f"{kind} {name}: {error}; is its folder on PYTHONPATH, or its package installed?") from error
+        raise ValueError(
+            f"{kind} {name!r}: {error}; is its folder on PYTHONPATH, or its package installed?"
+        ) from error
     found = getattr(loaded, attribute, None)
     if found is None:
-        raise ValueError(f"{name}: the module {module} has no {attribute}")
+        raise ValueError(f"{name!r}: the module {module} has no {attribute}")
     if not isinstance(found, type) or not (is_dataclass(found) or issubclass(found, BaseModel)):
         of_function = ", or a function under @distap.loss" if kind == "loss" else ""
-        raise ValueError(f"{name}: expected a dataclass or a pydantic model, whose fields are the keys{of_function}")
+        raise ValueError(
+            f"{name!r}: expected a dataclass or a pydantic model, whose fields are the keys{of_function}"
+        )
     if lack := _lack(kind, found):
-        raise ValueError(f"{name}: a {kind} {lack}")
+        raise ValueError(f"{name!r}: a {kind} {lack}")
     return found
 
 
@@ -239,20 +243,19 @@ class Part:
 class Chosen:
     """Annotate a field that a recipe chooses by name: `loss: Annotated[Any, Chosen("loss")] = "ap_q"`.
 
-    A recipe gives a name, or a mapping of `name` and keys. The field then holds a `Part`, so that a typo elsewhere is
-    reported before any class is imported; `distap.config.reading` builds all parts when all else is right.
+    A recipe gives a name, or a mapping of `name` and keys. The field then holds the object that they describe. If the
+    validation has a context, it is a function of a `Part` that tells whether to build it: others stay as they are.
     """
 
     kind: str  # a key of REGISTRY
     otherwise: str | None = None  # the name of a mapping that gives none
-    at_once: bool = False  # build the object here: the field is one of a part, not of a recipe
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return core_schema.no_info_plain_validator_function(
+        return core_schema.with_info_plain_validator_function(
             self._validate, serialization=core_schema.plain_serializer_function_ser_schema(self._dump, info_arg=True)
         )
 
-    def _validate(self, value: Any) -> Any:
+    def _validate(self, value: Any, info: core_schema.ValidationInfo) -> Any:
         if isinstance(value, str):
             value = {"name": value}
         if not isinstance(value, Mapping):
@@ -266,7 +269,7 @@ class Chosen:
         part = Part(self.kind, str(name), {key: value[key] for key in value if key != "name"})
         if (place := REGISTRY[self.kind].get(part.name, "")).startswith("distap."):
             part.require_known(fields_in_source(place))
-        return part.build() if self.at_once else part
+        return part.build() if info.context is None or info.context(part) else part
 
     def _dump(self, part: Any, info: core_schema.SerializationInfo) -> Any:
         if isinstance(part, Part):

@@ -30,7 +30,7 @@ from distap.telemetry.terminal import set_up_run_logging
 from distap.telemetry.tracing import traced
 from distap.training.build import evaluations_of, fitting_of, learner_of, loss_learner_of, loss_of, step_of
 from distap.training.run_report import RunReport
-from distap.training.run_state import RunState, is_begun
+from distap.training.run_state import Figures, RunState, is_begun, score_of
 from distap.training.schedule import Length
 from distap.training.start_checks import checked_data, checked_network, require_same_data, whiten_projection
 from distap.world import World, joined_world
@@ -91,14 +91,13 @@ class Trainer:
         self.state = RunState(recipe, world, self.images, self.learner, memory, loss_learner)
         self.done = 0  # steps that have led to the present parameters
         self.not_finite = 0  # steps in a row whose loss or gradient was not finite
-        self.trace_asked = False  # on this rank
 
     def train(self) -> int:
         """Train from the newest checkpoint, if any, to the last step, and return FINISHED.
 
         If a rank is asked to stop, write a checkpoint and return RESTART.
         """
-        with self.state.leased(), StopRequest(self.recipe.stop.grace_seconds, self.ask_for_trace) as stop:
+        with self.state.leased(), StopRequest(self.recipe.stop.grace_seconds) as stop:
             self.done = self.state.resume()
             if self.is_begun and self.done == 0:
                 raise DistapError(
@@ -112,12 +111,12 @@ class Trainer:
             with self.report.opened(self.done), self.endpoint.ready(lambda: stop.requested):
                 at_start = self.recipe.evaluation.at_start and bool(self.evaluations)
                 if owes_evaluation or (self.done == 0 and at_start):
-                    score = self.evaluate(stop)
-                    if score is None:
+                    figures = self.evaluate(stop)
+                    if figures is None:
                         logger.warning("stopped before the evaluation after step %d was done", self.done)
                         return RESTART
                     if owes_evaluation:  # the process before was asked to stop before this evaluation
-                        self._save_if_due(score)
+                        self._save_if_due(figures)
                 return self._train(stop)
 
     def _train(self, stop: StopRequest) -> int:
@@ -138,24 +137,20 @@ class Trainer:
             self.not_finite = 0 if result.skipped is None else self.not_finite + 1
             if result.skipped is not None:
                 self._tell_not_finite(share, result.skipped)
-            score = None
+            figures = None
             if self._owes_evaluation() and not stopping:
-                score = self.evaluate(stop)
-                stopping = score is None  # the evaluation is done after the restart
+                figures = self.evaluate(stop)
+                stopping = figures is None  # the evaluation is done after the restart
             if stopping:
-                self._save(score=None)
+                self._save()
                 break
-            self._save_if_due(score)
+            self._save_if_due(figures)
             lap = time.perf_counter()  # an evaluation and a checkpoint do not count for the next step
         self._finish_checkpoint()
         if stopping and (self.done < steps or self._owes_evaluation()):
             logger.warning("stopped after step %d of %d, with a checkpoint", self.done, steps)
             return RESTART
         return FINISHED
-
-    def ask_for_trace(self) -> None:
-        """Request a trace of the next step, from any thread; the ranks then agree on it."""
-        self.trace_asked = True
 
     def _owes_evaluation(self) -> bool:
         return bool(self.evaluations) and self.length.is_due(self.recipe.evaluation, self.done)
@@ -173,7 +168,7 @@ class Trainer:
         # lost lease. So all ranks act after the same step, or raise together. Returns whether any was asked to stop,
         # and whether any was asked to trace.
         self.report.reading(self.done, share)
-        asked, self.trace_asked = self.trace_asked, False
+        asked, stop.trace_asked = stop.trace_asked, False
         mine = [len(share.failures), stop.requested, asked, self.state.lease.problem != ""]
         damaged, stopping, tracing, lost = self.world.sum(torch.tensor(mine, device=self.world.device)).tolist()
         if lost:
@@ -212,8 +207,8 @@ class Trainer:
                 f"Usual causes: {CAUSES}"
             )
 
-    def evaluate(self, stop: StopRequest) -> float | None:
-        """Evaluate on all sets; return the mAP on the validation set, or None if a rank was asked to stop."""
+    def evaluate(self, stop: StopRequest) -> Figures | None:
+        """Evaluate on all sets; return rank 0's figures on every rank, or None if a rank was asked to stop."""
         started = time.perf_counter()
         self.world.note(f"evaluation after step {self.done}")
         self._average_statistics()
@@ -228,23 +223,23 @@ class Trainer:
         evaluated = {name: one.evaluate() for name, one in described.items()}
         validation, *_ = evaluated.values()
         self.report.keep_evaluation(self.done, validation)
-        figures = {name: evaluation.figures for name, evaluation in evaluated.items()}
+        # Which checkpoint is the best must not depend on the last bit of a sum, which may differ between ranks.
+        figures: Figures = self.world.gather_values({name: each.figures for name, each in evaluated.items()})[0]
         self.report.validation(self.done, figures, time.perf_counter() - started)
-        # All ranks take rank 0's figure: which checkpoint is the best must not depend on the last bit of a sum.
-        score = torch.tensor(validation.figures["mAP"], dtype=torch.float64, device=self.world.device)
-        return float(self.world.broadcast(score))
+        return figures
 
-    def _save_if_due(self, score: float | None) -> None:
+    def _save_if_due(self, figures: Figures | None) -> None:
+        score = score_of(figures)
         if score is not None:  # what counts as the best is written: the ranks must agree on that
             self.state.writer.wait()
         is_best = score is not None and score > self.state.writer.best
         if self.length.is_due(self.recipe.checkpoint, self.done) or is_best:
-            self._save(score)
+            self._save(figures)
 
-    def _save(self, score: float | None) -> None:
+    def _save(self, figures: Figures | None = None) -> None:
         self.world.note(f"checkpoint after step {self.done}")
         self._average_statistics()
-        self.state.save(self.done, score)
+        self.state.save(self.done, figures)
 
     def _report_checkpoints(self) -> None:
         while self.state.writer.outcomes:

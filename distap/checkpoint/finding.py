@@ -2,13 +2,12 @@
 
 import shutil
 import tempfile
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from distap.checkpoint.agreement import on_all
-from distap.checkpoint.checkpoints import NAME, Checkpoint, Checkpoints, FilesBeside
+from distap.checkpoint.checkpoints import NAME, Checkpoint, Checkpoints
 from distap.checkpoint.manifest import DamagedCheckpointError, verify_files
 from distap.errors import DistapError, logger
 from distap.storage.files import storage_of
@@ -17,7 +16,7 @@ from distap.world import World
 
 
 @contextmanager
-def opened_checkpoint(where: str | Path, best: bool = False, beside: tuple[str, ...] = ()) -> Iterator[Checkpoint]:
+def opened_checkpoint(where: str | Path, best: bool = False) -> Iterator[Checkpoint]:
     """Open and verify the checkpoint that a path or URL names. Downloaded files are removed on leaving.
 
     A store is reached with the credentials and settings of the environment.
@@ -25,7 +24,6 @@ def opened_checkpoint(where: str | Path, best: bool = False, beside: tuple[str, 
     Args:
         where: a run (its newest undamaged checkpoint is taken), or one of its checkpoints.
         best: of a run, take the checkpoint with the highest validation mAP instead of the newest.
-        beside: patterns of other files of a run in a store to download as well.
     Raises:
         DistapError: there is no checkpoint, the named one is damaged, or the store cannot be read.
     """
@@ -46,12 +44,9 @@ def opened_checkpoint(where: str | Path, best: bool = False, beside: tuple[str, 
     with tempfile.TemporaryDirectory(prefix="distap-") as temporary:
         download = Path(temporary, checkpoints.folder, names[-1])
         if is_named or best:
-            checkpoint = _verified(checkpoints, names[0], download, World())
+            yield _verified(checkpoints, names[0], download, World())
         else:
-            checkpoint = _newest(checkpoints, names, download, World())
-        if not checkpoints.is_on_disk:
-            FilesBeside(checkpoints.storage, Path(temporary), beside).fetch()
-        yield checkpoint
+            yield _newest(checkpoints, names, download, World())
 
 
 @contextmanager
@@ -69,9 +64,8 @@ def newest_checkpoint(checkpoints: Checkpoints, spool: Path, world: World) -> It
     if not names:
         yield None
         return
-    attempt = on_all(world, lambda: uuid.uuid4().hex[:8], mine=world.rank == 0)[0]
     # The ranks of a host are numbered in a row, and all of them read what the first one downloads.
-    download = spool / f".fetched-{attempt}-{world.rank - world.local_rank}"
+    download = spool / f".fetched-{world.rank - world.local_rank}"
     try:
         yield _newest(checkpoints, names, download, world)
         world.barrier()  # the other ranks of this host may still read

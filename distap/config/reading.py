@@ -1,19 +1,19 @@
 """Read a recipe from YAML, exactly, apply overrides, and explain wrong keys and values."""
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from distap.config.images import DescribingSection, ImagesSection
 from distap.config.recipe import NetworkRecipe, Recipe
 from distap.errors import DistapError, problems_of, suggestion
-from distap.registry import GIVEN, REGISTRY, Part, by_path, fields_of
+from distap.registry import GIVEN, REGISTRY, by_path, fields_of
 from distap.storage.locations import from_folder
 from distap.storage.texts import MOST_TEXT, read_text, without_secrets
 
@@ -128,34 +128,13 @@ def _place(source: Path, changed: Sequence[str], key: str) -> str:
 
 def _checked(kind: type[R], settings: dict[str, Any], where: Place) -> R:
     try:
-        recipe = kind.model_validate(settings)
+        # First without the classes of parts, which take seconds to import, so that a typo is told at once.
+        kind.model_validate(settings, context=lambda part: False)
+        return kind.model_validate(settings, context=lambda part: part.name != GIVEN or kind is not NetworkRecipe)
     except ValidationError as error:
-        raise _refused(list(map(dict, error.errors())), settings, where, kind) from error
-    if wrong := list(_build_parts(vars(recipe), keeps_given=kind is NetworkRecipe)):
-        raise _refused(wrong, settings, where, kind)
-    return recipe
-
-
-def _build_parts(holder: dict[str, Any], keeps_given: bool, path: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
-    """Build each `Part` of a recipe in its place; yield mistakes in the form of pydantic's errors."""
-    for key, value in holder.items():
-        where = (*path, key)
-        if isinstance(value, BaseModel | dict):
-            yield from _build_parts(value if isinstance(value, dict) else vars(value), keeps_given, where)
-        elif isinstance(value, Part) and not (value.name == GIVEN and keeps_given):
-            try:
-                holder[key] = value.build()
-            except ValidationError as error:
-                yield from ({**item, "loc": (*where, *item["loc"])} for item in error.errors())
-            except ValueError as error:
-                yield {"type": "value_error", "loc": where, "msg": str(error), "input": {}}
-
-
-def _refused(
-    wrong: list[dict[str, Any]], settings: dict[str, Any], where: Place, kind: type[NetworkRecipe]
-) -> DistapError:
-    problems = problems_of(_as_written(item, settings, kind) for item in wrong)
-    return DistapError("\n".join(f"{where(told.partition(':')[0])}: {without_secrets(told)}" for told in problems))
+        problems = problems_of(_as_written(dict(item), settings, kind) for item in error.errors())
+        told = [f"{where(each.partition(':')[0])}: {without_secrets(each)}" for each in problems]
+        raise DistapError("\n".join(told)) from error
 
 
 def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class NetworkRecipe(Section):
 
     seed: NonNegativeInt = 0
     """Seed of everything random: weights, batches, augmentation."""
-    model: ModelSection = Field(default_factory=ModelSection)
+    model: ModelSection = Field(default_factory=dict)
     data: ImagesSection = ImagesSection()
     evaluation: DescribingSection = DescribingSection()
 
@@ -73,7 +73,7 @@ class Recipe(NetworkRecipe):
     rank: RankSection = RankSection()
     replay: ReplaySection = ReplaySection()
     step: StepSection = StepSection()
-    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    optimizer: OptimizerSection = Field(default_factory=dict)
     schedule: Annotated[Any, Chosen("schedule", otherwise="linear")] = "linear"
     """Schedule of the learning rate over the steps."""
     ema: AverageSection | None = None

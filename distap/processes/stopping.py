@@ -27,12 +27,12 @@ class StopRequest:
     """Listen for requests to stop while entered, in the main thread.
 
     The first signal sets `requested`. The process ends at once when a second one comes, a second or more later, and
-    with the status RESTART `grace_seconds` after the first. A thread calls `on_trace_signal` at each TRACE_SIGNAL.
+    with the status RESTART `grace_seconds` after the first. TRACE_SIGNAL sets `trace_asked`, which its reader clears.
     """
 
-    def __init__(self, grace_seconds: float, on_trace_signal: Callable[[], None] = lambda: None) -> None:
-        self.grace_seconds, self._on_trace_signal = grace_seconds, on_trace_signal
-        self.requested = False
+    def __init__(self, grace_seconds: float) -> None:
+        self.grace_seconds = grace_seconds
+        self.requested = self.trace_asked = False
         self._pid = os.getpid()
         self._first = 0.0  # time of the first signal
         self._handlers: dict[int, Any] = {}  # that were there before
@@ -65,7 +65,7 @@ class StopRequest:
             if number[0] in SIGNALS:
                 self._heard(signal.Signals(number[0]))
             elif number[0] == TRACE_SIGNAL:
-                self._on_trace_signal()
+                self.trace_asked = True
         os.close(self._inbox)
 
     def _heard(self, number: signal.Signals) -> None:

@@ -27,12 +27,18 @@ from distap.world import World
 
 # Files of the run folder that go to a store together with checkpoints.
 BESIDE = ("recipe.yaml", RUN_LOG, STARTS_LOG, NOT_FINITE_LOG, f"{EVALUATIONS}/*/*", "loggers/*", "tensorboard/*")
+Figures = dict[str, dict[str, float]]  # by data set, the validation set first
 MAY_CHANGE = ("learning_rate", "clip_norm", "head_only")  # of `optimizer`; its state does not depend on them
 
 
 def is_begun(recipe: Recipe, world: World) -> bool:
     """Tell whether the run has a checkpoint to resume from."""
     return bool(on_all(world, Checkpoints(_storage_of(recipe)).names, mine=world.rank == 0)[0])
+
+
+def score_of(figures: Figures | None) -> float | None:
+    """Return the mAP of the validation set, by which checkpoints are compared."""
+    return next(iter(figures.values()))["mAP"] if figures else None
 
 
 def _storage_of(recipe: Recipe) -> Storage:
@@ -104,8 +110,8 @@ class RunState:
         self._beside.fetch()
         return self.checkpoints.best()[0]
 
-    def save(self, step: int, score: float | None = None) -> None:
-        """Start to write a checkpoint, once the one before is written.
+    def save(self, step: int, figures: Figures | None = None) -> None:
+        """Start to write a checkpoint, with figures of its evaluation, once the one before is written.
 
         A DistapError on all ranks if the state is not finite, for no training could go on from it.
         """
@@ -119,12 +125,12 @@ class RunState:
                 f"is written; the newest one before it stays. Usual causes: {CAUSES}"
             )
         # The folder is the one that the recipe's paths are relative to.
-        state: dict[str, Any] = {"step": step, "recipe": recipe, "folder": str(Path.cwd())}
+        state: dict[str, Any] = {"step": step, "recipe": recipe, "folder": str(Path.cwd()), "figures": figures or {}}
         if self.recipe.model.architecture.startswith(tuple(SOURCES)):
             state["backbone"] = built_again(self.learner.network.backbone)
         digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
         about = {"configuration": digest, "data": self.images.fingerprint, "order": self.images.order}
-        self.writer.save(step, tensors, state, about, score)
+        self.writer.save(step, tensors, state, about, score_of(figures))
 
     def send_beside(self) -> None:
         """Upload the files next to checkpoints to the store, if there is one, without a checkpoint."""

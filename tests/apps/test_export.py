@@ -191,13 +191,6 @@ def test_a_card_passes_on_no_key_to_a_storage(exported):
     assert "https://a.example/shards/train" in card and "word" not in card and "abc" not in card
 
 
-def test_figures_of_another_state_are_not_told(exported):
-    checkpoint = found_checkpoint(exported.run)
-    other = replace(checkpoint, manifest=replace(checkpoint.manifest, score=0.25))
-    origin = origin_of(other, exported.recipe)
-    assert origin.figures == {exported.recipe.data.validation: {"mAP": 0.25}}
-
-
 def test_what_is_not_known_is_not_told(tmp_path, training_shards):
     run, output = tmp_path / "run", tmp_path / "output"
     shards = shutil.copytree(training_shards[0], tmp_path / "shards")

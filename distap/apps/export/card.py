@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -16,11 +15,9 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 import distap
 from distap.checkpoint.checkpoints import Checkpoint
 from distap.config.recipe import NetworkRecipe
-from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.backbone import SOURCES
 from distap.storage.texts import without_secrets
-from distap.telemetry.runlog import read_run_log
 
 
 @dataclass(frozen=True)
@@ -35,12 +32,10 @@ class Origin:
 
 
 def origin_of(checkpoint: Checkpoint, recipe: NetworkRecipe) -> Origin:
-    """Read what a run's folder records about one of its checkpoints: figures and settings."""
-    run, state = checkpoint.path.absolute().parent.parent, checkpoint.state("recipe")
-    score, settings = checkpoint.manifest.score, state["recipe"]
-    fingerprint = str(checkpoint.manifest.about.get("data", "not known"))
-    figures = {} if score is None else _scored(run, checkpoint.step, score, str(settings["data"].get("validation")))
-    return Origin(checkpoint.step, recipe, settings, fingerprint, figures)
+    """Read what a checkpoint records about its run."""
+    state, fingerprint = checkpoint.state("recipe", "figures"), checkpoint.manifest.about.get("data", "not known")
+    figures = {of: {k: v for k, v in each.items() if math.isfinite(v)} for of, each in state["figures"].items()}
+    return Origin(checkpoint.step, recipe, state["recipe"], str(fingerprint), figures)
 
 
 def model_card(
@@ -98,15 +93,3 @@ def _pretrained(model: dict[str, Any]) -> dict[str, Any]:
         return {"hf_hub_id": name.removeprefix("hf-hub:")} if name.startswith("hf-hub:") else {}
     config = timm.get_pretrained_cfg(name)
     return {} if config is None else dict(config.to_dict())
-
-
-def _scored(run: Path, step: int, score: float, name: str) -> dict[str, dict[str, float]]:
-    with suppress(DistapError):
-        for line in read_run_log(run):
-            logged = line.get("validation", {}).get("mAP")
-            # Ranks exchange a checkpoint's score in float64.
-            if line["step"] == step and logged is not None and math.isclose(logged, score, rel_tol=0, abs_tol=1e-9):
-                sets = {name: line["validation"], **line.get("also", {})}
-                # The log says null of figures that are not finite.
-                return {of: {k: v for k, v in known.items() if v is not None} for of, known in sets.items()}
-    return {name: {"mAP": score}}

@@ -27,7 +27,6 @@ from distap.model.multiscale import required_size
 from distap.storage.atomic import refuse_foreign, replacing_folder
 from distap.training.build import describing_of, trained_network
 from distap.training.descriptor_network import DescriptorNetwork
-from distap.training.run_state import BESIDE
 from distap.world import World
 
 PROGRAMS: dict[str, tuple[str, Any, Any]] = {  # by format: the file, what writes it, and what loads it
@@ -77,7 +76,7 @@ def export_to_folder(
         raise DistapError(f"{needed}, not installed here: pip install 'distap[onnx]', or leave the format out")
     output = output.resolve()
     refuse_foreign(output, EARLIER_EXPORT)
-    with opened_checkpoint(checkpoint, best, BESIDE) as found:
+    with opened_checkpoint(checkpoint, best) as found:
         # Take this checkpoint's own path, since a training may write a newer one meanwhile.
         recipe, network = trained_network(found.path, World(), overrides=overrides)
         origin = origin_of(found, recipe)

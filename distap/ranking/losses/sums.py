@@ -18,7 +18,7 @@ from distap.ranking.loss import Budget, Counter, KnownClasses, Loss, LossValue
 from distap.registry import Chosen, sum_in_full
 
 # A loss within another: its name, a mapping of `name` and keys, or of names and weights.
-Inner = Annotated[Any, Chosen("loss", at_once=True), BeforeValidator(sum_in_full)]
+Inner = Annotated[Any, Chosen("loss"), BeforeValidator(sum_in_full)]
 
 
 class SumOfLosses(Loss):
