@@ -16,7 +16,6 @@ differs from `torchrun -m distap.train CONFIG` in five ways:
 import os
 import sys
 from argparse import ArgumentParser, Namespace
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,16 +113,12 @@ def main() -> None:
     given = sys.argv[1:]
     options = given[: len(given) - 1 - len(settings.training_script_args)]
     try:
-        status = launch_training(options, Path(settings.training_script), settings.training_script_args)
+        sys.exit(launch_training(options, Path(settings.training_script), settings.training_script_args))
     except DistapError as error:
         from distap.telemetry.terminal import print_error
 
         print_error(error)
-        status = error.status
-    with suppress(OSError):  # such as a pipe that nobody reads any more
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()
-    os._exit(status)  # Python's end would spend a second on taking torch's modules apart
+        sys.exit(error.status)
 
 
 if __name__ == "__main__":

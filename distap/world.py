@@ -12,7 +12,7 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -98,8 +98,7 @@ class World:
         if self.rank == 0 and rows is not None:
             padded = _padded(rows, self.size * len(received))
             shares = [padded[r :: self.size].contiguous() for r in range(self.size)]
-        with self.collective("scatter of rows"):
-            dist.scatter(received, shares, group=self.group, group_src=0)
+        self._together(dist.scatter, received, shares, group_src=0)
         return received[: len(self.slots(total))]
 
     def reduce_rows(self, rows: Tensor) -> Tensor:
@@ -111,30 +110,23 @@ class World:
         # reduce_scatter gives rank r the r-th block, so bring the slots of each rank together.
         by_rank = padded.view(share, self.size, *rows.shape[1:]).transpose(0, 1).contiguous()
         received = rows.new_empty(share, *rows.shape[1:])
-        with self.collective("reduce_scatter of rows"):
-            dist.reduce_scatter_tensor(received, by_rank.flatten(0, 1), group=self.group)
+        self._together(dist.reduce_scatter_tensor, received, by_rank.flatten(0, 1))
         return received[: len(self.slots(len(rows)))]
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrite `tensor` with the tensor of rank 0, and return it."""
-        if self.size > 1:
-            with self.collective("broadcast"):
-                dist.broadcast(tensor, group=self.group, group_src=0)
+        self._together(dist.broadcast, tensor, group_src=0)
         return tensor
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Overwrite `tensor` with its sum over the ranks and return it."""
-        if self.size > 1:
-            with self.collective("all_reduce of a sum"):
-                dist.all_reduce(tensor, group=self.group)
+        self._together(dist.all_reduce, tensor)
         return tensor
 
     def maximum(self, value: float) -> float:
         """Return the greatest of the ranks' values, or infinity if any value is not a number."""
         worst = torch.tensor(value, dtype=torch.float64, device=self.device).nan_to_num(math.inf, math.inf)
-        if self.size > 1:
-            with self.collective("all_reduce of a maximum"):
-                dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self.group)
+        self._together(dist.all_reduce, worst, op=dist.ReduceOp.MAX)
         return float(worst)
 
     def all_agree(self, holds: bool) -> bool:
@@ -142,9 +134,13 @@ class World:
         return self.maximum(0.0 if holds else 1.0) == 0.0
 
     def barrier(self) -> None:
+        self._together(dist.barrier)
+
+    def _together(self, operation: Callable[..., object], *given: Any, **named: Any) -> None:
+        """Call a collective of torch with all ranks; do nothing on a single one."""
         if self.size > 1:
-            with self.collective("barrier"):
-                dist.barrier(group=self.group)
+            with self.collective(operation.__name__):
+                operation(*given, group=self.group, **named)
 
     def _share(self, total: int) -> int:
         """Return the greatest number of slots that any rank has."""

@@ -31,7 +31,7 @@ def export_command(
     evaluation.scales=[1,0.7] describes each image at two scales. `--format adapter` writes what training changed, and
     the name of the base, for distap.load and peft.
     """
-    from distap.apps.export.to_folder import export_to_folder
+    from distap.apps.export.exporting import export_to_folder
 
     set_up_logging(0)
     describer, programs = export_to_folder(

@@ -10,8 +10,7 @@ from typing import Any, TypeVar, get_args
 import yaml
 from pydantic import ValidationError
 
-from distap.config.images import DescribingSection, ImagesSection
-from distap.config.recipe import NetworkRecipe, Recipe
+from distap.config.recipe import DescribingSection, ImagesSection, NetworkRecipe, Recipe
 from distap.errors import DistapError, problems_of, suggestion
 from distap.registry import GIVEN, REGISTRY, by_path, fields_of
 from distap.storage.locations import from_folder

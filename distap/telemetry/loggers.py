@@ -33,13 +33,6 @@ class LoggedRun:
     recipe: Mapping[str, Any]  # plain nested values; a logger gets them without secrets
     step: int  # steps behind the state that the run goes on from; figures of later steps are to be replaced
 
-    def kept_id(self, name: str, create: Callable[[], str]) -> str:
-        """Return this run's id in a logger's terms, kept in RUN/loggers/NAME; create it on first use."""
-        path = self.folder / "loggers" / name
-        if not path.exists():
-            write_whole(path, create())
-        return path.read_text()
-
 
 class Logger(Protocol):
     """Interface of a logger of figures, which is also what a recipe chooses; its fields are its keys.
@@ -81,13 +74,11 @@ def opened_loggers(
     `count_lost` gets a logger's name for each line that it did not take.
     """
     run = replace(run, recipe=json.loads(without_secrets(json.dumps(run.recipe))))
-    opened: dict[str, Logger] = {}
     told: set[str] = set()
 
-    @contextmanager
-    def surviving(name: str) -> Iterator[None]:
+    def survives(name: str, call: Callable[..., None], *given: Any) -> bool:
         try:
-            yield
+            call(*given)
         except (Exception, SystemExit) as error:  # packages end the process where a key is missing
             if name not in told:  # later errors usually have the same reason
                 first, _, _ = str(error).strip().partition("\n")
@@ -95,28 +86,24 @@ def opened_loggers(
                 logger.warning("loggers.%s: figures are lost: %s; training goes on", name, reason)
             told.add(name)
             count_lost(name)
+            return False
+        return True
 
     def log(entry: Mapping[str, Any]) -> None:
         figures = finite_figures({key: value for key, value in entry.items() if key not in ("step", "time")})
-        for name in chosen:
-            if name not in opened:
-                count_lost(name)
-                continue
-            with surviving(name):
-                opened[name].log(entry["step"], entry["time"], figures)
+        for name, one in opened.items():
+            survives(name, one.log, entry["step"], entry["time"], figures)
+        for name in chosen.keys() - opened:
+            count_lost(name)
 
-    for name, one in chosen.items():
-        with surviving(name):
-            one.open(run)
-            opened[name] = one
+    opened = {name: one for name, one in chosen.items() if survives(name, one.open, run)}
     failed = True
     try:
         yield log
         failed = False
     finally:
         for name, one in opened.items():
-            with surviving(name):
-                one.close(failed)
+            survives(name, one.close, failed)
 
 
 def finite_figures(entry: Mapping[str, Any]) -> dict[str, float]:
@@ -173,6 +160,8 @@ class WeightsAndBiases:
 
     def open(self, run: LoggedRun) -> None:
         wandb: Any = importlib.import_module("wandb")
+        if not (own_id := run.folder / "loggers" / "wandb").exists():
+            write_whole(own_id, secrets.token_hex(4))
         # Send neither terminal output nor the command line, which may hold an address with a secret.
         ours = wandb.Settings(
             silent=True, console="off", reinit="create_new", allow_val_change=True, x_disable_meta=True
@@ -180,7 +169,7 @@ class WeightsAndBiases:
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "distap"),
             name=run.id,
-            id=run.kept_id("wandb", lambda: secrets.token_hex(4)),
+            id=own_id.read_text(),
             resume="allow",
             dir=str(run.folder),
             config=dict(run.recipe),

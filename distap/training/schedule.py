@@ -10,8 +10,7 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat
 
-from distap.config.images import EvaluationSection
-from distap.config.recipe import Recipe
+from distap.config.recipe import EvaluationSection, Recipe
 from distap.config.sections import CheckpointSection, Unit
 from distap.errors import DistapError
 

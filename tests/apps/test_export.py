@@ -18,18 +18,18 @@ from small_trainings import train
 from stores import found_checkpoint
 from torch import nn
 
-from distap.apps.export import formats
+from distap.apps.export import exporting
 from distap.apps.export.card import model_card, origin_of
-from distap.apps.export.formats import (
+from distap.apps.export.exporting import (
     cases_of,
     difference,
+    export_to_folder,
     exportable,
     onnx_describer,
     program_of,
     save_onnx,
     save_program,
 )
-from distap.apps.export.to_folder import export_to_folder
 from distap.config.reading import recorded_recipe
 from distap.data.sizing import Sizing
 from distap.errors import DistapError
@@ -238,7 +238,7 @@ def test_a_whitening_of_another_network_is_refused_and_nothing_is_left(exported,
 
 
 def test_onnx_that_is_not_installed_is_named_with_what_installs_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "ONNX_MODULES", ("onnx", "no_such_package"))
+    monkeypatch.setattr(exporting, "ONNX_MODULES", ("onnx", "no_such_package"))
     with pytest.raises(DistapError, match=r"needs no_such_package, .*pip install 'distap\[onnx\]'"):
         export_to_folder("no run", tmp_path, ("onnx",))
 

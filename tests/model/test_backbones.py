@@ -14,7 +14,7 @@ from timm.layers import resample_abs_pos_embed
 from torch.nn.functional import normalize
 
 import distap as library
-from distap.apps.export.to_folder import export_to_folder
+from distap.apps.export.exporting import export_to_folder
 from distap.config.reading import recipe_from
 from distap.errors import DistapError
 from distap.model.backbone import FileWeights, TimmBackbone, TimmWeights

@@ -15,7 +15,7 @@ from small_trainings import losses, parameters, recipe, train
 from stores import checkpoints_of, list_checkpoints, rewrite_manifest
 
 import distap as library
-from distap.apps.export.to_folder import export_to_folder
+from distap.apps.export.exporting import export_to_folder
 from distap.checkpoint import lease as leases
 from distap.checkpoint.manifest import STATE_FILE
 from distap.errors import DistapError

@@ -16,7 +16,7 @@ from stores import found_checkpoint
 from torch.distributed.tensor import DTensor
 
 import distap
-from distap.apps.export.to_folder import export_to_folder
+from distap.apps.export.exporting import export_to_folder
 from distap.errors import DistapError
 from distap.model.adapters import freeze
 from distap.randomness import seed_for
