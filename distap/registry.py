@@ -24,78 +24,57 @@ TIMM_OPTIMIZERS = (
     *("adopt", "adadelta", "adamax", "cadamw", "radamw", "sgdw"),
 )
 POOLINGS = ("native", "mean", "spoc", "max", "rmac", "crow", "cls", "cls_mean")
+
+
+def _in(module: str, **classes: str) -> dict[str, str]:
+    return {name: f"distap.{module}:{found}" for name, found in classes.items()}
+
+
 REGISTRY: dict[str, dict[str, str]] = {
     "loss": {
-        "ap_q": "distap.ranking.losses.quantized:QuantizedAP",
-        "softbin": "distap.ranking.losses.quantized:QuantizedAP",  # what Ramzi et al. 2021 call AP_Q
-        "ap_t": "distap.ranking.losses.quantized:TieAwareAP",
-        "fast_ap": "distap.ranking.losses.quantized:FastAP",
-        "smooth_ap": "distap.ranking.losses.smooth:SmoothAP",
-        "sup_ap": "distap.ranking.losses.smooth:SupAP",
-        "calibration": "distap.ranking.losses.calibration:Calibration",
-        "recall_at_k": "distap.ranking.losses.smooth:RecallAtK",
-        "sup_recall_at_k": "distap.ranking.losses.smooth:SupRecallAtK",
-        "pnp": "distap.ranking.losses.smooth:PNP",
-        "h_ap": "distap.ranking.losses.graded:HierarchicalAP",
-        "smooth_ndcg": "distap.ranking.losses.graded:SmoothNDCG",
-        "sup_ndcg": "distap.ranking.losses.graded:SupNDCG",
-        "roadmap": "distap.ranking.losses.calibration:Roadmap",
-        "blackbox_ap": "distap.ranking.losses.blackbox:BlackBoxAP",
-        "multi_similarity": "distap.ranking.losses.pairs:MultiSimilarity",
-        "sup_con": "distap.ranking.losses.pairs:SupCon",
-        "info_nce": "distap.ranking.losses.pairs:InfoNCE",
-        "sigmoid": "distap.ranking.losses.pairs:Sigmoid",
-        "contrastive": "distap.ranking.losses.pairs:Contrastive",
-        "triplet": "distap.ranking.losses.pairs:Triplet",
-        "proxy_nca": "distap.ranking.losses.proxies:ProxyNCA",
-        "arc_face": "distap.ranking.losses.proxies:ArcFace",
-        "cos_face": "distap.ranking.losses.proxies:CosFace",
-        "proxy_anchor": "distap.ranking.losses.proxies:ProxyAnchor",
-        "csl": "distap.ranking.losses.proxies:CrossScaleLearning",
-        "normalized_softmax": "distap.ranking.losses.proxies:NormalizedSoftmax",
-        "matryoshka": "distap.ranking.losses.sums:Matryoshka",
-        "simix": "distap.ranking.losses.simix:SiMix",
-        "sum": "distap.ranking.losses.sums:WeightedSum",
+        **_in("ranking.losses.quantized", ap_q="QuantizedAP", ap_t="TieAwareAP", fast_ap="FastAP"),
+        **_in("ranking.losses.quantized", softbin="QuantizedAP"),  # what Ramzi et al. 2021 call AP_Q
+        **_in("ranking.losses.smooth", smooth_ap="SmoothAP", sup_ap="SupAP", pnp="PNP"),
+        **_in("ranking.losses.smooth", recall_at_k="RecallAtK", sup_recall_at_k="SupRecallAtK"),
+        **_in("ranking.losses.graded", h_ap="HierarchicalAP", smooth_ndcg="SmoothNDCG", sup_ndcg="SupNDCG"),
+        **_in("ranking.losses.calibration", calibration="Calibration", roadmap="Roadmap"),
+        **_in("ranking.losses.blackbox", blackbox_ap="BlackBoxAP"),
+        **_in(
+            "ranking.losses.pairs", contrastive="Contrastive", triplet="Triplet", multi_similarity="MultiSimilarity"
+        ),
+        **_in("ranking.losses.pairs", sup_con="SupCon", info_nce="InfoNCE", sigmoid="Sigmoid"),
+        **_in("ranking.losses.proxies", proxy_nca="ProxyNCA", proxy_anchor="ProxyAnchor", arc_face="ArcFace"),
+        **_in("ranking.losses.proxies", cos_face="CosFace", normalized_softmax="NormalizedSoftmax"),
+        **_in("ranking.losses.proxies", csl="CrossScaleLearning"),
+        **_in("ranking.losses.sums", matryoshka="Matryoshka", sum="WeightedSum"),
+        **_in("ranking.losses.simix", simix="SiMix"),
     },
     "sampling": {
-        "random": "distap.data.sampling:RandomSampling",
-        "classes": "distap.data.sampling:ClassesSampling",
-        "p_by_k": "distap.data.sampling:PByKSampling",
-        "super_p_by_k": "distap.data.sampling:SuperPByKSampling",
+        **_in("data.sampling", random="RandomSampling", classes="ClassesSampling"),
+        **_in("data.sampling", p_by_k="PByKSampling", super_p_by_k="SuperPByKSampling"),
     },
-    "augmentation": {
-        "crop_flip_colour": "distap.data.images.augmentation:CropFlipColour",
-        "torchvision": "distap.data.images.augmentation:TorchvisionSteps",
-    },
+    "augmentation": _in(
+        "data.images.augmentation", crop_flip_colour="CropFlipColour", torchvision="TorchvisionSteps"
+    ),
     "source": {
-        "indexed": "distap.data.loading.indexed:IndexedSource",
-        "streamed": "distap.data.loading.streamed:StreamedSource",
+        **_in("data.loading.indexed", indexed="IndexedSource"),
+        **_in("data.loading.streamed", streamed="StreamedSource"),
     },
-    "backbone": {"timm": "distap.model.backbone:TimmBackbone"},
+    "backbone": _in("model.backbone", timm="TimmBackbone"),
     "weights": {
-        "timm": "distap.model.backbone:TimmWeights",
-        "random": "distap.model.backbone:RandomWeights",
-        "file": "distap.model.backbone:FileWeights",
-        "package": "distap.model.backbone:PackageWeights",
-        "run": "distap.model.trained:RunWeights",
+        **_in("model.backbone", timm="TimmWeights", random="RandomWeights", file="FileWeights"),
+        **_in("model.backbone", package="PackageWeights"),
+        **_in("model.trained", run="RunWeights"),
     },
     "pooling": {
-        "auto": "distap.model.pooling:AutoPooling",
-        "gem": "distap.model.pooling:GeMPooling",
+        **_in("model.pooling", auto="AutoPooling", gem="GeMPooling"),
         **dict.fromkeys(POOLINGS, "distap.model.pooling:NamedPooling"),
     },
     "adapter": dict.fromkeys(("lora", "dora"), "distap.model.adapters:Adapter"),
     "optimizer": dict.fromkeys(TIMM_OPTIMIZERS, "distap.training.optimizer:TimmOptimizer"),
     "schedule": dict.fromkeys(("constant", "linear", "cosine", "multistep"), "distap.training.schedule:RateSchedule"),
-    "engine": {
-        "ddp": "distap.training.engines:DDPSettings",
-        "fsdp": "distap.training.engines:FSDPSettings",
-        "deepspeed": "distap.training.engines:DeepSpeedSettings",
-    },
-    "logger": {
-        "tensorboard": "distap.telemetry.loggers:TensorBoard",
-        "wandb": "distap.telemetry.loggers:WeightsAndBiases",
-    },
+    "engine": _in("training.engines", ddp="DDPSettings", fsdp="FSDPSettings", deepspeed="DeepSpeedSettings"),
+    "logger": _in("telemetry.loggers", tensorboard="TensorBoard", wandb="WeightsAndBiases"),
 }
 
 METHODS = dict.fromkeys(REGISTRY, "build") | {
