@@ -31,8 +31,7 @@ Place = Callable[[str], str]  # where a dotted key stands, such as recipe.yaml:3
 
 
 def load_recipe(
-    source: Path | Mapping[str, Any],
-    overrides: Sequence[str | Mapping[str, Any]] | Mapping[str, Any] = (),
+    source: Path | Mapping[str, Any], overrides: Sequence[str | Mapping[str, Any]] | Mapping[str, Any] = ()
 ) -> Recipe:
     """Read a recipe from a YAML file, by name, or from a dict, and apply overrides in order.
 

@@ -153,12 +153,7 @@ class DescriptorNetwork(
 
     @classmethod
     def _from_pretrained(
-        cls,
-        *,
-        model_id: str,
-        device: str | torch.device = "cpu",
-        network: nn.Module | None = None,
-        **download: Any,
+        cls, *, model_id: str, device: str | torch.device = "cpu", network: nn.Module | None = None, **download: Any
     ) -> "DescriptorNetwork":
         download.pop("config", None)
         saved = read_saved(model_id, **download)

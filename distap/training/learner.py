@@ -34,12 +34,7 @@ class Learner:
         clip_norm: greatest norm of the whole gradient; None never clips.
     """
 
-    def __init__(
-        self,
-        replica: Replica,
-        optimizer: Optimizer,
-        clip_norm: float | None = None,
-    ) -> None:
+    def __init__(self, replica: Replica, optimizer: Optimizer, clip_norm: float | None = None) -> None:
         self.replica, self.network, self.world = replica, replica.network, replica.world
         self._optimizer, self._clip_norm = optimizer, clip_norm
         self.held: Collection[str] = ()  # values of `part` in the optimiser's groups that do not move

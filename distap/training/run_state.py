@@ -71,12 +71,7 @@ class RunState:
         # Hosts that use a store need not share the run's folder.
         self._beside = FilesBeside(storage, recipe.run, BESIDE if section.store is not None else ())
         self.writer = CheckpointWriter(
-            self.checkpoints,
-            world,
-            section.keep,
-            recipe.timeout_seconds,
-            self._spool,
-            self._beside,
+            self.checkpoints, world, section.keep, recipe.timeout_seconds, self._spool, self._beside
         )
 
     @contextmanager

@@ -68,8 +68,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
 
     @app.get("/api/search")
     async def search_by_key(
-        key: Annotated[str, Query(description="Of an image of the index.", max_length=4096)],
-        k: wanted = usual,
+        key: Annotated[str, Query(description="Of an image of the index.", max_length=4096)], k: wanted = usual
     ) -> SearchAnswer:
         """Find the images that are most similar to one of the index, without itself."""
         return answer(await service.by_key(key, k))
