@@ -26,7 +26,7 @@ def study_command(
     only: Annotated[list[str] | None, typer.Option(help=ONLY, show_default="all")] = None,
     seeds: Annotated[int | None, typer.Option(help=SEEDS, min=1, show_default="as the study says")] = None,
     jobs: Annotated[int, typer.Option(help=JOBS, min=1)] = 1,
-    ranks: RANKS = 1,
+    ranks: RANKS = "1",
 ) -> None:
     """Train a grid of recipes under equal conditions, and compare the results in a table, a drawing and a page.
 

@@ -44,7 +44,7 @@ def extract_command(
     part_images: Annotated[
         int | None, options.output(help=PART_IMAGES, min=1, show_default="a 1024th, 128 to 4096")
     ] = None,
-    ranks: options.RANKS = 1,
+    ranks: options.RANKS = "1",
     whitening: options.WHITENING = None,
 ) -> None:
     """Describe all images of shards or of a folder, and write the descriptors with their keys.
@@ -65,10 +65,10 @@ def extract_command(
     from distap.world import joined_world
 
     is_rank = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun sets it for the ranks that it starts
-    if not is_rank and (ranks := options.ranks_to_start(ranks)) > 1:
+    if not is_rank and (count := options.ranks_to_start(ranks)) > 1:
         from distap.launcher import launch
 
-        raise typer.Exit(launch([f"--nproc-per-node={ranks}"], "distap.cli", sys.argv[1:], GRACE_SECONDS))
+        raise typer.Exit(launch([f"--nproc-per-node={count}"], "distap.cli", sys.argv[1:], GRACE_SECONDS))
     leave_when_asked()
     try:
         with joined_world() as world:

@@ -18,22 +18,15 @@ from distap.errors import DistapError
 from distap.processes.stopping import go_deaf
 from distap.telemetry.terminal import console, print_error
 
-AUTO = 0  # ranks: one for each GPU
 
-
-def parse_ranks(text: str | int) -> int:
-    """Parse --ranks: a number, or AUTO for `auto`."""
-    if text in ("auto", AUTO):
-        return AUTO
-    if not str(text).isdecimal() or int(text) < 1:
-        raise typer.BadParameter(f"{text!r}: expected a number, 1 or more, or auto")
-    return int(text)
-
-
-def ranks_to_start(asked: int, device: str = "auto") -> int:
-    """Return the number of ranks to start; AUTO is one for each GPU, or one without GPUs."""
-    if asked != AUTO or device == "cpu":
-        return asked or 1
+def ranks_to_start(asked: str, device: str = "auto") -> int:
+    """Return the number of ranks that --ranks asks for; `auto` is one for each GPU, or one without GPUs."""
+    if asked != "auto":
+        if not asked.isdecimal() or int(asked) < 1:
+            raise typer.BadParameter(f"--ranks {asked!r}: expected a number, 1 or more, or auto")
+        return int(asked)
+    if device == "cpu":
+        return 1
     import torch
 
     # In a fork, since the ranks are forks of this process, in which an opened GPU would not work.
@@ -42,7 +35,7 @@ def ranks_to_start(asked: int, device: str = "auto") -> int:
 
 
 EACH_GPU = "Number of processes to start on this machine; auto starts one for each GPU."
-RANKS = Annotated[int, typer.Option(help=EACH_GPU, parser=parse_ranks, metavar="N|auto")]
+RANKS = Annotated[str, typer.Option(help=EACH_GPU, metavar="N|auto")]
 RECIPE_HELP = "Recipe: a YAML file, or a name of `distap recipes`."
 CHANGES = "Changes to the recipe, such as evaluation.sizing='side 1024' or optimizer.learning_rate=1e-4."
 RECIPE_ARGUMENT = Annotated[Path, typer.Argument(help=RECIPE_HELP, show_default=False)]

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from distap.cli.options import AUTO, JSON, OVERRIDES, RANKS, RECIPE_ARGUMENT, print_json, ranks_to_start
+from distap.cli.options import JSON, OVERRIDES, RANKS, RECIPE_ARGUMENT, print_json, ranks_to_start
 from distap.processes.stopping import end_when_asked, go_deaf
 from distap.telemetry.terminal import figures_table, print_result, set_up_logging
 
@@ -44,7 +44,7 @@ def train_rank(config: RECIPE_ARGUMENT, overrides: OVERRIDES = None, take_over: 
 def train_command(
     config: RECIPE_ARGUMENT,
     overrides: OVERRIDES = None,
-    ranks: RANKS = 1,
+    ranks: RANKS = "1",
     dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN)] = False,
     take_over: TAKES_OVER = False,
 ) -> None:
@@ -53,21 +53,20 @@ def train_command(
     To train on several machines, start `python -m distap.launcher CONFIG` on each, with torchrun's options.
     """
     overrides = overrides or []
-    if ranks == AUTO:
-        from distap.config.reading import load_recipe
+    from distap.config.reading import load_recipe
 
-        ranks = ranks_to_start(AUTO, load_recipe(config, overrides).device)
+    count = ranks_to_start(ranks, load_recipe(config, overrides).device if ranks == "auto" else "auto")
     if dry_run:
-        check_training(config, overrides, ranks)
+        check_training(config, overrides, count)
         return
-    if ranks == 1:
+    if count == 1:
         train_rank(config, overrides, take_over)
         return
     from distap.launcher import launch_training
 
     end_when_asked()
     _set_take_over(take_over)
-    raise typer.Exit(launch_training([f"--nproc-per-node={ranks}"], config, overrides))
+    raise typer.Exit(launch_training([f"--nproc-per-node={count}"], config, overrides))
 
 
 def _set_take_over(take_over: bool) -> None:
