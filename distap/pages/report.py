@@ -56,11 +56,8 @@ class Run:
 
     @property
     def validations(self) -> list[dict[str, Any]]:
-        """Return the log's evaluations, the last of each step; an evaluation before training comes first."""
+        """Return the log's evaluations, the last of each step."""
         lines = {entry["step"]: entry for entry in self.entries if "validation" in entry}
-        before = self.before
-        if lines and before and not before.step and before.data == str(self.recipe["data"]["validation"]):
-            lines.setdefault(0, {"step": 0, "validation": before.figures})
         return [lines[step] for step in sorted(lines)]
 
     @property
@@ -90,9 +87,8 @@ class Run:
                 f"{self.before.folder} and {self.after.folder} are of different data: they cannot be compared"
             )
         last = self.recipe["steps"] or max((entry["step"] for entry in self.steps), default=None)
-        names = {0: "before", last: "after", None: ""}
-        both = {"before": self.before, "after": self.after}
-        return {names.get(each.step, f"step {each.step}") or when: each for when, each in both.items() if each}
+        names = {0: "before", last: "after"}
+        return {names.get(each.step, f"step {each.step}"): each for each in (self.before, self.after) if each}
 
 
 def read_run(folder: Path) -> Run:

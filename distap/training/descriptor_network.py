@@ -28,6 +28,7 @@ from distap.training.build import describing_of, network_of, with_given
 from distap.world import World
 
 DECODED_AT_ONCE = 128  # images that are decoded before they are described
+DESCRIBED = ("sizing", "scales", "antialias", "dimensions")  # keys of a recipe's evaluation, and of DescribedBy
 TIMM_KEYS = ("input_size", "interpolation", "crop_pct", "mean", "std", "first_conv", "classifier", "license")
 
 
@@ -118,12 +119,7 @@ class DescriptorNetwork(
             "distap": {
                 **about,
                 "data": {"image_size": self._recipe.data.image_size},
-                "evaluation": {
-                    "sizing": str(described.sizing),
-                    "scales": list(described.network.scales),
-                    "antialias": described.antialias,
-                    "dimensions": described.first,
-                },
+                "evaluation": {key: getattr(described.described_by, key) for key in DESCRIBED},
                 "whitened": described.whitening is not None,
             },
         }

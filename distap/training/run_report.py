@@ -114,11 +114,10 @@ class RunReport:
                 except OSError as error:
                     raise DistapError(f"run: {recipe.run}: the folder cannot be written to: {error}") from error
                 self._outlets = [partial(append_line, recipe.run / RUN_LOG)]
-                if recipe.loggers:
-                    run = LoggedRun(recipe.run, recipe.run_id, recipe.model_dump(mode="json"), step)
-                    lost = {name: self.metrics.lost_lines.labels(name) for name in recipe.loggers}
-                    loggers = opened_loggers(recipe.loggers, run, lambda name: lost[name].inc())
-                    self._outlets.append(stack.enter_context(loggers))
+                run = LoggedRun(recipe.run, recipe.run_id, recipe.model_dump(mode="json"), step)
+                lost = {name: self.metrics.lost_lines.labels(name) for name in recipe.loggers}
+                loggers = opened_loggers(recipe.loggers, run, lambda name: lost[name].inc())
+                self._outlets.append(stack.enter_context(loggers))
             self._show = stack.enter_context(progress("step", self.steps, step, is_first, seconds=0))
             yield
 
