@@ -8,9 +8,8 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from distap.apps.search import open_searcher, open_thumbnails
-from distap.apps.serve.app import build_app
+from distap.apps.serve.app import Service, build_app
 from distap.apps.serve.limits import ServeSettings
-from distap.apps.serve.service import Service
 from distap.world import World
 
 RUNBOOK = (MONITORING / "RUNBOOK.md").read_text()

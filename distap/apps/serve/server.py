@@ -15,8 +15,7 @@ try:
     import python_multipart  # noqa: F401 - FastAPI needs it for forms, and would only notice at the first one
     import uvicorn
 
-    from distap.apps.serve.app import build_app
-    from distap.apps.serve.service import Service
+    from distap.apps.serve.app import Service, build_app
 except ImportError as error:
     raise DistapError(f"serving needs {error.name}: pip install 'distap[serve]'") from error
 

@@ -11,8 +11,7 @@ from galleries import upload
 from ranks import skip_if_fast
 from serving import resident
 
-from distap.apps.serve.decoders import Decoders, DecodingJob
-from distap.apps.serve.uploads import RefusedError
+from distap.apps.serve.uploads import Decoders, DecodingJob, RefusedError
 from distap.data.sizing import Sizing
 
 JOB = DecodingJob(Sizing("crop", 32), max_pixels=50_000_000, seconds=60, memory_bytes=500_000_000)

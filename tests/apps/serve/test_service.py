@@ -11,9 +11,8 @@ from prometheus_client import generate_latest
 from serving import MULTIPART, body
 
 from distap.apps.search import open_thumbnails
-from distap.apps.serve.app import build_app
+from distap.apps.serve.app import Service, build_app
 from distap.apps.serve.limits import ServeSettings
-from distap.apps.serve.service import Service
 from distap.retrieval.descriptor_files import DescribedBy
 
 
