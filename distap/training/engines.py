@@ -3,20 +3,21 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distap.config.recipe import PrecisionName
 from distap.errors import logger
+from distap.stages.deepspeed import ZeroReplica
+from distap.stages.fsdp import FSDPReplica, make_contiguous, shard
+from distap.stages.replica import Replica, computing_in
+from distap.training.learner import Learner
 from distap.world import World
 
-if TYPE_CHECKING:
-    from distap.stages.replica import Replica
-    from distap.training.learner import Learner
-
 GREATEST_BUCKET = 500_000_000  # parameters in one message of DeepSpeed
+Parts = tuple[nn.Module, World, Callable[[Any], Tensor]]  # network, ranks, and how the network describes images
 BuildOptimizer = Callable[[], Optimizer]  # over the network's parameters, which FSDP has replaced by shards then
 
 
@@ -31,30 +32,24 @@ class DDPSettings:
         world: World,
         clip_norm: float | None = None,
         precision: PrecisionName = "float32",
-    ) -> "Learner":
+    ) -> Learner:
         """Return a learner for a network that is on its device, with the same parameters on every rank."""
-        from distap.training.learner import Learner  # here and below, since a recipe is read without it
+        return self._shared((network, world, computing_in(precision, network)), build_optimizer, clip_norm)
 
-        return Learner(self._replica(network, world, precision), build_optimizer(), clip_norm)
-
-    def _replica(self, network: nn.Module, world: World, precision: PrecisionName) -> "Replica":
-        from distap.stages.replica import Replica, computing_in
-
-        return Replica(network, world, computing_in(precision, network))
+    def _shared(self, parts: Parts, build_optimizer: BuildOptimizer, clip_norm: float | None) -> Learner:
+        return Learner(Replica(*parts), build_optimizer(), clip_norm)
 
 
 @dataclass(frozen=True)
 class FSDPSettings(DDPSettings):
     """FSDP2: each rank holds a shard of every parameter. A single rank keeps the network as it is."""
 
-    def _replica(self, network: nn.Module, world: World, precision: PrecisionName) -> "Replica":
-        from distap.stages.fsdp import FSDPReplica, shard
-        from distap.stages.replica import computing_in
-
+    def _shared(self, parts: Parts, build_optimizer: BuildOptimizer, clip_norm: float | None) -> Learner:
+        network, world, _ = parts
         if world.size == 1:
-            return super()._replica(network, world, precision)
+            return super()._shared(parts, build_optimizer, clip_norm)
         shard(network, world)
-        return FSDPReplica(network, world, computing_in(precision, network))
+        return Learner(FSDPReplica(*parts), build_optimizer(), clip_norm)
 
 
 @dataclass(frozen=True)
@@ -66,25 +61,15 @@ class DeepSpeedSettings(DDPSettings):
     offload: bool = False
     """Keep the optimiser's state in host memory, and update parameters on the CPU."""
 
-    def build(
-        self,
-        network: nn.Module,
-        build_optimizer: BuildOptimizer,
-        world: World,
-        clip_norm: float | None = None,
-        precision: PrecisionName = "float32",
-    ) -> "Learner":
-        from distap.stages.deepspeed import ZeroReplica
-        from distap.stages.fsdp import make_contiguous
-        from distap.stages.replica import computing_in
-        from distap.training.zero import ZeroLearner, check_for_zero
+    def _shared(self, parts: Parts, build_optimizer: BuildOptimizer, clip_norm: float | None) -> Learner:
+        from distap.training.zero import ZeroLearner, check_for_zero  # here, since timm takes seconds to load
 
-        optimizer = build_optimizer()
+        (network, world, _), optimizer = parts, build_optimizer()
         check_for_zero(network, optimizer)
         make_contiguous(network)  # DeepSpeed ignores strides, even of 1 x 1 kernels
         numel = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
         config = self.config(world.size, numel, clip_norm)
-        replica = ZeroReplica(network, world, computing_in(precision, network), optimizer=optimizer, config=config)
+        replica = ZeroReplica(*parts, optimizer=optimizer, config=config)
         if world.rank == 0:
             zero = replica.engine._config.zero_config.model_dump(mode="json", exclude_none=True, by_alias=True)
             logger.info("DeepSpeed: %s", json.dumps(config | {"zero_optimization": zero}, sort_keys=True))
