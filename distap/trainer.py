@@ -200,7 +200,8 @@ class Trainer:
         keys = [name for names in by_slot for name in names if name]
         self.report.not_finite(self.done, what, keys)
         if self.not_finite >= self.recipe.step.max_not_finite:
-            self.state.send_beside()
+            if self.world.rank == 0:  # there is no checkpoint with which these would go to a store
+                self.state.beside.send()
             raise DistapError(
                 f"step {self.done}: the {what} was not finite in {self.not_finite} steps in a row "
                 f"(step.max_not_finite); their images are listed in {self.recipe.run / NOT_FINITE_LOG}. "

@@ -146,8 +146,13 @@ def _overridden(settings: dict[str, Any], overrides: Sequence[str | Mapping[str,
     for override in overrides:
         if isinstance(override, Mapping):
             _merge(settings, override)
-        else:
-            _override(settings, override)
+            continue
+        key, equals, text = override.partition("=")
+        if not equals or not all(key.split(".")):
+            raise DistapError(f"override {override!r}: expected key=value, such as optimizer.learning_rate=1e-4")
+        *parents, last = key.split(".")
+        value = parsed_yaml(text, f"override {override!r}", comments=False)
+        _section(settings, parents, override)[last] = value
     changed = [key for key in LENGTHS if settings.get(key) not in (None, before[key])]
     if len(changed) == 1:
         settings.pop(LENGTHS[1 - LENGTHS.index(changed[0])], None)
@@ -164,15 +169,6 @@ def _merge(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
             _merge(_section(section, [last], key), value)
         else:
             section[last] = _copied(value) if isinstance(value, Mapping) else value
-
-
-def _override(settings: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not all(key.split(".")):
-        raise DistapError(f"override {override!r}: expected key=value, such as optimizer.learning_rate=1e-4")
-    value = parsed_yaml(text, f"override {override!r}", comments=False)
-    *parents, last = key.split(".")
-    _section(settings, parents, override)[last] = value
 
 
 def _section(settings: dict[str, Any], parents: Sequence[str], override: str) -> dict[str, Any]:

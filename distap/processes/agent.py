@@ -59,7 +59,7 @@ class Agent:
 
         Afterwards this process ignores signals: all that is left is to leave.
         """
-        call_on_signal(self._hear)
+        call_on_signal(self._hear, self._hear)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a supervisor may ignore it, and the end of ranks is not seen
         status, port, store = FAILED, self._place.port, None
         try:

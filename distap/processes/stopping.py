@@ -9,6 +9,7 @@ a collective. So a thread of its own reads the signals from a pipe that Python's
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from distap.errors import RESTART, logger
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TRACE_SIGNAL = signal.SIGUSR1
 MARGIN_SECONDS = 15  # beyond the grace time, before a launcher kills a rank
+Handler = Callable[[int, FrameType | None], object]
 ONE_REQUEST_SECONDS = 1.0  # a signal to a process group arrives twice, once through the launcher
 
 
@@ -42,7 +44,7 @@ class StopRequest:
         self._inbox, self._outbox = os.pipe()
         os.set_blocking(self._outbox, False)  # a full pipe must not hold up the handler, wherever it interrupts
         self._wakeup_before = signal.set_wakeup_fd(self._outbox, warn_on_full_buffer=False)
-        self._handlers = _handle(_left_to_the_thread)
+        self._handlers = call_on_signal(_left_to_the_thread)
         # A launcher starts ranks with this signal blocked, since it would kill one that does not listen yet.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [TRACE_SIGNAL])
         os.register_at_fork(after_in_child=self._leave_in_child)
@@ -101,26 +103,12 @@ def _left_to_the_thread(number: int, frame: FrameType | None) -> None:
 
 def end_when_asked() -> None:
     """Exit with RESTART on a signal, until a StopRequest listens; before training, nothing needs saving."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        os._exit(RESTART)  # imports would swallow an exception
-
-    _handle(end)
+    call_on_signal(lambda *_: os._exit(RESTART))  # imports would swallow an exception
 
 
 def leave_when_asked() -> None:
     """Raise SystemExit(RESTART) on a signal, so that files are closed; call it after all imports."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(RESTART)
-
-    _handle(leave)
-
-
-def call_on_signal(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Call `handler` at each request to stop, and at each TRACE_SIGNAL."""
-    _handle(handler)
-    signal.signal(TRACE_SIGNAL, handler)
+    call_on_signal(lambda *_: sys.exit(RESTART))
 
 
 def go_deaf() -> None:
@@ -129,9 +117,9 @@ def go_deaf() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _handle(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
-    """Install a handler for requests to stop, leave trace signals to the thread; return the previous handlers."""
-    signal.signal(TRACE_SIGNAL, _left_to_the_thread)
+def call_on_signal(handler: Handler, on_trace: Handler = _left_to_the_thread) -> dict[int, Any]:
+    """Call `handler` at each request to stop, and `on_trace` at each TRACE_SIGNAL; return the previous handlers."""
+    signal.signal(TRACE_SIGNAL, on_trace)
     # `nohup` ignores SIGHUP, and so do we then.
     heeded = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in heeded}

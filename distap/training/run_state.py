@@ -69,9 +69,9 @@ class RunState:
         self.lease = Lease("run" if section.store is None else "checkpoint.store", storage)
         self.checkpoints, self._spool = Checkpoints(storage), recipe.run / CHECKPOINTS_FOLDER
         # Hosts that use a store need not share the run's folder.
-        self._beside = FilesBeside(storage, recipe.run, BESIDE if section.store is not None else ())
+        self.beside = FilesBeside(storage, recipe.run, BESIDE if section.store is not None else ())
         self.writer = CheckpointWriter(
-            self.checkpoints, world, section.keep, recipe.timeout_seconds, self._spool, self._beside
+            self.checkpoints, world, section.keep, recipe.timeout_seconds, self._spool, self.beside
         )
 
     @contextmanager
@@ -96,14 +96,10 @@ class RunState:
                 return 0
             self._take_over(found)
             # Later scores are compared with rank 0's, so that the ranks agree on which one is better.
-            score = on_all(self.world, self._fetch_beside, mine=self.world.rank == 0)[0]
+            on_all(self.world, self.beside.fetch, mine=self.world.rank == 0)
+            score = on_all(self.world, lambda: self.checkpoints.best()[0], mine=self.world.rank == 0)[0]
             self.writer.best = float("-inf") if score is None else score
         return found.step
-
-    def _fetch_beside(self) -> float | None:
-        """Download the files next to checkpoints from a store; return the best score of a checkpoint."""
-        self._beside.fetch()
-        return self.checkpoints.best()[0]
 
     def save(self, step: int, figures: Figures | None = None) -> None:
         """Start to write a checkpoint, with figures of its evaluation, once the one before is written.
@@ -126,11 +122,6 @@ class RunState:
         digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
         about = {"configuration": digest, "data": self.images.fingerprint, "order": self.images.order}
         self.writer.save(step, tensors, state, about, score_of(figures))
-
-    def send_beside(self) -> None:
-        """Upload the files next to checkpoints to the store, if there is one, without a checkpoint."""
-        if self.world.rank == 0:
-            self._beside.send()
 
     def _take_over(self, checkpoint: Checkpoint) -> None:
         recorded = checkpoint.state("recipe")["recipe"]
