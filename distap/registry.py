@@ -74,7 +74,7 @@ REGISTRY: dict[str, dict[str, str]] = {
     "optimizer": dict.fromkeys(TIMM_OPTIMIZERS, "distap.training.optimizer:TimmOptimizer"),
     "schedule": dict.fromkeys(("constant", "linear", "cosine", "multistep"), "distap.training.schedule:RateSchedule"),
     "engine": _in("training.engines", ddp="DDPSettings", fsdp="FSDPSettings", deepspeed="DeepSpeedSettings"),
-    "logger": _in("telemetry.loggers", tensorboard="TensorBoard", wandb="WeightsAndBiases"),
+    "logger": _in("telemetry.runlog", tensorboard="TensorBoard", wandb="WeightsAndBiases"),
 }
 
 METHODS = dict.fromkeys(REGISTRY, "build") | {

@@ -24,9 +24,8 @@ from distap.ranking.memory import CrossBatchMemory
 from distap.stopwatch import Stopwatch
 from distap.storage.remotes import UnreachableError
 from distap.telemetry.endpoint import Endpoint
-from distap.telemetry.logs import origin
 from distap.telemetry.runlog import NOT_FINITE_LOG
-from distap.telemetry.terminal import set_up_run_logging
+from distap.telemetry.terminal import origin, set_up_run_logging
 from distap.telemetry.tracing import traced
 from distap.training.build import evaluations_of, fitting_of, learner_of, loss_learner_of, loss_of, step_of
 from distap.training.run_report import RunReport

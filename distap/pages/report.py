@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
@@ -18,10 +19,10 @@ from distap.data.images.decoding import EncodedImage
 from distap.data.images.whole_images import Thumbnails
 from distap.data.loading.reader import open_images
 from distap.errors import DistapError
-from distap.evaluation.saved import Evaluation, folder_of_step, read_evaluation, saved_steps
+from distap.evaluation.saved import Evaluation, Retrieved, folder_of_step, read_evaluation, saved_steps
 from distap.pages.charts import MOST_POINTS, Chart
-from distap.pages.contact_sheets import Sheet, sheets_of
 from distap.pages.page import THUMBNAIL, write_page
+from distap.randomness import permutation
 from distap.retrieval.descriptor_files import reading
 from distap.storage.atomic import write_whole
 from distap.storage.texts import read_text, without_secrets
@@ -38,6 +39,8 @@ CURVES = {
     "replay_drift": ("Replay drift, between an image's two descriptors", "distance"),
 }
 SUMMARY_FIGURES = ("mAP", "mAP@R", "R@1")
+RANDOM, HARDEST, HITS = 10, 8, 10
+FRAMES = "Best first: images of the query's class have a green frame (✓), others a dashed red one (✗)."
 SECTIONS = ("data", "loss", "model", "sampling", "steps")  # of a recipe, which a report needs
 
 
@@ -142,6 +145,62 @@ def report(folder: Path, output: Path | None = None, reload: int | None = None) 
         summary = run.summary()
         write_whole(output / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
     return output / PAGE_FILE, summary
+
+
+class Picture(NamedTuple):
+    key: str
+    label: str  # name of its class
+    jpeg: bytes | None  # its thumbnail; None if it cannot be read
+    right: bool = False  # of the query's class
+
+
+class Answer(NamedTuple):
+    name: str  # of a network, such as "before"
+    average_precision: float
+    first_positive: int  # rank, from 1, of the first hit of the query's class
+    hits: list[Picture]  # best first
+
+
+class Sheet(NamedTuple):
+    title: str
+    about: str  # why these queries were chosen
+    examples: list[tuple[Picture, list[Answer]]]  # of each query
+
+
+def sheets_of(retrieved: dict[str, Retrieved], thumbnail: Callable[[int], bytes | None]) -> list[Sheet]:
+    """Choose queries that several networks answered on one data set: some at random, and those with the lowest AP.
+
+    The last network decides what is hard.
+    """
+    name, last = list(retrieved.items())[-1]
+    answered = (each.sample[np.flatnonzero(each.first_positive)] for each in retrieved.values())
+    queries = reduce(np.intersect1d, answered)  # common to all, by their numbers in the data set
+    precision = last.average_precision[np.searchsorted(last.sample, queries)]
+
+    def picture(of: Retrieved, row: int) -> Picture:
+        return Picture(str(of.key[row]), str(of.class_name[row]), thumbnail(int(of.sample[row])))
+
+    def example(sample: int) -> tuple[Picture, list[Answer]]:
+        answers = []
+        for network, of in retrieved.items():
+            row = int(np.searchsorted(of.sample, sample))
+            query = picture(of, row)
+            hits = [
+                picture(of, hit)._replace(right=bool(of.class_name[hit] == of.class_name[row]))
+                for hit in of.neighbours[row, :HITS].tolist()
+            ]
+            answers.append(Answer(network, float(of.average_precision[row]), int(of.first_positive[row]), hits))
+        return query, answers
+
+    some, hardest = permutation(len(precision), 0)[:RANDOM], np.argsort(precision, kind="stable")[:HARDEST]
+    sheets = [
+        Sheet(title, f"{about} {FRAMES}", [*map(example, queries[chosen].tolist())])
+        for title, about, chosen in (
+            ("Neighbours of some queries", "Drawn at random, not selected.", some),
+            ("Hardest queries", f"The queries with the lowest AP ({name}).", hardest),
+        )
+    ]
+    return [sheet for sheet in sheets if sheet.examples]
 
 
 def contact_sheets(evaluations: dict[str, Evaluation]) -> tuple[list[Sheet], str]:

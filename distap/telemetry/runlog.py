@@ -1,21 +1,34 @@
-"""Write and read a run's log, metrics.jsonl: one JSON object for each step or evaluation."""
+"""Write and read a run's log, metrics.jsonl, and pass its figures on to TensorBoard, Weights & Biases or others.
 
+The log has one JSON object for each step or evaluation. Loggers get its figures under the same names; nested names
+are joined by a slash (`seconds/describe`, `validation/mAP`), and figures that are not finite are left out. Each
+package sends what it is given from a queue of its own. An error of a logger costs a line and a warning, never the
+training.
+"""
+
+import importlib
 import json
 import math
+import os
 import platform
+import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import distap
 from distap.errors import DistapError, logger
+from distap.registry import REGISTRY, by_path
 from distap.storage.atomic import write_whole
-from distap.storage.texts import MOST_TEXT, parsed_json
+from distap.storage.texts import MOST_TEXT, parsed_json, without_secrets
 
 RUN_LOG, NOT_FINITE_LOG, STARTS_LOG = "metrics.jsonl", "not_finite.jsonl", "starts.jsonl"
+FLUSH_SECONDS = 10
 
 
 def append_line(path: Path, entry: dict[str, Any]) -> None:
@@ -76,3 +89,165 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """A run, as a logger needs to know it."""
+
+    folder: Path
+    id: str
+    recipe: Mapping[str, Any]  # plain nested values; a logger gets them without secrets
+    step: int  # steps behind the state that the run goes on from; figures of later steps are to be replaced
+
+
+class Logger(Protocol):
+    """Interface of a logger of figures, which is also what a recipe chooses; its fields are its keys.
+
+    Training waits for its calls, so that those have to queue what they send.
+    """
+
+    def prepare(self) -> None:
+        """Import packages and check settings before training, offline; raise ImportError if a package is missing."""
+
+    def open(self, run: LoggedRun) -> None:
+        """Begin to log a run, or continue it."""
+
+    def log(self, step: int, time: float, figures: Mapping[str, float]) -> None:
+        """Log finite figures by name, at a Unix time in seconds; a step may have several lines."""
+
+    def close(self, failed: bool) -> None:
+        """Flush everything; no further call follows. `failed` tells whether an error has ended the training."""
+
+
+def prepare_loggers(chosen: Mapping[str, Logger]) -> None:
+    """Import the packages of loggers, by name; raise a DistapError if one is missing or cannot work."""
+    for name, one in chosen.items():
+        try:
+            one.prepare()
+        except ImportError as error:
+            package = f"'distap[{name}]'" if name in REGISTRY["logger"] else "it"
+            problem = f"the package {error.name} is missing" if error.name else "its package cannot be imported"
+            remedy = f"pip install {package}, or leave the logger out ({error})"
+            raise DistapError(f"loggers.{name}: {problem}; {remedy}") from error
+
+
+@contextmanager
+def opened_loggers(
+    chosen: Mapping[str, Logger], run: LoggedRun, count_lost: Callable[[str], None]
+) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Open a run's loggers; yield a function that passes lines of the run's log, with `step` and `time`, to each.
+
+    `count_lost` gets a logger's name for each line that it did not take.
+    """
+    run = replace(run, recipe=json.loads(without_secrets(json.dumps(run.recipe))))
+    told: set[str] = set()
+
+    def survives(name: str, call: Callable[..., None], *given: Any) -> bool:
+        try:
+            call(*given)
+        except (Exception, SystemExit) as error:  # packages end the process where a key is missing
+            if name not in told:  # later errors usually have the same reason
+                first, _, _ = str(error).strip().partition("\n")
+                reason = without_secrets(f"{type(error).__name__}: {first[:300]}")
+                logger.warning("loggers.%s: figures are lost: %s; training goes on", name, reason)
+            told.add(name)
+            count_lost(name)
+            return False
+        return True
+
+    def log(entry: Mapping[str, Any]) -> None:
+        figures = finite_figures({key: value for key, value in entry.items() if key not in ("step", "time")})
+        for name, one in opened.items():
+            survives(name, one.log, entry["step"], entry["time"], figures)
+        for name in chosen.keys() - opened:
+            count_lost(name)
+
+    opened = {name: one for name, one in chosen.items() if survives(name, one.open, run)}
+    failed = True
+    try:
+        yield log
+        failed = False
+    finally:
+        for name, one in opened.items():
+            survives(name, one.close, failed)
+
+
+def finite_figures(entry: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of a line; nested ones are named by path."""
+    return {
+        name: float(value)
+        for name, value in by_path(entry, "/")
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+@dataclass
+class TensorBoard:
+    """Log to event files in RUN/tensorboard: a recipe's `loggers.tensorboard`, which has no keys."""
+
+    def prepare(self) -> None:
+        for module in ("tensorboard", "torch.utils.tensorboard"):
+            importlib.import_module(module)
+
+    def open(self, run: LoggedRun) -> None:
+        """Open a new event file, which hides later steps of earlier files."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Figures of the step that the run goes on from, such as its evaluation, stay.
+        purged = run.step + 1 if run.step else 0
+        self._writer = SummaryWriter(run.folder / "tensorboard", purge_step=purged, flush_secs=FLUSH_SECONDS)
+        self._writer.add_text("recipe", f"```json\n{json.dumps(run.recipe, indent=2)}\n```", run.step)
+
+    def log(self, step: int, time: float, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step, walltime=time)
+
+    def close(self, failed: bool) -> None:
+        self._writer.close()
+
+
+@dataclass
+class WeightsAndBiases:
+    """Log to Weights & Biases, with the key WANDB_API_KEY: a recipe's `loggers.wandb`, which has no keys.
+
+    Server, user or team, project (by default `distap`) and group are WANDB_BASE_URL, WANDB_ENTITY, WANDB_PROJECT and
+    WANDB_RUN_GROUP. With WANDB_MODE=offline, RUN/wandb gets files for `wandb sync`. RUN/loggers/wandb has the id.
+    """
+
+    def prepare(self) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would report to its maker
+        os.environ.setdefault("WANDB_SILENT", "true")
+        for patience in ("WANDB_INIT_TIMEOUT", "WANDB_FINISH_TIMEOUT"):  # the end would wait without limit
+            os.environ.setdefault(patience, "30")
+        wandb: Any = importlib.import_module("wandb")
+        # Without a key, init would ask the terminal for one.
+        if os.environ.get("WANDB_MODE") != "offline" and not wandb.login(prompt=False, verify=False):
+            raise DistapError("loggers.wandb: no key: set WANDB_API_KEY in the environment, or WANDB_MODE=offline")
+
+    def open(self, run: LoggedRun) -> None:
+        wandb: Any = importlib.import_module("wandb")
+        if not (own_id := run.folder / "loggers" / "wandb").exists():
+            write_whole(own_id, secrets.token_hex(4))
+        # Send neither terminal output nor the command line, which may hold an address with a secret.
+        ours = wandb.Settings(
+            silent=True, console="off", reinit="create_new", allow_val_change=True, x_disable_meta=True
+        )
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "distap"),
+            name=run.id,
+            id=own_id.read_text(),
+            resume="allow",
+            dir=str(run.folder),
+            config=dict(run.recipe),
+            settings=ours,
+        )
+        # W&B drops steps that do not grow, as a step that is done again after an interruption.
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, time: float, figures: Mapping[str, float]) -> None:
+        self._run.log({"step": step, "_timestamp": time, **figures})
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))

@@ -14,6 +14,7 @@ from distap.stages.deepspeed import ZeroReplica
 from distap.stages.fsdp import FSDPReplica, make_contiguous, shard
 from distap.stages.replica import Replica, computing_in
 from distap.training.learner import Learner
+from distap.training.zero import ZeroLearner, check_for_zero
 from distap.world import World
 
 GREATEST_BUCKET = 500_000_000  # parameters in one message of DeepSpeed
@@ -62,8 +63,6 @@ class DeepSpeedSettings(DDPSettings):
     """Keep the optimiser's state in host memory, and update parameters on the CPU."""
 
     def _shared(self, parts: Parts, build_optimizer: BuildOptimizer, clip_norm: float | None) -> Learner:
-        from distap.training.zero import ZeroLearner, check_for_zero  # here, since timm takes seconds to load
-
         (network, world, _), optimizer = parts, build_optimizer()
         check_for_zero(network, optimizer)
         make_contiguous(network)  # DeepSpeed ignores strides, even of 1 x 1 kernels

@@ -24,12 +24,10 @@ from distap.evaluation.saved import Evaluation, folder_of_step, keep_few
 from distap.model.network import RetrievalNetwork
 from distap.registry import name_of
 from distap.stopwatch import Stopwatch
+from distap.telemetry import runlog
 from distap.telemetry.endpoint import Endpoint
-from distap.telemetry.loggers import LoggedRun, opened_loggers, prepare_loggers
-from distap.telemetry.logs import origin
 from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
-from distap.telemetry.runlog import NOT_FINITE_LOG, RUN_LOG, append_line, cut_run_log, log_start
-from distap.telemetry.terminal import progress
+from distap.telemetry.terminal import origin, progress
 from distap.training.learner import StepResult
 from distap.training.schedule import Length
 from distap.world import DRIVER, World, without_gpu
@@ -56,7 +54,7 @@ class RunReport:
         self._steps: deque[float] = deque(maxlen=RECENT)  # seconds of the last steps
         self._outlets: list[Callable[[dict[str, Any]], None]] = []  # rank 0's, of what happens
         if recipe.loggers:  # rank 0 alone needs them, but all ranks leave alike, so that no host starts again
-            on_all(world, partial(prepare_loggers, recipe.loggers), world.rank == 0)
+            on_all(world, partial(runlog.prepare_loggers, recipe.loggers), world.rank == 0)
 
     def begins(
         self, step: int | None, length: Length, images: TrainingImages, network: RetrievalNetwork, sets: list[str]
@@ -107,16 +105,16 @@ class RunReport:
                 try:
                     recipe.run.mkdir(parents=True, exist_ok=True)
                     (recipe.run / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-                    cut_run_log(recipe.run, step)
+                    runlog.cut_run_log(recipe.run, step)
                     device = self.world.device
                     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-                    log_start(recipe.run, step, ranks=self.world.size, steps=self.steps, device=name)
+                    runlog.log_start(recipe.run, step, ranks=self.world.size, steps=self.steps, device=name)
                 except OSError as error:
                     raise DistapError(f"run: {recipe.run}: the folder cannot be written to: {error}") from error
-                self._outlets = [partial(append_line, recipe.run / RUN_LOG)]
-                run = LoggedRun(recipe.run, recipe.run_id, recipe.model_dump(mode="json"), step)
+                self._outlets = [partial(runlog.append_line, recipe.run / runlog.RUN_LOG)]
+                run = runlog.LoggedRun(recipe.run, recipe.run_id, recipe.model_dump(mode="json"), step)
                 lost = {name: self.metrics.lost_lines.labels(name) for name in recipe.loggers}
-                loggers = opened_loggers(recipe.loggers, run, lambda name: lost[name].inc())
+                loggers = runlog.opened_loggers(recipe.loggers, run, lambda name: lost[name].inc())
                 self._outlets.append(stack.enter_context(loggers))
             self._show = stack.enter_context(progress("step", self.steps, step, is_first, seconds=0))
             yield
@@ -185,7 +183,7 @@ class RunReport:
         logger.warning("step %d: the %s is not finite; the parameters stay as they are", step, what)
         if self.world.rank == 0:  # entries of earlier attempts at this step stay: they are what a person looks for
             entry = {"step": step, "time": time.time(), "what": what, "samples": keys}
-            append_line(self.recipe.run / NOT_FINITE_LOG, entry)
+            runlog.append_line(self.recipe.run / runlog.NOT_FINITE_LOG, entry)
 
     def checkpoint(self, written: Written | None) -> None:
         if written is None or self.world.rank != 0:

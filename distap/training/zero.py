@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import timm.optim
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -13,7 +12,7 @@ from distap.stages.deepspeed import ZeroReplica
 from distap.training.learner import Learner, like, set_rates, without_prefix
 
 # Their steps depend on the norm or the shape of a whole tensor, but ZeRO gives them flat slices of many tensors.
-WHOLE_TENSORS = (timm.optim.Lamb, timm.optim.Lars, timm.optim.Adafactor)
+WHOLE_TENSORS = ("Lamb", "Lars", "Adafactor")
 PREFIX = "optimizer.state."
 Named = Mapping[str, Tensor]
 
@@ -55,7 +54,7 @@ def check_for_zero(network: nn.Module, optimizer: Optimizer) -> None:
     for name, parameter in network.named_parameters():
         if parameter.dtype != torch.float32:
             raise DistapError(f"{name} is {parameter.dtype}, but the deepspeed engine needs float32 parameters")
-    if isinstance(optimizer, WHOLE_TENSORS):
+    if type(optimizer).__name__ in WHOLE_TENSORS:
         raise DistapError(
             f"the deepspeed engine gives the optimiser slices of the parameters, but {type(optimizer).__name__} "
             "needs whole ones; choose another optimizer.name, or the engine ddp or fsdp"

@@ -1,11 +1,11 @@
 import numpy as np
 from run_folders import retrieved
 
-from distap.pages import contact_sheets
+from distap.pages import report
 
 
 def sheets_of(networks):
-    return {sheet.title: sheet.examples for sheet in contact_sheets.sheets_of(networks, lambda _: None)}
+    return {sheet.title: sheet.examples for sheet in report.sheets_of(networks, lambda _: None)}
 
 
 def common_queries(*networks):

@@ -11,15 +11,15 @@ from small_trainings import train
 
 from distap.errors import DistapError
 from distap.registry import REGISTRY
-from distap.telemetry.loggers import (
+from distap.telemetry.runlog import (
     LoggedRun,
     TensorBoard,
     WeightsAndBiases,
     finite_figures,
     opened_loggers,
     prepare_loggers,
+    read_run_log,
 )
-from distap.telemetry.runlog import read_run_log
 from distap.world import World
 
 WITH_SECRETS = "https://me:password@example.org/{0..9}.tar?signature=password"

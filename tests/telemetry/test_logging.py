@@ -12,11 +12,11 @@ from launching import Program, started
 from small_trainings import recipe
 
 from distap.errors import RESTART
-from distap.telemetry.logs import TextLines
+from distap.telemetry.terminal import TextLines
 
 SPEAKING = """
     import logging, sys, threading, warnings
-    from distap.telemetry.logs import origin
+    from distap.telemetry.terminal import origin
     from distap.telemetry.terminal import console, progress, set_up_run_logging
 
     form, rank = sys.argv[1:]
