@@ -229,10 +229,9 @@ class Trainer:
         return figures
 
     def _save_if_due(self, figures: Figures | None) -> None:
-        score = score_of(figures)
-        if score is not None:  # what counts as the best is written: the ranks must agree on that
+        if figures is not None:  # what counts as the best is written: the ranks must agree on that
             self.state.writer.wait()
-        is_best = score is not None and score > self.state.writer.best
+        is_best = figures is not None and score_of(figures) > self.state.writer.best
         if self.length.is_due(self.recipe.checkpoint, self.done) or is_best:
             self._save(figures)
 

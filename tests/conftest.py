@@ -17,7 +17,7 @@ from images import write_images
 from benchmarks.photos import pack
 from distap.processes.stopping import SIGNALS, TRACE_SIGNAL
 from distap.storage import remotes
-from distap.telemetry import logs
+from distap.telemetry import terminal
 
 # Processes that the tests start hear Ctrl-C, also where the tests run in the background of a shell.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -61,7 +61,7 @@ def _state_of_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logger = logging.getLogger("distap")
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "propagate", True)
-    monkeypatch.setattr(logs, "origin", logs.LogOrigin())
+    monkeypatch.setattr(terminal, "origin", terminal.LogOrigin())
     monkeypatch.setattr(remotes, "FIRST_PAUSE", 0)
     level = logger.level
     for number, handler in HEARD.items():  # a fixture of the module may have trained, and left its own

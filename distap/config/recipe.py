@@ -142,7 +142,7 @@ class NetworkRecipe(Section):
 
     seed: NonNegativeInt = 0
     """Seed of everything random: weights, batches, augmentation."""
-    model: sections.ModelSection = Field(default_factory=dict)
+    model: sections.ModelSection = Field(default_factory=dict, validate_default=True)
     data: ImagesSection = ImagesSection()
     evaluation: DescribingSection = DescribingSection()
 
@@ -179,7 +179,7 @@ class Recipe(NetworkRecipe):
     rank: sections.RankSection = sections.RankSection()
     replay: sections.ReplaySection = sections.ReplaySection()
     step: sections.StepSection = sections.StepSection()
-    optimizer: sections.OptimizerSection = Field(default_factory=dict)
+    optimizer: sections.OptimizerSection = Field(default_factory=dict, validate_default=True)
     schedule: Annotated[Any, Chosen("schedule", otherwise="linear")] = "linear"
     """Schedule of the learning rate over the steps."""
     ema: sections.AverageSection | None = None

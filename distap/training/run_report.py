@@ -112,10 +112,11 @@ class RunReport:
                 except OSError as error:
                     raise DistapError(f"run: {recipe.run}: the folder cannot be written to: {error}") from error
                 self._outlets = [partial(runlog.append_line, recipe.run / runlog.RUN_LOG)]
-                run = runlog.LoggedRun(recipe.run, recipe.run_id, recipe.model_dump(mode="json"), step)
-                lost = {name: self.metrics.lost_lines.labels(name) for name in recipe.loggers}
-                loggers = runlog.opened_loggers(recipe.loggers, run, lambda name: lost[name].inc())
-                self._outlets.append(stack.enter_context(loggers))
+                if recipe.loggers:
+                    run = runlog.LoggedRun(recipe.run, recipe.run_id, recipe.model_dump(mode="json"), step)
+                    lost = {name: self.metrics.lost_lines.labels(name) for name in recipe.loggers}
+                    loggers = runlog.opened_loggers(recipe.loggers, run, lambda name: lost[name].inc())
+                    self._outlets.append(stack.enter_context(loggers))
             self._show = stack.enter_context(progress("step", self.steps, step, is_first, seconds=0))
             yield
 
@@ -227,6 +228,5 @@ class RunReport:
             logger.warning("step %d: the evaluation is not kept for the report: %s", step, error)
 
     def _write(self, step: int, **entry: Any) -> None:
-        entry = {"step": step, "time": time.time(), **entry}
         for write in self._outlets:
-            write(entry)
+            write({"step": step, "time": time.time(), **entry})

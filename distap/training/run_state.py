@@ -36,9 +36,9 @@ def is_begun(recipe: Recipe, world: World) -> bool:
     return bool(on_all(world, Checkpoints(_storage_of(recipe)).names, mine=world.rank == 0)[0])
 
 
-def score_of(figures: Figures | None) -> float | None:
+def score_of(figures: Figures) -> float:
     """Return the mAP of the validation set, by which checkpoints are compared."""
-    return next(iter(figures.values()))["mAP"] if figures else None
+    return next(iter(figures.values()))["mAP"]
 
 
 def _storage_of(recipe: Recipe) -> Storage:
@@ -121,7 +121,7 @@ class RunState:
             state["backbone"] = built_again(self.learner.network.backbone)
         digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
         about = {"configuration": digest, "data": self.images.fingerprint, "order": self.images.order}
-        self.writer.save(step, tensors, state, about, score_of(figures))
+        self.writer.save(step, tensors, state, about, score_of(figures) if figures else None)
 
     def _take_over(self, checkpoint: Checkpoint) -> None:
         recorded = checkpoint.state("recipe")["recipe"]
