@@ -25,10 +25,7 @@ from distap.stages.sizes import free_memory
 from distap.stopwatch import Stopwatch
 from distap.world import World, joined_world
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = torch.device("cuda")
 IMAGES = 40
 LOSSES = {

@@ -172,18 +172,9 @@ step = distap.Multistage(NETWORK, micro_batch=5)
     ("call", "said"),
     [
         (lambda: distap.Multistage(torch.flatten), "network: .*: must be an instance of Module"),
-        (
-            lambda: distap.Multistage(NETWORK, max_drift="a", skip_below="b"),
-            "max_drift: 'a': .*; skip_below: 'b'",
-        ),
-        (
-            lambda: step([Image.new("RGB", (2, 2))] * 8, LABELS[:8]),
-            "images are a list of 8 Image",
-        ),
-        (
-            lambda: step(BATCH, LABELS, samples=["a"] * 24),
-            "samples: a list of 24 str makes no tensor",
-        ),
+        (lambda: distap.Multistage(NETWORK, max_drift="a", skip_below="b"), "max_drift: 'a': .*; skip_below: 'b'"),
+        (lambda: step([Image.new("RGB", (2, 2))] * 8, LABELS[:8]), "images are a list of 8 Image"),
+        (lambda: step(BATCH, LABELS, samples=["a"] * 24), "samples: a list of 24 str makes no tensor"),
         (lambda: distap.load("run", scales="1", sizing=224), "sizing: 224: must be text; scales: '1': "),
         (lambda: distap.load("run", device="gpu"), "device: 'gpu' cannot be used: Expected one of cpu"),
         (lambda: distap.train("emoji", "steps=1"), "overrides: 'steps=1': must be keys with values"),

@@ -23,12 +23,7 @@ class OfItsOwn:
         ("loss", "no_such_package.losses:Mine", {}, "No module named 'no_such_package'; is its folder on PYTHONPATH"),
         ("loss", "my_package.losses.Mine", {}, "is unknown; expected one of ap_q, .*, or package.module:Class"),
         ("loss", "torch.nn:Mine", {}, "the module torch.nn has no Mine"),
-        (
-            "loss",
-            "torch.nn:Linear",
-            {},
-            "expected a dataclass or a pydantic model, .*@distap.loss",
-        ),
+        ("loss", "torch.nn:Linear", {}, "expected a dataclass or a pydantic model, .*@distap.loss"),
         ("loss", f"{__name__}:OfItsOwn", {}, r"a loss has to be a subclass of distap\.ranking\.loss\.Loss, which Of"),
     ],
 )

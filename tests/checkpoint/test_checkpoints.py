@@ -11,14 +11,7 @@ import torch
 from evil import Evil
 from ranks import on_ranks
 from safetensors.torch import load_file
-from stores import (
-    SHARD,
-    checkpoints_of,
-    found_checkpoint,
-    newest_on_disk,
-    rewrite_manifest,
-    writer_to,
-)
+from stores import SHARD, checkpoints_of, found_checkpoint, newest_on_disk, rewrite_manifest, writer_to
 
 from distap.checkpoint.manifest import DamagedCheckpointError, write_tensors
 from distap.errors import FAILED, DistapError

@@ -85,13 +85,7 @@ def test_any_override_is_read_or_refused_by_name(tmp_path, key, value):
         load_recipe(path, [f"{key}={value}"])
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        "!!python/object/apply:os.mkdir [{path}]",
-        "!!python/name:os.mkdir",
-    ],
-)
+@pytest.mark.parametrize("value", ["!!python/object/apply:os.mkdir [{path}]", "!!python/name:os.mkdir"])
 def test_a_tag_in_a_recipe_or_an_override_runs_no_code(tmp_path, value):
     evil = tmp_path / "evil"
     path = tmp_path / "recipe.yaml"

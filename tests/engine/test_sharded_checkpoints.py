@@ -12,10 +12,7 @@ from torch.nn.functional import normalize
 from distap.training.engines import DDPSettings, FSDPSettings
 from distap.world import World
 
-ENGINES = {
-    "ddp": DDPSettings(),
-    "fsdp": FSDPSettings(),
-}
+ENGINES = {"ddp": DDPSettings(), "fsdp": FSDPSettings()}
 
 
 class Network(nn.Module):

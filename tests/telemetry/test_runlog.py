@@ -5,14 +5,7 @@ import socket
 import pytest
 
 from distap import __version__
-from distap.telemetry.runlog import (
-    STARTS_LOG,
-    append_line,
-    cut_run_log,
-    log_start,
-    read_run_log,
-    read_starts,
-)
+from distap.telemetry.runlog import STARTS_LOG, append_line, cut_run_log, log_start, read_run_log, read_starts
 
 
 def write(folder, step, entries):

@@ -66,10 +66,7 @@ def test_every_rank_begins_from_what_rank_0_reads(first, tmp_path, training_shar
     ("changes", "lines"),
     [
         ({"projection": None}, ["model.projection: 16"]),
-        (
-            {"projection": 8, "pooling": "mean"},
-            ['model.pooling: {"name": "auto"}', "model.projection: 16"],
-        ),
+        ({"projection": 8, "pooling": "mean"}, ['model.pooling: {"name": "auto"}', "model.projection: 16"]),
         ({"backbone": "resnet10t"}, ['model.backbone: "test_resnet"']),
     ],
 )
@@ -84,10 +81,7 @@ def test_a_recipe_of_another_network_is_told_what_it_needs(first, tmp_path, trai
 def test_weights_that_are_nowhere_are_named_with_their_key(tmp_path, training_shards):
     for weights, message in (
         ({"name": "run", "path": str(tmp_path / "none")}, r"^model\.weights: .*/none: no checkpoint there"),
-        (
-            {"name": "run", "path": f"hf-hub:{tmp_path}/none"},
-            r"^model\.weights: hf-hub:.*: not a network that",
-        ),
+        ({"name": "run", "path": f"hf-hub:{tmp_path}/none"}, r"^model\.weights: hf-hub:.*: not a network that"),
         ({"name": "run", "path": "runs/a", "bset": True}, r"model\.weights\.bset: unknown key; did you mean best"),
     ):
         with pytest.raises(DistapError, match=message):

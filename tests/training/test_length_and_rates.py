@@ -39,10 +39,7 @@ def tensors(run, step=None):
 
 def test_a_training_in_epochs_has_the_schedule_and_the_evaluations_of_its_steps(tmp_path, training_shards, caplog):
     caplog.set_level("INFO")
-    sets = {
-        "data__validation": str(training_shards[1]),
-        "checkpoint": {"every": 2, "unit": "epochs"},
-    }
+    sets = {"data__validation": str(training_shards[1]), "checkpoint": {"every": 2, "unit": "epochs"}}
     settings = EPOCHS | {"evaluation": {"every": 1, "unit": "epochs"}, "optimizer": {"learning_rate": 0.1}} | sets
     read = recipe(tmp_path / "run", training_shards, **settings)
     trainer = Trainer(read, World())
@@ -168,10 +165,7 @@ def test_the_average_is_evaluated_judged_saved_and_read(tmp_path, training_shard
     ("changes", "message"),
     [
         ({"ema": {"decay": 1}}, "ema.decay: 1: must be less than 1"),
-        (
-            {"ema": {"decay": 0.9}, "engine": {"name": "deepspeed", "stage": 3}},
-            "ema needs all parameters on every",
-        ),
+        ({"ema": {"decay": 0.9}, "engine": {"name": "deepspeed", "stage": 3}}, "ema needs all parameters on every"),
         ({"optimizer__head_only": 3, "engine": "deepspeed"}, "deepspeed moves all parameters in each step"),
         ({"optimizer__layer_decay": 0}, "optimizer.layer_decay: 0: must be greater than 0"),
     ],

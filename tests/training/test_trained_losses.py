@@ -25,11 +25,7 @@ def of_loss(run):
     return found_checkpoint(run).tensors("loss.")
 
 
-@pytest.mark.parametrize(
-    "loss",
-    ["proxy_nca", {"name": PML, "function": "ProxyAnchorLoss"}],
-    ids=str,
-)
+@pytest.mark.parametrize("loss", ["proxy_nca", {"name": PML, "function": "ProxyAnchorLoss"}], ids=str)
 def test_a_training_goes_on_with_its_proxies_bit_for_bit(tmp_path, training_shards, loss):
     whole, resumed, checkpoint = tmp_path / "whole", tmp_path / "resumed", Path("checkpoints") / "step-00000002"
     train(World(), whole, training_shards, **PROXIES | {"loss": loss})

@@ -71,11 +71,7 @@ def test_a_key_finds_what_is_most_similar_to_it(url, searcher):
 
 @pytest.mark.parametrize(
     ("query", "status", "reason"),
-    [
-        ({}, 422, "bad_request"),
-        ({"key": "x", "k": 0}, 422, "bad_request"),
-        ({"key": "x" * 5000}, 422, "bad_request"),
-    ],
+    [({}, 422, "bad_request"), ({"key": "x", "k": 0}, 422, "bad_request"), ({"key": "x" * 5000}, 422, "bad_request")],
 )
 def test_a_bad_key_or_k_is_refused(url, query, status, reason):
     require_refused(httpx.get(f"{url}/api/search", params=query), status, reason)
