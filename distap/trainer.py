@@ -31,7 +31,7 @@ from distap.training.build import evaluations_of, fitting_of, learner_of, loss_l
 from distap.training.run_report import RunReport
 from distap.training.run_state import Figures, RunState, is_begun, score_of
 from distap.training.schedule import Length
-from distap.training.start_checks import checked_data, checked_network, require_same_data, whiten_projection
+from distap.training.start_checks import checked_data, checked_network, whiten_projection
 from distap.world import World, joined_world
 
 TRACES = "traces"
@@ -71,7 +71,9 @@ class Trainer:
         self.stopwatch = Stopwatch(world.device)
         # Data: what a person may have got wrong is found by rank 0 alone, and told once.
         self.images, sets = first_on_rank_0(world, partial(checked_data, recipe, world, self.stopwatch))
-        require_same_data(self.images, str(recipe.data.train), world)
+        if len(set(world.gather_values(data := self.images.fingerprint))) > 1:
+            own = f"rank {world.rank} has fingerprint {data[:12]}"
+            raise DistapError(f"{recipe.data.train}: the ranks see different data; {own}")
         self.length = first_on_rank_0(world, partial(Length, recipe, self.images.index, self.images.size))
         # Network and evaluations, before an engine takes its parameters apart.
         self.is_begun = is_begun(recipe, world)
@@ -221,11 +223,9 @@ class Trainer:
         except BrokenOffError:
             return None
         evaluated = {name: one.evaluate() for name, one in described.items()}
-        validation, *_ = evaluated.values()
-        self.report.keep_evaluation(self.done, validation)
         # Which checkpoint is the best must not depend on the last bit of a sum, which may differ between ranks.
         figures: Figures = self.world.gather_values({name: each.figures for name, each in evaluated.items()})[0]
-        self.report.validation(self.done, figures, time.perf_counter() - started)
+        self.report.evaluation(self.done, evaluated, figures, time.perf_counter() - started)
         return figures
 
     def _save_if_due(self, figures: Figures | None) -> None:

@@ -27,8 +27,9 @@ def on_all(world: World, work: Callable[[], Any], mine: bool = True) -> list[Any
             DamagedCheckpointError if each has found damage.
         RuntimeError: the program failed on another rank; on that rank, its own error.
     """
-    # A daemon, since a rank that has to leave must not wait for a network.
-    done = in_daemon(work if mine else lambda: None, "distap-agreement")
+    # A daemon, since a rank that has to leave must not wait for a network. Alone, it works in this thread, in which a
+    # caller may have set torch's default device.
+    done = in_daemon(work if mine else lambda: None, "distap-agreement", here=world.size == 1)
     while not world.all_agree(bool(wait([done], MEETING_SECONDS).done)):
         pass
     problem = done.exception()

@@ -31,8 +31,8 @@ def die_with_parent(parent: int | None = None) -> None:
             os._exit(FAILED)
 
 
-def in_daemon(work: Callable[[], T], name: str) -> Future[T]:
-    """Run `work` in a thread that does not keep the process alive, as an executor's thread would."""
+def in_daemon(work: Callable[[], T], name: str, here: bool = False) -> Future[T]:
+    """Run `work` in a thread that does not keep the process alive, as an executor's would; or `here`, in this one."""
     future = Future[T]()
 
     def run() -> None:
@@ -47,5 +47,6 @@ def in_daemon(work: Callable[[], T], name: str) -> Future[T]:
         del work
         tell()
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    (thread.run if here else thread.start)()
     return future

@@ -63,9 +63,10 @@ def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> Retr
 
     Rank 0 alone loads weights, the recipe's if `weights` is None, and sends them to the others.
     """
-    model, built = recipe.model, list[RetrievalNetwork]()
+    model = recipe.model
+    chosen = (weights or model.weights) if world.rank == 0 else RandomWeights()  # parameters of the same shapes
 
-    def build(weights: Any) -> None:
+    def build() -> RetrievalNetwork:
         options: dict[str, Any] = {"layer_norm": model.layer_norm, "unit_length": model.unit_length}
         if isinstance(model.backbone, TimmBackbone):
             options |= {"arguments": model.arguments, "image_size": recipe.data.image_size}
@@ -73,22 +74,13 @@ def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> Retr
         torch.manual_seed(recipe.seed)
         if isinstance(model.backbone, GivenNetwork):
             refuse_unusable(model.backbone.given, freezes_batchnorm=True)
-            built.append(model.backbone.retrieval_network(recipe.data.image_size, model.batchnorm, world.device))
-            if getattr(weights, "whole", False):
-                weights.load(built[0])
-            return
-        built.append(
-            build_network(model.backbone, weights, model.pooling, model.projection, model.batchnorm, **options)
-        )
+            given = model.backbone.retrieval_network(recipe.data.image_size, model.batchnorm, world.device)
+            if getattr(chosen, "whole", False):
+                chosen.load(given)
+            return given
+        return build_network(model.backbone, chosen, model.pooling, model.projection, model.batchnorm, **options)
 
-    if world.size == 1:  # in this thread, where a caller may have set torch's default device
-        build(weights or model.weights)
-    else:
-        on_all(world, lambda: build(weights or model.weights), mine=world.rank == 0)
-    if not built:
-        build(RandomWeights())
-    # Rank 0 alone has loaded weights; the others drew parameters of the same shapes.
-    network = built[0].to(world.device)
+    network = first_on_rank_0(world, build).to(world.device)
     for tensor in network.state_dict().values():
         tensor.copy_(world.broadcast(tensor.contiguous()))
     return network

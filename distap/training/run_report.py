@@ -202,8 +202,13 @@ class RunReport:
         blocked = {"checkpoint": written.blocked_seconds}
         self._write(written.step, seconds=blocked, writing_seconds=written.seconds, bytes=written.bytes)
 
-    def validation(self, step: int, figures: dict[str, dict[str, float]], seconds: float) -> None:
-        """Report an evaluation after a step; `figures` are by data set, the validation set first."""
+    def evaluation(
+        self, step: int, evaluated: dict[str, Evaluation], figures: dict[str, dict[str, float]], seconds: float
+    ) -> None:
+        """Report an evaluation after a step, by data set, the validation set first; keep that for a page.
+
+        Training continues if the disk is full.
+        """
         self.metrics.stage_seconds.labels("evaluation").observe(seconds)
         for name, of_set in figures.items():
             for figure, value in of_set.items():
@@ -215,15 +220,11 @@ class RunReport:
         first, *others = figures
         also = {"also": {name: figures[name] for name in others}} if others else {}
         self._write(step, validation=figures[first], **also, seconds={"evaluation": seconds})
-
-    def keep_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Write an evaluation to the run folder on rank 0; training continues if the disk is full."""
-        if self.world.rank != 0:
-            return
         run = self.recipe.run
         try:
-            evaluation.save(folder_of_step(run, step), network=str(run), step=step)
-            keep_few(run, step)
+            if self.world.rank == 0:
+                evaluated[first].save(folder_of_step(run, step), network=str(run), step=step)
+                keep_few(run, step)
         except DistapError as error:
             logger.warning("step %d: the evaluation is not kept for the report: %s", step, error)
 

@@ -71,13 +71,6 @@ def checked_data(
     return images, sets
 
 
-def require_same_data(images: TrainingImages, name: str, world: World) -> None:
-    """Raise a DistapError on all ranks unless they see the same data set."""
-    if len(set(world.gather_values(images.fingerprint))) > 1:
-        own = f"rank {world.rank} has fingerprint {images.fingerprint[:12]}"
-        raise DistapError(f"{name}: the ranks see different data; {own}")
-
-
 def checked_network(recipe: Recipe, world: World, weights: Any = None) -> RetrievalNetwork:
     """Build the network (see `network_of`); raise a DistapError if it rejects images of the recipe's size."""
     network = network_of(recipe, world, weights)
