@@ -1,25 +1,31 @@
 import json
+import os
 import platform
 import re
 import shutil
+import signal
 import socket
 import subprocess
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from browser import DESKTOP, PHONE
+from commands import distap
 from images import damage
+from launching import Program, started
 from run_folders import ODD, oddly_named_shards, retrieved, step, write_retrieved, write_run
 from small_trainings import recipe
+from trainings import Run
 
 from distap import RELEASE
 from distap.data.shards.index import load_index
-from distap.errors import DistapError
+from distap.errors import RESTART, DistapError
 from distap.evaluation.saved import folder_of_step
-from distap.pages.report import read_run, report
+from distap.pages.report import read_run, report, sheets_of
 from distap.trainer import Trainer
 from distap.world import World
 
@@ -241,3 +247,52 @@ def test_evaluations_of_different_data_are_not_compared(run):
     change_evaluations(run, [24], fingerprint="0" * 64)
     with pytest.raises(DistapError, match="are of different data"):
         report(run)
+
+
+def examples_of(networks):
+    return {sheet.title: sheet.examples for sheet in sheets_of(networks, lambda _: None)}
+
+
+def common_queries(*networks):
+    return sorted(set.intersection(*(set(np.flatnonzero(each.first_positive)) for each in networks)))
+
+
+def test_the_hardest_queries_are_those_with_the_lowest_precision():
+    last = retrieved(1)
+    hardest = examples_of({"before": retrieved(), "after": last})["Hardest queries"]
+    queries = common_queries(retrieved(), last)
+    lowest = sorted(queries, key=lambda row: (last.average_precision[row], row))[:8]
+    assert [query.key for query, _ in hardest] == [f"key-{row}" for row in lowest]
+    for (_, answers), row in zip(hardest, lowest, strict=True):
+        hits = answers[1].hits
+        assert [hit.key for hit in hits] == [f"key-{hit}" for hit in last.neighbours[row]]
+        assert [hit.right for hit in hits] == [
+            last.class_name[hit] == last.class_name[row] for hit in last.neighbours[row]
+        ]
+
+
+@pytest.mark.slow
+def test_a_page_follows_a_training_until_it_stops(tmp_path, training_shards):
+    run = Run(tmp_path, training_shards, steps=100_000)
+    page = run.folder / "report.html"
+    command = ("-m", "distap.cli", "report", str(run.folder), "--follow", "1")
+    with run.started(1) as training:
+        training.wait_until(lambda: run.has_done(2))
+        with started(Program(command, tmp_path), tmp_path / "following") as following:
+            following.wait_until(page.exists)
+            first = page.read_text()
+            assert '<meta http-equiv="refresh" content="1">' in first
+            following.wait_until(lambda: page.read_text() != first)
+            assert page.read_text().rstrip().endswith("</html>")
+            os.kill(training.process.pid, signal.SIGTERM)
+            assert training.status() == RESTART
+            assert following.status() == 0
+    assert "http-equiv" not in page.read_text()
+
+
+def test_the_page_of_a_run_that_does_not_train_is_written_once(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run", 3, validated=False)
+    (run / "lease.json").write_text("{}")
+    os.utime(run / "lease.json", (0, 0))  # of a training that was killed
+    assert distap(monkeypatch, "report", run, "--follow", "3600") == 0
+    assert "http-equiv" not in (run / "report.html").read_text()
