@@ -83,11 +83,9 @@ def ranks_here(settings: Namespace) -> "Place":
         raise DistapError(f"{option}: {error}") from error
     if ranks < 1:
         raise DistapError(f"{option}: expected one rank at least on this host")
-    try:
-        least, hosts = torchrun.parse_min_max_nnodes(settings.nnodes)
-    except (ValueError, RuntimeError):
-        least = hosts = 0
-    if not 0 < least == hosts:
+    least, _, most = settings.nnodes.partition(":")
+    hosts = int(least) if least.isdecimal() and most in ("", least) else 0
+    if hosts < 1:
         raise DistapError(f"--nnodes {settings.nnodes}: expected a number of hosts")
     if hosts == 1 or settings.standalone:
         return Place(ranks, 0, ranks)

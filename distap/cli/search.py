@@ -91,8 +91,7 @@ serve_command.__signature__ = Signature([*_own, *_limits])  # type: ignore[attr-
 
 def _table(result: "SearchResult") -> Table:
     rows = [
-        (str(rank), escape(hit.key), escape(hit.class_name), f"{hit.similarity:.4f}")
-        for rank, hit in enumerate(result.hits, 1)
+        (str(n), escape(h.key), escape(h.class_name), f"{h.similarity:.4f}") for n, h in enumerate(result.hits, 1)
     ]
     return text_table(escape(result.query.name), "", ("rank", "key", "class", "similarity"), rows)
 

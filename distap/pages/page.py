@@ -32,14 +32,6 @@ def page_asset(name: str) -> bytes:
     return files("distap.pages").joinpath("templates", name).read_bytes()
 
 
-def _as_webp(image: bytes) -> str:
-    return base64.b64encode(thumbnail(EncodedImage(image), SIDE, "WEBP", WEBP_QUALITY)).decode()
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None or share != share else f"{100 * share:.1f}"
-
-
 TEMPLATES = Environment(
     loader=PackageLoader("distap.pages"),
     autoescape=True,
@@ -48,8 +40,8 @@ TEMPLATES = Environment(
     lstrip_blocks=True,
 )
 TEMPLATES.filters |= {
-    "percent": _percent,
-    "as_webp": _as_webp,
+    "percent": lambda share: "–" if share is None or share != share else f"{100 * share:.1f}",
+    "as_webp": lambda image: base64.b64encode(thumbnail(EncodedImage(image), SIDE, "WEBP", WEBP_QUALITY)).decode(),
     "public": without_secrets,
     "date": lambda seconds: f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M}",
 }

@@ -15,14 +15,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from distap.errors import logger
 
-KINETO_QUIET = "99"
-
 
 @contextmanager
 def traced(folder: Path, rank: int, step: int) -> Iterator[None]:
     """Trace the enclosed step, counted from 1, of this rank; write the trace into `folder`."""
     # The profiler's library would print its begin and end, and an error if there is no GPU.
-    os.environ.setdefault("KINETO_LOG_LEVEL", KINETO_QUIET)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     profiler, begun = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True), False
     with _surviving(rank, step):
@@ -32,13 +30,11 @@ def traced(folder: Path, rank: int, step: int) -> Iterator[None]:
     if not begun:
         return
     path = folder / f"step-{step}.rank-{rank}.json.gz"
-    draft = path.with_name(f".{os.getpid()}.{path.name}")
     with _surviving(rank, step):
         profiler.add_metadata_json("distap", json.dumps({"rank": rank, "step": step}))
         profiler.stop()
         folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(draft))
-        draft.replace(path)
+        profiler.export_chrome_trace(str(path))
         if rank == 0:
             logger.info("traced step %d: %s, and a file next to it for each other rank", step, path)
 

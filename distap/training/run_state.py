@@ -165,16 +165,14 @@ def _identity(recipe: dict[str, Any], fingerprint: object) -> dict[str, Any]:
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the settings that differ from those of `now`, each as `key: was A, is B`."""
-    names = [name for name, value in now.items() if before.get(name) != value]
-    was, has = (dict(by_path({name: of[name] for name in names if name in of}, ".")) for of in (before, now))
+    was, has = (dict(by_path({name: of[name] for name in now if name in of}, ".")) for of in (before, now))
+    changed = [key for key in was | has if was.get(key, "unset") != has.get(key, "unset")]
     return [
-        f"{key}: was {_shown(was, key)}, is {_shown(has, key)}"
-        for key in dict.fromkeys([*was, *has])
-        if (key not in was or key not in has or was[key] != has[key])
-        and not any(other.startswith(f"{key}.") for other in (*was, *has))  # a null that became a section
+        f"{key}: was {_shown(was.get(key, 'unset'))}, is {_shown(has.get(key, 'unset'))}"
+        for key in changed
+        if not any(other.startswith(f"{key}.") for other in changed)  # a null that became a section
     ]
 
 
-def _shown(settings: Mapping[str, Any], key: str) -> str:
-    value = settings.get(key)
-    return "unset" if key not in settings else value if isinstance(value, str) else json.dumps(value)
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
