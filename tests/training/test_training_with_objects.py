@@ -1,6 +1,8 @@
 """`distap.train`: a training with a network, a loss and data sets in Python in place of names."""
 
+import importlib
 import signal
+import sys
 
 import pytest
 import torch
@@ -203,3 +205,13 @@ def test_what_does_not_fit_is_refused_with_the_reason(tmp_path, folders, changes
     objects = {"data": ImageFolder(folders / "train"), **objects}
     with pytest.raises(DistapError, match=message):
         distap.train(recipe(tmp_path / "run"), changes, **objects)
+
+
+def test_the_module_behind_torchrun_can_be_called_as_the_function(tmp_path):
+    module = importlib.import_module("distap.train")
+    try:
+        assert distap.train is module
+        with pytest.raises(DistapError, match=r"none\.yaml: the recipe cannot be read"):
+            distap.train(tmp_path / "none.yaml")
+    finally:
+        del sys.modules["distap.train"], distap.train
