@@ -60,10 +60,8 @@ class Searcher:
         """
         if self.describer is None:
             raise DistapError("images are described by the network of the index: name its run with --checkpoint")
-        if self.pixels_of is None:
-            descriptors = self.describer.describe([image])
-        else:
-            descriptors = self.describer.describe_pixels([self.pixels_of(image)], 1)
+        pixels = self.pixels_of(image) if self.pixels_of else self.describer.sizing(EncodedImage(image))
+        descriptors = self.describer.describe_pixels([pixels], 1)
         return self.index.search(descriptors.numpy(), k)[0]
 
     def by_key(self, key: str, k: int) -> list[Hit]:

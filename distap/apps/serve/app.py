@@ -134,8 +134,35 @@ def build_app(service: Service) -> FastAPI:
     app.add_middleware(Guard, metrics=service.metrics, settings=service.settings)
     _add_problems(app)
     _add_searches(app, service)
-    _add_operations(app, service)
-    _add_page(app, service.settings)
+
+    async def ready() -> dict[str, str]:
+        """Report that index and network are loaded, without which the server answers nothing."""
+        return {"status": "ready"}
+
+    for path in HEALTH_PATHS:
+        app.add_api_route(path, ready)
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        """Return metrics for Prometheus."""
+        return Response(
+            generate_latest(service.metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
+
+    *others, last = readable_formats()
+    formats = f"{', '.join(others)} or {last}"
+
+    def add(path: str, content: str | bytes, media_type: str) -> None:
+        async def asset() -> Response:
+            return Response(content, media_type=media_type, headers={"Cache-Control": "no-cache"})
+
+        app.add_api_route(path, asset, include_in_schema=False)
+
+    values = {"title": "Search by image", "formats": formats, "max_k": service.settings.max_k}
+    add("/", page_text("serve.html", **values), "text/html")
+    add("/style.css", page_text("style.css"), "text/css")
+    add("/search.js", page_asset("serve.js"), "text/javascript")
+    add("/icon.svg", page_asset("serve.svg"), "image/svg+xml")
     return app
 
 
@@ -169,39 +196,6 @@ def _add_searches(app: FastAPI, service: Service) -> None:
         """Return the thumbnail of an image of the index, by its row."""
         headers = {"Cache-Control": "private, max-age=300"}
         return Response(await service.picture(row), media_type="image/jpeg", headers=headers)
-
-
-def _add_operations(app: FastAPI, service: Service) -> None:
-    async def ready() -> dict[str, str]:
-        """Report that index and network are loaded, without which the server answers nothing."""
-        return {"status": "ready"}
-
-    for path in HEALTH_PATHS:
-        app.add_api_route(path, ready)
-
-    @app.get("/metrics", response_class=Response)
-    async def metrics() -> Response:
-        """Return metrics for Prometheus."""
-        return Response(
-            generate_latest(service.metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8"
-        )
-
-
-def _add_page(app: FastAPI, settings: ServeSettings) -> None:
-    *others, last = readable_formats()
-    formats = f"{', '.join(others)} or {last}"
-
-    def add(path: str, content: str | bytes, media_type: str) -> None:
-        async def asset() -> Response:
-            return Response(content, media_type=media_type, headers={"Cache-Control": "no-cache"})
-
-        app.add_api_route(path, asset, include_in_schema=False)
-
-    values = {"title": "Search by image", "formats": formats, "max_k": settings.max_k}
-    add("/", page_text("serve.html", **values), "text/html")
-    add("/style.css", page_text("style.css"), "text/css")
-    add("/search.js", page_asset("serve.js"), "text/javascript")
-    add("/icon.svg", page_asset("serve.svg"), "image/svg+xml")
 
 
 def _add_problems(app: FastAPI) -> None:
