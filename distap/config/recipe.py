@@ -182,7 +182,9 @@ class Recipe(NetworkRecipe):
     optimizer: sections.OptimizerSection = Field(default_factory=dict, validate_default=True)
     schedule: Annotated[Any, Chosen("schedule", otherwise="linear")] = "linear"
     """Schedule of the learning rate over the steps."""
-    ema: sections.AverageSection | None = None
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Keep an exponential moving average of the parameters, with this weight of the old one at each step, such as
+    0.999; evaluations and saved networks use it."""
     checkpoint: sections.CheckpointSection = sections.CheckpointSection()
     stop: sections.StopSection = sections.StopSection()
     evaluation: EvaluationSection = EvaluationSection()

@@ -173,13 +173,6 @@ class CheckpointSection(Section):
     """Store checkpoints at this URL, such as s3://bucket/run; hosts then need not share `run`."""
 
 
-class AverageSection(Section):
-    """An exponential moving average of the parameters; evaluations and saved networks use it."""
-
-    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
-    """Weight of the old average at each step; the new parameters get the rest."""
-
-
 class StopSection(Section):
     """Requests to stop (SIGTERM, SIGINT, SIGHUP): all ranks finish the step, write a checkpoint and leave."""
 

@@ -184,7 +184,7 @@ def learner_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Learn
         fold_batchnorm(network)
     learner: Learner = recipe.engine.build(network, build, world, optimizer.clip_norm, recipe.precision)
     if recipe.ema is not None:
-        learner.keep_average(recipe.ema.decay)
+        learner.keep_average(recipe.ema)
     return learner
 
 

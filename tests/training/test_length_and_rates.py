@@ -28,7 +28,7 @@ RATES = {
     "head_only": 1.5,  # epochs: the backbone moves from the fifth step on
     "backbone": {"factor": 0.5, "weight_decay": 0.1},
 }
-AVERAGED = {"ema": {"decay": 0.8}, "evaluation": {"every": 1, "unit": "epochs"}}
+AVERAGED = {"ema": 0.8, "evaluation": {"every": 1, "unit": "epochs"}}
 MODEL = {"backbone": "test_vit", "weights": "random", "projection": 8, "arguments": {"drop_path_rate": 0.1}}
 EVERYTHING = EPOCHS | AVERAGED | {"optimizer": RATES, "model": MODEL, "data__image_size": 48}
 
@@ -136,7 +136,7 @@ def test_while_the_head_warms_up_the_backbone_and_its_moments_stay_as_they_are(t
 
 
 def test_the_average_is_evaluated_judged_saved_and_read(tmp_path, training_shards):
-    changes = {"steps": 4, "data__validation": str(training_shards[1]), "ema": {"decay": 0.5}, "evaluation__every": 1}
+    changes = {"steps": 4, "data__validation": str(training_shards[1]), "ema": 0.5, "evaluation__every": 1}
     rate = {"name": "sgd", "learning_rate": 3.0}  # high, so that the average is far from the parameters
     train(World(), tmp_path, training_shards, **changes, optimizer=rate, checkpoint={"every": 1, "keep": 9})
     average = {key.removeprefix("ema."): t for key, t in tensors(tmp_path).items() if key.startswith("ema.")}
@@ -164,8 +164,8 @@ def test_the_average_is_evaluated_judged_saved_and_read(tmp_path, training_shard
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ema": {"decay": 1}}, "ema.decay: 1: must be less than 1"),
-        ({"ema": {"decay": 0.9}, "engine": {"name": "deepspeed", "stage": 3}}, "ema needs all parameters on every"),
+        ({"ema": 1}, "ema: 1: must be less than 1"),
+        ({"ema": 0.9, "engine": {"name": "deepspeed", "stage": 3}}, "ema needs all parameters on every"),
         ({"optimizer__head_only": 3, "engine": "deepspeed"}, "deepspeed moves all parameters in each step"),
         ({"optimizer__layer_decay": 0}, "optimizer.layer_decay: 0: must be greater than 0"),
     ],

@@ -45,7 +45,7 @@ def settings_of(part, engine="ddp"):
     layered = {} if "adapter" in PARTS[part] else {"layer_decay": 0.7}
     optimizer = {"name": "adamw", "backbone": {"weight_decay": 0.1}, "eps": 1e-4} | layered
     model = OF_TIMM | PARTS[part]
-    return recipe("run", ("none",), model=model, optimizer=optimizer, engine=engine, ema={"decay": DECAY})
+    return recipe("run", ("none",), model=model, optimizer=optimizer, engine=engine, ema=DECAY)
 
 
 def learner(world, part, engine="ddp", dtype=torch.float64):
@@ -140,7 +140,7 @@ def test_a_part_trains_under_zero(under_zero, part):
 
 @pytest.mark.parametrize(("part", "layer_decay"), [("last blocks", 0.7), ("lora", None)])
 def test_a_training_of_a_part_goes_on_as_if_it_had_not_stopped(tmp_path, training_shards, part, layer_decay):
-    changes = {"model": OF_TIMM | PARTS[part] | {"projection": 6}, "ema": {"decay": DECAY}, "steps": 3}
+    changes = {"model": OF_TIMM | PARTS[part] | {"projection": 6}, "ema": DECAY, "steps": 3}
     changes |= {"optimizer": {"layer_decay": layer_decay, "head_only": 1}, "checkpoint": {"every": 1}}
     changes |= {"data__image_size": 32}
     train(World(), tmp_path / "whole", training_shards, **changes)
@@ -155,7 +155,7 @@ def test_a_training_of_a_part_goes_on_as_if_it_had_not_stopped(tmp_path, trainin
 
 
 def test_adapters_are_merged_into_the_base_when_a_run_is_read(tmp_path, training_shards):
-    changes = {"model": OF_TIMM | PARTS["lora"], "ema": {"decay": DECAY}, "data__image_size": 32}
+    changes = {"model": OF_TIMM | PARTS["lora"], "ema": DECAY, "data__image_size": 32}
     run, images = tmp_path / "run", noise(3, 32)
     changes |= {"optimizer": {"learning_rate": 0.02}, "checkpoint": {"every": 1}, "steps": 3}
     train(World(), run, training_shards, **changes | {"steps": 2})
