@@ -70,7 +70,7 @@ def train(
         raise DistapError(f"data: it has {', '.join(map(str, unknown))}; expected train, validation and gallery")
     shows = track if os.environ.get("RANK", "0") == "0" else untracked
     objects |= {f"data.{name}": source_of(one, shows) for name, one in sets.items()}
-    read = load_recipe(recipe if isinstance(recipe, Mapping) else Path(recipe), {**(overrides or {}), **objects})
+    read = load_recipe(recipe if isinstance(recipe, Mapping) else Path(recipe), [{**(overrides or {}), **objects}])
     with trained(read) as status:
         pass
     if status != FINISHED:

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -27,12 +27,11 @@ PLACES = {
 
 LENGTHS = ("steps", "epochs")  # two ways to say one thing: an override of one replaces the other
 R = TypeVar("R", bound=NetworkRecipe)
+Overrides = Sequence[str | Mapping[str, Any]]
 Place = Callable[[str], str]  # where a dotted key stands, such as recipe.yaml:3
 
 
-def load_recipe(
-    source: Path | Mapping[str, Any], overrides: Sequence[str | Mapping[str, Any]] | Mapping[str, Any] = ()
-) -> Recipe:
+def load_recipe(source: Path | Mapping[str, Any], overrides: Overrides = ()) -> Recipe:
     """Read a recipe from a YAML file, by name, or from a dict, and apply overrides in order.
 
     An override is a text such as `optimizer.learning_rate=1e-4`; or a dict, with such keys or nested, in which a dict
@@ -42,19 +41,14 @@ def load_recipe(
     settings = changed_settings(source, overrides)
     if isinstance(source, Mapping):
         return _checked(Recipe, settings, lambda key: "recipe")
-    each = [overrides] if isinstance(overrides, Mapping) else overrides
-    changed = [
-        key for one in each for key in (dict(by_path(one, ".")) if isinstance(one, Mapping) else [one.split("=")[0]])
-    ]
-    return _checked(Recipe, settings, partial(_place, source, changed))
+    keys = (dict(by_path(one, ".")) if isinstance(one, Mapping) else [one.split("=")[0]] for one in overrides)
+    return _checked(Recipe, settings, partial(_place, source, [*chain.from_iterable(keys)]))
 
 
-def changed_settings(
-    source: Path | Mapping[str, Any], overrides: Sequence[str | Mapping[str, Any]] | Mapping[str, Any]
-) -> dict[str, Any]:
+def changed_settings(source: Path | Mapping[str, Any], overrides: Overrides) -> dict[str, Any]:
     """Return a recipe's settings after overrides, as `load_recipe` reads them, unchecked and without defaults."""
     settings = _copied(source) if isinstance(source, Mapping) else _read(recipe_file(source))
-    return _overridden(settings, [overrides] if isinstance(overrides, Mapping) else overrides)
+    return _overridden(settings, overrides)
 
 
 def is_recipe(source: Path | str) -> bool:
@@ -140,7 +134,7 @@ def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in settings.items()}
 
 
-def _overridden(settings: dict[str, Any], overrides: Sequence[str | Mapping[str, Any]]) -> dict[str, Any]:
+def _overridden(settings: dict[str, Any], overrides: Overrides) -> dict[str, Any]:
     """Apply overrides to settings in order, and return the settings."""
     before = {key: settings.get(key) for key in LENGTHS}
     for override in overrides:

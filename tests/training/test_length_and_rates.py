@@ -79,7 +79,7 @@ def test_epochs_and_steps_are_either_or_and_need_a_count_of_images(tmp_path, tra
     [
         ((), (None, 3)),
         (["steps=5"], (5, None)),
-        ({"steps": 5}, (5, None)),
+        ([{"steps": 5}], (5, None)),
         (["steps=null"], (None, 3)),
         (["epochs=0.5"], (None, 0.5)),
         (["steps=null", "epochs=2"], (None, 2)),
