@@ -16,6 +16,7 @@ from distap.errors import DistapError
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 from distap.training.build import trained_network
+from distap.training.run_state import score_of
 from distap.training.schedule import Length, RateSchedule
 from distap.world import World
 
@@ -156,7 +157,7 @@ def test_the_average_is_evaluated_judged_saved_and_read(tmp_path, training_shard
         again = Trainer(recipe(tmp_path / f"at-{step}", training_shards, **changes), World())
         again.network.load_state_dict(network.state_dict())
         again.learner.keep_average(0.5)
-        assert again.evaluate(SimpleNamespace(requested=False)) == score
+        assert score_of(again.evaluate(SimpleNamespace(requested=False))) == score
     best = found_checkpoint(tmp_path, best=True)
     assert best.manifest.score == max(scores[step] for step in (1, 2, 3, 4))
 
