@@ -44,6 +44,14 @@ def class_name(label: Any) -> str:
     return text
 
 
+def class_name_at(where: str, label: Any) -> str:
+    """Return `class_name` of a label; a DistapError names the place of one that stands for neither class nor none."""
+    try:
+        return class_name(label)
+    except ValueError as error:
+        raise DistapError(f"{where}: {error}") from error
+
+
 def class_numbers(labels: Iterable[Any]) -> NDArray[np.int64]:
     """Number the classes of (N,) labels in the order of their names; -1 stands for none. See `class_name`."""
     values = np.asarray(labels)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distap.data.images.decoding import DamagedImageError, image_file
-from distap.data.labels import class_name
+from distap.data.labels import class_name_at
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.parallel import Track, untracked
 from distap.data.shards.tables import LEVELS
@@ -78,10 +78,8 @@ class DatasetRows:
                 failure = error
                 continue
             if first != second:
-                raise DistapError(
-                    f"{self.where(row)} is another image each time it is read; distap augments images itself: give "
-                    "the data set without its random transform"
-                )
+                remedy = "give the data set without its random transform, since distap augments images itself"
+                raise DistapError(f"{self.where(row)} is another image each time it is read: {remedy}")
             found[row] = hashlib.sha256(first).hexdigest()
         if failure is not None and not any(found):
             raise DistapError(f"{self.name}: none of {len(few)} images could be read: {failure}") from failure
@@ -200,23 +198,16 @@ class _Images:
     def _agrees(self, number: int, label: Any) -> bool:
         try:
             own = self.item(number)[1]
-            return _label(own, self.name, number) == _label(label, self.name, number)
+            return class_name_at("", own) == class_name_at("", label)
         except DistapError:  # reading all items says what is wrong
             return False
         except Exception:  # whatever the data set's own code raises: reading for a batch tells of it
             return True
 
 
-def _label(value: Any, name: str, number: int) -> str:
-    try:
-        return class_name(value)
-    except ValueError as error:
-        raise DistapError(f"{name}[{number}]: {error}") from error
-
-
 def _class_names(numbers: Sequence[int], labels: Any, known: Any, name: str) -> dict[int, str]:
     """Return class names by number; `known` lists them by label if there is one for each and they differ."""
-    found = {number: _label(labels[number], name, number) for number in numbers}
+    found = {number: class_name_at(f"{name}[{number}]", labels[number]) for number in numbers}
     names = list(known) if isinstance(known, list | tuple) else []
     fits = len({name for name in names if isinstance(name, str)}) == len(names)
     fits = fits and all(label.isdecimal() and int(label) < len(names) for label in {*found.values()} - {""})

@@ -56,9 +56,9 @@ class ClassesSampling(RandomSampling):
 
     def check(self, data: Classes) -> None:
         if self.batch_size < 2 * data.count:
+            remedy = f"set it to {2 * data.count} or more, for two images of each class, or choose p_by_k"
             raise DistapError(
-                f"sampling.batch_size is {self.batch_size}, but sampling by classes takes two images at least of "
-                f"each of the {data.count} classes: set it to {2 * data.count} or more, or choose p_by_k"
+                f"sampling.batch_size is {self.batch_size}, and there are {data.count} classes: {remedy}"
             )
         super().check(data)
 
@@ -178,11 +178,8 @@ class SuperPByKSampling(SomeOfEach):
         paired = set(np.unique(_pairs(self, data)).tolist())
         for group, name in enumerate(data.by_group):
             if group not in paired:
-                given = _available(self, data)[group]
-                raise DistapError(
-                    f"{self._asked} from two super-categories, but with at most {self.images} a class {name!r} has "
-                    f"only {given}, and no other one has enough to fill a batch with it"
-                )
+                given = f"{name!r} has only {_available(self, data)[group]}, and no other one fills a batch with it"
+                raise DistapError(f"{self._asked} of two super-categories; at most {self.images} a class, {given}")
 
     def batch(self, data: Classes, seed: int, step: int) -> Samples:
         """Return (B,) sample numbers, class by class, one super-category after the other."""

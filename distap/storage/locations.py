@@ -151,10 +151,8 @@ def _split_url(text: str) -> tuple[str, str, str]:
     scheme, _, rest = text.partition("://")
     host = rest.partition("/")[0]
     if "@" in host:
-        raise DistapError(
-            f"{scheme}://...@{host.rpartition('@')[2]}: credentials in a URL end up in logs and checkpoints; "
-            "put them into the environment"
-        )
+        problem = "credentials in a URL end up in logs and checkpoints; put them into the environment"
+        raise DistapError(f"{scheme}://...@{host.rpartition('@')[2]}: {problem}")
     return scheme.lower(), host, rest
 
 

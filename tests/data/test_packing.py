@@ -140,7 +140,7 @@ HEADING = "path,label\n"
         (f"{HEADING}apple/0.png,N/A", r"left out: 1 images without a class: the label on line 2 is 'N/A' \(.*0\.png"),
         (f"{HEADING}apple/0.png", r"line 2: 1 columns, expected 2: path,label"),
         (f"{HEADING}apple/0.png,1,food", r"line 2: 3 columns, expected 2: path,label"),
-        (f"{HEADING}apple/99.png,1", r"none of the 1 listed images is there; first: .*apple/99.png; paths are relat"),
+        (f"{HEADING}apple/99.png,1", r"none of the 1 images can be read; first: .*apple/99.png: listed.* not there;"),
         (f"{HEADING}apple/0.png,1\napple/0.png,2", r"line 3: .*0\.png is on line 2 already"),
         (f"{HEADING}apple/\0.png,1", r"line 2: 'apple/\\x00.png' is no path, which is one line of text"),
         (f'{HEADING}"apple/\nERROR forged",1', r"'apple/\\nERROR forged' is no path"),

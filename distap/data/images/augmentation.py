@@ -53,14 +53,12 @@ class CropFlipColour:
 class TorchvisionSteps:
     """Vary images by transforms of torchvision.transforms.v2, one after the other."""
 
-    steps: tuple[str | dict[str, Any], ...]
+    steps: Annotated[tuple[str | dict[str, Any], ...], Field(min_length=1)]
     """Transforms, each a name or a name with its arguments: `Resize: 256` (the first argument), or
     `RandomResizedCrop: {scale: [0.2, 1]}`. A `size` that is needed and not given is data.image_size. Pixels are uint8
     throughout, since the network normalises them."""
 
     def __post_init__(self) -> None:
-        if not self.steps:
-            raise ValueError("steps: none are given; expected a list of transforms, such as [RandomResizedCrop]")
         self._built(224)
 
     def transform(self, image_size: int) -> "CropAndVary":

@@ -86,10 +86,8 @@ def image_file(image: Any) -> bytes:
         image = image.cpu().permute(1, 2, 0).numpy() if image.ndim == 3 else image.numpy()
     if isinstance(image, np.ndarray):
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-            raise DistapError(
-                f"an image of {image.shape} {image.dtype}; expected three colours of uint8: distap augments and "
-                "normalises images itself, so give them without a transform"
-            )
+            expected = "expected three colours of uint8: give images without a transform, since distap has its own"
+            raise DistapError(f"an image of {image.shape} {image.dtype}; {expected}")
         image = Image.fromarray(np.ascontiguousarray(image))
     if not isinstance(image, Image.Image):
         raise DistapError(

@@ -52,12 +52,6 @@ def format_of(data: bytes) -> Format | None:
     return next((each for start, each in _STARTS if start.match(data.lstrip(b"\r\n"))), None)
 
 
-def suffix_of(data: bytes) -> str:
-    """Return the usual suffix for a file's content, without the dot; "" if its format is unknown."""
-    found = format_of(data)
-    return found.suffixes[0].removeprefix(".") if found else ""
-
-
 @cache
 def missing_reader(name: str) -> str:
     """Register the reader of a format with Pillow; return "", or say which package is missing."""

@@ -93,10 +93,8 @@ class StreamedImages(TrainingImages):
         self._names = shard_names(job.source, self._storage)
         shards, ranks = len(self._names), world.size
         if shards < ranks:
-            raise DistapError(
-                f"{job.source}: {shards} shards for {ranks} ranks, each of which reads shards of its own: pack with "
-                "a smaller --images-per-shard"
-            )
+            remedy = "each of which reads shards of its own: pack with a smaller --images-per-shard"
+            raise DistapError(f"{job.source}: {shards} shards for {ranks} ranks, {remedy}")
         self._streams = range(world.rank, ranks * max(min(job.workers, shards // ranks), 1), ranks)
         # Of the shards' names, since their contents are unknown before reading.
         self.fingerprint = hashlib.sha256("\0".join(self._names).encode(errors="backslashreplace")).hexdigest()

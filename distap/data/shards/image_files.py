@@ -9,15 +9,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from distap.data.images.formats import readable_formats
-from distap.data.labels import NO_CLASS, class_name, nesting
+from distap.data.labels import NO_CLASS, class_name_at, nesting
 from distap.data.shards.image_folders import Skipped, counted, walk_images
-from distap.data.shards.parallel import Track
 from distap.data.shards.tables import read_list
 from distap.data.sizing import Box
 from distap.errors import DistapError, logger
@@ -26,7 +24,6 @@ from distap.storage.texts import as_line, is_line
 
 Nested = Literal["top", "leaf", "merge", "path", "levels"]
 NOT_THERE = "listed images that are not there"
-STAT_THREADS, STAT_CHUNK = 32, 256
 TRUE, FALSE = ("true", "1", "1.0", "yes"), ("false", "0", "0.0", "no")
 
 
@@ -38,35 +35,15 @@ class ImageFile(NamedTuple):
     part: str = ""  # folder of shards to pack it into, if its list says so
 
 
-class Entry(NamedTuple):
-    """An image whose file is there."""
-
-    image: ImageFile
-    size: int  # bytes
-    modified: int  # nanoseconds since 1970
-
-
-def look_at_all(images: Sequence[ImageFile], about: str, track: Track) -> tuple[list[Entry], list[Skipped]]:
-    """Return the images with their file sizes, and apart from them those that are broken links or no files."""
-    # A network file system answers slowly, but many questions at once.
-    with ThreadPool(STAT_THREADS) as pool:
-        answers = list(track(pool.imap(_look_at, images, STAT_CHUNK), about, len(images)))
-        pool.close()
-        pool.join()  # so that no thread is left when processes are forked
-    left_out = [answer for answer in answers if isinstance(answer, Skipped)]
-    return [answer for answer in answers if isinstance(answer, Entry)], left_out
-
-
-def _look_at(image: ImageFile) -> Entry | Skipped:
+def look_at(path: Path) -> os.stat_result | Skipped:
+    """Return the status of a file; or, if it is a broken link or no file, Skipped."""
     try:
-        status = image.path.stat()
+        status = path.stat()
     except OSError as error:
         told = NOT_THERE if isinstance(error, FileNotFoundError) else f"files that cannot be read: {error.strerror}"
-        is_link = os.path.islink(image.path)  # noqa: PTH114 - Path.is_symlink may raise
-        return Skipped(str(image.path), "links to nothing" if is_link else told)
-    if not stat.S_ISREG(status.st_mode):
-        return Skipped(str(image.path), "no regular files")
-    return Entry(image, status.st_size, status.st_mtime_ns)
+        is_link = os.path.islink(path)  # noqa: PTH114 - Path.is_symlink may raise
+        return Skipped(str(path), "links to nothing" if is_link else told)
+    return status if stat.S_ISREG(status.st_mode) else Skipped(str(path), "no regular files")
 
 
 class Listing(NamedTuple):
@@ -129,9 +106,8 @@ def list_images(
 
 def list_unlabelled(folder: Path) -> Listing:
     """List the images in a folder and below, which have no class."""
-    found = list(walk_images(folder))
-    left_out = [skipped for skipped in found if isinstance(skipped, Skipped)]
-    listing = Listing([ImageFile(path, "") for path in found if isinstance(path, Path)], left_out, folder)
+    paths, left_out = walk_images(folder)
+    listing = Listing([ImageFile(path, "") for path in paths], left_out, folder)
     expected = f"expected {', '.join(readable_formats())} files"
     return _not_empty(listing, f"{folder}: no image in it, nor shards; {expected}")
 
@@ -148,21 +124,17 @@ def sort_classes(names: Iterable[str]) -> list[str]:
 
 
 def _in_folders(source: Path, nested: Nested | None) -> Listing:
-    found: dict[Path, tuple[str, ...]] = {}  # images, and the folders that they are in
-    left_out = []
-    for path in walk_images(source):
-        if isinstance(path, Skipped):
-            left_out.append(path)
-        elif folders := path.parts[len(source.parts) : -1]:
-            found[path] = folders
-        else:
-            left_out.append(Skipped(str(path), "loose images, in no class's folder"))
+    paths, left_out = walk_images(source)
+    found = {path: path.parts[len(source.parts) : -1] for path in sorted(paths)}  # the folders that each is in
+    for loose in [path for path, folders in found.items() if not folders]:
+        left_out.append(Skipped(str(loose), "loose images, in no class's folder"))
+        del found[loose]
     filled = {folders[0] for folders in found.values()}
     with suppress(OSError):  # walk_images says that the folder cannot be read
         for folder in sorted(source.iterdir()):
             if folder.is_dir() and folder.name not in filled and not folder.name.startswith("."):
                 left_out.append(Skipped(str(folder), "class folders without an image"))
-    deep = min((path for path, folders in found.items() if len(folders) > 1), default=None)
+    deep = next((path for path, folders in found.items() if len(folders) > 1), None)
     if deep is not None and nested is None:
         top, *_, leaf = found[deep]
         raise DistapError(
@@ -173,13 +145,12 @@ def _in_folders(source: Path, nested: Nested | None) -> Listing:
     known: dict[str, tuple[str, ...]] = {}
     for folders in sorted(set(found.values()) if nested in ("leaf", "levels") else ()):
         if (other := known.setdefault(folders[-1], folders)) != folders:
-            raise DistapError(
-                f"{source}: two folders have one name: {'/'.join(other)} and {'/'.join(folders)}: `--nested merge` "
-                "makes one class of them, `--nested path` two"
-            )
+            both, remedy = "/".join(other), "`--nested merge` makes one class of them, `--nested path` two"
+            raise DistapError(f"{source}: two folders have one name: {both} and {'/'.join(folders)}: {remedy}")
     named = {"top": lambda folders: folders[0], "path": "/".join}.get(nested or "", lambda folders: folders[-1])
-    above = {path: folders[-2::-1] if nested == "levels" else () for path, folders in found.items()}
-    return Listing([ImageFile(path, named(found[path]), above[path]) for path in sorted(found)], left_out, source)
+    with_levels = slice(-2, None, -1) if nested == "levels" else slice(0)
+    images = [ImageFile(path, named(folders), folders[with_levels]) for path, folders in found.items()]
+    return Listing(images, left_out, source)
 
 
 def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
@@ -192,10 +163,7 @@ def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
         if not is_line(str(row["path"])):
             raise DistapError(f"{where}: {str(row['path'])[:60]!r} is no path, which is one line of text")
         path, line = source.parent / str(row["path"]), where.rpartition(", ")[2]
-        try:
-            name, split, *above = (class_name(row.get(column)) for column in wanted)
-        except ValueError as error:
-            raise DistapError(f"{where}: {error}") from error
+        name, split, *above = (class_name_at(where, row.get(column)) for column in wanted)
         if path in lines:
             problem = "an image that is packed twice would be its own positive"
             raise DistapError(f"{where}: {path} is on {lines[path]} already; {problem}")

@@ -3,7 +3,7 @@
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -38,31 +38,34 @@ def warn_of(source: str, left_out: tuple[Skipped, ...]) -> None:
         logger.warning("%s: left out: %s", source, line)
 
 
-def walk_images(folder: Path) -> Iterator[Path | Skipped]:
-    """Yield every file below a folder: images by their paths, other files as Skipped.
+def walk_images(folder: Path) -> tuple[list[Path], list[Skipped]]:
+    """Return the paths of all images below a folder, and its other files.
 
     Links to folders are followed; what they lead to is not listed a second time.
     """
-    errors: list[OSError] = []
-    seen: set[str] = set()
+    images, left_out, seen = list[Path](), list[Skipped](), set[str]()
+
+    def unreadable(error: OSError) -> None:
+        left_out.append(Skipped(str(error.filename), f"folders that cannot be read: {error.strerror}"))
+
     tops = [str(folder)]
     for top in tops:  # grows by the links that are found: what is really there comes first
-        for parent, folders, names in os.walk(top, onerror=errors.append):
+        for parent, folders, names in os.walk(top, onerror=unreadable):
             real = os.path.realpath(parent)
             if real in seen:
                 folders.clear()
-                yield Skipped(parent, "links to a folder that is listed already")
+                left_out.append(Skipped(parent, "links to a folder that is listed already"))
                 continue
             seen.add(real)
             folders.sort()
             tops += [link for name in folders if os.path.islink(link := os.path.join(parent, name))]  # noqa: PTH114, PTH118
             is_hidden = any(part.startswith(".") for part in Path(parent).parts[len(folder.parts) :])
-            for name in sorted(names):
-                path = Path(parent, name)
-                reason = _left_out(path, is_hidden)
-                yield Skipped(str(path), reason) if reason else path
-    for error in errors:
-        yield Skipped(str(error.filename), f"folders that cannot be read: {error.strerror}")
+            for path in (Path(parent, name) for name in sorted(names)):
+                if reason := _left_out(path, is_hidden):
+                    left_out.append(Skipped(str(path), reason))
+                else:
+                    images.append(path)
+    return images, left_out
 
 
 def _left_out(path: Path, is_hidden: bool) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -22,11 +23,10 @@ from distap.data.shards.image_files import (
     levels_of_each_class,
     list_images,
     list_unlabelled,
-    look_at_all,
+    look_at,
     sort_classes,
 )
 from distap.data.shards.image_folders import Skipped
-from distap.data.shards.parallel import untracked
 from distap.errors import DistapError
 from distap.storage.columns import Buffer, read_columns
 from distap.storage.files import Storage, storage_of
@@ -37,6 +37,7 @@ from distap.storage.texts import as_line, is_line
 INDEX_VERSION = 5
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 THREADS = 16  # remote shards whose sizes are asked for at once
+STAT_THREADS, STAT_CHUNK = 32, 256
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ def load_index(source: Source | Path | str, compare: bool = True) -> Index:
         raise DistapError(f"{source}: these are descriptors, and no images; only training and evaluation take them")
     if (rows := rows_behind(source)) is not None:
         images = list(map(ImageFile, map(Path, rows.keys), rows.classes, rows.levels))
-        index = index_of_files(source, range(len(rows.keys)), rows.keys, images, 0, rows.digests())
+        index = index_of_files(source, range(len(images)), rows.keys, images, 0, rows.digests())
         return replace(index, left_out=rows.left_out)
     if source.kind == "imagefolder":
         return index_of_folder(source)
@@ -198,10 +199,8 @@ def load_index(source: Source | Path | str, compare: bool = True) -> Index:
         if not source.scheme and not Path(source.base).is_dir():
             raise DistapError(f"{source}: no such data set: there is no folder {source.base}") from error
         if not source.scheme and source.pattern is None and not any(Path(source.base).glob("*.tar")):
-            raise DistapError(
-                f"{source}: no .tar file is in it; for a folder with a sub-folder a class write "
-                f"imagefolder:{source}, or pack it by `distap data pack`"
-            ) from error
+            remedy = f"a folder with a sub-folder a class is imagefolder:{source}, or is packed by `distap data pack`"
+            raise DistapError(f"{source}: no .tar file is in it; {remedy}") from error
         missing = f"{source.index}: no such file" if source.kept_index else f"{source}: no {name} in it"
         raise DistapError(f"{missing}; `distap data index {source}` makes one from its shards") from error
     if len(index) == 0:
@@ -217,12 +216,18 @@ def index_of_folder(source: Source, labelled: bool = True) -> Index:
     if not folder.is_dir():
         raise DistapError(f"{source}: no such folder")
     listing = list_images(folder, "levels") if labelled else list_unlabelled(folder)
-    entries, broken = look_at_all(listing.images, "", untracked)
-    of_name = {entry.image.path.relative_to(folder).as_posix(): entry for entry in entries}
+    with ThreadPool(STAT_THREADS) as pool:  # a network file system answers slowly, but many questions at once
+        looks = pool.map(look_at, [image.path for image in listing.images], STAT_CHUNK)
+        pool.close()
+        pool.join()  # so that no thread is left when processes are forked
+    broken = [look for look in looks if isinstance(look, Skipped)]
+    found = zip(listing.images, looks, strict=True)
+    sound = [(image, look) for image, look in found if not isinstance(look, Skipped)]
+    of_name = {image.path.relative_to(folder).as_posix(): (image, look) for image, look in sound}
     names, unfit = ([name for name in of_name if is_line(name) is fits] for fits in (True, False))
-    images, sizes = [of_name[name].image for name in names], [of_name[name].size for name in names]
+    images, sizes = [of_name[name][0] for name in names], [of_name[name][1].st_size for name in names]
     # The times of change stand for digests of what the files hold, which only reading them would tell.
-    times = "" if labelled else [str(of_name[name].modified) for name in names]
+    times = "" if labelled else [str(of_name[name][1].st_mtime_ns) for name in names]
     index = index_of_files(source, names, names, images, sizes, times)
     told = [(os.path.relpath(name, folder), reason) for name, reason in (*listing.left_out, *broken)]
     told += [(name, "names that are no line of text in UTF-8") for name in unfit]

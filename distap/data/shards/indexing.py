@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,10 +71,11 @@ def index_shards(
     return index, [skipped for scan in sound for skipped in scan.left_out]
 
 
-def scan_shard(file: BinaryIO, name: str, length: int, where: str, levels: Sequence[str] = ()) -> Scan:
-    """Index one shard under the name `name`; see `read_samples` for the other arguments and errors."""
-    digest = hashlib.sha256()
-    found = list(read_samples(file, length, where, levels, digest))
+def scan_shard(storage: Storage, name: str, levels: Sequence[str] = ()) -> Scan:
+    """Index one shard; see `read_samples` for `levels` and the errors."""
+    digest, length, where = hashlib.sha256(), storage.size(name), storage.where(name)
+    with storage.open(name) as file:
+        found = list(read_samples(file, length, where, levels, digest))
     samples = [sample for sample in found if isinstance(sample, Sample)]
     columns = {field: np.array([row[at] for row in samples], COLUMNS[field]) for at, field in enumerate(OF_SAMPLES)}
     first: dict[tuple[int, tuple[str, ...]], str] = {}
@@ -128,8 +129,7 @@ def _paths(storage: Storage, keys: NDArray[np.str_]) -> NDArray[np.str_]:
 def _lines(storage: Storage, name: str) -> list[str] | None:
     """Return the lines of a text next to the shards; None if there is no such file."""
     try:
-        with storage.open(name) as file:
-            return file.read().decode("utf-8").splitlines()
+        return storage.read_whole(name).decode("utf-8").splitlines()
     except MissingFileError:
         return None
     except UnicodeDecodeError as error:
@@ -156,7 +156,6 @@ def _class_rows(storage: Storage, numbers: list[int]) -> list[tuple[str, str, tu
 def _scan(storage: Storage, levels: Sequence[str], name: str) -> Scan | str:
     """Scan a shard; return the reason if it is unusable."""
     try:
-        with storage.open(name) as file:
-            return scan_shard(file, name, storage.size(name), storage.where(name), levels)
+        return scan_shard(storage, name, levels)
     except (DamagedShardError, MissingFileError) as error:
         return str(error)

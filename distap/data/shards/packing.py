@@ -5,18 +5,17 @@ number of processes changes no byte.
 """
 
 import io
-import os
 import re
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 
 from distap.data.images.decoding import DamagedImageError, decode, image_file, image_size, seems_cut
-from distap.data.images.formats import IMAGE_SUFFIXES, suffix_of
-from distap.data.shards.image_files import ImageFile, Listing, levels_of_each_class, look_at_all, sort_classes
+from distap.data.images.formats import IMAGE_SUFFIXES, format_of
+from distap.data.shards.image_files import ImageFile, Listing, levels_of_each_class, look_at, sort_classes
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index
 from distap.data.shards.indexing import NAMES_FILE, PATHS_FILE, Scan, merge_scans, scan_shard
@@ -28,8 +27,6 @@ from distap.randomness import permutation
 from distap.storage.atomic import replacing_folder, write_whole
 from distap.storage.files import storage_of
 from distap.storage.locations import parse_source
-
-Levels = Mapping[str, tuple[str, ...]]  # the coarser classes of each class
 
 
 def pack_parts(
@@ -52,19 +49,12 @@ def pack_parts(
         files: texts to write into the output folder, by name.
     Raises:
         DistapError: no image is usable, levels of classes cross, the output holds something already, an image cannot
-            be read or has changed meanwhile, or the output cannot be written.
+            be read, or the output cannot be written.
     """
     require_free(output)
-    levels = {name: levels_of_each_class(part.images) for name, part in parts.items()}  # before anything is written
-    for name, part in parts.items():
-        paths = [image.path for image in part.images]
-        if not any(map(os.path.lexists, paths)):
-            told = f"none of the {len(paths):,} listed images is there; first: {paths[0]}"
-            raise DistapError(f"{output / name}: {told}; paths are relative to {part.root}")
     with replacing_folder(output) as whole:
         packed = [
-            _pack(whole / name, part, levels[name], images_per_shard, shuffle, workers, track)
-            for name, part in parts.items()
+            _pack(whole / name, part, images_per_shard, shuffle, workers, track) for name, part in parts.items()
         ]
         for name, text in files.items():
             write_whole(whole / name, text)
@@ -83,11 +73,10 @@ def require_free(output: Path) -> None:
 
 
 def _pack(
-    folder: Path, listing: Listing, levels: Levels, count: int, shuffle: int | None, workers: int, track: Track
+    folder: Path, listing: Listing, count: int, shuffle: int | None, workers: int, track: Track
 ) -> tuple[Index, list[Skipped]]:
     """Write shards of `count` images and their index into a folder; return the index and the images left out."""
-    entries, broken = look_at_all(listing.images, "listing images", track)
-    images = [entry.image for entry in entries]
+    images, levels = listing.images, levels_of_each_class(listing.images)
     if shuffle is not None:
         images = [images[place] for place in permutation(len(images), shuffle)]
     # The labels of a CSV are numbers already; other classes are numbered in the order of their names. Those without a
@@ -97,11 +86,11 @@ def _pack(
     labels = {name: str(number).encode() for number, name in enumerate(names)}
     write = partial(_write_shard, folder, images, labels, count)
     scans = map_in_processes(write, range(-(-len(images) // count)), workers, "packing shards", track)
-    left_out = [*broken, *chain.from_iterable(scan.left_out for scan in scans)]
+    left_out = list(chain.from_iterable(scan.left_out for scan in scans))
     keys = list(chain.from_iterable(scan.columns["key"].tolist() for scan in scans))
     if not keys:
-        first = ": ".join(left_out[0])
-        raise DistapError(f"none of the {len(listing.images)} images can be read; first: {first}")
+        told = f"first: {': '.join(left_out[0])}; paths are relative to this folder"
+        raise DistapError(f"{listing.root}: none of the {len(images)} images can be read; {told}")
     source = parse_source(folder)
     paths = (f"{key}\t{listing.name_of(images[int(key.partition('-')[0])])}\n" for key in keys)
     write_whole(folder / PATHS_FILE, "".join(paths))
@@ -110,13 +99,18 @@ def _pack(
     return index, [*listing.left_out, *left_out]
 
 
-def _write_shard(folder: Path, images: list[ImageFile], labels: Mapping[str, bytes], count: int, number: int) -> Scan:
+def _write_shard(
+    folder: Path, images: Sequence[ImageFile], labels: Mapping[str, bytes], count: int, number: int
+) -> Scan:
     """Write a shard of `count` images; return what is in it, and the images left out."""
     skipped, place, first = list[Skipped](), folder / f"{number:06d}.tar", number * count
     with tarfile.open(place, "w", format=tarfile.USTAR_FORMAT) as shard:
         for position, image in enumerate(images[first : first + count], first):
-            data, path = image_file(image.path), image.path
-            if not data:
+            path = image.path
+            if isinstance(found := look_at(path), Skipped):
+                skipped.append(found)
+                continue
+            if not (data := image_file(path)):
                 skipped.append(Skipped(str(path), "empty files"))
                 continue
             try:
@@ -127,17 +121,16 @@ def _write_shard(folder: Path, images: list[ImageFile], labels: Mapping[str, byt
                 skipped.append(Skipped(str(path), str(error)))
                 continue
             stem = re.sub(r"[^A-Za-z0-9_-]+", "_", path.stem)[:60]
-            # The file's suffix without its dot, or that of its content.
-            suffix = path.suffix.lower()
-            field = suffix.removeprefix(".") if suffix in IMAGE_SUFFIXES else suffix_of(data)
-            fields = {field: data, LABEL_FIELD: labels[image.class_name]}
+            suffix, known = path.suffix.lower(), format_of(data)
+            if suffix not in IMAGE_SUFFIXES and known is not None:
+                suffix = known.suffixes[0]
+            fields = {suffix.removeprefix("."): data, LABEL_FIELD: labels[image.class_name]}
             for field, content in sorted(fields.items()):
                 member = tarfile.TarInfo(f"{position:08d}-{stem}.{field}")
                 member.size, member.mode = len(content), 0o444
                 member.uname = member.gname = "bigdata"  # as webdataset writes it, which would wait for torch
                 shard.addfile(member, io.BytesIO(content))
-    with place.open("rb") as written:
-        return scan_shard(written, place.name, place.stat().st_size, str(place))._replace(left_out=skipped)
+    return scan_shard(storage_of(str(folder)), place.name)._replace(left_out=skipped)
 
 
 def _cut_out(data: bytes, box: Box) -> bytes:

@@ -337,7 +337,7 @@ def test_a_split_without_any_image_is_an_error(tree, tmp_path):
     source = tree("sop")
     for path in source.rglob("*.JPG"):
         path.unlink()
-    with pytest.raises(DistapError, match=r"train: none of the 4 listed images is there; first: .*chair_final/1_0"):
+    with pytest.raises(DistapError, match=r"none of the 4 images can be read; first: .*chair_final/1_0"):
         convert(DATASETS["sop"], source, tmp_path / "out")
     (source / "Ebay_test.txt").write_text("image_id class_id super_class_id path\n")
     with pytest.raises(DistapError, match="test: its list names no image"):
