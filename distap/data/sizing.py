@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom; pixels
 Shape = tuple[int, int]  # height and width, pixels
-Turns = tuple[bool, bool, bool]  # whether EXIF mirrors the stored image left to right, top to bottom, transposes it
 FACTORS = (8, 4, 2, 1)  # by which libjpeg can scale down while it decodes
 SIZINGS = re.compile(
     r"(?:resize (?P<resize>[0-9]+(?:x[0-9]+)?) (?=crop))?(?:(?P<kind>crop|side) (?P<pixels>[0-9]+)|original)"
@@ -109,18 +108,6 @@ def reduction(box: Box, shape: Shape) -> int:
     height, width = shape
     across, down = box[2] - box[0], box[3] - box[1]
     return next((factor for factor in FACTORS if across >= factor * width and down >= factor * height), 1)
-
-
-def stored_box(box: Box, size: tuple[int, int], turns: Turns) -> Box:
-    """Convert a box of the upright image to a box of the stored one, whose width and height is `size`."""
-    across, down, transposed = turns
-    width, height = size
-    left, top, right, bottom = (box[1], box[0], box[3], box[2]) if transposed else box
-    if across:
-        left, right = width - right, width - left
-    if down:
-        top, bottom = height - bottom, height - top
-    return left, top, right, bottom
 
 
 @dataclass(frozen=True)

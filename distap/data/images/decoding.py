@@ -18,13 +18,14 @@ import simplejpeg
 from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from distap.data.images.formats import format_of, mended, missing_reader, readable_formats
-from distap.data.sizing import Box, Shape, Turns, reduction, stored_box
+from distap.data.sizing import Box, Shape, reduction
 from distap.errors import DistapError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Reason = Literal["decode_error", "truncated", "crc_mismatch", "missing_field", "too_large"]
+Turns = tuple[bool, bool, bool]  # whether EXIF mirrors the stored image left to right, top to bottom, transposes it
 REASONS: tuple[Reason, ...] = ("decode_error", "truncated", "crc_mismatch", "missing_field", "too_large")
 MAX_PIXELS = 100_000_000
 MAX_SIDE = 65_535  # pixels; JPEG's own limit: images beyond it are made to harm
@@ -123,8 +124,8 @@ class EncodedImage:
             if not self._is_jpeg:
                 self._image.load()  # EXIF may stand after the pixels
                 _refuse_large(*self._image.size, max_pixels)  # HEIF may tell another size now
-            self._stored_size, self._turns = self._image.size, _turns(self._image)
-            self.size = self._stored_size[::-1] if self._turns[2] else self._stored_size
+            self._turns = _turns(self._image)
+            self.size = self._image.size[::-1] if self._turns[2] else self._image.size
 
     def whole(self) -> Image.Image:
         """Decode the whole image, upright and RGB."""
@@ -132,10 +133,8 @@ class EncodedImage:
 
     def scaled(self, shape: Shape) -> Image.Image:
         """Scale the whole upright image by Pillow, which nearly gives the pixels of `crop` and loads no torch."""
-        pixels, (across, down, transposed) = self._decoded((0, 0, *self.size), shape), self._turns
-        pixels = pixels[:: -1 if down else 1, :: -1 if across else 1]
-        upright = Image.fromarray(np.ascontiguousarray(pixels.swapaxes(0, 1) if transposed else pixels))
-        return upright.resize(shape[::-1], Image.Resampling.BILINEAR)
+        whole = Image.fromarray(self._decoded((0, 0, *self.size), shape))
+        return whole.resize(shape[::-1], Image.Resampling.BILINEAR)
 
     def crop(self, box: Box, shape: Shape) -> "Tensor":
         """Crop and scale a part of the upright image to (3, height, width) uint8.
@@ -148,30 +147,29 @@ class EncodedImage:
         from torchvision.transforms.v2 import functional as F
 
         decoded = torch.from_numpy(self._decoded(box, shape)).permute(2, 0, 1)
-        across, down, transposed = self._turns
-        pixels: Tensor = F.resize(decoded, [*(shape[::-1] if transposed else shape)], antialias=True)
-        pixels = pixels.flip([axis for axis, mirrored in ((2, across), (1, down)) if mirrored])
-        return (pixels.transpose(1, 2) if transposed else pixels).contiguous()
+        return F.resize(decoded, [*shape], antialias=True).contiguous()
 
     def _decoded(self, box: Box, shape: Shape) -> np.ndarray[Any, Any]:
-        """Decode a part of the image, at 1/f of its size or in full, to (height, width, 3) uint8 as stored."""
-        factor = reduction(box, shape)
-        left, top, right, bottom = stored_box(box, self._stored_size, self._turns)
-        left, top = left // factor * factor, top // factor * factor
-        right = min(-(-right // factor), self._stored_size[0] // factor) * factor
-        bottom = min(-(-bottom // factor), self._stored_size[1] // factor) * factor
+        """Decode a part of the upright image, at 1/f of its size or in full, to (height, width, 3) uint8."""
+        factor, (across, down, transposed) = reduction(box, shape), self._turns
+        scale = factor if self._is_jpeg else 1  # of what is decoded
         with self._told():
-            if self._is_jpeg:
-                left, top, right, bottom = (edge // factor for edge in (left, top, right, bottom))
-                if (pixels := _by_libjpeg(self._data, self._image, factor)) is not None:
-                    # In one piece, since a resize would else take twice the time.
-                    return np.ascontiguousarray(pixels[top:bottom, left:right])
-            image = self._image
-            if self._is_jpeg:
-                image = _open(self._data, self._max_pixels)
-                image.draft(None, (image.width // factor, image.height // factor))
-                image.load()
-            return np.array(_rgb(image.crop((left, top, right, bottom))))
+            pixels = _by_libjpeg(self._data, self._image, factor) if self._is_jpeg else None
+            if pixels is None:
+                image = self._image
+                if self._is_jpeg:
+                    image = _open(self._data, self._max_pixels)
+                    image.draft(None, (image.width // factor, image.height // factor))
+                    image.load()
+                pixels = np.asarray(_rgb(image))
+        # Blocks that are not whole lie at the end of the stored image, which may be the upright one's beginning.
+        rows, columns = (side // factor * factor // scale for side in self._image.size[::-1])
+        pixels = pixels[:rows, :columns][:: -1 if down else 1, :: -1 if across else 1]
+        upright = pixels.swapaxes(0, 1) if transposed else pixels
+        left, top = (edge // factor * factor // scale for edge in box[:2])
+        right, bottom = (-(-edge // factor) * factor // scale for edge in box[2:])
+        # In one piece, since a resize would else take twice the time.
+        return np.ascontiguousarray(upright[top:bottom, left:right])
 
 
 def _by_libjpeg(data: bytes, image: Image.Image, factor: int) -> np.ndarray[Any, Any] | None:
