@@ -13,6 +13,7 @@ from distap.data.shards.packing import pack_parts, require_free
 from distap.data.shards.parallel import Track, untracked
 from distap.data.shards.tables import ListLine, read_lines
 from distap.errors import DistapError
+from distap.storage.texts import parsed_json
 
 GROUND_TRUTH_FILE = "ground_truth.json"  # next to the splits of a data set with a list of matches for each query
 
@@ -76,6 +77,14 @@ def read_table(
         if len(line.cells) != width:
             raise line.wrong(f"{len(line.cells)} columns, expected {width}: {expected!r}")
         yield line
+
+
+def read_objects(file: Path, *keys: str) -> Iterator[tuple[Any, ...]]:
+    """Yield the values of these keys from the objects in a JSON list; raise a DistapError if one lacks any."""
+    try:
+        yield from [tuple(one[key] for key in keys) for one in parsed_json(file.read_bytes(), list)]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise DistapError(f"{file}: no list of objects with {', '.join(keys)}: {error!r}") from error
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from distap.data.converters.dataset import Count, Dataset, Split, read_table
+from distap.data.converters.dataset import Count, Dataset, Split, read_objects, read_table
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.tables import ListLine, read_lines
 from distap.errors import DistapError
-from distap.storage.texts import parsed_json
 
 SETS: dict[str, Dataset] = {}
 
@@ -87,12 +86,8 @@ TAXA = ["kingdom", "phylum", "class", "order", "family", "genus"]
 
 def _tree(file: Path) -> dict[str, tuple[str, ...]]:
     """Return genus to kingdom by the number of a species, with all above it: a plant and an animal share a genus."""
-    try:
-        listed = parsed_json(file.read_bytes(), list)
-        paths = {str(one["id"]): [one[rank] for rank in TAXA] for one in listed}
-        return {number: tuple("/".join(path[:end]) for end in range(6, 0, -1)) for number, path in paths.items()}
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise DistapError(f"{file}: no list of categories with id, {', '.join(TAXA)}: {error!r}") from error
+    listed = read_objects(file, "id", *TAXA)
+    return {str(number): tuple("/".join(map(str, path[:end])) for end in range(6, 0, -1)) for number, *path in listed}
 
 
 def _inaturalist(source: Path, file: Path) -> Iterator[ImageFile]:

@@ -11,12 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distap.data.converters.dataset import Count, Dataset, Split, ground_truth
+from distap.data.converters.dataset import Count, Dataset, Split, ground_truth, read_objects
 from distap.data.images.formats import IMAGE_SUFFIXES
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.tables import ListLine, read_lines
 from distap.errors import DistapError
-from distap.storage.texts import parsed_json
 
 SETS: dict[str, Dataset] = {}
 
@@ -180,11 +179,7 @@ def _universal(source: Path, file: Path, domains: tuple[str, ...]) -> Iterator[I
     """Yield the images of a split of some domains, each from a list as JSON, whose errors name places as lines."""
     for domain in domains:
         listed = file.parents[1] / domain / file.name
-        try:
-            images = [(one["path"], one["class_id"]) for one in parsed_json(listed.read_bytes(), list)]
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            raise DistapError(f"{listed}: no list of images with path and class_id: {error!r}") from error
-        for number, (name, found) in enumerate(images, 1):
+        for number, (name, found) in enumerate(read_objects(listed, "path", "class_id"), 1):
             path = ListLine(listed, number, []).path(source / "images", str(name))
             # A query with several landmarks has several classes.
             yield ImageFile(

@@ -184,7 +184,7 @@ WRONG_LINES = [
         "info_files/sop/test.json",
         "class_id",
         "label",
-        r"test\.json: no list of images with path and class_id",
+        r"test\.json: no list of objects with path, class_id",
     ),
 ]
 
@@ -279,7 +279,7 @@ def test_the_species_of_inaturalist_have_their_whole_tree_if_it_lies_there(tree,
     assert index.class_levels[:, 5].tolist() == ["Animalia", "Plantae"]
     for left, message in (
         (listed[:1], "line 1: species 11 is not in"),
-        ([{"id": 1}], "no list of categories with id"),
+        ([{"id": 1}], "no list of objects with id"),
     ):
         (source / "categories.json").write_text(json.dumps(left))
         with pytest.raises(DistapError, match=message):
