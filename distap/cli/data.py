@@ -77,13 +77,9 @@ def convert_command(
         raise DistapError(f"no data set is called {name!r}; {suggestion(name, DATASETS)}")
     layout: dict[str, Any] = {"images_per_shard": images_per_shard, "shuffle": shuffle, "workers": workers}
     converted = convert(DATASETS[name], source, output, only=split or (), track=track, **layout)
-    for part in converted:
-        _print_indexed(output / part.split.name, part.index)
-        published = part.split.published
-        if published and not any(count.agrees(part.listed) for count in published):
-            own = f"its list names {part.listed}, published are {', or '.join(map(str, published))}"
-            print_warning(f"{part.split.name} differs from the published split: {own}")
-    _print_left_out([skipped for part in converted for skipped in part.left_out], left_out)
+    for part, (index, _) in converted.items():
+        _print_indexed(output / part, index)
+    _print_left_out([skipped for _, others in converted.values() for skipped in others], left_out)
 
 
 @data.command("pack")

@@ -147,18 +147,10 @@ class Storage:
 
 
 class LocalStorage(Storage):
-    """Files of a folder on disk, given as a path or a file:// URL: reads without fsspec, and atomic writes."""
+    """Files of a folder on disk, given as a path or a file:// URL, with atomic writes."""
 
     def _local(self, name: str) -> Path:
         return Path(self.where(name).removeprefix("file://"))
-
-    @retried("read")
-    def read(self, name: str, offset: int, size: int) -> bytes:
-        with self._local(name).open("rb") as file:
-            file.seek(offset)
-            data = file.read(size)
-        self.meter["read_bytes"] += len(data)
-        return data
 
     @retried("read")
     def mapped(self, name: str) -> bytes | mmap:

@@ -12,7 +12,7 @@ from distap.data.shards.index import Index
 from distap.data.shards.packing import pack_parts, require_free
 from distap.data.shards.parallel import Track, untracked
 from distap.data.shards.tables import ListLine, read_lines
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.storage.texts import parsed_json
 
 GROUND_TRUTH_FILE = "ground_truth.json"  # next to the splits of a data set with a list of matches for each query
@@ -87,20 +87,12 @@ def read_objects(file: Path, *keys: str) -> Iterator[tuple[Any, ...]]:
         raise DistapError(f"{file}: no list of objects with {', '.join(keys)}: {error!r}") from error
 
 
-@dataclass(frozen=True)
-class Converted:
-    """A split after conversion to shards."""
-
-    split: Split
-    listed: Count  # in its list, each image once
-    index: Index
-    left_out: list[Skipped]  # listed images that are not there, are damaged, or are listed again
-
-
 def convert(
     dataset: Dataset, source: Path, output: Path, *, only: Sequence[str] = (), track: Track = untracked, **layout: Any
-) -> list[Converted]:
+) -> dict[str, tuple[Index, list[Skipped]]]:
     """Convert the splits of a data set into shards in output/SPLIT, with a JSON file for some of the splits.
+
+    Returns the index of each split, and the listed images that are not there, are damaged, or are listed again.
 
     Args:
         source: folder of the files as the authors distribute them.
@@ -112,12 +104,12 @@ def convert(
     remedy = f"{dataset.title} is offered at {dataset.site}; {guide}"
     if not source.is_dir():
         raise DistapError(f"{source}: no such folder; {remedy}")
-    known = [split.name for split in dataset.splits]
+    names = [split.name for split in dataset.splits]
     for name in only:
-        if name not in known:
-            raise DistapError(f"{dataset.title} has no split {name!r}; expected some of {', '.join(known)}")
+        if name not in names:
+            raise DistapError(f"{dataset.title} has no split {name!r}; expected some of {', '.join(names)}")
     require_free(output)
-    chosen = [split for split in dataset.splits if split.name in (only or known)]
+    chosen = [split for split in dataset.splits if split.name in (only or names)]
     listed, truths = dict[str, Listing](), dict[str, str]()
     try:
         for split in chosen:
@@ -127,14 +119,15 @@ def convert(
                 truths[GROUND_TRUTH_FILE] = json.dumps(split.truth(file), indent=1) + "\n"
     except DistapError as error:
         raise DistapError(f"{error}; {remedy}") from error
-    for name, listing in listed.items():
-        if not listing.images:
-            raise DistapError(f"{name}: its list names no image")
-    packed = pack_parts(listed, output, track=track, files=truths, **layout)
-    return [
-        Converted(split, Count(len(part.images), len({image.class_name for image in part.images})), *others)
-        for split, part, others in zip(chosen, listed.values(), packed, strict=True)
-    ]
+    for split in chosen:
+        images = listed[split.name].images
+        found, known = Count(len(images), len({image.class_name for image in images})), split.published
+        if not images:
+            raise DistapError(f"{split.name}: its list names no image")
+        if known and not any(count.agrees(found) for count in known):
+            told = "%s differs from the published split: its list names %s, published are %s"
+            logger.warning(told, split.name, found, ", or ".join(map(str, known)))
+    return dict(zip(listed, pack_parts(listed, output, track=track, files=truths, **layout), strict=True))
 
 
 def _listing(split: Split, source: Path, file: Path) -> Listing:

@@ -233,7 +233,7 @@ def test_the_authors_files_become_a_data_set_a_split(name, tree, tmp_path):
     source, output = tree(name), tmp_path / "out"
     converted = convert(DATASETS[name], source, output)
     splits, groups = EXPECTED[name]
-    assert {part.split.name: len(part.index) for part in converted} == {
+    assert {name: len(index) for name, (index, _) in converted.items()} == {
         split: sum(classes.values()) for split, classes in splits.items()
     }
     originals = {path.read_bytes() for path in source.rglob("*") if path.is_file()}
@@ -247,20 +247,20 @@ def test_the_authors_files_become_a_data_set_a_split(name, tree, tmp_path):
         reader = Reader(output / split, index)
         if name not in ("vggface2", "ijb-c"):  # whose faces are cut out
             assert {reader.data(sample) for sample in range(len(index))} <= originals
-    assert not any(part.left_out for part in converted)
+    assert not any(left_out for _, left_out in converted.values())
 
 
 def test_a_face_is_cut_out_by_its_box_and_three_tenths_more(tree, tmp_path):
     source = tree("vggface2")
-    (part,) = convert(DATASETS["vggface2"], source, tmp_path / "out", only=["train"])
+    ((index, _),) = convert(DATASETS["vggface2"], source, tmp_path / "out", only=["train"]).values()
     # Photographs are 10 x 8: boxes of 4 x 4 at (2, 1) give 1.4 to 6.6 by 0.4 to 5.6, and others are cut at the edge.
-    assert [part.index.width.tolist(), part.index.height.tolist()] == [[6] * 4, [6, 8, 8, 8]]
-    packed = decode(Reader(tmp_path / "out/train", part.index).data(0))
+    assert [index.width.tolist(), index.height.tolist()] == [[6] * 4, [6, 8, 8, 8]]
+    packed = decode(Reader(tmp_path / "out/train", index).data(0))
     whole = decode((source / "train/n000002/0001_01.jpg").read_bytes()).crop((1, 0, 7, 6))
     assert np.abs(np.asarray(packed, int) - np.asarray(whole, int)).mean() < 4
     change(source / "bb_landmark/loose_bb_test.csv", ",2,1,4,4", ",20,1,4,4")
-    (part,) = convert(DATASETS["vggface2"], source, tmp_path / "cut", only=["test"])
-    assert "lies outside of 10 x 8 pixels" in part.left_out[0].reason
+    ((_, left_out),) = convert(DATASETS["vggface2"], source, tmp_path / "cut", only=["test"]).values()
+    assert "lies outside of 10 x 8 pixels" in left_out[0].reason
 
 
 def test_the_species_of_inaturalist_have_their_whole_tree_if_it_lies_there(tree, tmp_path):
@@ -291,11 +291,8 @@ def test_a_missing_image_is_counted_and_listed(name, tree, tmp_path):
     source, output = tree(name), tmp_path / "out"
     lost = some_image(source)
     lost.unlink()
-    for part in convert(DATASETS[name], source, output):
-        assert len(part.index) == part.listed.images - len(part.left_out)
-        assert {(unquote(path), reason) for path, reason in part.left_out} <= {
-            (str(lost), "listed images that are not there")
-        }
+    left_out = [skipped for _, others in convert(DATASETS[name], source, output).values() for skipped in others]
+    assert [(unquote(path), reason) for path, reason in left_out] == [(str(lost), "listed images that are not there")]
 
 
 @pytest.mark.parametrize(("name", "file", "old", "new", "message"), WRONG_LINES)
@@ -348,9 +345,8 @@ def test_an_image_that_is_listed_twice_is_packed_once(tree, tmp_path):
     source = tree("revisitop1m")
     with (source / "revisitop1m.txt").open("a") as file:
         file.write("c/c5/c5f2.jpg\n")
-    (part,) = convert(DATASETS["revisitop1m"], source, tmp_path / "out")
-    assert (len(part.index), part.listed.images) == (3, 3)
-    assert part.left_out == [("jpg/c/c5/c5f2.jpg", "images that are listed again")]
+    ((index, left_out),) = convert(DATASETS["revisitop1m"], source, tmp_path / "out").values()
+    assert len(index) == 3 and left_out == [("jpg/c/c5/c5f2.jpg", "images that are listed again")]
 
 
 def test_landmarks_may_lie_where_the_list_says(tree, tmp_path):
