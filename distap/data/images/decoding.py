@@ -161,7 +161,7 @@ class EncodedImage:
                     image = _open(self._data, self._max_pixels)
                     image.draft(None, (image.width // factor, image.height // factor))
                     image.load()
-                pixels = np.asarray(_rgb(image))
+                pixels = np.array(_rgb(image))
         # Blocks that are not whole lie at the end of the stored image, which may be the upright one's beginning.
         rows, columns = (side // factor * factor // scale for side in self._image.size[::-1])
         pixels = pixels[:rows, :columns][:: -1 if down else 1, :: -1 if across else 1]
