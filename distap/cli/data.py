@@ -38,10 +38,7 @@ COLUMNS_HELP = (
 )
 KEYS = "Keys of samples' .json members that name the coarser classes of their class, finer first."
 LEFT_OUT = Annotated[
-    Path | None,
-    typer.Option(
-        help="CSV file to write with every file that is left out, and the reason.", show_default="only counted"
-    ),
+    Path | None, typer.Option(help="CSV file to write of what is left out, and why.", show_default="only counted")
 ]
 ORDER = "Shuffle the images with this seed. Training needs it only if data.reading is streamed."
 SHUFFLE_OPTION = Annotated[int | None, typer.Option(help=ORDER, min=0, show_default="as listed, class by class")]

@@ -1,4 +1,3 @@
-import os
 import signal
 import subprocess
 import sys
@@ -20,10 +19,6 @@ def refuse(number):
     return number
 
 
-def die(number):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.mark.parametrize("workers", [1, 3])
 def test_results_come_in_the_order_of_the_jobs(workers):
     assert map_in_processes(square, range(50), workers) == [number**2 for number in range(50)]
@@ -33,11 +28,6 @@ def test_results_come_in_the_order_of_the_jobs(workers):
 def test_an_error_for_a_person_reaches_the_caller_as_it_is(workers):
     with pytest.raises(DistapError, match=r"^job 3: no$"):
         map_in_processes(refuse, range(9), workers)
-
-
-def test_a_worker_that_is_killed_is_told():
-    with pytest.raises(DistapError, match=r"ended with status -9\. Usual causes"):
-        map_in_processes(die, range(2), 2)
 
 
 SPREADER = """

@@ -73,16 +73,14 @@ def readable_formats() -> tuple[str, ...]:
 
 
 def mended(data: bytes) -> bytes:
-    """Return an image file without line ends at its start and, if it is a PNG, without large comments."""
-    data = data.lstrip(b"\r\n") if data[:1] in (b"\r", b"\n") else data
-    return _without_comments(data) if data.startswith(PNG) else data
+    """Return an image file without line ends at its start and, if it is a PNG, without chunks that may be damaged.
 
-
-def _without_comments(data: bytes) -> bytes:
-    """Drop comments and colour profiles of a PNG, which may be huge, and other optional chunks whose CRC is wrong.
-
-    Pixels do not depend on them. Comments that may hold EXIF or XMP stay, for the image's orientation.
+    These are comments and colour profiles, which may be huge, and other optional chunks whose CRC is wrong. Pixels do
+    not depend on them. Comments that may hold EXIF or XMP stay, for the image's orientation.
     """
+    data = data.lstrip(b"\r\n") if data[:1] in (b"\r", b"\n") else data
+    if not data.startswith(PNG):
+        return data
     view, at = memoryview(data), 8
     parts = [view[:at]]
     while at < len(data):

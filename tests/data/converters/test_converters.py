@@ -169,23 +169,9 @@ WRONG_LINES = [
     ),
     ("gldv2", "metadata/train_clean.csv", "a123456789", "../../x789", r"line 3: image .*expected 16 digits"),
     ("gldv2", "ground_truth/retrieval_solution_v2.1.csv", "Private", "Hidden", r"line 4: usage 'Hidden', expected"),
-    (
-        "h-gldv2",
-        "metadata/train_label_to_hierarchical.csv",
-        "category",
-        "kind",
-        r"expected the heading 'landmark_id,",
-    ),
     ("vggface2", "bb_landmark/loose_bb_test.csv", ",2,1,4,6", ",2,1,-4,6", r"line 3: expected left, top, width and"),
     ("ijb-c", "protocols/ijbc_metadata.csv", "SIGHTING_ID", "TRACK", r"line 1: expected the heading"),
     ("ijb-c", "protocols/ijbc_metadata.csv", ",4,6,0\n", ",4,6\n", r"line 2: 7 columns, expected 8"),
-    (
-        "uned",
-        "info_files/sop/test.json",
-        "class_id",
-        "label",
-        r"test\.json: no list of objects with path, class_id",
-    ),
 ]
 
 # A path that leaves the folder of the data set, in the same way.
@@ -312,14 +298,6 @@ def test_a_path_that_leaves_the_folder_is_refused(name, file, old, new, number, 
     with pytest.raises(DistapError, match=rf"line {number}: path '.*' leaves .*; expected one inside"):
         convert(DATASETS[name], source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_line_that_is_no_text_is_named(tree, tmp_path):
-    source = tree("sop")
-    with (source / "Ebay_test.txt").open("ab") as file:
-        file.write(b"5 4 2 mug_final/\xff.JPG\n")
-    with pytest.raises(DistapError, match=r"Ebay_test\.txt, line 6: not a table in UTF-8"):
-        convert(DATASETS["sop"], source, tmp_path / "out")
 
 
 def test_a_split_that_is_named_is_converted_alone(tree, tmp_path):
