@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from distap.data.images.decoding import DamagedImageError, image_file
 from distap.data.labels import class_name_at
@@ -47,13 +47,7 @@ class DatasetRows:
             DamagedImageError: the data set cannot give the image.
             DistapError: the data set gives something other than an image.
         """
-        where = self.where(int(row))
-        try:
-            image = self.images[self.numbers[int(row)]]
-        except DistapError:
-            raise
-        except Exception as error:  # whatever the data set's own code raises
-            raise DamagedImageError("decode_error", f"{where}: {error!r}") from error
+        where, image = self.where(int(row)), self.images[self.numbers[int(row)]]
         try:
             data = image_file(image)
         except DistapError as error:
@@ -121,8 +115,7 @@ def rows_behind(source: Source) -> DatasetRows | None:
         return _of_hub(source.base)
     if source.kind == "given" and source.rows is None:
         raise DistapError(f"{source}: an object in Python was here; distap.train(..., data=...) takes it again")
-    rows: DatasetRows | None = source.rows
-    return rows
+    return cast("DatasetRows | None", source.rows)
 
 
 def _rows_of(base: Any, name: str, numbers: Sequence[int], track: Track = untracked) -> DatasetRows:
@@ -161,11 +154,17 @@ class _Images:
     name: str
 
     def __getitem__(self, number: int) -> Any:
-        return self.item(number)[0]
+        image = self.item(number)[0]
+        if isinstance(image, dict) and {"bytes", "path"} <= image.keys():  # as Hugging Face stores a file
+            return image["path"] if image["bytes"] is None else image["bytes"]
+        return image
 
     def item(self, number: int) -> tuple[Any, Any]:
-        """Return an image and its label."""
-        item = self.dataset[number]
+        """Return an image and its label; raise a DamagedImageError if the data set's own code fails."""
+        try:
+            item = self.dataset[number]
+        except Exception as error:  # it may raise anything
+            raise DamagedImageError("decode_error", f"{self.name}[{number}]: {error!r}") from error
         if isinstance(item, dict) and {"image", "label"} <= item.keys():
             return item["image"], item["label"]
         if isinstance(item, tuple | list) and len(item) > 1:
@@ -186,22 +185,16 @@ class _Images:
         for number in track(numbers, told, len(numbers)):
             try:
                 found[number] = self.item(number)[1]
-            except DistapError:
-                raise
-            except Exception as error:  # whatever the data set's own code raises
-                problem = f"{self.name}[{number}] cannot be read: {error!r}"
-                raise DistapError(
-                    f"{problem}; with an attribute `targets` of all labels it would be left out"
-                ) from error
+            except DamagedImageError as error:
+                raise DistapError(f"{error}; with an attribute `targets` of labels it would be left out") from error
         return found
 
     def _agrees(self, number: int, label: Any) -> bool:
         try:
-            own = self.item(number)[1]
-            return class_name_at("", own) == class_name_at("", label)
+            return class_name_at("", self.item(number)[1]) == class_name_at("", label)
         except DistapError:  # reading all items says what is wrong
             return False
-        except Exception:  # whatever the data set's own code raises: reading for a batch tells of it
+        except DamagedImageError:  # reading for a batch tells of it
             return True
 
 

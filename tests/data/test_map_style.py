@@ -137,7 +137,7 @@ def test_an_image_that_cannot_be_read_is_damaged_and_the_others_are_not():
     with pytest.raises(DistapError, match=r"Items: none of 8 images could be read: .*ZeroDivisionError"):
         load_index(source_of(data))
     del data.targets
-    with pytest.raises(DistapError, match=r"Items\[0\] cannot be read: ZeroDivisionError.*`targets`"):
+    with pytest.raises(DistapError, match=r"Items\[0\]: ZeroDivisionError.*`targets`"):
         source_of(data)
 
 

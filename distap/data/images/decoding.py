@@ -71,11 +71,9 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS, name: str = "an image") ->
 def image_file(image: Any) -> bytes:
     """Return the bytes of an image's file; pixels become a PNG, which is lossless.
 
-    `image` is a PIL image, a path, the bytes of a file, either of them as Hugging Face stores it, or uint8 pixels: an
-    array (height, width, 3), a tensor (3, height, width). Raise a DistapError for anything else.
+    `image` is a PIL image, a path, the bytes of a file, or uint8 pixels: an array (height, width, 3), a tensor
+    (3, height, width). Raise a DistapError for anything else.
     """
-    if isinstance(image, dict) and {"bytes", "path"} <= image.keys():
-        image = image["path"] if image["bytes"] is None else image["bytes"]
     if isinstance(image, bytes):
         return image
     if isinstance(image, str | Path):

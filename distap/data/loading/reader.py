@@ -35,8 +35,7 @@ class Reader:
 
     def __init__(self, source: Source | Path | str, index: Index) -> None:
         self.source, self.index = parse_source(source), index
-        rows = rows_behind(self.source)
-        self.storage: Storage | DatasetRows = storage_of(self.source.base) if rows is None else rows
+        self.storage: Storage | DatasetRows = rows_behind(self.source) or storage_of(self.source.base)
 
     def encoded(self, sample: int) -> EncodedImage:
         """Return an image's file, not decoded yet; raise DamagedImageError if its bytes changed or are no image."""
@@ -132,10 +131,9 @@ def open_images(source: Source | Path | str) -> ImageSet:
 def check(source: Source | Path | str, workers: int = 1, track: Track = untracked) -> tuple[Index, list[Skipped]]:
     """Read every byte of a data set's shards; return its index and all damage, which never ends the check.
 
-    Reasons begin with shard_missing, shard_unreadable, shard_size, shard_sha256, shard_not_indexed, or as those of a
-    DamagedImageError do.
     The size and SHA-256 of each shard and the CRC-32 of each image are compared with the index, and the whole image
-    is decoded.
+    is decoded. Reasons begin with shard_missing, shard_unreadable, shard_size, shard_sha256, shard_not_indexed, or
+    that of a DamagedImageError.
     """
     source = parse_source(source)
     if source.kind in ("hf", "given"):
