@@ -97,23 +97,19 @@ class HeldPixels:
             self.spool_size_bytes = share_bytes
             mapped = _mapped_file(settings.spool_folder or Path(tempfile.gettempdir()), share_bytes)
             self._whole, self._pins = torch.frombuffer(mapped, dtype=dtype).view(*shape), pinned
-        self._pixels = self._whole
+        self.pixels = self._whole
 
     def keep(self, start: int, pixels: Tensor) -> None:
         """Store the pixels of the rows from `start` on; those of a step are of one size."""
-        if pixels.shape[1:] != self._pixels.shape[1:]:
-            shape = (len(self._pixels), *pixels.shape[1:])
-            self._pixels = self._whole.view(-1)[: math.prod(shape)].view(shape)
-        self._pixels[start : start + len(pixels)] = pixels
+        if pixels.shape[1:] != self.pixels.shape[1:]:
+            shape = (len(self.pixels), *pixels.shape[1:])
+            self.pixels = self._whole.view(-1)[: math.prod(shape)].view(shape)
+        self.pixels[start : start + len(pixels)] = pixels
 
     def rows(self, rows: slice | Tensor) -> Tensor:
         """Return stored rows, valid until the next share is read."""
         # New page-locked memory each time: a copy to the GPU may still read the rows handed out last.
-        return self._pixels[rows].pin_memory() if self._pins else self._pixels[rows]
-
-    def blank(self, rows: Tensor) -> None:
-        """Make the pixels of these rows black."""
-        self._pixels[rows.cpu()] = 0
+        return self.pixels[rows].pin_memory() if self._pins else self.pixels[rows]
 
 
 def _mapped_file(folder: Path, size: int) -> mmap.mmap:
@@ -168,7 +164,7 @@ class ShareOfBatch:
 
     def blank(self, rows: Tensor) -> None:
         """Make the pixels of these images black."""
-        self.held.blank(rows)
+        self.held.pixels[rows.cpu()] = 0
 
     def _read(self) -> None:
         chunk, start = next(self._chunks), len(self.names)

@@ -192,17 +192,16 @@ _Role = tuple[bool, bool]  # whether an image is a query, and in the gallery
 def _role(where: str, row: Mapping[str, Any]) -> _Role:
     """Read what a row says; of one column alone, the other is the opposite. A cell without an answer is no role."""
     answers: dict[str, bool] = {}
-    for column in {"query", "gallery"} & row.keys():
-        text = str(row[column]).strip().lower()
+    for column, other in (("query", "gallery"), ("gallery", "query")):
+        text = str(row.get(column)).strip().lower()
         if text not in TRUE + FALSE and text not in NO_CLASS:
             raise DistapError(
                 f"{where}: is_{column} is {text!r}; expected true or false, or nothing in training rows"
             )
         if text not in NO_CLASS:
             answers[column] = text in TRUE
-    other = {"query": "gallery", "gallery": "query"}
-    if len(row.keys() & other) == 1:
-        answers |= {other[column]: not answer for column, answer in answers.items()}
+            if other not in row:
+                answers[other] = text in FALSE
     return answers.get("query", False), answers.get("gallery", False)
 
 
