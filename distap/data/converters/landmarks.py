@@ -35,12 +35,10 @@ def _path(line: ListLine, source: Path) -> Path:
         return line.path(source, name)
     if (found := ADDRESS.fullmatch(name)) is None:
         raise line.wrong(f"{name[:200]!r} is no address of an image on the web")
-    place = found[1]
-    as_listed = line.path(source / "images", place)
-    if "%" not in place or not unquote(place).isprintable():
-        return as_listed
-    decoded = line.path(source / "images", unquote(place))
-    return decoded if decoded.is_file() else as_listed
+    as_listed, decoded = line.path(source / "images", found[1]), unquote(found[1])
+    if decoded.isprintable() and (path := line.path(source / "images", decoded)).is_file():
+        return path
+    return as_listed
 
 
 SETS["landmarks-clean"] = Dataset(  # Gordo et al. 2016, of the Landmarks of Babenko et al. 2014
