@@ -47,6 +47,9 @@ class Dataset:
         self.title, self.site, self.splits, self.folders = title, site, splits, folders
 
 
+DATASETS: dict[str, Dataset] = {}  # by name; the other modules here add theirs
+
+
 def ground_truth(queries: list[dict[str, Any]], gallery: str = "gallery", **about: Any) -> dict[str, Any]:
     """Return the contents of GROUND_TRUTH_FILE for the splits `query` and `gallery`."""
     return {**about, "query": ["query"], "gallery": [gallery], "queries": queries}

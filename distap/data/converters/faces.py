@@ -5,12 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distap.data.converters.dataset import Count, Dataset, Split, read_table
+from distap.data.converters.dataset import DATASETS, Count, Dataset, Split, read_table
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.tables import ListLine
 from distap.data.sizing import Box
-
-SETS: dict[str, Dataset] = {}
 
 EXTENDED = 1.3  # width and height of what is cut out, in those of the bounding box (Cao et al. 2018)
 FEWEST_INSTANCES = 5  # of an identity of IJB-C, as in Brown et al. 2020
@@ -37,7 +35,7 @@ def _vgg_faces(source: Path, file: Path) -> Iterator[ImageFile]:
         yield ImageFile(path, name.split("/")[0], box=_extended(line, 1))
 
 
-SETS["vggface2"] = Dataset(  # Cao et al. 2018
+DATASETS["vggface2"] = Dataset(  # Cao et al. 2018
     "VGGFace2",
     "https://github.com/ox-vgg/vgg_face2",
     Split("train", "loose_bb_train.csv", _vgg_faces, (Count(3_141_890, 8_631),)),
@@ -89,7 +87,7 @@ def _same_subject(file: Path) -> dict[str, Any]:
     return {**about, "instances": instances, "queries": queries}
 
 
-SETS["ijb-c"] = Dataset(  # Maze et al. 2018, with the protocol of retrieval of Brown et al. 2020
+DATASETS["ijb-c"] = Dataset(  # Maze et al. 2018, with the protocol of retrieval of Brown et al. 2020
     "IJB-C",
     "https://nigos.nist.gov/datasets/ijbc",
     Split("test", "ijbc_metadata.csv", _ijb_c, truth=_same_subject),

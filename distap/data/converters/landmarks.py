@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from distap.data.converters.dataset import Count, Dataset, Split, ground_truth, read_table
+from distap.data.converters.dataset import DATASETS, Count, Dataset, Split, ground_truth, read_table
 from distap.data.labels import class_name
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.tables import ListLine, read_lines
-
-SETS: dict[str, Dataset] = {}
 
 ADDRESS = re.compile(r"(?i:https?)://([^/?#]+[^#]*)(?:#.*)?")
 IDENTIFIER = re.compile(r"[0-9a-f]{16}")
@@ -41,7 +39,7 @@ def _path(line: ListLine, source: Path) -> Path:
     return as_listed
 
 
-SETS["landmarks-clean"] = Dataset(  # Gordo et al. 2016, of the Landmarks of Babenko et al. 2014
+DATASETS["landmarks-clean"] = Dataset(  # Gordo et al. 2016, of the Landmarks of Babenko et al. 2014
     "Landmarks-clean",
     "http://download.europe.naverlabs.com/Computer-Vision-CodeandModels/ (annotations_landmarks)",
     Split("train", "annotation_clean_train.txt", _images, (Count(42_410),)),
@@ -96,7 +94,7 @@ def _identifier(line: ListLine, name: str) -> str:
     return name
 
 
-SETS["gldv2"] = Dataset(  # Weyand et al. 2020; the queries are those of ground truth 2.1
+DATASETS["gldv2"] = Dataset(  # Weyand et al. 2020; the queries are those of ground truth 2.1
     "Google Landmarks v2",
     "https://github.com/cvdfoundation/google-landmark",
     Split("train", "train_clean.csv", _clean, (Count(1_580_470, 81_313),)),
@@ -116,9 +114,9 @@ def _in_hierarchy(source: Path, file: Path) -> Iterator[ImageFile]:
             yield image._replace(levels=(label,))
 
 
-SETS["h-gldv2"] = Dataset(  # Ramzi et al. 2023; counts: elias-ramzi/SupRank, config/dataset/gldv2_hier.yaml
+DATASETS["h-gldv2"] = Dataset(  # Ramzi et al. 2023; counts: elias-ramzi/SupRank, config/dataset/gldv2_hier.yaml
     "H-GLDv2, the hierarchical labels of Google Landmarks v2",
-    SETS["gldv2"].site,
+    DATASETS["gldv2"].site,
     Split("train", "train_clean.csv", _in_hierarchy, (Count(970_981, 46_593),)),
     folders=FOLDERS,
 )

@@ -4,12 +4,10 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from distap.data.converters.dataset import Count, Dataset, Split, read_objects, read_table
+from distap.data.converters.dataset import DATASETS, Count, Dataset, Split, read_objects, read_table
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.tables import ListLine, read_lines
 from distap.errors import DistapError
-
-SETS: dict[str, Dataset] = {}
 
 
 def _stanford(source: Path, file: Path) -> Iterator[ImageFile]:
@@ -20,7 +18,7 @@ def _stanford(source: Path, file: Path) -> Iterator[ImageFile]:
         yield ImageFile(path, str(line.integer(1, "class")), (line.cells[3].split("/")[0].removesuffix("_final"),))
 
 
-SETS["sop"] = Dataset(  # Song et al. 2016
+DATASETS["sop"] = Dataset(  # Song et al. 2016
     "Stanford Online Products",
     "https://cvgl.stanford.edu/projects/lifted_struct",
     Split("train", "Ebay_train.txt", _stanford, (Count(59_551, 11_318),)),
@@ -43,7 +41,7 @@ def _by_number(file: Path, column: str) -> dict[int, str]:
     return {line.integer(0, "number"): line.cells[1] for line in read_table(file, ("id", column), heading=0)}
 
 
-SETS["cub"] = (
+DATASETS["cub"] = (
     Dataset(  # Wah et al. 2011; as usual in metric learning, the first hundred classes train and the others test
         "CUB-200-2011",
         "https://www.vision.caltech.edu/datasets/cub_200_2011",
@@ -73,7 +71,7 @@ def _cars(source: Path, file: Path, classes: range) -> Iterator[ImageFile]:
             yield ImageFile(path, str(label))
 
 
-SETS["cars-196"] = Dataset(  # Krause et al. 2013; split by classes like CUB, not by the list's own column `test`
+DATASETS["cars-196"] = Dataset(  # Krause et al. 2013; split by classes like CUB, not by the list's own column `test`
     "Cars-196",
     "https://ai.stanford.edu/~jkrause/cars/car_dataset.html",
     Split("train", "cars_annos.mat", partial(_cars, classes=range(1, 99)), (Count(8_054, 98),)),
@@ -102,13 +100,15 @@ def _inaturalist(source: Path, file: Path) -> Iterator[ImageFile]:
         yield ImageFile(path, parts[2], (parts[1],) if tree is None else tree[parts[2]])
 
 
-SETS["inaturalist"] = Dataset(  # Van Horn et al. 2018, with the split of Brown et al. 2020, which ROADMAP uses too
-    "iNaturalist 2018, split of Smooth-AP",
-    "https://github.com/visipedia/inat_comp/tree/master/2018 (images) and "
-    "https://github.com/Andrew-Brown1/Smooth_AP (Inat_dataset_splits)",
-    Split("train", "Inaturalist_train_set1.txt", _inaturalist, (Count(325_846, 5_690),)),
-    Split("test", "Inaturalist_test_set1.txt", _inaturalist, (Count(136_093, 2_452),)),
-    folders=("Inat_dataset_splits", ""),
+DATASETS["inaturalist"] = (
+    Dataset(  # Van Horn et al. 2018, with the split of Brown et al. 2020, also of ROADMAP
+        "iNaturalist 2018, split of Smooth-AP",
+        "https://github.com/visipedia/inat_comp/tree/master/2018 (images) and "
+        "https://github.com/Andrew-Brown1/Smooth_AP (Inat_dataset_splits)",
+        Split("train", "Inaturalist_train_set1.txt", _inaturalist, (Count(325_846, 5_690),)),
+        Split("test", "Inaturalist_test_set1.txt", _inaturalist, (Count(136_093, 2_452),)),
+        folders=("Inat_dataset_splits", ""),
+    )
 )
 
 
@@ -118,7 +118,7 @@ def _vehicle_id(source: Path, file: Path) -> Iterator[ImageFile]:
         yield ImageFile(source / "image" / f"{number:07d}.jpg", str(line.integer(1, "vehicle")))
 
 
-SETS["vehicleid"] = Dataset(  # Liu et al. 2016
+DATASETS["vehicleid"] = Dataset(  # Liu et al. 2016
     "PKU VehicleID",
     "https://www.pkuml.org/resources/pku-vehicleid.html",
     # The counts of the paper, and those of the files, which were corrected afterwards as their README tells.
@@ -147,7 +147,7 @@ def _in_shop(source: Path, file: Path, status: str) -> Iterator[ImageFile]:
             yield ImageFile(path, item, (groups.setdefault(item, "/".join(name.split("/")[1:3])),))
 
 
-SETS["inshop"] = Dataset(  # Liu et al. 2016
+DATASETS["inshop"] = Dataset(  # Liu et al. 2016
     "In-shop Clothes Retrieval (DeepFashion)",
     "https://mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html",
     *(
@@ -186,7 +186,7 @@ def _dynamic(kind: str, classes: int, **tests: str) -> Dataset:
 OF_LEVELS = {
     f"{of}-{part}": f"bmk_{of}/{part}.csv" for of in ("fine", "middle", "coarse") for part in ("query", "gallery")
 }
-SETS |= {
+DATASETS |= {
     "dyml-animal": _dynamic("Animal", 495, **OF_LEVELS),
     "dyml-vehicle": _dynamic("Vehicle", 39_491, **OF_LEVELS),
     "dyml-product": _dynamic("Product", 1_639, test="mini-bmk_all_in_one/label.csv"),

@@ -11,13 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distap.data.converters.dataset import Count, Dataset, Split, ground_truth, read_objects
+from distap.data.converters.dataset import DATASETS, Count, Dataset, Split, ground_truth, read_objects
 from distap.data.images.formats import IMAGE_SUFFIXES
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.tables import ListLine, read_lines
 from distap.errors import DistapError
-
-SETS: dict[str, Dataset] = {}
 
 OF_PEOPLE, OF_PLACES = ["mAP", "CMC@1", "CMC@5", "CMC@10"], ["R@1", "R@5", "R@10", "R@20"]
 # Bounds of the groups of positives, by their share of the image and by the number of other objects in it.
@@ -53,7 +51,7 @@ def _ilias(file: Path) -> dict[str, Any]:
     return ground_truth(queries, dataset="ilias", figures=["mAP@1000"], groups=groups)
 
 
-SETS["ilias"] = Dataset(  # Kordopatis-Zilos et al. 2025; distractors are shards of their own
+DATASETS["ilias"] = Dataset(  # Kordopatis-Zilos et al. 2025; distractors are shards of their own
     "ILIAS",
     "https://vrg.fel.cvut.cz/ilias",
     Split("query", "image_query_ids.txt", _listed, (Count(1_232, 1_232),), truth=_ilias),
@@ -126,19 +124,19 @@ def _reidentification(title: str, site: str, lists: tuple[str, str, str], *count
     return Dataset(title, site, *splits)
 
 
-SETS["market-1501"] = _reidentification(  # Zheng et al. 2015; 3,819 images of nobody (-1) are left out
+DATASETS["market-1501"] = _reidentification(  # Zheng et al. 2015; 3,819 images of nobody (-1) are left out
     "Market-1501",
     "https://zheng-lab.cecs.anu.edu.au/Project/project_reid.html",
     ("bounding_box_train", "query", "bounding_box_test"),
     *(Count(12_936, 751), Count(3_368, 3_368), Count(15_913, 15_913)),
 )
-SETS["msmt17"] = _reidentification(  # Wei et al. 2018
+DATASETS["msmt17"] = _reidentification(  # Wei et al. 2018
     "MSMT17",
     "https://www.pkuvmc.com/dataset.html",
     ("list_train.txt", "list_query.txt", "list_gallery.txt"),
     *(Count(30_248, 1_041), Count(11_659, 11_659), Count(82_161, 82_161)),
 )
-SETS["veri-776"] = _reidentification(  # Liu et al. 2016
+DATASETS["veri-776"] = _reidentification(  # Liu et al. 2016
     "VeRi-776",
     "https://vehiclereid.github.io/VeRi",
     ("name_train.txt", "name_query.txt", "name_test.txt"),
@@ -163,7 +161,7 @@ def _places(file: Path) -> dict[str, Any]:
     return ground_truth(queries, dataset="places", figures=OF_PLACES, positions=positions)
 
 
-SETS["places"] = Dataset(  # the layout of Berton et al. 2022 for Pitts30k, MSLS, Tokyo 24/7, SF-XL and others
+DATASETS["places"] = Dataset(  # the layout of Berton et al. 2022 for Pitts30k, MSLS, Tokyo 24/7, SF-XL and others
     "place recognition by UTM in file names",
     "https://github.com/gmberton/VPR-datasets-downloader",
     Split("query", "queries", _views, truth=_places),
@@ -196,7 +194,7 @@ def _of_domains(name: str, file: str, domains: tuple[str, ...], *counts: Count, 
     return Split(name, f"{domains[0]}/{file}.json", partial(_universal, domains=domains), counts, **more)
 
 
-SETS["uned"] = Dataset(  # Ypsilantis et al. 2023: one index of eight domains
+DATASETS["uned"] = Dataset(  # Ypsilantis et al. 2023: one index of eight domains
     "UnED",
     "https://cmp.felk.cvut.cz/univ_emb",
     _of_domains("train", "train", OF_THEMSELVES + OF_AN_INDEX, Count(2_831_222, 316_446)),

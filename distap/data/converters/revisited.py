@@ -11,14 +11,12 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, model_validator
 
-from distap.data.converters.dataset import Count, Dataset, Split, ground_truth, read_table
+from distap.data.converters.dataset import DATASETS, Count, Dataset, Split, ground_truth, read_table
 from distap.data.converters.pickles import Name, read_plain_pickle
 from distap.data.images.formats import IMAGE_SUFFIXES
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.tables import ListLine
 from distap.errors import DistapError
-
-SETS: dict[str, Dataset] = {}
 
 SITE = "http://cmp.felk.cvut.cz/revisitop"
 OF_REVISITED = ["mAP/trapezoids", "mP@1/last", "mP@5/last", "mP@10/last"]
@@ -83,9 +81,9 @@ def _revisited(dataset: str, title: str, gallery: int) -> Dataset:
     return Dataset(title, SITE, queries, images)
 
 
-SETS["roxford5k"] = _revisited("roxford5k", "Revisited Oxford", 4_993)
-SETS["rparis6k"] = _revisited("rparis6k", "Revisited Paris", 6_322)
-SETS["revisitop1m"] = Dataset(
+DATASETS["roxford5k"] = _revisited("roxford5k", "Revisited Oxford", 4_993)
+DATASETS["rparis6k"] = _revisited("rparis6k", "Revisited Paris", 6_322)
+DATASETS["revisitop1m"] = Dataset(
     "distractors of Revisited Oxford and Paris",
     SITE,
     Split("distractors", "revisitop1m.txt", _distractors, (Count(1_001_001, 1),)),
@@ -113,7 +111,7 @@ def _sfm_images(source: Path, file: Path, part: str) -> Iterator[ImageFile]:
         yield ImageFile(source.joinpath("ims", name[-2:], name[-4:-2], name[-6:-4], name), str(model))
 
 
-SETS["sfm-120k"] = Dataset(  # Radenović et al. 2019: a class is a 3D model
+DATASETS["sfm-120k"] = Dataset(  # Radenović et al. 2019: a class is a 3D model
     "retrieval-SfM-120k",
     "http://cmp.felk.cvut.cz/cnnimageretrieval",
     Split("train", "retrieval-SfM-120k.pkl", partial(_sfm_images, part="train"), (Count(91_642, 551),)),
