@@ -100,15 +100,13 @@ def _inaturalist(source: Path, file: Path) -> Iterator[ImageFile]:
         yield ImageFile(path, parts[2], (parts[1],) if tree is None else tree[parts[2]])
 
 
-DATASETS["inaturalist"] = (
-    Dataset(  # Van Horn et al. 2018, with the split of Brown et al. 2020, also of ROADMAP
-        "iNaturalist 2018, split of Smooth-AP",
-        "https://github.com/visipedia/inat_comp/tree/master/2018 (images) and "
-        "https://github.com/Andrew-Brown1/Smooth_AP (Inat_dataset_splits)",
-        Split("train", "Inaturalist_train_set1.txt", _inaturalist, (Count(325_846, 5_690),)),
-        Split("test", "Inaturalist_test_set1.txt", _inaturalist, (Count(136_093, 2_452),)),
-        folders=("Inat_dataset_splits", ""),
-    )
+DATASETS["inaturalist"] = Dataset(  # Van Horn et al. 2018, with the split of Brown et al. 2020, also of ROADMAP
+    "iNaturalist 2018, split of Smooth-AP",
+    "https://github.com/visipedia/inat_comp/tree/master/2018 (images) and "
+    "https://github.com/Andrew-Brown1/Smooth_AP (Inat_dataset_splits)",
+    Split("train", "Inaturalist_train_set1.txt", _inaturalist, (Count(325_846, 5_690),)),
+    Split("test", "Inaturalist_test_set1.txt", _inaturalist, (Count(136_093, 2_452),)),
+    folders=("Inat_dataset_splits", ""),
 )
 
 

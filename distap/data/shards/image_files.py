@@ -229,10 +229,8 @@ def _parts(source: Path, columns: Sequence[str], splits: Sequence[str], roles: S
 def levels_of_each_class(images: Sequence[ImageFile]) -> dict[str, tuple[str, ...]]:
     """Return coarser classes by class; raise a DistapError if levels cross, or a name is no cell of classes.txt."""
     levels = nesting(image[:3] for image in images)
-    if "" in levels:
-        raise DistapError("a class has an empty name")
-    for name in chain(levels, *levels.values()):  # classes.txt has tabs between them
-        if name and not (is_line(name) and name == name.strip()):
+    for name in chain(levels, filter(None, chain(*levels.values()))):  # classes.txt has tabs between them
+        if not (is_line(name) and name == name.strip()):
             unfit = "tabs, line breaks, control characters, outer spaces and bytes that are no UTF-8"
             raise DistapError(f"{name[:60]!r} cannot name a class: {unfit} are not allowed")
     return levels
