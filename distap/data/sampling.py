@@ -56,10 +56,8 @@ class ClassesSampling(RandomSampling):
 
     def check(self, data: Classes) -> None:
         if self.batch_size < 2 * data.count:
-            remedy = f"set it to {2 * data.count} or more, for two images of each class, or choose p_by_k"
-            raise DistapError(
-                f"sampling.batch_size is {self.batch_size}, and there are {data.count} classes: {remedy}"
-            )
+            wanted = f"two of each of {data.count} classes: set it to {2 * data.count} or more, or choose p_by_k"
+            raise DistapError(f"sampling.batch_size is {self.batch_size}, but `classes` takes {wanted}")
         super().check(data)
 
     def batch(self, data: Classes, seed: int, step: int) -> Samples:
@@ -178,7 +176,7 @@ class SuperPByKSampling(SomeOfEach):
         paired = set(np.unique(_pairs(self, data)).tolist())
         for group, name in enumerate(data.by_group):
             if group not in paired:
-                given = f"{name!r} has only {_available(self, data)[group]}, and no other one fills a batch with it"
+                given = f"{name!r} has only {_available(self, data)[group]}, and no other one has enough with it"
                 raise DistapError(f"{self._asked} of two super-categories; at most {self.images} a class, {given}")
 
     def batch(self, data: Classes, seed: int, step: int) -> Samples:
