@@ -30,7 +30,7 @@ from distap.checkpoint.manifest import (
 )
 from distap.errors import DistapError, logger
 from distap.storage.atomic import make_folder, write_whole
-from distap.storage.files import LocalStorage, Storage
+from distap.storage.files import Storage
 from distap.storage.remotes import MissingFileError, UnreachableError
 from distap.storage.texts import read_json
 
@@ -79,7 +79,7 @@ class Checkpoints:
     @property
     def is_on_disk(self) -> bool:
         """Tell whether checkpoints lie on a disk, where they are read and written in place."""
-        return isinstance(self.storage, LocalStorage)
+        return self.storage.disk is not None
 
     def where(self, name: str) -> str:
         return self.storage.where(f"{self.folder}/{name}")

@@ -10,7 +10,7 @@ from distap.checkpoint.agreement import on_all
 from distap.checkpoint.checkpoints import NAME, Checkpoint, Checkpoints
 from distap.checkpoint.manifest import DamagedCheckpointError, verify_files
 from distap.errors import DistapError, logger
-from distap.storage.files import storage_of
+from distap.storage.files import Storage
 from distap.storage.locations import parse_store, scheme_of
 from distap.world import World
 
@@ -33,10 +33,10 @@ def opened_checkpoint(where: str | Path, best: bool = False) -> Iterator[Checkpo
     is_named = NAME.fullmatch(name) is not None
     if is_named:
         run, _, folder = parent.rpartition("/")
-        checkpoints = Checkpoints(storage_of(run or "/"), folder)
+        checkpoints = Checkpoints(Storage(run or "/"), folder)
         names = [name] if name in checkpoints.names() or not checkpoints.is_on_disk or Path(url).is_dir() else []
     else:
-        checkpoints = Checkpoints(storage_of(run))
+        checkpoints = Checkpoints(Storage(run))
         names = [name for name in [checkpoints.best()[1]] if name] if best else checkpoints.names()
     if not names:
         lacking = " has been evaluated; data.validation asks for it" if best else "; expected a run or its checkpoint"

@@ -26,19 +26,15 @@ LARGEST_WHOLE = 2**31 - 1  # bytes of a web server's file that is read into memo
 LARGE_FILE = 16 * 2**20  # bytes of a file on disk that is mapped
 
 
-def storage_of(base: str) -> "Storage":
-    """Return the storage of a folder by its path or URL."""
-    return LocalStorage(base) if scheme_of(base) in ("", "file") else Storage(base)
-
-
 class Storage:
-    """Files of a folder in a bucket, or behind another URL for which fsspec has a file system.
+    """Files of a folder on disk, given as a path or a file:// URL, or behind another URL that fsspec knows.
 
     Any thread may use it, and it can be copied into other processes. See `retried` for the errors of its methods.
     """
 
     def __init__(self, base: str) -> None:
         self.base, self.scheme = base, scheme_of(base) or "file"
+        self.disk = Path(base.removeprefix("file://")) if self.scheme == "file" else None  # the folder, if on one
         self.meter = Counter[str]()  # read_bytes and retries, for the metrics
         self._made: tuple[int, Any] | None = None  # process and its file system
 
@@ -77,9 +73,19 @@ class Storage:
         with self.open(name) as file:
             return file.read()
 
+    @retried("read")
     def mapped(self, name: str) -> bytes | mmap:
         """Return a whole file; map a large file on disk into memory instead of reading it."""
-        return self.read_whole(name)
+        if self.disk is None:
+            return self.read_whole(name)
+        try:
+            file = open_regular(self.disk / name)
+        except ValueError as error:
+            raise DistapError(f"{self.where(name)}: {error}") from error
+        with file:
+            if os.fstat(file.fileno()).st_size < LARGE_FILE:  # a mapped file stays open
+                return file.read()
+            return mmap(file.fileno(), 0, access=ACCESS_READ)
 
     def open(self, name: str) -> BinaryIO:
         """Open a file of any size. Each block is one `read`, which can be retried."""
@@ -88,6 +94,10 @@ class Storage:
     @retried("listed")
     def names(self, pattern: str) -> list[str]:
         """Return the names of files that match a glob, sorted."""
+        if self.disk is not None:  # whose own name may hold the signs of a glob
+            return sorted(
+                path.relative_to(self.disk).as_posix() for path in self.disk.glob(pattern) if path.is_file()
+            )
         start = joined(strip_protocol(self.base), "")
         found = self._files.glob(start + pattern, detail=True)
         return sorted(path.removeprefix(start) for path, info in found.items() if info["type"] == "file")
@@ -106,7 +116,11 @@ class Storage:
     @retried("written")
     def write(self, name: str, data: bytes) -> None:
         """Write a small file atomically; on return it survives a loss of power."""
-        self._files.pipe_file(self.where(name), data, timeout=remotes.TIMEOUT_SECONDS)
+        if self.disk is None:
+            self._files.pipe_file(self.where(name), data, timeout=remotes.TIMEOUT_SECONDS)
+            return
+        with replacing(self.disk / name) as file:
+            file.write(data)
 
     @retried("written")
     def create(self, name: str, data: bytes) -> bool:
@@ -123,9 +137,13 @@ class Storage:
     @retried("written")
     def upload(self, name: str, path: Path) -> None:
         """Copy a local file of any size to `name`; on return it survives a loss of power."""
-        # s3fs waits without end for a server that is silent when it sends: no time-out of its own is for that.
-        seconds = remotes.TIMEOUT_SECONDS * max(1, path.stat().st_size / SENT_PART)
-        self._files.put_file(str(path), self.where(name), timeout=seconds)
+        if self.disk is None:
+            # s3fs waits without end for a server that is silent when it sends: no time-out of its own is for that.
+            seconds = remotes.TIMEOUT_SECONDS * max(1, path.stat().st_size / SENT_PART)
+            self._files.put_file(str(path), self.where(name), timeout=seconds)
+            return
+        with path.open("rb") as source, replacing(self.disk / name) as file:
+            shutil.copyfileobj(source, file, REQUEST_BYTES)
 
     def download(self, name: str, path: Path) -> None:
         """Copy a file of any size to `path`, whose folder exists, by requests that are retried one by one."""
@@ -137,6 +155,9 @@ class Storage:
         """Remove a file if it exists."""
         with suppress(FileNotFoundError):
             self._files.rm_file(self.where(name))
+        if self.disk is not None:
+            with suppress(OSError):
+                (self.disk / name).parent.rmdir()  # a bucket has no empty folders either
 
     @property
     def _files(self) -> Any:
@@ -144,45 +165,6 @@ class Storage:
         if self._made is None or self._made[0] != os.getpid():
             self._made = os.getpid(), file_system(self.scheme)
         return self._made[1]
-
-
-class LocalStorage(Storage):
-    """Files of a folder on disk, given as a path or a file:// URL, with atomic writes."""
-
-    def _local(self, name: str) -> Path:
-        return Path(self.where(name).removeprefix("file://"))
-
-    @retried("read")
-    def mapped(self, name: str) -> bytes | mmap:
-        path = self._local(name)
-        try:
-            file = open_regular(path)
-        except ValueError as error:
-            raise DistapError(f"{path}: {error}") from error
-        with file:
-            if os.fstat(file.fileno()).st_size < LARGE_FILE:  # a mapped file stays open
-                return file.read()
-            return mmap(file.fileno(), 0, access=ACCESS_READ)
-
-    @retried("listed")
-    def names(self, pattern: str) -> list[str]:
-        base = self._local("")  # its own name may hold the signs of a glob
-        return sorted(path.relative_to(base).as_posix() for path in base.glob(pattern) if path.is_file())
-
-    @retried("written")
-    def write(self, name: str, data: bytes) -> None:
-        with replacing(self._local(name)) as file:
-            file.write(data)
-
-    @retried("written")
-    def upload(self, name: str, path: Path) -> None:
-        with path.open("rb") as source, replacing(self._local(name)) as file:
-            shutil.copyfileobj(source, file, REQUEST_BYTES)
-
-    def remove(self, name: str) -> None:
-        super().remove(name)
-        with suppress(OSError):
-            self._local(name).parent.rmdir()  # a bucket has no empty folders either
 
 
 class _Blocks(io.RawIOBase):

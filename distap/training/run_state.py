@@ -20,7 +20,7 @@ from distap.evaluation.saved import FOLDER as EVALUATIONS
 from distap.model.backbone import SOURCES, built_again
 from distap.ranking.memory import CrossBatchMemory
 from distap.registry import by_path
-from distap.storage.files import Storage, storage_of
+from distap.storage.files import Storage
 from distap.telemetry.runlog import NOT_FINITE_LOG, RUN_LOG, STARTS_LOG
 from distap.training.learner import Learner, local, without_prefix
 from distap.world import World
@@ -43,7 +43,7 @@ def score_of(figures: Figures) -> float:
 
 def _storage_of(recipe: Recipe) -> Storage:
     """Return the folder or store that holds the run's checkpoints."""
-    return storage_of(recipe.checkpoint.store or str(recipe.run))
+    return Storage(recipe.checkpoint.store or str(recipe.run))
 
 
 class RunState:

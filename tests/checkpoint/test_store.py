@@ -8,7 +8,7 @@ from distap.checkpoint.agreement import on_all
 from distap.checkpoint.lease import Lease
 from distap.errors import MISTAKE, DistapError
 from distap.storage import remotes
-from distap.storage.files import storage_of
+from distap.storage.files import Storage
 from distap.storage.locations import parse_store
 from distap.storage.remotes import UnreachableError
 
@@ -20,7 +20,7 @@ def s3():
 
 
 def _another_store_on_each(world, folder):
-    lease = Lease("checkpoint.store", storage_of(f"file://{folder}/store-{world.rank}"))
+    lease = Lease("checkpoint.store", Storage(f"file://{folder}/store-{world.rank}"))
     name = on_all(world, lease.take, mine=world.rank == 0)[0]
     lease.require_seen(name)
 
@@ -32,7 +32,7 @@ def test_a_store_that_is_not_the_same_to_all_hosts_is_refused_at_the_start(tmp_p
 
 
 def test_a_bucket_that_is_not_there_is_refused_at_the_start(s3):
-    lease = Lease("checkpoint.store", storage_of("s3://nowhere/run"))
+    lease = Lease("checkpoint.store", Storage("s3://nowhere/run"))
     with pytest.raises(DistapError, match=r"checkpoint\.store: s3://nowhere/run: its bucket does not exist") as error:
         lease.take()
     assert error.value.status == MISTAKE
@@ -44,7 +44,7 @@ def test_a_store_that_never_answers_fails_in_bounded_time(tmp_path, s3, monkeypa
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setattr(remotes, "ATTEMPTS", 2)
         monkeypatch.setattr(remotes, "TIMEOUT_SECONDS", 0.3)
-        store = storage_of("s3://shards/run")
+        store = Storage("s3://shards/run")
         for call in (
             lambda: store.upload("file", tmp_path / "file"),
             lambda: store.download("file", tmp_path / "fetched"),

@@ -8,7 +8,7 @@ from distap.checkpoint.finding import newest_checkpoint, opened_checkpoint
 from distap.checkpoint.manifest import MANIFEST_FILE
 from distap.checkpoint.writer import CheckpointWriter
 from distap.storage.atomic import file_identity
-from distap.storage.files import storage_of
+from distap.storage.files import Storage
 from distap.world import World
 
 SHARD = "shard-{:05d}-model-00001-of-00001.safetensors"
@@ -17,7 +17,7 @@ BESIDE = ("metrics.jsonl", "not_finite.jsonl", "evaluations/*/*")
 
 def checkpoints_of(run):
     """The checkpoints of a run, by its folder or URL."""
-    return Checkpoints(storage_of(str(run)))
+    return Checkpoints(Storage(str(run)))
 
 
 def beside(storage, run):
@@ -48,7 +48,7 @@ def found_checkpoint(path, best=False):
 
 def rewrite_manifest(path, **changes):
     """Make the manifest fit what is in the folder of a checkpoint, as someone who means harm would."""
-    checkpoints = Checkpoints(storage_of(str(path.parent.parent)), path.parent.name)
+    checkpoints = Checkpoints(Storage(str(path.parent.parent)), path.parent.name)
     manifest = checkpoints.manifest(path.name)
     files = {name: file_identity(path / name) for name in manifest.files} | changes.get("files", {})
     (path / MANIFEST_FILE).write_text(replace(manifest, **changes | {"files": files}).text())

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from distap.errors import DistapError
-from distap.storage.files import LocalStorage
+from distap.storage.files import Storage
 from distap.storage.locations import parse_source, shard_names
 
 
@@ -62,7 +62,7 @@ def test_a_folder_may_have_the_signs_of_a_pattern_in_its_name(tmp_path):
     for text in (folder, folder / "0.tar", folder / "*.tar", folder / "{0..0}.tar"):
         source = parse_source(text)
         assert source.base == str(folder)
-        assert shard_names(source, LocalStorage(source.base)) == ["0.tar"]
+        assert shard_names(source, Storage(source.base)) == ["0.tar"]
 
 
 def test_patterns_of_one_folder_have_indexes_of_their_own():
@@ -80,7 +80,7 @@ def test_braces_are_expanded_and_globs_are_listed(tmp_path):
     (tmp_path / "a" / "._1.tar").touch()
     for pattern in ("*.tar", "*"):
         source = parse_source(f"{tmp_path}/{{b,a}}/{pattern}")
-        assert shard_names(source, LocalStorage(source.base)) == ["b/1.tar", "a/1.tar", "a/2.tar"]
+        assert shard_names(source, Storage(source.base)) == ["b/1.tar", "a/1.tar", "a/2.tar"]
     assert shard_names(parse_source("https://h/{08..10}.tar"), NoFiles()) == ["08.tar", "09.tar", "10.tar"]
 
 
@@ -105,4 +105,4 @@ def test_a_pattern_that_names_no_shards_is_told_why(text, message):
 def test_a_pattern_that_matches_nothing_is_an_empty_data_set(tmp_path):
     source = parse_source(f"{tmp_path}/*.tar")
     with pytest.raises(DistapError, match="no shards match the pattern"):
-        shard_names(source, LocalStorage(source.base))
+        shard_names(source, Storage(source.base))

@@ -19,7 +19,7 @@ from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
 from distap.errors import DistapError
 from distap.storage import files, remotes
-from distap.storage.files import LocalStorage, storage_of
+from distap.storage.files import Storage
 from distap.storage.locations import parse_source
 from distap.storage.remotes import MissingFileError, UnreachableError
 
@@ -50,7 +50,7 @@ def upload(shards, prefix):
 
 def test_a_local_file_is_read_in_any_part(tmp_path):
     (tmp_path / "a").write_bytes(bytes(range(100)))
-    storage = LocalStorage(str(tmp_path))
+    storage = Storage(str(tmp_path))
     assert storage.size("a") == 100
     assert storage.read("a", 10, 5) == bytes(range(10, 15))
     assert storage.read("a", 90, 50) == bytes(range(90, 100))
@@ -66,7 +66,7 @@ SCHEMES = ["http", "s3", "gs"]
 def over(scheme, web):
     """A storage of the web server's folder by one of its schemes."""
     fsspec.config.conf |= web.options(scheme)
-    return storage_of(web.base(scheme))
+    return Storage(web.base(scheme))
 
 
 def asked(web):
@@ -123,7 +123,7 @@ def test_a_server_that_stalls_is_given_up_after_the_time_out(web, shards, scheme
 
 
 def test_a_server_that_is_not_there_is_named():
-    storage = storage_of("http://127.0.0.1:9")
+    storage = Storage("http://127.0.0.1:9")
     with pytest.raises(UnreachableError, match=r"http://127\.0\.0\.1:9/a\.tar: cannot be read: 5 attempts failed"):
         storage.size("a.tar")
 
@@ -139,9 +139,9 @@ def test_what_another_attempt_would_not_mend_is_tried_once(web, scheme, status):
 
 def test_a_missing_file_is_told_from_other_errors(web):
     with pytest.raises(MissingFileError, match=rf"{web.url}/none\.tar: there is no such file"):
-        storage_of(web.url).size("none.tar")
+        Storage(web.url).size("none.tar")
     with pytest.raises(MissingFileError, match=rf"{web.url}/none\.tar: there is no such file"):
-        storage_of(web.url).read("none.tar", 0, 1)
+        Storage(web.url).read("none.tar", 0, 1)
 
 
 def test_a_server_that_ignores_ranges_is_found_out_by_the_first_image(web):
@@ -173,7 +173,7 @@ class Endless(BaseHTTPRequestHandler):
 def test_of_an_answer_no_more_is_taken_than_was_asked_for(name, message):
     with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        storage = storage_of(f"http://127.0.0.1:{server.server_port}")
+        storage = Storage(f"http://127.0.0.1:{server.server_port}")
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with pytest.raises(DistapError, match=message):
             storage.read(name, 0, 1000)
@@ -191,10 +191,10 @@ def test_a_pipe_in_place_of_an_index_is_refused_at_once(shards):
 def test_an_image_behind_a_name_with_odd_signs_is_found_and_a_large_file_is_not_read_whole(tmp_path, monkeypatch):
     (tmp_path / "a b%20c+é.tar").write_bytes(b"data")
     with web_server(tmp_path) as server:
-        assert storage_of(server.url).read("a b%20c+é.tar", 0, 4) == b"data"
+        assert Storage(server.url).read("a b%20c+é.tar", 0, 4) == b"data"
         monkeypatch.setattr(files, "LARGEST_WHOLE", 3)
         with pytest.raises(DistapError, match=r"a%20b%2520c.*more than 3 bytes"):
-            storage_of(server.url).read_whole("a b%20c+é.tar")
+            Storage(server.url).read_whole("a b%20c+é.tar")
 
 
 def test_credentials_that_are_missing_are_an_error_at_once(s3, monkeypatch):
@@ -202,11 +202,11 @@ def test_credentials_that_are_missing_are_an_error_at_once(s3, monkeypatch):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     with pytest.raises(DistapError, match=r"s3://shards/a\.tar: cannot be read: .*credentials"):
-        storage_of("s3://shards").size("a.tar")
+        Storage("s3://shards").size("a.tar")
 
 
 def test_an_object_store_is_read_listed_and_written(s3, shards, monkeypatch):
-    storage = storage_of(upload(shards, "stored"))
+    storage = Storage(upload(shards, "stored"))
     whole = (shards / "000000.tar").read_bytes()
     assert storage.size("000000.tar") == len(whole)
     assert storage.read("000000.tar", 700, 1000) == whole[700:1700]
@@ -217,10 +217,10 @@ def test_an_object_store_is_read_listed_and_written(s3, shards, monkeypatch):
     with pytest.raises(MissingFileError, match="s3://shards/stored/none: there is no such file"):
         storage.read("none", 0, 1)
     with pytest.raises(MissingFileError):
-        storage_of("s3://nowhere").size("a")
+        Storage("s3://nowhere").size("a")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(UnreachableError, match="s3://shards/note: cannot be written: 5 attempts failed"):
-        storage_of("s3://shards").write("note", b"")
+        Storage("s3://shards").write("note", b"")
 
 
 @pytest.mark.parametrize(("scheme", "package", "extra"), [("s3", "s3fs", "s3"), ("gs", "gcsfs", "gcs")])
@@ -229,7 +229,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, scheme, 
     for known in [name for name in fsspec.registry if name == scheme]:
         monkeypatch.delitem(_registry, known)
     with pytest.raises(DistapError, match=rf"{scheme}:// needs a package .*pip install 'distap\[{extra}\]'"):
-        storage_of(f"{scheme}://bucket").size("a")
+        Storage(f"{scheme}://bucket").size("a")
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -275,7 +275,7 @@ def test_an_index_is_made_over_s3_beside_the_shards(s3, shards):
 
 def test_google_storage_is_read_listed_and_written(shards):
     with gcs_server():
-        storage = storage_of("gs://shards/train")
+        storage = Storage("gs://shards/train")
         for path in shards.iterdir():
             storage.write(path.name, path.read_bytes())
         assert storage.names("*.tar") == ["000000.tar", "000001.tar", "000002.tar"]

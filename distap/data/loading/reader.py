@@ -18,7 +18,7 @@ from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index, index_of_folder, load_index
 from distap.data.shards.parallel import Track, map_in_processes, untracked
 from distap.errors import DistapError
-from distap.storage.files import Storage, storage_of
+from distap.storage.files import Storage
 from distap.storage.locations import LISTABLE, Source, parse_source, shard_names
 from distap.storage.remotes import MissingFileError, UnreachableError
 
@@ -35,7 +35,7 @@ class Reader:
 
     def __init__(self, source: Source | Path | str, index: Index) -> None:
         self.source, self.index = parse_source(source), index
-        self.storage: Storage | DatasetRows = rows_behind(self.source) or storage_of(self.source.base)
+        self.storage: Storage | DatasetRows = rows_behind(self.source) or Storage(self.source.base)
 
     def encoded(self, sample: int) -> EncodedImage:
         """Return an image's file, not decoded yet; raise DamagedImageError if its bytes changed or are no image."""
@@ -146,7 +146,7 @@ def check(source: Source | Path | str, workers: int = 1, track: Track = untracke
     damaged = list(chain(*map_in_processes(check_shard, jobs, workers, "checking shards", track)))
     if source.kind == "shards" and source.scheme in LISTABLE:
         with suppress(DistapError):  # not one shard is left, which is said of each
-            unknown = set(shard_names(source, storage_of(source.base))) - set(index.shard_name.tolist())
+            unknown = set(shard_names(source, Storage(source.base))) - set(index.shard_name.tolist())
             detail = "the index does not have it, so its images are not read: `distap data index` reads it"
             damaged += [Skipped(name, f"shard_not_indexed: {detail}") for name in sorted(unknown)]
     return index, damaged

@@ -37,7 +37,7 @@ from distap.data.shards.tar import LABEL_FIELD, MAX_DIGITS, TarMember, labelled_
 from distap.errors import DistapError
 from distap.randomness import permutation, seed_for
 from distap.stopwatch import Stopwatch
-from distap.storage.files import Storage, storage_of
+from distap.storage.files import Storage
 from distap.storage.locations import shard_names
 from distap.storage.texts import parsed_json
 from distap.world import World
@@ -89,7 +89,7 @@ class StreamedImages(TrainingImages):
 
     def __init__(self, source: StreamedSource, job: LoadingJob, world: World, stopwatch: Stopwatch) -> None:
         super().__init__(job, world, stopwatch)
-        self._source, self._storage = source, storage_of(job.source.base)
+        self._source, self._storage = source, Storage(job.source.base)
         self._names = shard_names(job.source, self._storage)
         shards, ranks = len(self._names), world.size
         if shards < ranks:

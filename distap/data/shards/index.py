@@ -29,7 +29,7 @@ from distap.data.shards.image_files import (
 from distap.data.shards.image_folders import Skipped
 from distap.errors import DistapError
 from distap.storage.columns import Buffer, read_columns
-from distap.storage.files import Storage, storage_of
+from distap.storage.files import Storage
 from distap.storage.locations import Source, parse_source, safe_name
 from distap.storage.remotes import MissingFileError
 from distap.storage.texts import as_line, is_line
@@ -121,8 +121,8 @@ COLUMNS["class_levels"] = "table"
 def index_place(source: Source) -> tuple[Storage, str]:
     """Return the storage that holds a data set's index, and the name of the index in this storage."""
     if source.kept_index is None:
-        return storage_of(source.base), source.index_name
-    return storage_of(str(source.kept_index.parent)), source.kept_index.name
+        return Storage(source.base), source.index_name
+    return Storage(str(source.kept_index.parent)), source.kept_index.name
 
 
 def parse_index(data: Buffer, where: str) -> Index:
@@ -268,7 +268,7 @@ def index_of_files(
 
 
 def _require_shards(source: Source, index: Index) -> None:
-    storage, names = storage_of(source.base), index.shard_name.tolist()
+    storage, names = Storage(source.base), index.shard_name.tolist()
     first = storage.size(names[0])  # alone, so that a wrong setting is tried once
     with ThreadPoolExecutor(THREADS) as pool:
         found = [first, *(pool.map if source.scheme else map)(storage.size, names[1:])]

@@ -15,7 +15,7 @@ from distap.data.shards.index import COLUMNS, Index
 from distap.data.shards.parallel import Track, map_in_processes, untracked
 from distap.data.shards.tar import DamagedShardError, Sample, read_samples
 from distap.errors import DistapError, logger
-from distap.storage.files import Storage, storage_of
+from distap.storage.files import Storage
 from distap.storage.locations import LISTABLE, Source, parse_source, shard_names
 from distap.storage.remotes import MissingFileError
 from distap.storage.texts import is_line
@@ -53,7 +53,7 @@ def index_shards(
     source = parse_source(source)
     if source.kept_index is None and source.scheme not in LISTABLE:
         raise DistapError(f"{source}: nothing can be written behind {source.scheme}://; say where with --index PATH")
-    storage = storage_of(source.base)
+    storage = Storage(source.base)
     names = shard_names(source, storage)
     folders = sorted({name.rpartition("/")[0] for name in names} - {""})
     own = [folder for folder in folders if _lines(storage, f"{folder}/{NAMES_FILE}") is not None]

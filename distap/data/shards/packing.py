@@ -25,7 +25,7 @@ from distap.data.sizing import Box
 from distap.errors import DistapError
 from distap.randomness import permutation
 from distap.storage.atomic import replacing_folder, write_whole
-from distap.storage.files import storage_of
+from distap.storage.files import Storage
 from distap.storage.locations import parse_source
 
 
@@ -94,7 +94,7 @@ def _pack(
     source = parse_source(folder)
     paths = (f"{key}\t{listing.name_of(images[int(key.partition('-')[0])])}\n" for key in keys)
     write_whole(folder / PATHS_FILE, "".join(paths))
-    index = merge_scans(source, storage_of(source.base), scans)
+    index = merge_scans(source, Storage(source.base), scans)
     index.save(source)
     return index, [*listing.left_out, *left_out]
 
@@ -130,7 +130,7 @@ def _write_shard(
                 member.size, member.mode = len(content), 0o444
                 member.uname = member.gname = "bigdata"  # as webdataset writes it, which would wait for torch
                 shard.addfile(member, io.BytesIO(content))
-    return scan_shard(storage_of(str(folder)), place.name)._replace(left_out=skipped)
+    return scan_shard(Storage(str(folder)), place.name)._replace(left_out=skipped)
 
 
 def _cut_out(data: bytes, box: Box) -> bytes:
