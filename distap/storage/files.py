@@ -95,12 +95,11 @@ class Storage:
     def names(self, pattern: str) -> list[str]:
         """Return the names of files that match a glob, sorted."""
         if self.disk is not None:  # whose own name may hold the signs of a glob
-            return sorted(
-                path.relative_to(self.disk).as_posix() for path in self.disk.glob(pattern) if path.is_file()
-            )
+            found = (path for path in self.disk.glob(pattern) if path.is_file())
+            return sorted(path.relative_to(self.disk).as_posix() for path in found)
         start = joined(strip_protocol(self.base), "")
-        found = self._files.glob(start + pattern, detail=True)
-        return sorted(path.removeprefix(start) for path, info in found.items() if info["type"] == "file")
+        listed = self._files.glob(start + pattern, detail=True)
+        return sorted(path.removeprefix(start) for path, info in listed.items() if info["type"] == "file")
 
     @retried("listed")
     def sizes(self, folder: str) -> dict[str, int]:
