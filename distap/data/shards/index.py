@@ -108,13 +108,10 @@ def statistics(index: Index) -> dict[str, Any]:
     }
 
 
-HINTS = {name: hint for name, hint in get_type_hints(Index).items() if name != "left_out"}
 # The numpy types of the columns by name, as read_columns takes them. NDArray[T] is an alias whose argument is T since
 # numpy 2.5, and was ndarray[shape, dtype[T]].
-TYPES = {name: get_args(hint)[-1] for name, hint in HINTS.items()}
+TYPES = {name: get_args(hint)[-1] for name, hint in get_type_hints(Index).items() if name != "left_out"}
 COLUMNS = {name: np.dtype((get_args(of) or (of,))[0]).name for name, of in TYPES.items()}
-SHARD_COLUMNS, CLASS_COLUMNS = ([name for name in COLUMNS if name.startswith(of)] for of in ("shard_", "class_"))
-SAMPLE_COLUMNS = [name for name in COLUMNS if name not in (*SHARD_COLUMNS, *CLASS_COLUMNS)]
 COLUMNS["class_levels"] = "table"
 
 
@@ -148,8 +145,8 @@ def parse_index(data: Buffer, where: str) -> Index:
 
 def _problems(index: Index) -> Iterator[str]:
     """Yield the impossible values of an index whose columns have the right types."""
-    for names in (SAMPLE_COLUMNS, SHARD_COLUMNS, CLASS_COLUMNS):
-        lengths = {name: len(getattr(index, name)) for name in names}
+    for group in ("", "shard", "class"):
+        lengths = {name: len(getattr(index, name)) for name in COLUMNS if name.rpartition("_")[0] == group}
         if len(set(lengths.values())) > 1:
             yield "columns of unequal length: " + ", ".join(f"{name} {length}" for name, length in lengths.items())
             return
