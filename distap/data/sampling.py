@@ -168,11 +168,9 @@ class SuperPByKSampling(SomeOfEach):
     def check(self, data: Classes) -> None:
         without = len(data.with_pairs) - sum(map(len, data.by_group.values()))
         if without or len(data.by_group) < 2:
-            raise DistapError(
-                f"sampling by super_p_by_k needs two super-categories or more, and one for each class: the index has "
-                f"{len(data.by_group)}, and {without} classes without; `distap data pack` takes them from the "
-                "column `level1` of a CSV file, or choose p_by_k"
-            )
+            found = f"the index has {len(data.by_group)}, and {without} classes without"
+            remedy = "`distap data pack` takes them from the column `level1` of a list, or choose p_by_k"
+            raise DistapError(f"super_p_by_k needs two super-categories, and one for each class: {found}; {remedy}")
         paired = set(np.unique(_pairs(self, data)).tolist())
         for group, name in enumerate(data.by_group):
             if group not in paired:

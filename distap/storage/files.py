@@ -59,10 +59,8 @@ class Storage:
         else:
             data = bytes(self._files.cat_file(self.where(name), start=offset, end=offset + size)) if size else b""
         if len(data) > size:
-            raise DistapError(
-                f"{self.where(name)}: the server ignores Range and sends whole files, so images cannot be read by "
-                "their offset; serve the shards with nginx, Apache or an object store, or copy them to disk"
-            )
+            remedy = "serve the shards with nginx, Apache or an object store, or copy them to disk"
+            raise DistapError(f"{self.where(name)}: the server ignores Range and sends whole files; {remedy}")
         # A short answer is the end of the file, or one that broke off without contradicting its headers.
         if len(data) < size and len(data) < (left := min(size, self._files.info(self.where(name))["size"] - offset)):
             raise OSError(f"the connection ended after {len(data)} bytes of {left}")

@@ -271,7 +271,5 @@ def _require_shards(source: Source, index: Index) -> None:
         found = [first, *(pool.map if source.scheme else map)(storage.size, names[1:])]
     for name, size, now in zip(names, index.shard_size.tolist(), found, strict=True):
         if now != size:
-            raise DistapError(
-                f"{storage.where(name)}: {now} bytes, but {size} when it was indexed; fetch or pack it again, "
-                "or, if it was replaced on purpose, index the data set again with `distap data index`"
-            )
+            remedy = "fetch or pack it again, or, if it was replaced on purpose, index it by `distap data index`"
+            raise DistapError(f"{storage.where(name)}: {now} bytes, but {size} when it was indexed; {remedy}")
