@@ -55,16 +55,6 @@ def ground_truth(queries: list[dict[str, Any]], gallery: str = "gallery", **abou
     return {**about, "query": ["query"], "gallery": [gallery], "queries": queries}
 
 
-def find_list(source: Path, name: str, folders: Sequence[str] = ("",)) -> Path:
-    """Return a list file's path in one of these folders of the source; raise a DistapError if none has it."""
-    places = [source / folder / name for folder in folders]
-    for place in places:
-        if place.exists():
-            return place
-    others = "".join(f", nor {place.relative_to(source)}" for place in places[1:])
-    raise DistapError(f"{places[0]}: no such file{others}")
-
-
 def read_table(
     file: Path, columns: Sequence[str], separator: str | None = None, *, heading: int = 1
 ) -> Iterator[ListLine]:
@@ -116,7 +106,10 @@ def convert(
     listed, truths = dict[str, Listing](), dict[str, str]()
     try:
         for split in chosen:
-            file = find_list(source, split.file, dataset.folders)
+            places = [source / folder / split.file for folder in dataset.folders]
+            if (file := next((place for place in places if place.exists()), None)) is None:
+                others = "".join(f", nor {place.relative_to(source)}" for place in places[1:])
+                raise DistapError(f"{places[0]}: no such file{others}")
             listed[split.name] = _listing(split, source, file)
             if split.truth:
                 truths[GROUND_TRUTH_FILE] = json.dumps(split.truth(file), indent=1) + "\n"

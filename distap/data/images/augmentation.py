@@ -59,7 +59,8 @@ class TorchvisionSteps:
     throughout, since the network normalises them."""
 
     def __post_init__(self) -> None:
-        self._built(224)
+        for step in self.steps:
+            _step(step, 224)
 
     def transform(self, image_size: int) -> "CropAndVary":
         """Build the transforms; raise a DistapError unless they give images of image_size x image_size pixels.
@@ -69,7 +70,7 @@ class TorchvisionSteps:
         """
         from torchvision.transforms import InterpolationMode, v2
 
-        first, *rest = steps = self._built(image_size)
+        first, *rest = steps = [_step(step, image_size) for step in self.steps]
         decodes = isinstance(first, v2.Resize | v2.RandomResizedCrop) and first.antialias
         if decodes and first.interpolation in (InterpolationMode.BILINEAR, InterpolationMode.BILINEAR.value):
             vary = CropAndVary(image_size, first, tuple(rest))
@@ -79,9 +80,6 @@ class TorchvisionSteps:
             blank = torch.zeros(3, height * image_size, width * image_size, dtype=torch.uint8)
             seeded(vary, EncodedImage(image_file(blank)), 0)
         return vary
-
-    def _built(self, image_size: int) -> "list[v2.Transform]":
-        return [_step(step, image_size) for step in self.steps]
 
 
 def _step(step: Any, image_size: int) -> "v2.Transform":
