@@ -200,19 +200,15 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
     image = Image.open(io.BytesIO(data), formats=readable_formats())
     _refuse_large(*image.size, max_pixels)
     if image.format in ("JPEG", "MPO"):
-        scans = _scans(data)
+        # Markers of scans, which bytes.count would take a tenth of decoding a large file to count.
+        numbers = (np.frombuffer(data, "<u2", (len(data) - start) // 2, start) for start in (0, 1))
+        scans = sum(int(np.count_nonzero(each == START_OF_SCAN)) for each in numbers)
         if scans > MAX_SCANS or scans * image.width * image.height > MAX_SCANNED * max(max_pixels, SMALL):
             raise DamagedImageError("too_large", f"{scans} scans of {image.width} x {image.height} pixels")
     if isinstance(image, TiffImagePlugin.TiffImageFile):  # a small image may be one huge tile
         width, height = (int(image.tag_v2.get(tag, 1)) for tag in (TILE_WIDTH, TILE_LENGTH))
         _refuse_large(width, height, max_pixels)
     return image
-
-
-def _scans(data: bytes) -> int:
-    """Count the scan markers in a JPEG, faster than bytes.count, which takes a tenth of decoding a large file."""
-    numbers = (np.frombuffer(data, "<u2", (len(data) - start) // 2, start) for start in (0, 1))
-    return sum(int(np.count_nonzero(each == START_OF_SCAN)) for each in numbers)
 
 
 def _refuse_large(width: int, height: int, max_pixels: int) -> None:
