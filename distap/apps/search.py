@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,20 +28,13 @@ KEY_PREFIX = "key:"
 
 @dataclass(frozen=True)
 class Query:
-    """A query: an image file, or the key of an image in the index if `file` is None."""
+    """An image file to search for, or the key of an image in the index if `file` is None; and what was found."""
 
     name: str  # as it is shown
     file: Path | None = None
     key: str = ""
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The hits of a query, best first; or the problem with its file."""
-
-    query: Query
-    hits: list[Hit]
-    problem: str = ""
+    hits: Sequence[Hit] = ()  # best first
+    problem: str = ""  # with the file
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,16 +70,16 @@ class Searcher:
         hits = self.index.search(descriptor[None].astype(np.float32), k + 1)[0]
         return [hit for hit in hits if hit.row != row][:k]
 
-    def search(self, queries: Sequence[Query], k: int) -> Iterator[SearchResult]:
-        """Yield the result of each query; an unusable file gives a result with a problem."""
+    def search(self, queries: Sequence[Query], k: int) -> Iterator[Query]:
+        """Yield each query with its hits, or with the problem of an unusable file."""
         for query in queries:
             try:
                 hits = self.by_key(query.key, k) if query.file is None else self.by_image(query.file.read_bytes(), k)
-                yield SearchResult(query, hits)
+                yield replace(query, hits=hits)
             except DamagedImageError as error:
-                yield SearchResult(query, [], str(error))
+                yield replace(query, problem=str(error))
             except OSError as error:
-                yield SearchResult(query, [], f"cannot be read: {error.strerror or error}")
+                yield replace(query, problem=f"cannot be read: {error.strerror or error}")
 
 
 def open_searcher(
@@ -164,9 +157,7 @@ def queries_from(texts: Sequence[str], index: SearchIndex) -> list[Query]:
     return found
 
 
-def write_search_page(
-    path: Path, results: Sequence[SearchResult], index: SearchIndex, thumbnails: Thumbnails
-) -> None:
+def write_search_page(path: Path, results: Sequence[Query], index: SearchIndex, thumbnails: Thumbnails) -> None:
     """Write the results, in their order, as one HTML file; its folder is created."""
 
     def query_picture(query: Query) -> bytes | None:
@@ -183,7 +174,6 @@ def write_search_page(
         title="Search results",
         index=index,
         results=[
-            (each, query_picture(each.query), [(hit, thumbnails.jpeg(hit.row)) for hit in each.hits])
-            for each in results
+            (each, query_picture(each), [(hit, thumbnails.jpeg(hit.row)) for hit in each.hits]) for each in results
         ],
     )

@@ -14,7 +14,7 @@ from distap.errors import FAILED
 from distap.telemetry.terminal import print_result, print_warning, set_up_logging, text_table
 
 if TYPE_CHECKING:
-    from distap.apps.search import SearchResult
+    from distap.apps.search import Query
 
 SEARCHED_INDEX = Annotated[Path, typer.Argument(help="Folder that `distap index` wrote.", show_default=False)]
 QUERIES = "Image files, folders of images, or keys of the index (key:NAME if a file has the same name)."
@@ -53,7 +53,7 @@ def search_command(
         print_json([_as_json(each) for each in results])
     for each in results:
         if each.problem:
-            print_warning(f"{each.query.name}: {each.problem}")
+            print_warning(f"{each.name}: {each.problem}")
         elif not as_json:
             print_result(_table(each))
     if output is not None:
@@ -89,16 +89,16 @@ _limits = [one.replace(kind=one.KEYWORD_ONLY) for one in signature(ServeSettings
 serve_command.__signature__ = Signature([*_own, *_limits])  # type: ignore[attr-defined]
 
 
-def _table(result: "SearchResult") -> Table:
+def _table(result: "Query") -> Table:
     rows = [
         (str(n), escape(h.key), escape(h.class_name), f"{h.similarity:.4f}") for n, h in enumerate(result.hits, 1)
     ]
-    return text_table(escape(result.query.name), "", ("rank", "key", "class", "similarity"), rows)
+    return text_table(escape(result.name), "", ("rank", "key", "class", "similarity"), rows)
 
 
-def _as_json(result: "SearchResult") -> dict[str, Any]:
+def _as_json(result: "Query") -> dict[str, Any]:
     hits = [
         {"rank": rank, "key": hit.key, "class": hit.class_name, "similarity": hit.similarity}
         for rank, hit in enumerate(result.hits, 1)
     ]
-    return {"query": result.query.name, "hits": hits, **({"problem": result.problem} if result.problem else {})}
+    return {"query": result.name, "hits": hits, **({"problem": result.problem} if result.problem else {})}
