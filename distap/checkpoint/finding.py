@@ -91,7 +91,7 @@ def _verified(checkpoints: Checkpoints, name: str, download: Path, world: World)
     is_on_disk, where = checkpoints.is_on_disk, checkpoints.where(name)
     folder = checkpoints.path(name) if is_on_disk else download
 
-    def verify() -> str:
+    def verify() -> None:
         manifest = checkpoints.manifest(name)
         names = sorted(manifest.files)
         if is_on_disk:  # all ranks see the same files, so they share the work
@@ -104,9 +104,6 @@ def _verified(checkpoints: Checkpoints, name: str, download: Path, world: World)
             except OSError as error:
                 raise DistapError(f"{folder}: no checkpoint can be downloaded to there: {error}; see run") from error
         verify_files(folder, manifest, names, where)
-        return manifest.text()
 
-    texts = set(on_all(world, verify, mine=is_on_disk or world.local_rank == 0)) - {None}
-    if len(texts) > 1:
-        raise DamagedCheckpointError(where, "the hosts have different ones")
+    on_all(world, verify, mine=is_on_disk or world.local_rank == 0)
     return Checkpoint(folder, checkpoints.manifest(name), where)
