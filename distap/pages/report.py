@@ -161,13 +161,12 @@ class Answer(NamedTuple):
     hits: list[Picture]  # best first
 
 
-class Sheet(NamedTuple):
-    title: str
-    about: str  # why these queries were chosen
-    examples: list[tuple[Picture, list[Answer]]]  # of each query
+Sheets = dict[
+    str, tuple[str, list[tuple[Picture, list[Answer]]]]
+]  # by title, why queries were chosen, and each query
 
 
-def sheets_of(retrieved: dict[str, Retrieved], thumbnail: Callable[[int], bytes | None]) -> list[Sheet]:
+def sheets_of(retrieved: dict[str, Retrieved], thumbnail: Callable[[int], bytes | None]) -> Sheets:
     """Choose queries that several networks answered on one data set: some at random, and those with the lowest AP.
 
     The last network decides what is hard.
@@ -193,28 +192,29 @@ def sheets_of(retrieved: dict[str, Retrieved], thumbnail: Callable[[int], bytes 
         return query, answers
 
     some, hardest = permutation(len(precision), 0)[:RANDOM], np.argsort(precision, kind="stable")[:HARDEST]
-    sheets = [
-        Sheet(title, f"{about} {FRAMES}", [*map(example, queries[chosen].tolist())])
-        for title, about, chosen in (
-            ("Neighbours of some queries", "Drawn at random, not selected.", some),
-            ("Hardest queries", f"The queries with the lowest AP ({name}).", hardest),
-        )
-    ]
-    return [sheet for sheet in sheets if sheet.examples]
+    chosen = {
+        "Neighbours of some queries": ("Drawn at random, not selected.", some),
+        "Hardest queries": (f"The queries with the lowest AP ({name}).", hardest),
+    }
+    return {
+        title: (f"{why} {FRAMES}", [*map(example, queries[those].tolist())])
+        for title, (why, those) in chosen.items()
+        if len(those)
+    }
 
 
-def contact_sheets(evaluations: dict[str, Evaluation]) -> tuple[list[Sheet], str]:
+def contact_sheets(evaluations: dict[str, Evaluation]) -> tuple[Sheets, str]:
     """Return sheets of pictures of hits, and the reason if there are none."""
     if not evaluations:
-        return [], ""
+        return {}, ""
     try:
         read = {name: each.retrieved() for name, each in evaluations.items()}
         retrieved = {name: each for name, each in read.items() if each is not None}
         if len(retrieved) < len(evaluations):
-            return [], "neighbours are kept neither of galleries that are drawn nor of sets with a ground truth"
+            return {}, "neighbours are kept neither of galleries that are drawn nor of sets with a ground truth"
         return sheets_of(retrieved, _thumbnails(next(iter(evaluations.values()))).jpeg), ""
     except DistapError as error:
-        return [], str(error)
+        return {}, str(error)
 
 
 def _thumbnails(evaluation: Evaluation) -> Thumbnails:

@@ -249,17 +249,13 @@ def test_evaluations_of_different_data_are_not_compared(run):
         report(run)
 
 
-def examples_of(networks):
-    return {sheet.title: sheet.examples for sheet in sheets_of(networks, lambda _: None)}
-
-
 def common_queries(*networks):
     return sorted(set.intersection(*(set(np.flatnonzero(each.first_positive)) for each in networks)))
 
 
 def test_the_hardest_queries_are_those_with_the_lowest_precision():
     last = retrieved(1)
-    hardest = examples_of({"before": retrieved(), "after": last})["Hardest queries"]
+    _, hardest = sheets_of({"before": retrieved(), "after": last}, lambda _: None)["Hardest queries"]
     queries = common_queries(retrieved(), last)
     lowest = sorted(queries, key=lambda row: (last.average_precision[row], row))[:8]
     assert [query.key for query, _ in hardest] == [f"key-{row}" for row in lowest]
