@@ -39,10 +39,8 @@ REGISTRY: dict[str, dict[str, str]] = {
         **_in("ranking.losses.graded", h_ap="HierarchicalAP", smooth_ndcg="SmoothNDCG", sup_ndcg="SupNDCG"),
         **_in("ranking.losses.calibration", calibration="Calibration", roadmap="Roadmap"),
         **_in("ranking.losses.blackbox", blackbox_ap="BlackBoxAP"),
-        **_in(
-            "ranking.losses.pairs", contrastive="Contrastive", triplet="Triplet", multi_similarity="MultiSimilarity"
-        ),
-        **_in("ranking.losses.pairs", sup_con="SupCon", info_nce="InfoNCE", sigmoid="Sigmoid"),
+        **_in("ranking.losses.pairs", multi_similarity="MultiSimilarity", sup_con="SupCon", info_nce="InfoNCE"),
+        **_in("ranking.losses.pairs", sigmoid="Sigmoid", contrastive="Contrastive", triplet="Triplet"),
         **_in("ranking.losses.proxies", proxy_nca="ProxyNCA", proxy_anchor="ProxyAnchor", arc_face="ArcFace"),
         **_in("ranking.losses.proxies", cos_face="CosFace", normalized_softmax="NormalizedSoftmax"),
         **_in("ranking.losses.proxies", csl="CrossScaleLearning"),
