@@ -18,17 +18,10 @@ from starlette.exceptions import HTTPException
 
 import distap
 from distap.apps.search import Searcher
+from distap.apps.serve import uploads
 from distap.apps.serve.guard import HEALTH_PATHS, Guard, ServingMetrics
 from distap.apps.serve.limits import ServeSettings
-from distap.apps.serve.uploads import (
-    UPLOAD_HELP,
-    Decoders,
-    DecodingJob,
-    RefusedError,
-    busy,
-    read_upload,
-    refused_image,
-)
+from distap.apps.serve.uploads import RefusedError, busy
 from distap.data.images.decoding import DamagedImageError
 from distap.data.images.formats import readable_formats
 from distap.data.images.whole_images import Thumbnails
@@ -53,8 +46,8 @@ class Service:
         # Each search uses this many threads, so that all searches together have the cores.
         torch.set_num_threads(max(torch.get_num_threads() // settings.threads, 1))
         describer, limits = searcher.describer, (settings.decode_seconds, settings.decode_bytes)
-        job = DecodingJob(describer.sizing, settings.pixels_of(searcher.index.described_by), *limits)
-        self._decoders = Decoders(job, settings.threads)
+        job = uploads.DecodingJob(describer.sizing, settings.pixels_of(searcher.index.described_by), *limits)
+        self._decoders = uploads.Decoders(job, settings.threads)
         self._searcher, self._thumbnails = replace(searcher, pixels_of=self._decoders), thumbnails
 
     async def by_image(self, read: Callable[[], Awaitable[bytes]], k: int) -> list[Hit]:
@@ -101,7 +94,7 @@ class Service:
         except TimeoutError as error:
             raise busy(f"it took more than {seconds:g} s") from error
         except DamagedImageError as error:
-            raise refused_image(error) from error
+            raise uploads.refused_image(error) from error
         except DistapError as error:
             if isinstance(error, TooLittleMemoryError) or error.status == FAILED:  # it may pass
                 raise busy("there is not enough memory at the moment") from error
@@ -179,7 +172,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
     async def search_by_image(request: Request, k: wanted = usual) -> SearchAnswer:
         """Find the images that are most similar to an upload."""
         try:
-            return answer(await service.by_image(partial(read_upload, request, service.settings), k))
+            return answer(await service.by_image(partial(uploads.read_upload, request, service.settings), k))
         except RefusedError as problem:
             service.metrics.refused.labels(problem.reason).inc()
             raise
@@ -212,6 +205,6 @@ def _add_problems(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
-        message = f"{error.detail}: {UPLOAD_HELP}" if error.status_code == 400 else str(error.detail)
+        message = f"{error.detail}: {uploads.UPLOAD_HELP}" if error.status_code == 400 else str(error.detail)
         reason = "not_found" if error.status_code == 404 else "bad_request"
         return RefusedError(error.status_code, reason, message, error.headers).answer()
