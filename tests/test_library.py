@@ -1,6 +1,5 @@
 """`distap.load` and `distap.evaluate`, and wrong arguments of any public function."""
 
-import io
 from contextlib import ExitStack
 from functools import partial
 
@@ -19,17 +18,19 @@ from distap.retrieval.descriptor_files import read_descriptors
 from distap.trainer import Trainer
 from distap.world import World
 
-IMAGES = 100
+IMAGES = 24
 
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    """A folder of JPEG and PNG files of several sizes."""
+    """A folder of JPEG and PNG files of several sizes, some turned by EXIF."""
     folder, generator = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
     for number in range(IMAGES):
+        exif = Image.Exif()
+        exif[0x0112] = 6 if number % 4 > 1 else 1
         pixels = generator.integers(0, 256, (9, 12, 3), dtype=np.uint8)
         image = Image.fromarray(pixels).resize((120 + number % 3, 90), Image.Resampling.BICUBIC)
-        image.save(folder / f"{number:03}.{'jpg' if number % 2 else 'png'}")
+        image.save(folder / f"{number:03}.{'jpg' if number % 2 else 'png'}", exif=exif)
     return folder
 
 
@@ -60,7 +61,7 @@ def test_pil_images_get_the_descriptors_that_extraction_writes(photos, run, tmp_
 
 def test_decoded_images_arrays_and_tensors_are_described_alike(photos, run):
     network = distap.load(run, device="cpu")
-    png = sorted(photos.glob("*.png"))[:5]
+    png = sorted(photos.glob("*.png"))[:10:2]  # those that EXIF does not turn
     expected = network.describe(png)
     images = []
     for path in png:
@@ -76,17 +77,6 @@ def test_decoded_images_arrays_and_tensors_are_described_alike(photos, run):
     for wrong in ("missing.png", 3, np.zeros((4, 4)), torch.zeros(3, 4, 4)):
         with pytest.raises(DistapError, match=r"missing.png: cannot|is no image|expected three colours"):
             network.describe([wrong])
-
-
-def test_an_upright_image_is_described_however_it_is_stored(run):
-    pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
-    exif, buffer = Image.Exif(), io.BytesIO()
-    exif[0x0112] = 6
-    Image.fromarray(np.rot90(pixels)).save(buffer, "PNG", exif=exif)
-    network = distap.load(run, device="cpu")
-    turned = Image.open(io.BytesIO(buffer.getvalue()))
-    turned.load()
-    assert torch.equal(*network.describe([Image.fromarray(pixels), turned])[:, None])
 
 
 def test_a_saved_network_describes_the_same_and_timm_reads_its_backbone(photos, run, tmp_path):

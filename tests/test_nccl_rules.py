@@ -1,28 +1,90 @@
-"""Ranks share their work as NCCL allows it: `helpers/nccl_rules.py` says what it refuses."""
+"""Ranks share their work on a device (`helpers/twin_device.py`) by collectives that refuse what NCCL refuses."""
 
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_rules import RefusedError, nccl_rules
 from problems import problem
 from ranks import on_ranks
-from test_on_a_device import LOSSES
+from torch import Tensor
 from torch.nn.functional import normalize
-from twin_device import twin_device, values
+from torch.utils._pytree import tree_leaves, tree_map_only
+from twin_device import Twin, twin_device, values
 
 from distap.data.converters.landmarks import OF_LANDMARKS
+from distap.data.converters.revisited import DIFFICULTIES, OF_REVISITED
 from distap.evaluation.extraction.extracting import SharedProgress
 from distap.ranking.gather import gather
 from distap.ranking.loss import build_loss
 from distap.ranking.rank import rank_descriptors
-from distap.retrieval import evaluate
+from distap.registry import REGISTRY
+from distap.retrieval import evaluate, ranks
 from distap.retrieval.figures import labelled_figures
+from distap.retrieval.row_blocks import DescriptorParts
 from distap.retrieval.truth import Truth, class_truth
+from distap.world import World
 
-IMAGES = 91  # uneven on two ranks
+DTYPES = {
+    *(torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+}
+CHECKED = ("all_gather_into_tensor", "all_reduce", "broadcast", "reduce_scatter_tensor", "scatter", "send", "recv")
+# They would need uneven sizes, or pickle what they send, which also takes the CPU's memory.
+REFUSED = ("gather", "all_gather", "all_to_all", "gather_object", "all_gather_object", "broadcast_object_list")
+
+
+class RefusedError(Exception):
+    """NCCL would not do this, or not with these tensors."""
+
+
+@contextmanager
+def nccl_rules() -> Iterator[None]:
+    """Use the rules for as long as the context lasts."""
+    checked = {name: _checked(name, getattr(dist, name)) for name in CHECKED}
+    refused = {name: _refused(name) for name in REFUSED}
+    with patch.multiple(dist, **checked, **refused):
+        yield
+
+
+def _checked(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+    all_gather_object = dist.all_gather_object
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        for tensor in tensors:
+            if not isinstance(tensor, Twin):
+                raise RefusedError(f"{name} of a tensor on the CPU, of {tuple(tensor.shape)}")
+            if not tensor.is_contiguous():
+                raise RefusedError(f"{name} of a tensor that is not contiguous, of {tuple(tensor.shape)}")
+            if tensor.dtype not in DTYPES:
+                raise RefusedError(f"{name} of {tensor.dtype}")
+        if name not in ("send", "recv"):
+            own = [list(one.shape) for one in tensors] if name != "scatter" else [list(tensors[0].shape)]
+            sizes: list[Any] = [None] * dist.get_world_size()
+            all_gather_object(sizes, own)
+            if any(one != own for one in sizes):
+                raise RefusedError(f"{name} of {sizes}")
+        return collective(*tree_map_only(Twin, values, args), **tree_map_only(Twin, values, kwargs))
+
+    return call
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def call(*_: Any, **__: Any) -> Any:
+        raise RefusedError(f"{name}: NCCL has none, or not for these sizes")
+
+    return call
+
+
+IMAGES = 91  # uneven on two and on three ranks
+LOSSES = sorted(set(REGISTRY["loss"]) - {"matryoshka", "sum"})
 
 
 def of_rank_0(descriptors, labels):
@@ -30,54 +92,88 @@ def of_rank_0(descriptors, labels):
     return ((descriptors @ descriptors.t()).square() * (labels[:, None] == labels)).mean()
 
 
+def all_losses(world):
+    """Value and gradients of every loss, and its gradient by parameters of its own."""
+    raw, labels = problem(4, IMAGES, 7, dtype=torch.float32)
+    mine, present = slice(world.rank, None, world.size), torch.arange(IMAGES) != 17
+    facts = (one[mine].to(world.device) for one in (normalize(raw), labels, present))
+    gathered, found = gather(*facts, world, IMAGES), {}
+    for name in (*LOSSES, of_rank_0):
+        loss = build_loss(name).sized(60, 8, 0)
+        if loss.learned is not None:
+            loss.learned.to(world.device)
+        ranking = rank_descriptors(loss, gathered, memory_bytes=2**16)
+        of_name = (ranking.loss, *ranking.by_parameters, ranking.gradient)
+        found[getattr(name, "__name__", name)] = [values(one).detach() for one in of_name]
+    return found
+
+
+def all_figures(world):
+    """The figures of every protocol, with the head of a ranking and without, and with distractors."""
+    raw, labels = problem(5, 150, 20, dtype=torch.float32)
+    descriptors, labels = normalize(raw).to(world.device), labels.to(world.device)
+    generator = torch.Generator().manual_seed(0)
+    head = torch.stack([(row + 1 + torch.randperm(149, generator=generator)[:4]) % 150 for row in range(150)])
+    head, half = head.to(world.device), normalize(raw).numpy().astype(np.float16)
+    more = DescriptorParts([("part", half[:30]), ("another", half[50:99])])
+    positives, junk = [[row, row + 20, 40 + row] for row in range(15)], [[59 - row] for row in range(15, 0, -1)]
+    graded = Truth(150, [own[:2] for own in positives], junk, [[1, 2]] * 15, DIFFICULTIES, device=world.device)
+    parts = ["Public" if row % 2 else "Private" for row in range(15)]
+    landmarks = Truth(150, positives, parts=parts, device=world.device)
+    protocol, few = labelled_figures(), descriptors[:15]
+    results = [
+        evaluate.evaluate_descriptors(
+            *arguments, world=world, head=first, distractors=None if first is not None else more
+        )
+        for first, *arguments in (
+            (None, descriptors, descriptors, class_truth(labels), protocol, 10),
+            (head, descriptors, descriptors, class_truth(labels), protocol, 10),
+            (None, descriptors[:60], descriptors[60:], class_truth(labels[:60], labels[60:]), protocol, 10),
+            (head[:15], few, half, graded, OF_REVISITED),
+            (None, few, descriptors, graded, OF_REVISITED),
+            (None, few, descriptors, landmarks, OF_LANDMARKS),
+        )
+    ]
+    return [{name: plain(value) for name, value in vars(one).items() if name != "leading"} for one in results]
+
+
+def plain(value):
+    if isinstance(value, dict):
+        return {name: plain(one) for name, one in value.items()}
+    return values(value) if isinstance(value, Tensor) else value
+
+
+def everything(world):
+    evaluate.MOST_QUERIES, ranks.CONVERTED_NUMBERS = 16, 64 * 8  # several blocks a rank; 15 queries are a single one
+    return all_losses(world), all_figures(world)
+
+
 def shared(world):
-    """What ranks share in a training and an evaluation; on one rank, what it should be."""
+    """What ranks share in a training and an evaluation."""
     with twin_device() as device, nccl_rules():
-        world = replace(world, device=device)
-        raw, labels = problem(4, IMAGES, 7, dtype=torch.float32)
-        descriptors, mine = normalize(raw), slice(world.rank, None, world.size)
-        present = torch.arange(IMAGES) != 17
-        facts = (one[mine].to(device) for one in (descriptors, labels, present))
-        gathered, found = gather(*facts, world, IMAGES), {}
-        for name in (*LOSSES, of_rank_0):
-            loss = build_loss(name).sized(60, 8, 0)
-            if loss.learned is not None:
-                loss.learned.to(device)
-            ranking = rank_descriptors(loss, gathered, memory_bytes=2**16)
-            found[getattr(name, "__name__", name)] = values(ranking.loss), values(ranking.gradient)
-        evaluate.MOST_QUERIES = 8  # several blocks a rank
-        gallery, truth = descriptors.to(device), class_truth(labels.to(device))
-        figures = evaluate.evaluate_descriptors(gallery, gallery, truth, labelled_figures(), 10, world=world)
-        parts = ["Public" if row % 2 else "Private" for row in range(15)]
-        listed = Truth(IMAGES, [[row, row + 20] for row in range(15)], parts=parts, device=device)
-        found["figures"] = figures.summary()
-        evaluate.MOST_QUERIES = 20  # a single block: ranks share the gallery
-        asked = gallery[:15]
-        found["truth"] = evaluate.evaluate_descriptors(asked, gallery, listed, OF_LANDMARKS, world=world).summary()
-        found["values"] = world.gather_values({"rank": world.rank})
-        shown = []
+        world, shown = replace(world, device=device), []
+        found = everything(world)
         SharedProgress(world, shown.append, lambda: False).finish()
-        found["shown"] = shown
+        gathered = world.gather_values({"rank": world.rank})
         world.barrier()
-        return found
+        return *found, shown, gathered
 
 
-def test_ranks_share_their_work_by_what_nccl_allows():
-    [alone] = on_ranks(1, shared)
-    answers = on_ranks(2, shared)
-    for name in (*LOSSES, "of_rank_0"):
-        expected, rows = alone[name]
-        for rank, answer in enumerate(answers):
-            found, own = answer[name]
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_share_their_work_by_what_nccl_allows_and_get_what_a_cpu_gets(size, monkeypatch):
+    monkeypatch.setattr(evaluate, "MOST_QUERIES", evaluate.MOST_QUERIES)
+    monkeypatch.setattr(ranks, "CONVERTED_NUMBERS", ranks.CONVERTED_NUMBERS)
+    losses, figures = everything(World())
+    for rank, (own_losses, own_figures, shown, gathered) in enumerate(on_ranks(size, shared)):
+        for name, (*expected, rows) in losses.items():
+            *found, own = own_losses[name]
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(own, rows[rank::2], rtol=1e-4, atol=1e-6)
-    for answer in answers:
-        assert (answer["figures"], answer["truth"]) == (alone["figures"], alone["truth"])
-        assert answer["values"] == [{"rank": rank} for rank in range(2)]
-        assert answer["shown"] == [0]
+            torch.testing.assert_close(own, rows[rank::size], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(own_figures, figures, rtol=0, atol=0, equal_nan=True)
+        assert shown == [0] and gathered == [{"rank": one} for one in range(size)]
 
 
-REFUSED = {
+ACTIONS = {
     "of a tensor on the CPU": lambda world: replace(world, device=torch.device("cpu")).maximum(1.0),
     "not contiguous": lambda world: world.sum(torch.zeros(3, 2, device=world.device).t()),
     "of torch.complex64": lambda world: world.sum(torch.zeros(3, dtype=torch.complex64, device=world.device)),
@@ -92,7 +188,7 @@ def refused(world):
     """What is said of each."""
     said = []
     with twin_device() as device, nccl_rules():
-        for action in REFUSED.values():
+        for action in ACTIONS.values():
             with pytest.raises(RefusedError) as error:
                 action(replace(world, device=device))
             said.append(str(error.value))
@@ -101,5 +197,5 @@ def refused(world):
 
 def test_what_nccl_refuses_is_found():
     for said in on_ranks(2, refused):
-        for name, text in zip(REFUSED, said, strict=True):
+        for name, text in zip(ACTIONS, said, strict=True):
             assert re.search(name, text), name

@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 from ranks import on_ranks
 from small_trainings import losses, recipe
 
@@ -37,22 +36,22 @@ def settings(names, file):
     }
 
 
-def train_two_steps(world, run, shards, names, file, is_registered):
-    if is_registered:
-        for kind, name in OURS.items():
-            REGISTRY[kind][names[kind]] = f"plug_ins:{name}"
-    read = recipe(run, shards, **settings(names, file))
-    assert recipe_from(read.model_dump(mode="json"), "what a checkpoint keeps") == read
-    assert Trainer(read, world).train() == 0
-    return losses(run)
+def train_two_steps(world, folder, shards):
+    by_class = {kind: f"plug_ins:{name}" for kind, name in OURS.items()}
+    by_line = {kind: f"my_{kind}" for kind in OURS}
+    for kind, name in by_class.items():
+        REGISTRY[kind][by_line[kind]] = name
+    for way, names in (("class", by_class), ("line", by_line)):
+        read = recipe(folder / way, shards, **settings(names, folder / f"{way}.jsonl"))
+        assert recipe_from(read.model_dump(mode="json"), "what a checkpoint keeps") == read
+        assert Trainer(read, world).train() == 0
 
 
-@pytest.mark.parametrize("is_registered", [False, True])
-def test_parts_of_every_kind_from_outside_train_on_two_ranks(tmp_path, training_shards, is_registered):
-    names = {kind: f"my_{kind}" if is_registered else f"plug_ins:{name}" for kind, name in OURS.items()}
-    file = tmp_path / "lines.jsonl"
-    found, _ = on_ranks(2, train_two_steps, tmp_path / "run", training_shards, names, file, is_registered)
-    assert len(found) == 2 and all(0 < loss < 2 for loss in found)
-    *steps, last = map(json.loads, file.read_text().splitlines())
-    assert [line["loss"] for line in steps if "loss" in line] == found
-    assert last == {"failed": False}
+def test_parts_of_every_kind_from_outside_train_on_two_ranks(tmp_path, training_shards):
+    on_ranks(2, train_two_steps, tmp_path, training_shards)
+    for way in ("class", "line"):
+        found = losses(tmp_path / way)
+        assert len(found) == 2 and all(0 < loss < 2 for loss in found)
+        *steps, last = map(json.loads, (tmp_path / f"{way}.jsonl").read_text().splitlines())
+        assert [line["loss"] for line in steps if "loss" in line] == found
+        assert last == {"failed": False}

@@ -17,7 +17,7 @@ from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.step import DROPOUT
 from distap.world import World
 
-SEED, STEP, IMAGES = 3, 7, 21  # 21 images are uneven on 2 and on 4 ranks, and fill no micro-batch of 4
+SEED, STEP, IMAGES = 3, 7, 21  # 21 images are uneven on 4 ranks, and fill no micro-batch of 4
 STOCHASTIC = {"dropout": 0.3, "drop_path": 0.2}
 # What is tried on every number of ranks: network, micro-batches of describe and replay, and how many of a rank keep
 # their graph.
@@ -52,13 +52,9 @@ def assert_near(found, expected):
         assert (one - other).norm() <= 1e-9 * other.norm()
 
 
-def three_stage_gradients(world, settings, describe_size, replay_size, keep=0):
-    step = step_on(world, small_network(**settings), describe_size, replay_size, keep=keep)
-    return moved_by(step, TensorBatch(*small_images(IMAGES), world, STEP))
-
-
 def all_cases(world):
-    return {name: three_stage_gradients(world, *case) for name, case in CASES.items()}
+    steps = {name: step_on(world, small_network(**settings), *sizes) for name, (settings, *sizes) in CASES.items()}
+    return {name: moved_by(step, TensorBatch(*small_images(IMAGES), world, STEP)) for name, step in steps.items()}
 
 
 def full_batch_gradients(ranks, settings, micro_batch):
@@ -77,9 +73,9 @@ def full_batch_gradients(ranks, settings, micro_batch):
     return [p.grad for p in network.parameters()], loss.item()
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=[1, 4])
 def stepped(request):
-    """Every case on 1, 2 and 4 ranks."""
+    """Every case on 1 and 4 ranks."""
     return request.param, on_ranks(request.param, all_cases)
 
 
@@ -90,13 +86,8 @@ def test_gradients_equal_those_of_one_full_batch_pass(stepped, case):
     expected, loss = full_batch_gradients(ranks, settings, replay_size)
     for answer in answers:
         moved, result = answer[case]
-        assert result.loss == pytest.approx(loss, rel=1e-12)
+        assert result.loss == pytest.approx(loss, rel=1e-12) and result.replay_drift < 1e-12
         assert_near(moved, expected)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_describe_and_replay_see_the_same_descriptors(stepped, case):
-    assert all(answer[case][1].replay_drift < 1e-12 for answer in stepped[1])
 
 
 def vision_transformer():
@@ -162,6 +153,9 @@ def replay_of_some(world, chosen, keep, settings, factor=0.0, skip_below=0.0):
 
 
 def all_replays_of_some(world):
+    drifting = step_on(world, Restless(small_network()) if world.rank == world.size - 1 else small_network(), None, 4)
+    with pytest.raises(DistapError, match="replay drift"):  # of one rank, on every rank
+        drifting(TensorBatch(*small_images(IMAGES), world, STEP), 1.0)
     chosen = [1, 2, 5, 9, 14, 18]  # of one rank of two they are 2, 14, 18, of the other 1, 5, 9
     return {
         "plain": replay_of_some(world, chosen, 0, {}),
@@ -232,11 +226,6 @@ def test_micro_batches_are_halved_where_memory_runs_out(limits, sizes, caplog):
 def test_fewer_graphs_are_kept_where_memory_runs_out(caplog):
     greedy = Greedy(small_network(), 99, graphs=3)
     step = step_on(World(), greedy, None, 4, keep=5)
-    greedy.register_forward_pre_hook(lambda module, images: setattr(greedy, "graphs", max(greedy.graphs, 0)))
-    with pytest.raises(torch.OutOfMemoryError):
-        greedy.graphs = -99
-        greedy(small_images(1)[0])
-    greedy.graphs = 3
     described = step.stages.describe(TensorBatch(*small_images(IMAGES), World(), STEP))
     assert (step.stages.sizes.keep, described.kept) == (2, {})
     greedy.graphs = 99
@@ -252,19 +241,6 @@ def test_memory_that_does_not_suffice_for_one_image_is_an_error_that_says_what_t
     step = step_on(World(), Greedy(small_network(dropout=0.1), 99, without=1), None, 2)
     with pytest.raises(DistapError, match="drops at random"):
         step(TensorBatch(*small_images(IMAGES), World()), 1.0)
-
-
-def test_a_kept_graph_with_a_descriptor_that_is_not_finite_is_described_again():
-    images, labels = small_images(IMAGES)
-    spoilt = images.clone()
-    spoilt[18] = 1e6
-    moved = []
-    for keep in (0, 3):
-        step = step_on(World(), Overflowing(small_network()), None, 4, keep=keep)
-        found, result = moved_by(step, TensorBatch(spoilt, labels, World()))
-        assert (result.not_finite, result.skipped, result.kept) == ([18], None, 5 if keep else 0)
-        moved.append(found)
-    assert_near(*moved)
 
 
 def test_a_network_that_mixes_images_needs_equal_micro_batches():
@@ -295,18 +271,6 @@ def test_replay_drift_is_an_error_that_says_why_and_moves_nothing():
     assert all(torch.equal(b, p) for b, p in zip(before, network.parameters(), strict=True))
 
 
-def test_drift_on_one_rank_is_an_error_on_every_rank():
-    assert on_ranks(2, drift_on_rank_one) == [True, True]
-
-
-def drift_on_rank_one(world):
-    network = Restless(small_network()) if world.rank == 1 else small_network()
-    step = step_on(world, network, None, 4)
-    with pytest.raises(DistapError, match="replay drift"):
-        step(TensorBatch(*small_images(IMAGES), world, STEP), 1.0)
-    return True
-
-
 class Overflowing(torch.nn.Module):
     """Gives infinity for one image, as half precision can."""
 
@@ -319,15 +283,15 @@ class Overflowing(torch.nn.Module):
         return torch.where(images.amax((1, 2, 3), keepdim=True)[:, :, 0, 0] > 100, torch.inf, descriptors)
 
 
-def test_an_image_that_is_not_finite_is_left_out_and_the_rest_trains_as_without_it():
+@pytest.mark.parametrize("keep", [0, 3])
+def test_an_image_that_is_not_finite_is_left_out_and_the_rest_trains_as_without_it(keep):
     images, labels = small_images(IMAGES)
     spoilt = images.clone()
-    spoilt[4] = 1e6
-    step = step_on(World(), Overflowing(small_network()), None, 4)
+    spoilt[18] = 1e6  # in a micro-batch that keeps its graph, which is described again
+    step = step_on(World(), Overflowing(small_network()), None, 4, keep=keep)
     moved, result = moved_by(step, TensorBatch(spoilt, labels, World()))
-    assert result.not_finite == [4]
-    assert result.skipped is None
-    kept = torch.arange(IMAGES) != 4
+    assert (result.not_finite, result.skipped, result.kept) == ([18], None, 5 if keep else 0)
+    kept = torch.arange(IMAGES) != 18
     reference = small_network()
     listwise_loss("ap_q", reference(images[kept]), labels[kept]).backward()
     assert_near(moved, [parameter.grad for parameter in reference.parameters()])

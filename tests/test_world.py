@@ -23,7 +23,7 @@ def exchange(world):
     return said, everything, flags, torch.equal(back, mine), agreement, greatest, world.sum(torch.tensor(1)).item()
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_rows_are_gathered_and_scattered_in_slot_order(size):
     for said, everything, flags, is_back, agreement, greatest, ranks in on_ranks(size, exchange):
         assert torch.equal(everything, torch.arange(TOTAL * 2.0).view(TOTAL, 2))

@@ -156,22 +156,21 @@ def test_a_state_goes_from_one_rank_to_every_engine_and_back(on_two_ranks, saved
         assert all(torch.equal(again[key], tensor) for key, tensor in after.items())
 
 
-@pytest.mark.parametrize(("name", "optimizer"), [(name, o) for name in ("ddp", "fsdp") for o in OPTIMIZERS[name]])
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        pytest.param(name, one, marks=() if is_exact(name) else pytest.mark.slow)
+        for name in OPTIMIZERS
+        for one in OPTIMIZERS[name]
+    ],
+)
 def test_every_optimizer_moves_parameters_alike_and_goes_on_from_its_state(on_two_ranks, name, optimizer):
-    expected, _ = on_two_ranks(optimizer, "ddp")[0]
+    expected, _ = on_two_ranks(optimizer, "ddp" if is_exact(name) else name)[0]
     for state, restarted in on_two_ranks(optimizer, name):
         assert state.keys() == restarted.keys() == expected.keys()
         for key, tensor in state.items():
             assert torch.equal(restarted[key], tensor)
             torch.testing.assert_close(tensor, expected[key], rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", OPTIMIZERS["zero 2"])
-def test_every_elementwise_optimizer_goes_on_from_its_state_under_deepspeed(on_two_ranks, optimizer):
-    for state, restarted in on_two_ranks(optimizer, "zero 2"):
-        assert state.keys() == restarted.keys()
-        assert all(torch.equal(restarted[key], tensor) for key, tensor in state.items())
 
 
 @pytest.mark.slow

@@ -18,13 +18,9 @@ def rates(schedule, steps, *epoch):
     return [schedule.factor(step, steps, *epoch) for step in range(steps)]
 
 
-def optimizer_at_rate_1():
-    return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
-
-
 def of_torch(steps, warmup, build):
     """Rates of a whole run by torch: a linear warm-up, then the scheduler that `build` returns."""
-    optimizer = optimizer_at_rate_1()
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
     whole, found = build(optimizer), []
     if warmup:
         rising = lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / warmup)
@@ -125,14 +121,10 @@ def test_parts_learn_at_their_own_rates_and_the_power_of_the_pooling_by_itself()
         parameter_groups(parts, 0.5)
 
 
-def test_adam_is_torchs_and_lamb_clips_nothing_itself():
+def test_adam_is_torchs_lamb_clips_nothing_itself_and_sgd_without_momentum_is_without_nesterovs():
     parameters = [{"params": [nn.Parameter(torch.ones(2))]}]
     ours, theirs = TimmOptimizer(betas=(0.8, 0.9)).build(parameters), torch.optim.Adam(parameters, betas=(0.8, 0.9))
     assert type(ours) is torch.optim.Adam
     assert ours.defaults | {"lr": 0} == theirs.defaults | {"lr": 0}
     assert TimmOptimizer("lamb").build(parameters).defaults["max_grad_norm"] is None
-
-
-def test_sgd_without_momentum_is_without_nesterovs():
-    parameters = [{"params": [nn.Parameter(torch.ones(2))]}]
     assert TimmOptimizer("sgd", momentum=0).build(parameters).defaults["nesterov"] is False

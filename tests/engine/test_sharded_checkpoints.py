@@ -2,69 +2,26 @@
 
 import pytest
 import torch
-from batches import small_images
+from engine_checks import engine_of, three_stages, whole
 from ranks import on_ranks
 from stores import SHARD, newest_on_disk, writer_to
-from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.nn.functional import normalize
 
-from distap.training.engines import DDPSettings, FSDPSettings
 from distap.world import World
 
-ENGINES = {"ddp": DDPSettings(), "fsdp": FSDPSettings()}
-
-
-class Network(nn.Module):
-    """A buffer, a frozen part, a power without dimension, and sizes that divide by no number of ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(nn.Conv2d(3, 7, 3), nn.BatchNorm2d(7), nn.ReLU(), nn.Conv2d(7, 5, 3))
-        self.power = nn.Parameter(torch.tensor(3.0))
-        self.blocks[0].requires_grad_(False)
-
-    def forward(self, images):
-        features = self.blocks(images.to(self.power.dtype)).clamp(min=1e-3)
-        return normalize(features.pow(self.power).mean((2, 3)).pow(1 / self.power))
-
-
-def engine_named(name, world, seed=0):
-    torch.manual_seed(seed)
-    network = Network().double().eval()
-
-    def build():
-        return torch.optim.Adam([p for p in network.parameters() if p.requires_grad], lr=0.0)
-
-    return ENGINES[name].build(network, build, world)
-
-
-def train(engine, world, steps):
-    images, _ = small_images(6)
-    for _ in range(steps):
-        with engine.replica.replaying():
-            descriptors = engine.replica.forward(images[world.rank :: world.size])
-            engine.replica.backward(descriptors, torch.ones_like(descriptors).cumsum(1), is_last=True)
-            engine.replica.reduce()
-        assert engine.update(1e-2) < float("inf")
-
-
-def whole(engine):
-    state = engine.state_dict()
-    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in state.items()}
+NAMES = ("ddp", "fsdp")
 
 
 def save(world, folder):
     """The state that two steps of each engine lead to, saved; and the bytes that each rank wrote."""
     states = {}
-    for name in ENGINES:
-        engine = engine_named(name, world)
-        train(engine, world, steps=2)
+    for name in NAMES:
+        engine = engine_of(world, name)
+        three_stages(world, engine, steps=2)
         writer = writer_to(folder / name, world, keep=1)
         writer.save(2, engine.state_dict(), {}, {})
         # The copy is made: what comes after changes nothing in it.
         states[name] = whole(engine)
-        train(engine, world, steps=1)
+        three_stages(world, engine, first=2)
         written = writer.wait()
         assert written.error is None
         path = folder / name / "checkpoints/step-00000002"
@@ -75,11 +32,11 @@ def save(world, folder):
 def restore(world, folder, name):
     """The state that an engine takes from each checkpoint, and what a step more makes of it."""
     states = {}
-    for saved in ENGINES:
-        engine = engine_named(name, world, seed=1)
+    for saved in NAMES:
+        engine = engine_of(world, name)
         engine.load_state_dict(newest_on_disk(folder / saved, world).tensors())
         before = whole(engine)
-        train(engine, world, steps=1)
+        three_stages(world, engine, first=2)
         states[saved] = before, whole(engine)
     return states
 
@@ -102,7 +59,7 @@ def restored(saved, folder):
 
 
 @pytest.mark.parametrize("into", ["ddp", "fsdp"])
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_one_engine_saved_is_restored_into_another_on_another_number_of_ranks(saved, restored, name, into):
     state, _ = restored[into][name]
     expected = {key: value for key, value in saved[name].items() if key != "bytes"}
@@ -111,7 +68,7 @@ def test_what_one_engine_saved_is_restored_into_another_on_another_number_of_ran
     assert all(torch.equal(state[key], expected[key]) and state[key].shape == expected[key].shape for key in state)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", NAMES)
 def test_engines_go_on_alike_from_a_checkpoint(restored, name):
     (_, one), (_, other) = restored["ddp"][name], restored["fsdp"][name]
     for key in one:

@@ -250,9 +250,8 @@ def test_distractors_of_shards_and_of_descriptors_lower_figures_alike(converted,
         open_set(str(converted / "roxford5k"), distractors=[str(tmp_path / "extracted")]).describe(sized).evaluate()
 
 
-@pytest.mark.parametrize("sizing", ["resize 40 crop 36", "resize 40x48 crop 36"])
-def test_a_trained_network_remembers_how_it_was_evaluated(training_shards, tmp_path, monkeypatch, sizing):
-    own, run = str(training_shards[1]), tmp_path / "run"
+def test_a_trained_network_remembers_how_it_was_evaluated(training_shards, tmp_path, monkeypatch):
+    own, run, sizing = str(training_shards[1]), tmp_path / "run", "resize 40x48 crop 36"
     also = {"same": {"data": own}, "square": {"data": own, "sizing": "crop 32", "scales": [1.0]}}
     settings = {"sizing": sizing, "scales": [1.0, 0.75], "every": 1, "also": also, "recall_at": [1, 3]}
     settings |= {"antialias": False}

@@ -15,7 +15,7 @@ from distap.data.sizing import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction import extracted_folder, extracting
 from distap.evaluation.extraction.extracting import BrokenOffError, Describing, Extraction, extract_descriptors
-from distap.evaluation.extraction.image_describer import ImageDescriber
+from distap.evaluation.extraction.image_describer import ImageDescriber, describer_like
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.world import World
 
@@ -52,31 +52,28 @@ def in_process(maker, images, world=World(), boxes=None):  # noqa: B008 - it is 
 
 
 @pytest.mark.parametrize("sizing", ["crop 32", "side 36", "original"])
-def test_a_folder_is_described_as_its_images_one_by_one(tmp_path, photos, sizing):
-    maker = describer(sizing, scales=(1.0, 0.7071), batch_pixels=5 * 40 * 40)
+def test_a_folder_is_described_as_its_images_one_by_one_and_says_how(tmp_path, photos, sizing):
+    maker = describer(sizing, scales=(1.0, 0.7071), batch_pixels=5 * 40 * 40, first=7)
     extract(photos, tmp_path / "out", maker=maker)
     found = read_descriptors(tmp_path / "out")
     images = open_images(photos)
     assert found.keys.tolist() == images.keys.tolist() and len(found) == 31
     assert set(found.classes.tolist()) == {""}
     assert found.described_by == maker.described_by and found.data == str(photos)
-    np.testing.assert_allclose(found.descriptors, one_by_one(maker, photos, found.keys), atol=1e-6)
+    again = describer_like(found.described_by, network())
+    assert again.described_by == found.described_by and not again.network.network.training
+    np.testing.assert_allclose(found.descriptors, one_by_one(again, photos, found.keys), atol=1e-6)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         *("about.json", "classes.npy", "descriptors.npy", "extraction.json", "keys.npy")
     ]
 
 
-def test_batches_of_whole_images_are_large_though_shapes_are_mixed(tmp_path, photos, batches):
+def test_batches_of_whole_images_are_large_though_shapes_are_mixed_and_give_the_same_bits(tmp_path, photos, batches):
     maker = describer("original", batch_pixels=10 * 40 * 40)
-    extract(photos, tmp_path / "out", maker=maker)
-    # 40 x 32 and 32 x 40 ten times each and one more turned by EXIF, 40 x 40 and 48 x 33 five times.
-    assert len(batches) == 4
-
-
-def test_batches_of_the_same_images_give_the_same_bits(tmp_path, photos):
-    maker = describer("original", batch_pixels=4 * 40 * 40)
     for name in ("a", "b"):
         extract(photos, tmp_path / name, maker=maker)
+    # 40 x 32 and 32 x 40 ten times each and one more turned by EXIF, 40 x 40 and 48 x 33 five times; twice.
+    assert len(batches) == 2 * 4
     first, second = (read_descriptors(tmp_path / name).descriptors for name in ("a", "b"))
     assert np.array_equal(first, second)
     samples, in_memory, _ = extract_descriptors(in_process(maker, open_images(photos)))

@@ -1,23 +1,14 @@
 import numpy as np
 import pytest
 import torch
-from extractions import describer, extract, network, one_by_one
+from extractions import describer, network
 from torch.nn.functional import normalize
 
 from distap.data.sizing import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber, describer_like
-from distap.retrieval.descriptor_files import DescriptorSet, read_descriptors
+from distap.retrieval.descriptor_files import DescriptorSet
 from distap.retrieval.whitening import learned_whitening
-
-
-def test_a_stored_set_says_how_a_single_image_is_described(tmp_path, photos):
-    maker = describer("side 36", scales=(1.0, 0.5), first=7)
-    extract(photos, tmp_path / "out", maker=maker)
-    stored = read_descriptors(tmp_path / "out")
-    again = describer_like(stored.described_by, network())
-    assert again.described_by == stored.described_by and not again.network.network.training
-    np.testing.assert_allclose(stored.descriptors, one_by_one(again, photos, stored.keys), atol=1e-6)
 
 
 def test_another_network_or_whitening_is_refused(photos):

@@ -1,10 +1,9 @@
 """Every loss of the registry next to its definition, for tests that go over all of them."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from newer_losses import MARGINS, OF_QUERY, by_query, csl, graded, proxies_of
+from newer_losses import MARGINS, csl, graded, proxies_of
 from reference import listwise_loss, proxies
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -13,7 +12,6 @@ from distap.ranking.gathered import Gathered
 from distap.ranking.loss import Budget, Loss, LossValue, build_loss
 
 Virtual = Sequence[tuple[int, int, float]]  # parents and α of the virtual images of `simix`
-STEP = {"rho": 100.0, "delta": None, "offset": None, "start": 0.5}
 SOFTMAX = {"proxy_nca": (1 / 9, True), "normalized_softmax": (0.05, False)}
 
 
@@ -47,10 +45,8 @@ def defined(name: str, d: Tensor, levels: Tensor, learned: Sequence[Tensor] = ()
         mixed = torch.stack([alpha * d[a] + (1 - alpha) * d[b] for a, b, alpha in virtual])
         parents = [a for a, _, _ in virtual]
         return defined("smooth_ap", torch.cat([d, mixed]), torch.cat([levels, levels[parents]]))
-    if name in OF_QUERY:
-        settings: dict[str, Any] = STEP if name == "sup_recall_at_k" else {}
-        settings = dict(zip(("bias", "log_scale"), learned, strict=True)) if name == "sigmoid" else settings
-        return by_query(name, d, labels, d[:0], labels[:0], "uniform", **settings)
+    if name == "sigmoid":
+        return listwise_loss(name, d, labels, **dict(zip(("bias", "log_scale"), learned, strict=True)))
     if name in ("h_ap", "smooth_ndcg", "sup_ndcg"):
         return graded(name, d, levels, d[:0], levels[:0], "uniform")
     if name == "csl":

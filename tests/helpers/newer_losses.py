@@ -1,6 +1,8 @@
-"""Losses since 2021, written slowly and obviously from their definitions, for whole batches."""
+"""Losses since 2021, written slowly and obviously from their definitions, of a query or of whole batches."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,35 +106,14 @@ def sigmoid(
     return sum(torch.log1p(torch.exp(-z * (log_scale.exp() * similarities[j] + bias))) for z, j in pairs) / len(pairs)
 
 
-OF_QUERY = {
+OF_QUERY: dict[str, Callable[..., Tensor]] = {
     "recall_at_k": recall_at_k,
-    "sup_recall_at_k": recall_at_k,
+    "sup_recall_at_k": partial(recall_at_k, rho=100.0, delta=None, offset=None, start=0.5),
     "pnp": pnp,
     "sup_con": sup_con,
     "info_nce": info_nce,
     "sigmoid": sigmoid,
 }
-
-
-def by_query(
-    name: str,
-    descriptors: Tensor,
-    labels: Tensor,
-    gallery: Tensor,
-    gallery_labels: Tensor,
-    weights: str,
-    **settings: Any,
-) -> Tensor:
-    """Mean over queries, which need a positive but for `sigmoid`, against the batch and a gallery behind it."""
-    everything, known = torch.cat([descriptors, gallery]), torch.cat([labels, gallery_labels]).tolist()
-    losses, weight = [], []
-    for query, label in enumerate(labels.tolist()):
-        same = [j for j, one in enumerate(known) if one == label and j != query]
-        other = [j for j, one in enumerate(known) if one != label]
-        if same or name == "sigmoid":
-            losses.append(OF_QUERY[name](descriptors[query] @ everything.t(), query, same, other, **settings))
-            weight.append(1.0 if weights == "uniform" else 1 / labels.tolist().count(label))
-    return sum(w * one for w, one in zip(weight, losses, strict=True)) / sum(weight)
 
 
 def graded(

@@ -1,7 +1,6 @@
 """Batches to rank in tests."""
 
 import torch
-from reference import through_normalisation
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -30,7 +29,10 @@ def problem(
 def rank_raw(raw: Tensor, labels: Tensor, loss: str | Loss, **options: object) -> tuple[Ranking, Tensor]:
     """Ranking of the normalised rows by one process, and its gradient by `raw`."""
     ranking = rank(normalize(raw), labels, loss, **options)
-    return ranking, through_normalisation(raw, ranking.gradient)
+    leaf = raw.detach().clone().requires_grad_()
+    normalize(leaf).backward(ranking.gradient)
+    assert leaf.grad is not None
+    return ranking, leaf.grad
 
 
 def remembering(

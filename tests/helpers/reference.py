@@ -1,10 +1,10 @@
 """What distap computes fast, written slowly and obviously from the papers: the tests compare against these."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from newer_losses import OF_QUERY, step
 from torch import Tensor
 
 
@@ -18,7 +18,10 @@ def listwise_loss(
     self_pair: bool | None = None,
     **settings: Any,
 ) -> Tensor:
-    """A listwise loss, query by query; `gallery` is what is ranked besides the batch itself."""
+    """A loss of each query, query by query; `gallery` is what is ranked besides the batch itself.
+
+    A query needs a positive, but for `sigmoid`.
+    """
     if name == "roadmap":
         return _roadmap(descriptors, labels, gallery, gallery_labels, weights, self_pair, **settings)
     if self_pair is None:
@@ -31,14 +34,18 @@ def listwise_loss(
     for query, label in enumerate(batch):
         positives = [j for j, other in enumerate(everything) if other == label and j != query]
         negatives = [j for j, other in enumerate(everything) if other != label]
-        if positives:
+        if positives or name == "sigmoid":
             counted = [query, *positives] if self_pair else positives
-            queries.append((similarities[query, counted], similarities[query, negatives]))
+            queries.append(
+                (similarities[query], query, positives, negatives)
+                if name in OF_QUERY
+                else (similarities[query, counted], similarities[query, negatives])
+            )
             of_query = weights[query] if isinstance(weights, Tensor) else 1.0
             weight.append(1.0 / batch.count(label) if weights == "class" else of_query)
     if settings.get("form") == "violating":
         return _violating_calibration(queries, weight, **settings)
-    losses = [LOSS_OF_QUERY[name](*query, **settings) for query in queries]
+    losses = [(OF_QUERY | LOSS_OF_QUERY)[name](*query, **settings) for query in queries]
     return sum(w * loss for w, loss in zip(weight, losses, strict=True)) / sum(weight)  # type: ignore[return-value]
 
 
@@ -167,22 +174,11 @@ def sup_ap(
     start: float = 0.5,
 ) -> Tensor:
     """Ramzi et al. 2021, eq. 4 and 5."""
-    if delta is None:
-        delta = tau * math.log((1 - 0.01) / 0.01)
-    if offset is None:
-        offset = 1 / (1 + math.exp(-delta / tau)) + start - rho * delta
     precisions = []
     for k, positive in enumerate(positives):
         others = torch.cat([positives[:k], positives[k + 1 :]])
         among_positives = 1 + (others >= positive).sum()
-        before = positives.new_zeros(())
-        for t in negatives - positive:
-            if t <= 0:
-                before = before + torch.sigmoid(t / tau)
-            elif t <= delta:
-                before = before + torch.sigmoid(t / tau) + start
-            else:
-                before = before + rho * t + offset
+        before = sum((step(t, tau, rho, delta, offset, start) for t in negatives - positive), 0 * positive)
         precisions.append(among_positives / (among_positives + before))
     return 1 - torch.stack(precisions).mean()
 
@@ -313,11 +309,3 @@ LOSS_OF_QUERY: dict[str, Callable[..., Tensor]] = {
     "contrastive": contrastive,
     "triplet": triplet,
 }
-
-
-def through_normalisation(raw: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient by `raw` that a gradient by its normalised rows leads to."""
-    raw = raw.detach().clone().requires_grad_()
-    torch.nn.functional.normalize(raw).backward(gradient)
-    assert raw.grad is not None
-    return raw.grad

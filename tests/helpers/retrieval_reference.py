@@ -60,6 +60,7 @@ def figure_of(name: str, relevance: Sequence[int]) -> float:
         "CMC": lambda: float(any(right[:k])),
         "mP": lambda: sum(right[:k]) / min(k, len(right)),
         "min": lambda: sum(right[: min(k, count)]) / min(k, count),
+        "trapezoids": lambda: trapezoid_average_precision(right),
         "last": lambda: sum(right[: min(k, last)]) / min(k, last),
         "mAP": lambda: sum(precisions) / (min(count, k) if k else len(at_hits)),
         "H-AP": lambda: sum(up_to(place) for place in range(len(right))) / sum(weights),

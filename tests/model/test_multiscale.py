@@ -8,7 +8,7 @@ from torch.export import Dim, export
 from torch.nn.functional import interpolate, normalize
 
 from distap.errors import DistapError
-from distap.model.multiscale import MultiScaleNetwork, default_power, required_size
+from distap.model.multiscale import MultiScaleNetwork, default_power
 from distap.model.network import RetrievalNetwork, fingerprint
 from distap.model.pooling import GeM, NamedPooling
 
@@ -115,11 +115,6 @@ def test_the_mean_over_scales_has_the_power_of_gem_where_nothing_is_negative():
         inner.pooling.power.fill_(2.5)
     assert default_power(inner) == 2.5
     assert default_power(network(projection=8)) == default_power(network(pooling=NamedPooling("mean"))) == 1
-
-
-def test_a_backbone_of_one_size_is_known():
-    assert required_size(network(backbone="swin_tiny_patch4_window7_224")) == (224, 224)
-    assert required_size(network()) is None
 
 
 # Fingerprints

@@ -72,6 +72,12 @@ def test_weights_from_a_file_are_loaded_and_their_classifier_left_out(tmp_path, 
     assert torch.equal(network.backbone.layer4[0].conv1.weight, whole.layer4[0].conv1.weight)
     with pytest.raises(DistapError, match="not the weights of this backbone"):
         network_with("resnet18", FileWeights(path))
+    path.write_bytes(b"garbage")
+    with pytest.raises(DistapError, match=rf"weights{suffix}: not a readable weights file"):
+        network_with("resnet10t", FileWeights(path))
+    path.unlink()
+    with pytest.raises(DistapError, match=rf"weights{suffix}: no such weights file"):
+        network_with("resnet10t", FileWeights(path))
 
 
 def test_a_network_within_another_is_found_in_a_file_if_there_is_just_one(tmp_path):
@@ -82,15 +88,6 @@ def test_a_network_within_another_is_found_in_a_file_if_there_is_just_one(tmp_pa
     assert torch.equal(network.backbone.layer4[0].conv1.weight, inner.layer4[0].conv1.weight)
     torch.save(within | {name.replace("model.", "teacher."): value for name, value in within.items()}, path)
     with pytest.raises(DistapError, match=r"no place for 168 tensors \(model\.bn1"):
-        network_with("resnet10t", FileWeights(path))
-
-
-def test_a_weights_file_that_is_missing_or_damaged_is_named(tmp_path):
-    path = tmp_path / "weights.pth"
-    with pytest.raises(DistapError, match=r"weights\.pth: no such weights file"):
-        network_with("resnet10t", FileWeights(path))
-    path.write_bytes(b"garbage")
-    with pytest.raises(DistapError, match=r"weights\.pth: not a readable weights file"):
         network_with("resnet10t", FileWeights(path))
 
 

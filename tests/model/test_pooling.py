@@ -18,13 +18,10 @@ def features(height=5, width=5):
     return torch.rand(2, 7, height, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def test_gem_is_the_generalised_mean():
+def test_gem_is_the_generalised_mean_spoc_the_mean_and_max_takes_one_place_a_channel():
     expected = (features() ** 3).mean((2, 3)) ** (1 / 3)
     torch.testing.assert_close(GeM().double()(features()), expected)
     assert (GeM(1.0).double()(features()) - features().mean((2, 3))).abs().max() < 1e-9
-
-
-def test_spoc_is_the_mean_and_max_takes_one_place_a_channel():
     for name in ("mean", "spoc"):
         assert torch.equal(NamedPooling(name).build()(features()), features().mean((2, 3)))
     assert torch.equal(NamedPooling("max").build()(features()), features().flatten(2).max(2).values)

@@ -55,31 +55,20 @@ class Page(HTMLParser):
         self.classes.append(dict(attrs).get("class"))
 
 
-def part(page, title):
-    """The text of a section of a page."""
-    return page[page.index(f"<h2>{title}") :].split("<h2>")[1]
-
-
 def text_of(folder, **options):
     text = report(folder, **options)[0].read_text()
     Page(text)
     return text
 
 
-def add_evaluations(run, shards, steps=(0, 24)):
-    index = load_index(shards)
-    for seed, number in enumerate(steps):
-        about = {"data": str(shards), "fingerprint": index.fingerprint}
-        write_retrieved(run, number, retrieved(seed, index), **about)
-    return run
-
-
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory):
     """A folder of a run with evaluations of images with odd names; not to be written to."""
     folder = tmp_path_factory.mktemp("evaluated")
-    shards = oddly_named_shards(folder)
-    add_evaluations(write_run(folder / f"{ODD}a"), shards)
+    shards, run = oddly_named_shards(folder), write_run(folder / f"{ODD}a")
+    index = load_index(shards)
+    for seed, number in enumerate((0, 24)):
+        write_retrieved(run, number, retrieved(seed, index), data=str(shards), fingerprint=index.fingerprint)
     return folder
 
 
@@ -154,6 +143,25 @@ def test_a_browser_shows_the_page_without_complaint_and_without_scrolling_sidewa
         )
         == []
     )
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+def test_the_contents_lead_to_every_part_and_unfold_it(tmp_path, evaluated, browser, size):
+    browser.open(report(evaluated / f"{ODD}a", tmp_path)[0], size)
+    driver = browser.driver
+    links = driver.find_elements("css selector", ".contents a")
+    assert [link.text for link in links] == [each.text for each in driver.find_elements("tag name", "h2")]
+    assert driver.execute_script("return document.querySelectorAll('.section:not([open])').length") == 2
+    for link in links:
+        link.click()
+        part = driver.execute_script("return document.querySelector(location.hash).closest('details')")
+        assert part.get_attribute("open") and part.find_element("tag name", "h2").text == link.text
+        top, bottom = driver.execute_script(
+            "r = arguments[0].getBoundingClientRect(); return [r.top, r.bottom]", part
+        )
+        assert -1 <= top < size[1] and bottom > 0
+        driver.execute_script("scrollTo(0, 0)")
+    assert browser.sideways() <= 0 and not browser.errors()
 
 
 def test_a_training_leaves_all_that_a_report_needs(tmp_path, training_shards):
@@ -249,14 +257,10 @@ def test_evaluations_of_different_data_are_not_compared(run):
         report(run)
 
 
-def common_queries(*networks):
-    return sorted(set.intersection(*(set(np.flatnonzero(each.first_positive)) for each in networks)))
-
-
 def test_the_hardest_queries_are_those_with_the_lowest_precision():
-    last = retrieved(1)
-    _, hardest = sheets_of({"before": retrieved(), "after": last}, lambda _: None)["Hardest queries"]
-    queries = common_queries(retrieved(), last)
+    first, last = retrieved(), retrieved(1)
+    _, hardest = sheets_of({"before": first, "after": last}, lambda _: None)["Hardest queries"]
+    queries = np.flatnonzero((first.first_positive > 0) & (last.first_positive > 0)).tolist()
     lowest = sorted(queries, key=lambda row: (last.average_precision[row], row))[:8]
     assert [query.key for query, _ in hardest] == [f"key-{row}" for row in lowest]
     for (_, answers), row in zip(hardest, lowest, strict=True):
@@ -292,3 +296,33 @@ def test_the_page_of_a_run_that_does_not_train_is_written_once(tmp_path, monkeyp
     os.utime(run / "lease.json", (0, 0))  # of a training that was killed
     assert distap(monkeypatch, "report", run, "--follow", "3600") == 0
     assert "http-equiv" not in (run / "report.html").read_text()
+
+
+def starts(run, *hosts):
+    """Let a run have been started on these hosts, an hour after each other."""
+    told = {"device": "cpu", "distap": "0.1.0", "torch": "2.4", "python": "3.11"}
+    lines = [
+        {"step": 4 * number, "time": 1.7e9 + 3600 * number, "host": host, **told} for number, host in enumerate(hosts)
+    ]
+    (run / "starts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def fact(page, name):
+    return re.search(f"<dt>{name}</dt><dd>(.*?)</dd>", page.read_text())[1]
+
+
+def test_a_run_that_was_started_again_names_all_its_hosts(tmp_path):
+    run = write_run(tmp_path / "run")
+    starts(run, "node-1", "node-2", "node-1")
+    page, _ = report(run)
+    assert fact(page, "trained") == "2023-11-14 22:13 to 2023-11-15 00:13 UTC, in 3 parts"
+    assert fact(page, "host") == "node-1, cpu; node-2, cpu"
+    assert fact(page, "versions") == "distap 0.1.0, torch 2.4, Python 3.11"
+
+
+def test_the_recipe_on_the_page_has_no_secrets(tmp_path):
+    data = {"train": "https://user:hunter2@host/train", "validation": "d", "image_size": 32}
+    page, _ = report(write_run(tmp_path / "run", data=data))
+    recipe = page.read_text().split("<h2>Recipe")[1]
+    assert "image_size: 32" in recipe
+    assert "hunter2" not in page.read_text()

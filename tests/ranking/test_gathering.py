@@ -84,7 +84,7 @@ def rank_in_chunks(world, case, loss, mode, memory_bytes=None, size=None):
 
 
 def compare_all_cases(world):
-    answers = {}
+    answers = {"arrived": first_half_alone(world) if world.size == 2 else None}
     for compared in COMPARED:
         gathered, ranking = rank_in_chunks(world, *compared)
         batch = gathered.gallery, gathered.gallery_labels, gathered.images, gathered.own, gathered.taking_part
@@ -97,20 +97,8 @@ def facts_of(ranking):
     return [ranking.loss, ranking.gradient, of_queries, ranking.per_query]
 
 
-@pytest.fixture(scope="module")
-def on_two_ranks():
-    """One start of the ranks for all that is asked of two."""
-    return on_ranks(2, ask_two_ranks)
-
-
-def ask_two_ranks(world):
-    return {"arrived": first_half_alone(world)} | compare_all_cases(world)
-
-
 @pytest.fixture(scope="module", params=[1, 2, 3])
 def compared(request):
-    if request.param == 2:
-        return request.getfixturevalue("on_two_ranks")
     return [compare_all_cases(World())] if request.param == 1 else on_ranks(request.param, compare_all_cases)
 
 
@@ -166,5 +154,6 @@ def first_half_alone(world):
     return arrived
 
 
-def test_chunks_arrive_while_rows_are_added(on_two_ranks):
-    assert [answer["arrived"] for answer in on_two_ranks] == [12, 12]
+@pytest.mark.parametrize("compared", [2], indirect=True)
+def test_chunks_arrive_while_rows_are_added(compared):
+    assert [answer["arrived"] for answer in compared] == [12, 12]

@@ -1,46 +1,13 @@
 import pytest
 import torch
 from definitions import built
-from problems import problem
+from problems import problem, remembering
 from reference import listwise_gradient
-from torch import nn
+from torch.nn.functional import normalize
 
-from distap.errors import DistapError
 from distap.ranking.listwise import ListwiseLoss
+from distap.ranking.memory import CrossBatchMemory
 from distap.registry import REGISTRY
-
-
-def backward(loss, raw, labels):
-    raw = raw.detach().clone().requires_grad_()
-    value = loss(raw, labels)
-    (3 * value).backward()
-    return value.item(), raw.grad / 3
-
-
-def test_it_normalises_differentiates_and_takes_options_weights_and_presets():
-    raw, labels = problem(1, 30, 5)
-    value, gradient = backward(ListwiseLoss("ap_q", weights="class", preset="dirtorch"), raw, labels)
-    loss, expected = listwise_gradient("ap_q", raw, labels, weights="class", bins=25, low=0.0)
-    assert value == pytest.approx(loss, rel=1e-9)
-    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-13)
-    with pytest.raises(DistapError, match="did you mean tau"):
-        ListwiseLoss("smooth_ap", taw=1)
-
-
-def test_a_memory_is_ranked_against_in_training_and_is_part_of_the_state():
-    (raw, labels), (other, other_labels) = problem(3, 20, 4), problem(4, 16, 4)
-    loss = ListwiseLoss("smooth_ap", memory=100)
-    first, _ = backward(loss, other, other_labels)
-    assert first == pytest.approx(listwise_gradient("smooth_ap", other, other_labels)[0])
-    again = ListwiseLoss("smooth_ap", memory=100)
-    again.load_state_dict(loss.state_dict())
-    remembered = nn.functional.normalize(other), other_labels
-    expected = listwise_gradient("smooth_ap", raw, labels, *remembered)
-    for module in (loss, again):
-        value, gradient = backward(module, raw, labels)
-        assert value == pytest.approx(expected[0], rel=1e-9)
-        torch.testing.assert_close(gradient, expected[1], rtol=1e-9, atol=1e-13)
-    assert backward(loss.eval(), raw, labels)[0] == pytest.approx(listwise_gradient("smooth_ap", raw, labels)[0])
 
 
 @pytest.mark.parametrize("name", [name for name in REGISTRY["loss"] if name != "simix"])  # which draws again
@@ -58,3 +25,43 @@ def test_it_says_that_it_differentiates_once():
     loss = ListwiseLoss("smooth_ap")(raw.requires_grad_(), labels)
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.grad(loss, raw, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("smooth_ap", {}),
+        ("contrastive", {}),
+        ("contrastive", {"negatives": 5}),
+        ("triplet", {"mining": "semi_hard", "squared": True}),
+        ("triplet", {}),
+        ("multi_similarity", {}),
+        ("calibration", {"alpha": 1.0, "beta": 0.5, "form": "sum"}),
+    ],
+)
+def test_over_some_steps_each_batch_meets_what_a_list_of_earlier_ones_holds(name, options):
+    loss, remembered = ListwiseLoss(name, memory=20, **options), []
+    for step in range(5):
+        last, loss = loss, ListwiseLoss(name, memory=20, **options)
+        loss.load_state_dict(last.state_dict())
+        raw, labels = problem(step, 12, 4)
+        images = torch.randperm(30, generator=torch.Generator().manual_seed(step))[:12]
+        rows = raw.clone().requires_grad_()
+        value = loss(rows, labels, images)
+        value.backward()
+        remembered = [one for one in remembered if one[0] not in images.tolist()]
+        gallery = [torch.stack(column) for column in list(zip(*remembered, strict=True))[1:]]
+        expected, gradient = listwise_gradient(name, raw, labels, *gallery, **options)
+        assert value.item() == pytest.approx(expected, rel=1e-9)
+        torch.testing.assert_close(rows.grad, gradient, rtol=1e-9, atol=1e-13)
+        remembered = [*remembered, *zip(images.tolist(), normalize(raw), labels, strict=True)][-20:]
+    assert len(gallery[0]) > 10
+    assert loss.eval()(raw, labels).item() == pytest.approx(listwise_gradient(name, raw, labels, **options)[0])
+
+
+def test_a_smaller_memory_takes_the_last_of_a_larger_one_and_none_is_below_zero():
+    memory, smaller = remembering(0, 8, first=0), CrossBatchMemory(3)
+    smaller.load_state_dict(memory.state_dict())
+    assert smaller.images.tolist() == [5, 6, 7]
+    with pytest.raises(ValueError, match="size is -1"):
+        CrossBatchMemory(-1)

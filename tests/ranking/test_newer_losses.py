@@ -5,10 +5,11 @@ import math
 import newer_losses
 import pytest
 import torch
-from definitions import levels_of, virtual_images
+from definitions import defined, levels_of, virtual_images
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from problems import problem, rank_raw, remembering
+from reference import listwise_loss
 from torch.nn.functional import normalize
 
 from distap.errors import DistapError
@@ -18,13 +19,6 @@ from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import rank
 
 BOUNDING = {"rho": 100.0, "delta": 0.05, "offset": -3.56, "start": 0.5}
-OF_QUERY = {
-    "recall_at_k": [{}, {"form": "released"}, {"form": "suprank", "ks": (1, 3)}, {"form": "oml", "ks": (2,)}],
-    "sup_recall_at_k": [{"form": "suprank", **BOUNDING}, {"form": "paper", "ks": (2, 5), **BOUNDING}],
-    "pnp": [{"form": form, "alpha": 2.0} for form in ("O", "I_u", "I_b", "D_s", "D_q")],
-    "sup_con": [{}, {"temperature": 0.5}],
-    "info_nce": [{}],
-}
 GRADED = {
     "h_ap": [{}, {"relevance": "map"}, {"alpha": 3.0, **BOUNDING}],
     "smooth_ndcg": [{}, {"tau": 0.1}],
@@ -40,23 +34,6 @@ def assert_is(raw, labels, name, options, definition, memory=None, tolerance=1e-
     ranking, gradient = rank_raw(raw, labels, name, memory=memory, **options)
     assert ranking.loss.item() == pytest.approx(expected.item(), rel=tolerance, abs=1e-12)
     assert (gradient - leaf.grad).norm() <= tolerance * leaf.grad.norm() + 1e-12
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.sampled_from([*OF_QUERY]), st.data(), st.integers(0, 10_000), st.sampled_from(WEIGHTS), st.integers(0, 9))
-def test_value_and_gradient_of_each_query_equal_the_definition(name, data, seed, weights, remembered):
-    options = data.draw(st.sampled_from(OF_QUERY[name]))
-    raw, labels = problem(seed, data.draw(st.integers(4, 20)), data.draw(st.integers(1, 6)))
-    other, other_labels = problem(77, remembered + 4, 6)
-    memory = remembering(77, remembered + 4, classes=6)
-    assert_is(
-        raw,
-        labels,
-        name,
-        {**options, "weights": weights},
-        lambda d: newer_losses.by_query(name, d, labels, normalize(other), other_labels, weights, **options),
-        memory,
-    )
 
 
 @settings(deadline=None, max_examples=30)
@@ -78,18 +55,12 @@ def test_graded_losses_equal_the_definition_at_any_number_of_levels(name, data, 
     )
 
 
-@pytest.mark.parametrize("name", [*OF_QUERY, *GRADED])
+@pytest.mark.parametrize("name", GRADED)
 def test_duplicates_in_float32_are_ranked(name, monkeypatch):
     monkeypatch.setattr("distap.ranking.loss.CPU_TILE_PAIRS", 40)
     raw = (torch.randint(0, 2, (24, 4), generator=torch.Generator().manual_seed(3)) - 0.5).float()
     levels = levels_of(problem(5, 24, 6)[1], 3)
-    options = {"preset": "suprank"} if name == "sup_recall_at_k" else {}
-    expected = {**BOUNDING, "form": "suprank"} if name == "sup_recall_at_k" else {}
-    define, levels = (newer_losses.graded, levels) if name in GRADED else (newer_losses.by_query, levels[:, 0])
-    empty = raw[:0].double(), levels[:0]
-    assert_is(
-        raw, levels, name, options, lambda d: define(name, d, levels, *empty, "uniform", **expected), tolerance=1e-5
-    )
+    assert_is(raw, levels, name, {}, lambda d: defined(name, d, levels), tolerance=1e-5)
 
 
 def test_the_conventions_of_published_code_are_pinned_by_numbers():
@@ -125,7 +96,7 @@ def test_simix_ranks_virtual_images_of_every_pair_of_a_class():
     virtual = torch.stack([alpha * d[a] + (1 - alpha) * d[b] for a, b, alpha in found])
     everything = torch.cat([d, virtual])
     known = torch.cat([labels, torch.stack([labels[a] for a, _, _ in found])])
-    expected = newer_losses.by_query("recall_at_k", everything, known, d[:0], labels[:0], "uniform")
+    expected = listwise_loss("recall_at_k", everything, known)
     expected.backward()
     assert ranking.loss.item() == pytest.approx(expected.item(), rel=1e-12)
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-9, atol=1e-13)
@@ -209,7 +180,7 @@ def test_the_sigmoid_loss_trains_its_scale_and_bias(weights):
     learned = {name: one.detach().clone().requires_grad_() for name, one in module.learned.items()}
     assert [one.item() for one in learned.values()] == [-10, pytest.approx(math.log(10))]
     gallery = normalize(other), other_labels, weights
-    expected = newer_losses.by_query("sigmoid", normalize(same), labels, *gallery, **learned)
+    expected = listwise_loss("sigmoid", normalize(same), labels, *gallery, **learned)
     expected.backward()
     assert value.item() == pytest.approx(expected.item(), rel=1e-9)
     found = [leaf.grad, *(one.grad for one in module.learned.values())]
@@ -242,19 +213,6 @@ def test_gradients_of_near_duplicates_are_those_of_float64(name):
 def test_labels_that_are_no_levels_are_refused(labels, message):
     with pytest.raises(DistapError, match=message):
         rank(normalize(problem(0, 4, 2)[0]), torch.tensor(labels), "h_ap")
-
-
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        ({"recall_at_k": {"ks": []}}, "ks"),
-        ({"simix": {"inner": "triplet"}}, "inner is Triplet"),
-        ({"h_ap": {"self_pair": False}}, "self_pair: False: must be True"),
-    ],
-)
-def test_settings_that_have_no_meaning_are_refused(loss, message):
-    with pytest.raises(DistapError, match=message):
-        build_loss(loss)
 
 
 def test_a_memory_of_other_levels_and_large_labels():

@@ -88,7 +88,7 @@ def rank_share(world, case, loss, mode):
 
 
 def rank_all_cases(world):
-    return {each: rank_share(world, *each) for each in RANKED}
+    return {each: rank_share(world, *each) for each in RANKED} | {"traffic": traffic_of_sharded_ranking(world)}
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4])
@@ -121,34 +121,16 @@ def test_rows_that_take_no_part_have_no_gradient(ranked):
     assert gradient[taking_part].abs().max() > 0
 
 
-def test_what_rank_0_cannot_rank_is_an_error_on_every_rank():
-    assert on_ranks(2, failing_on_rank_0) == ["too hard", "rank 0 could not rank the batch"]
-
-
 def too_hard(descriptors, labels):
     raise DistapError("too hard")
 
 
-def failing_on_rank_0(world):
-    descriptors, labels, taking_part = batch()
+def refusal(world, loss, labels, taking_part):
     mine = slice(world.rank, None, world.size)
-    gathered = gather(descriptors[mine], labels[mine], taking_part[mine], world, SLOTS)
+    gathered = gather(batch()[0][mine], labels[mine], taking_part[mine], world, SLOTS)
     with pytest.raises(DistapError) as error:
-        rank_descriptors(build_loss(too_hard), gathered)
-    return str(error.value).split(";")[0]
-
-
-def test_nothing_to_rank_is_an_error_on_every_rank():
-    assert on_ranks(2, nothing_to_rank) == ["nothing can be ranked"] * 2
-
-
-def nothing_to_rank(world):
-    descriptors, _, taking_part = batch()
-    mine = slice(world.rank, None, world.size)
-    gathered = gather(descriptors[mine], torch.arange(SLOTS)[mine], taking_part[mine], world, SLOTS)
-    with pytest.raises(DistapError) as error:
-        rank_descriptors(QuantizedAP(), gathered, "central")
-    return "nothing can be ranked" if "nothing can be ranked" in str(error.value) else str(error.value)
+        rank_descriptors(loss, gathered, "central")
+    return str(error.value)
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +157,9 @@ def test_a_group_of_some_ranks_ranks_among_itself(from_a_group):
 
 
 def test_every_rank_of_a_group_is_told_what_is_wrong_and_where(from_a_group):
-    for answer in from_a_group:
+    for number, answer in enumerate(from_a_group):
+        assert ("rank 0 could not rank the batch" if number else "too hard") in answer["too hard"]
+        assert "nothing can be ranked" in answer["nothing"]
         assert "rank 1, row 2: descriptors hold values that are not finite" in answer["not finite"]
         assert "rank 2, rows 0, 4: descriptors hold values that are not finite" in answer["not finite"]
         assert "rank 1, labels are torch.float" in answer["labels"]
@@ -184,11 +168,13 @@ def test_every_rank_of_a_group_is_told_what_is_wrong_and_where(from_a_group):
 
 
 def rank_uneven_shares(world):
-    descriptors, labels, _ = batch()
+    descriptors, labels, taking_part = batch()
     mine = [slice(0, 3), slice(3, 7), slice(7, SLOTS)][world.rank]
     answers = {
         mode: rank(descriptors[mine], labels[mine], "smooth_ap", group=dist.group.WORLD, mode=mode) for mode in MODES
     }
+    answers["too hard"] = refusal(world, build_loss(too_hard), labels, taking_part)
+    answers["nothing"] = refusal(world, QuantizedAP(), torch.arange(SLOTS), taking_part)
     some = dist.new_group([1, 2])
     answers["some"] = rank(descriptors[mine], labels[mine], group=some).loss.item() if world.rank else None
     broken = descriptors.clone()
@@ -206,7 +192,7 @@ def complaint(descriptors, labels):
     return str(error.value)
 
 
-ROWS, DIMENSIONS = 256, 64
+ROWS, DIMENSIONS = 240, 64
 
 
 def traffic_of_sharded_ranking(world):
@@ -224,11 +210,12 @@ def traffic_of_sharded_ranking(world):
     }
 
 
-def test_a_sharded_loss_sends_its_own_rows_and_slopes_or_the_gradient_of_the_gallery():
-    gathered = ROWS // 2 * (4 * DIMENSIONS + 3 * 8)  # descriptors; label, image number and whether it takes part
+def test_a_sharded_loss_sends_its_own_rows_and_slopes_or_the_gradient_of_the_gallery(ranked):
+    own = ROWS // len(ranked)
+    gathered = own * (4 * DIMENSIONS + 3 * 8)  # descriptors; label, image number and whether it takes part
     agreed = 8 + 8  # the loss, and whether all is finite
-    slopes, gradient = ROWS // 2 * 4 * 2 * 19, ROWS * 4 * DIMENSIONS
-    for traffic in on_ranks(2, traffic_of_sharded_ranking):
+    slopes, gradient = own * 4 * 2 * 19, ROWS * 4 * DIMENSIONS
+    for traffic in (answer["traffic"] for answer in ranked):
         assert traffic["ap_q"] == {"gloo:all_gather": gathered + slopes, "gloo:all_reduce": agreed}
         # gloo reduces and scatters by an all_reduce.
         assert traffic["sup_ap"] == {"gloo:all_gather": gathered, "gloo:all_reduce": gradient + agreed}

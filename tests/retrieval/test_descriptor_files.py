@@ -48,7 +48,9 @@ def test_no_image_and_odd_names_are_kept(tmp_path):
     assert_same(read_descriptors(tmp_path), odd)
 
 
-def test_a_file_that_is_cut_or_longer_is_refused(tmp_path, images):
+def test_a_file_that_is_missing_cut_or_longer_is_refused(tmp_path, images):
+    with pytest.raises(DistapError, match="no such file; `distap extract` writes it"):
+        read_descriptors(tmp_path)
     write_descriptors(tmp_path, images)
     for path in tmp_path.iterdir():
         if path.name == "about.json":
@@ -90,11 +92,6 @@ def test_a_record_that_is_none_or_does_not_fit_is_refused(tmp_path, images):
             path.write_text(json.dumps({**about, key: value}))
             with pytest.raises(DistapError, match=str(tmp_path)):
                 read_descriptors(tmp_path)
-
-
-def test_a_folder_that_was_not_finished_is_none(tmp_path):
-    with pytest.raises(DistapError, match="no such file; `distap extract` writes it"):
-        read_descriptors(tmp_path)
 
 
 def test_keys_and_descriptors_have_one_number_of_rows(images):

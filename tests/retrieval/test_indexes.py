@@ -180,16 +180,12 @@ def test_an_index_made_by_strangers_is_refused_where_its_answers_would_be_wrong(
             read_index(tmp_path).search(gallery.descriptors[690:], 5)
 
 
-def test_queries_of_other_dimensions_are_refused(gallery, written):
+def test_queries_of_other_dimensions_are_refused_and_more_results_than_images_are_all_of_them(gallery, written):
     index = read_index(written)
     with pytest.raises(DistapError, match="of 16 dimensions, the query of 9"):
         index.search(np.eye(9, dtype=np.float32)[:2], 3)
     with pytest.raises(DistapError, match="query 1 is not finite"):
         index.search(np.array([[0.25] * 16, [np.nan] * 16], np.float32), 3)
-
-
-def test_more_results_than_there_are_images_are_all_of_them(gallery, written):
-    index = read_index(written)
     assert [len(hits) for hits in index.search(gallery.descriptors[:2], 10_000)] == [700, 700]
     assert index.search(gallery.descriptors[:2], 0) == [[], []]
     assert index.search(gallery.descriptors[:0], 3) == []

@@ -6,9 +6,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from retrieval_reference import figure_of, mean, order_of, trapezoid_average_precision
 from torch.nn.functional import normalize
 
 import distap
@@ -17,7 +14,6 @@ from distap.data.converters.revisited import DIFFICULTIES, OF_REVISITED
 from distap.errors import DistapError
 from distap.evaluation.ground_truth import EARTH_METRES, parsed_truth
 from distap.retrieval.evaluate import evaluate_descriptors
-from distap.retrieval.figures import AT
 from distap.retrieval.truth import Truth
 
 CPU = torch.device("cpu")
@@ -28,70 +24,6 @@ def graded(gallery, *queries):
     grades = [[1] * len(easy) + [2] * len(hard) for easy, hard, _ in queries]
     positives, junk = [[*easy, *hard] for easy, hard, _ in queries], [junk for *_, junk in queries]
     return Truth(gallery, positives, junk, grades, DIFFICULTIES)
-
-
-def problem(seed, queries, gallery, tied):
-    """Descriptors, and lists of which some lack easy or hard images; tied ones are small integers."""
-    generator = torch.Generator().manual_seed(seed)
-    if tied:
-        described = torch.randint(-1, 2, (queries + gallery, 3), generator=generator).double()
-    else:
-        described = normalize(torch.randn(queries + gallery, 5, generator=generator, dtype=torch.float64))
-    lists = []
-    for _ in range(queries):
-        order = torch.randperm(gallery, generator=generator).tolist()
-        cuts = sorted(torch.randint(0, gallery + 1, (3,), generator=generator).tolist())
-        lists.append([order[a:b] for a, b in zip([0, *cuts[:2]], cuts, strict=True)])
-    return described[:queries], described[queries:], lists
-
-
-def rights(queries, gallery, lists, head=None):
-    """By group and query, which places of the ranking without junk hold a positive."""
-    result = {"Easy": [], "Medium": [], "Hard": []}
-    for number, (row, own) in enumerate(zip((queries @ gallery.t()).tolist(), lists, strict=True)):
-        easy, hard, junk = map(set, own)
-        groups = {"Easy": (easy, junk | hard), "Medium": (easy | hard, junk), "Hard": (hard, junk | easy)}
-        for name, (positives, ignored) in groups.items():
-            order = order_of(row, positives, ignored, head[number].tolist() if head is not None else ())
-            result[name].append([found in positives for found in order])
-    return result
-
-
-def require_equal(result, expected):
-    left_out = {}
-    for name, of_queries in expected.items():
-        counted = [right for right in of_queries if any(right)]
-        left_out[name] = len(of_queries) - len(counted)
-        areas = [trapezoid_average_precision(right) if any(right) else np.nan for right in of_queries]
-        assert result.values[f"{name} mAP/trapezoids"].tolist() == pytest.approx(areas, abs=1e-12, nan_ok=True)
-        figures = {f"{name} mAP/trapezoids": [trapezoid_average_precision(right) for right in counted]}
-        figures |= {f"{name} mP@{k}/last": [figure_of(f"mP@{k}/last", right) for right in counted] for k in AT}
-        for figure, values in figures.items():
-            value = mean(values) if values else np.nan
-            assert result.summary()[figure] == pytest.approx(value, abs=1e-12, nan_ok=True)
-    assert result.left_out == left_out
-
-
-@settings(deadline=None, max_examples=60)
-@given(seed=st.integers(0, 10_000), gallery=st.integers(2, 40), tied=st.booleans(), kept=st.integers(0, 20))
-def test_three_groups_equal_those_of_sorting_without_junk(seed, gallery, tied, kept):
-    queries, described, lists = problem(seed, 4, gallery, tied)
-    generator = torch.Generator().manual_seed(seed)
-    head = torch.stack([torch.randperm(gallery, generator=generator)[:kept] for _ in range(4)]) if kept else None
-    result = evaluate_descriptors(queries, described, graded(gallery, *lists), OF_REVISITED, head=head)
-    require_equal(result, rights(queries, described, lists, head))
-
-
-@pytest.mark.parametrize("pairs", [60, 1])
-def test_a_gallery_read_in_blocks_gives_the_same_three_groups(tmp_path, monkeypatch, pairs):
-    queries, described, lists = problem(1, 6, 50, tied=True)
-    np.save(tmp_path / "gallery.npy", described.half().numpy())
-    mapped = np.load(tmp_path / "gallery.npy", mmap_mode="r")
-    monkeypatch.setattr("distap.retrieval.evaluate.BLOCK_PAIRS", pairs)
-    monkeypatch.setattr("distap.retrieval.evaluate.RESIDENT_BYTES", 0)
-    monkeypatch.setattr("distap.retrieval.ranks.CONVERTED_NUMBERS", 9)
-    result = evaluate_descriptors(queries.float(), mapped, graded(50, *lists), OF_REVISITED)
-    require_equal(result, rights(queries, described, lists))
 
 
 def test_one_perfect_query_and_one_known_by_hand():

@@ -18,7 +18,8 @@ from distap.retrieval.evaluate import evaluate_descriptors
 from distap.retrieval.figures import GRADED
 from distap.retrieval.truth import Truth
 
-NAMES = ["mAP", "mAP@R", "mAP@3", "mAP@1000", "R@1", "R@20", "CMC@2", "mP@5", "mP@5/min", "mP@5/last", *GRADED]
+NAMES = ["mAP", "mAP@R", "mAP@3", "mAP@1000", "R@1", "R@20", "CMC@2", "mP@5", "mP@5/min", "mP@5/last"]
+NAMES += ["mAP/trapezoids", *GRADED]
 
 
 def problem(seed: int, tied: bool):
@@ -34,31 +35,48 @@ def problem(seed: int, tied: bool):
     rows = [(own & ~junk).nonzero().flatten().tolist() for own, junk in zip(levels > 0, is_junk, strict=True)]
     grades = [levels[query, own].tolist() for query, own in enumerate(rows)]
     junk = [own.nonzero().flatten().tolist() for own in is_junk]
-    truth = Truth(gallery, rows, junk, grades, {"": (1, 2, 3), "good": (2, 3)})
+    truth = Truth(gallery, rows, junk, grades, {"": (1, 2, 3), "good": (2, 3), "fair": (1,)})
     return described[:6], described[6:], truth, levels
 
 
-def relevance_of(query: int, queries, gallery, truth, levels, worst: bool) -> list[int]:
+def relevance_of(query: int, queries, gallery, truth, levels, worst: bool, head: list[int]) -> list[int]:
     similarities, own = (gallery @ queries[query]).tolist(), levels[query].tolist()
     sign = 1 if worst else -1
     order = sorted(range(len(own)), key=lambda row: (-round(similarities[row], 9), sign * own[row]))
+    order = [*head, *(row for row in order if row not in head)]
     return [own[row] for row in order if row not in truth.junk[query]]
 
 
 @settings(deadline=None, max_examples=80)
-@given(seed=st.integers(0, 10_000), tied=st.booleans(), ties=st.sampled_from(["against", "for"]))
-def test_every_figure_is_that_of_its_definition(seed, tied, ties):
+@given(st.integers(0, 10_000), st.booleans(), st.sampled_from(["against", "for"]), st.integers(0, 20))
+def test_every_figure_is_that_of_its_definition(seed, tied, ties, kept):
     queries, gallery, truth, levels = problem(seed, tied)
-    found = evaluate_descriptors(queries, gallery, truth, NAMES, ties=ties)
+    generator = torch.Generator().manual_seed(seed)
+    head = torch.stack([torch.randperm(len(gallery), generator=generator)[:kept] for _ in range(6)])
+    found = evaluate_descriptors(queries, gallery, truth, NAMES, ties=ties, head=head if kept else None)
     for query in range(6):
-        relevance = relevance_of(query, queries, gallery, truth, levels, ties == "against")
+        ranked = query, queries, gallery, truth, levels
+        relevance = relevance_of(*ranked, ties == "against", head[query].tolist())
         for name in found.values:
             group, _, figure = name.rpartition(" ")
-            own = [level for level in relevance if level != 1] if group else relevance  # others are junk
+            own = [level for level in relevance if level in (0, *truth.groups[group])]  # others are junk
             expected = figure_of(figure, own) if any(own) else math.nan
             if figure == "mP@5":
                 expected = expected * min(5, len(own)) / min(5, len(gallery)) if own else math.nan
             assert found.values[name][query].item() == pytest.approx(expected, abs=1e-12, nan_ok=True), name
+
+
+@pytest.mark.parametrize("pairs", [60, 1])
+def test_a_gallery_read_in_blocks_gives_the_same_figures(tmp_path, monkeypatch, pairs):
+    queries, gallery, truth, _ = problem(1, tied=True)
+    whole = evaluate_descriptors(queries, gallery, truth, NAMES)
+    np.save(tmp_path / "gallery.npy", gallery.half().numpy())
+    mapped = np.load(tmp_path / "gallery.npy", mmap_mode="r")
+    monkeypatch.setattr("distap.retrieval.evaluate.BLOCK_PAIRS", pairs)
+    monkeypatch.setattr("distap.retrieval.evaluate.RESIDENT_BYTES", 0)
+    monkeypatch.setattr("distap.retrieval.ranks.CONVERTED_NUMBERS", 9)
+    found = evaluate_descriptors(queries.float(), mapped, truth, NAMES)
+    torch.testing.assert_close(found.values, whole.values, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
 def test_figures_agree_with_those_of_libraries():

@@ -23,10 +23,7 @@ class Limited(nn.Module):
 
 
 def learner_with(**limits):
-    return learner_of(Limited(small_network(), **limits))
-
-
-def learner_of(network):
+    network = Limited(small_network(), **limits)
     return learning(network, torch.optim.SGD(network.parameters(), lr=1.0), World())
 
 

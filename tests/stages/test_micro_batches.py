@@ -22,23 +22,22 @@ def test_a_share_is_cut_in_order_and_the_last_micro_batch_is_shorter():
     assert cut(3, 3, 2) == []
 
 
-def test_all_rows_with_a_gradient_are_replayed_in_full_micro_batches():
-    assert passes([1.0] * 5, 2) == [([0, 1], False), ([2, 3], False), ([4], False)]
-    assert passes([1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0], 2) == [([0, 2], False), ([3, 5], False), ([6], False)]
-
-
-def test_micro_batches_that_must_stay_are_left_out_as_a_whole():
-    lengths = [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0]
-    assert passes(lengths, 2, regroup=False) == [([2, 3], False), ([4, 5], False)]
-
-
-def test_kept_graphs_come_first():
-    assert passes([1.0] * 6, 2, kept=(2, 4)) == [([2, 3], True), ([4, 5], True), ([0, 1], False)]
-    assert passes([1.0, 1.0, 1.0, 1.0, 0.0, 0.0], 2, kept=(2, 4)) == [([2, 3], True), ([0, 1], False)]
-
-
-def test_gradients_below_the_limit_are_left_out_but_not_those_that_are_no_number():
-    assert passes([0.5, 0.1, NAN, 2.0], 4, limit=0.2) == [([0, 2, 3], False)]
+@pytest.mark.parametrize(
+    ("lengths", "size", "options", "expected"),
+    [
+        ([1.0] * 5, 2, {}, [([0, 1], False), ([2, 3], False), ([4], False)]),
+        ([1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0], 2, {}, [([0, 2], False), ([3, 5], False), ([6], False)]),
+        # Micro-batches that must stay are left out as a whole.
+        ([0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0], 2, {"regroup": False}, [([2, 3], False), ([4, 5], False)]),
+        # Kept graphs come first.
+        ([1.0] * 6, 2, {"kept": (2, 4)}, [([2, 3], True), ([4, 5], True), ([0, 1], False)]),
+        ([1.0, 1.0, 1.0, 1.0, 0.0, 0.0], 2, {"kept": (2, 4)}, [([2, 3], True), ([0, 1], False)]),
+        # Gradients below the limit are left out, but not those that are no number.
+        ([0.5, 0.1, NAN, 2.0], 4, {"limit": 0.2}, [([0, 2, 3], False)]),
+    ],
+)
+def test_rows_with_a_gradient_are_replayed_in_full_micro_batches(lengths, size, options, expected):
+    assert passes(lengths, size, **options) == expected
 
 
 def test_a_share_without_any_gradient_is_padded_by_one_image_without_gradient():

@@ -1,20 +1,37 @@
+"""Sets that are drawn from packages of npm: glyphs and emoji."""
+
 import io
 import json
 import tarfile
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFont
 
-from benchmarks.fetch import glyphs
+from benchmarks.fetch import emoji, glyphs
 from benchmarks.fetch.glyphs import Font
 from distap.data.shards.image_files import list_images
+from distap.errors import DistapError
 
 AILERON = ImageFont.load_default(10).path.getvalue()  # a TrueType font of Latin that Pillow holds
 RANGES = "U+30-39,U+41-5A,U+61-7a,U+2c,U+4e00"  # with a mark and an ideograph that are not to be drawn
 
 
-def write_package(folder, name, units=1000, data=AILERON):
+def write_tar(path, files):
+    with tarfile.open(path, "w:gz") as tar:
+        for name, content in files.items():
+            info = tarfile.TarInfo(f"package/{name}")
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def write_jsons(path, files):
+    write_tar(path, {f"{name}.json": json.dumps(content).encode() for name, content in files.items()})
+
+
+def write_font(folder, name, units=1000, data=AILERON):
     """A package as Fontsource's; the more units an em has, the smaller the font draws."""
     tables = data.index(b"head")
     head = int.from_bytes(data[tables + 8 : tables + 12])
@@ -24,13 +41,7 @@ def write_package(folder, name, units=1000, data=AILERON):
         "unicode.json": json.dumps({"latin": RANGES, "[3]": "U+41-5A,U+416"}).encode(),
         **{f"files/{name}-{subset}-400-normal.woff2": font for subset in ("latin", "3")},
     }
-    path = folder / f"{name}.tgz"
-    with tarfile.open(path, "w:gz") as tar:
-        for member, content in files.items():
-            info = tarfile.TarInfo(f"package/{member}")
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return Font(f"@fontsource/{name}", "1.0.0", 400), path
+    return Font(f"@fontsource/{name}", "1.0.0", 400), write_tar(folder / f"{name}.tgz", files)
 
 
 def write_properties(path):
@@ -38,13 +49,7 @@ def write_properties(path):
     of = {"Script/Latin": r"[A-Za-z\xC4]", "Script/Common": "[0-9]", "Script/Han": r"[\u4E00]|\uD840[\uDC00-\uDC02]"}
     of |= {"Block/Basic_Latin": r"[\0-\x7F]", "Block/Latin_1_Supplement": r"[\x80-\xFF]"}
     of["Block/CJK"] = r"[\u4E00-\u9FFF]|[\uD840-\uD868][\uDC00-\uDFFF]"
-    with tarfile.open(path, "w:gz") as tar:
-        for name, expression in of.items():
-            info = tarfile.TarInfo(f"package/{name}/regex.mjs")
-            content = f"export default /{expression}/;\n".encode()
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return path
+    return write_tar(path, {f"{name}/regex.mjs": f"export default /{of[name]}/;\n".encode() for name in of})
 
 
 def test_characters_have_their_blocks_and_scripts(tmp_path):
@@ -55,7 +60,7 @@ def test_characters_have_their_blocks_and_scripts(tmp_path):
 
 def test_no_two_images_are_equal_and_classes_are_split(tmp_path):
     sizes = (1000, 1100, 1200, 1200, 1300, 900, 800)  # two of these fonts draw alike
-    packages = [write_package(tmp_path, f"font-{number}", units) for number, units in enumerate(sizes)]
+    packages = [write_font(tmp_path, f"font-{number}", units) for number, units in enumerate(sizes)]
     record = glyphs.draw_set(tmp_path / "set", 32, packages, write_properties(tmp_path / "unicode.tgz"))
     images = sorted((tmp_path / "set").rglob("*.png"))
     pixels = {Image.open(path).tobytes() for path in images}
@@ -95,3 +100,37 @@ def test_a_character_that_most_fonts_draw_as_another_is_no_class():
     classes = parts["train"] | parts["test"]
     assert sorted(classes) == ["A", "Б", "б"]
     assert not {*FONTS[:2]} & set(classes["б"])
+
+
+def test_an_icon_of_a_package_is_drawn_whole_on_white(tmp_path):
+    icons = {"dot": {"body": '<circle cx="5" cy="5" r="5"/>'}, "wide": {"body": "<g/>", "width": 20, "left": 3}}
+    files = {
+        "package": {"version": "1.0.0"},
+        "info": {"license": {"spdx": "MIT"}},
+        "icons": {"width": 10, "height": 10, "icons": icons},
+    }
+    write_jsons(tmp_path / "x.tgz", files)
+    with pytest.raises(DistapError, match=r"x.tgz holds version 1\.0\.0 of x, expected 1\.0\.1"):
+        emoji.read_vendor(tmp_path / "x.tgz", "x", "1.0.1")
+    vendor = emoji.read_vendor(tmp_path / "x.tgz", "x", "1.0.0")
+    assert 'viewBox="3 0 20 10"' in vendor.drawings["wide"]
+    path = tmp_path / "class" / "x.png"
+    emoji.draw((vendor.drawings["dot"], 32, path))
+    image = Image.open(path).convert("RGB")
+    assert image.size == (32, 32)
+    assert image.getpixel((0, 0)) == (255, 255, 255)
+    assert image.getpixel((16, 16)) == (0, 0, 0)
+
+
+def test_icons_have_the_groups_and_subgroups_of_unicode(tmp_path):
+    listed = [{"hexcode": "2764-FE0F", "subgroup": 7, "group": 0}, {"hexcode": "1F1E6", "order": 1}]
+    files = {
+        "tree": {"en/data": listed, "meta/groups": {"groups": {"0": "smileys"}, "subgroups": {"7": "heart"}}},
+        "x": {"chars": {"2764": "red-heart", "1f1e6": "letter-a"}},
+        "y": {"icons": {}},
+        "z": {"chars": {"2764-fe0f": "heart"}},
+    }
+    for archive, contents in files.items():
+        write_jsons(tmp_path / archive, contents)
+    found = emoji.read_levels(tmp_path / "tree", [tmp_path / name for name in "xyz"])
+    assert found == dict.fromkeys(("red-heart", "heart"), ("heart", "smileys"))
