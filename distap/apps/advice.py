@@ -15,10 +15,11 @@ from distap.data.shards.index import Index, load_index
 from distap.data.shards.parallel import usable_cores
 from distap.errors import DistapError
 from distap.randomness import permutation
-from distap.storage.locations import parse_source
+from distap.storage.locations import parse_source, part_of
 
 TRAIN, TEST = ("train", "training"), ("test", "validation", "val", "valid")  # names of folders
 LISTS = (".csv", ".tsv", ".parquet")  # of images, which `distap data pack` reads
+HELD_OUT, LEAST_TO_HOLD_OUT = 0.25, 20  # share of the classes that is held out if no set is, and of how many
 SIZES_LOOKED_AT = 200  # images whose size is looked at if the index does not say it
 MANY_CLASSES = 100  # with fewer, a batch of every class has many images of each
 SMALL_BATCH = 60  # of few classes
@@ -86,6 +87,9 @@ def look(place: str) -> Look:
         index = load_index(sets["train"])
     except DistapError as error:
         raise DistapError(f"{error}{pack}") from error
+    if len(sets) == 1 and len(index.classes.with_pairs) >= LEAST_TO_HOLD_OUT:
+        sets = {"train": part_of(sets["train"], 0, 1 - HELD_OUT), "validation": part_of(sets["train"], 1 - HELD_OUT, 1)}
+        index = load_index(sets["train"])
     classes = index.classes
     if (pairs := len(classes.with_pairs)) < 2:
         raise DistapError(

@@ -12,6 +12,7 @@ from distap.cli.options import App, run
 from distap.cli.recipes import config_command, init_command, recipes_command
 from distap.cli.search import search_command, serve_command
 from distap.cli.train import report_command, train_command
+from distap.cli.tune import tune_command
 
 app = App()
 app.command("init")(init_command)
@@ -19,6 +20,7 @@ app.command("recipes")(recipes_command)
 app.command("config")(config_command)
 app.add_typer(data, name="data")
 app.command("train")(train_command)
+app.command("tune")(tune_command)
 app.command("eval")(eval_command)
 app.command("extract")(extract_command)
 app.command("export")(export_command)

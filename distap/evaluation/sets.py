@@ -60,7 +60,8 @@ def open_set(
     folder, known = Path(source.base), None if truth is None else read_truth(Path(truth))
     asked: Sequence[Source | str] = [source]
     among: Sequence[Source | str] = [] if gallery is None else [gallery]
-    is_whole, truth_file = not source.scheme and source.pattern is None, folder / GROUND_TRUTH_FILE
+    is_whole = not source.scheme and source.pattern is None and source.part == (0, 1)
+    truth_file = folder / GROUND_TRUTH_FILE
     if known is None and is_whole and source.kind == "shards" and truth_file.is_file():
         if among:
             raise DistapError(f"{source}: its gallery is that of its ground truth, so leave gallery out")

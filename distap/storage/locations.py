@@ -10,13 +10,15 @@ imagefolder:photos/               images that are not packed: a folder with a su
 hf:photos, hf:user/name#train     a data set of Hugging Face: a folder that save_to_disk wrote, or a name, and a split
 described:descriptors/train       descriptors in place of images: a folder that `distap extract` wrote
 given:module:Class                one that was an object in Python, in the record of a run
+
+and a part of it: shards/train[:0.75] has three quarters of its classes, shards/train[0.75:] the others.
 """
 
 import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +39,7 @@ MAX_SHARDS = 1_000_000
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _UNPACKED = ("imagefolder", "hf", "described", "given")
 _GLOB = "*?["
+_PART = re.compile(r"(.+)\[(\d*\.?\d*):(\d*\.?\d*)\]")
 _EXPECTED = (
     "a folder, a glob or brace pattern of .tar files, the same behind http(s)://, s3://, gs:// or file://, or "
     "imagefolder:FOLDER, hf:NAME or described:FOLDER"
@@ -53,6 +56,7 @@ class Source:
     kept_index: Path | None = None  # a local file that takes the place of the index next to the shards
     kind: str = "shards"  # or imagefolder, hf, described, given
     rows: Any = field(default=None, compare=False, repr=False)  # the images of a data set in Python
+    part: tuple[float, float] = (0.0, 1.0)  # of its classes in a fixed random order: begin and end, as shares
 
     def __str__(self) -> str:
         return self.text
@@ -104,6 +108,12 @@ def parse_source(source: "str | Path | Source", index: Path | None = None) -> So
     text = str(source)
     if text.startswith("pipe:"):
         raise DistapError(f"{text}: a shell command is no data set; expected {_EXPECTED}")
+    if found := _PART.fullmatch(text):
+        whole, begin, end = found.groups()
+        part = float(begin or 0), float(end or 1)
+        if not 0 <= part[0] < part[1] <= 1 or whole.startswith("described:"):
+            raise DistapError(f"{text}: expected images, and shares of their classes such as {whole}[:0.75]")
+        return replace(parse_source(whole, index), text=text, part=part)
     kind, colon, place = text.partition(":")
     is_packed = not colon or kind not in _UNPACKED
     if text == "" or "\0" in text or not (is_packed or place):
@@ -132,6 +142,13 @@ def parse_source(source: "str | Path | Source", index: Path | None = None) -> So
     base, pattern = _split_pattern(rest)
     # The URL has the escapes of a browser; the names in the index have none.
     return Source(text, f"{scheme}://{base}", unquote(pattern) if pattern and is_web else pattern, index)
+
+
+def part_of(text: str, begin: float, end: float) -> str:
+    """Return the text of a part of a data set's classes, from one share of them to another, as `parse_source` reads."""
+    found = _PART.fullmatch(text)
+    whole, low, high = (found[1], float(found[2] or 0), float(found[3] or 1)) if found else (text, 0.0, 1.0)
+    return f"{whole}[{low + begin * (high - low):.6g}:{low + end * (high - low):.6g}]"
 
 
 def parse_store(url: str) -> str:

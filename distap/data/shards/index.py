@@ -28,6 +28,7 @@ from distap.data.shards.image_files import (
 )
 from distap.data.shards.image_folders import Skipped
 from distap.errors import DistapError
+from distap.randomness import permutation
 from distap.storage.columns import Buffer, read_columns
 from distap.storage.files import Storage
 from distap.storage.locations import Source, parse_source, safe_name
@@ -83,6 +84,15 @@ class Index:
     def classes(self) -> Classes:
         """Return the samples by class, for the plan of batches."""
         return Classes(self.label, self.class_levels)
+
+    def of_classes(self, begin: float, end: float) -> "Index":
+        """Return the images of a part of the classes, which are in a random order that depends on their number."""
+        count = len(self.class_name)
+        chosen = np.sort(permutation(count, 0)[round(begin * count) : round(end * count)])
+        kept = np.isin(self.label, chosen)
+        columns = {name: getattr(self, name)[kept] for name in SAMPLE_COLUMNS}
+        columns |= {name: getattr(self, name)[chosen] for name in CLASS_COLUMNS}
+        return replace(self, **columns | {"label": np.searchsorted(chosen, columns["label"])})
 
     def save(self, source: Source | Path | str) -> None:
         """Write the index atomically to the place that its source defines."""
@@ -179,6 +189,15 @@ def _problems(index: Index) -> Iterator[str]:
 def load_index(source: Source | Path | str, compare: bool = True) -> Index:
     """Read and check a data set's index; with `compare`, also that its shards exist with the same sizes."""
     source = parse_source(source)
+    index = _index_of_whole(source, compare)
+    if source.part == (0, 1):
+        return index
+    if not len(index := index.of_classes(*source.part)):
+        raise DistapError(f"{source}: no class is in this part")
+    return index
+
+
+def _index_of_whole(source: Source, compare: bool) -> Index:
     if source.kind == "described":
         raise DistapError(f"{source}: these are descriptors, and no images; only training and evaluation take them")
     if (rows := rows_behind(source)) is not None:

@@ -1,0 +1,255 @@
+"""Search with Optuna for settings by which a recipe retrieves more, in short trials on held-out classes."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from hashlib import sha256
+from itertools import pairwise
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import optuna
+import yaml
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from distap.apps.advice import HELD_OUT, RECIPE_TEMPLATES
+from distap.config.reading import changed_settings, parsed_yaml, recipe_file, recipe_from
+from distap.config.recipe import Recipe
+from distap.data.shards.index import load_index
+from distap.errors import FINISHED, DistapError
+from distap.pages.charts import Chart
+from distap.pages.page import write_page
+from distap.processes.forks import die_with_parent
+from distap.registry import name_of
+from distap.storage.atomic import write_whole
+from distap.storage.locations import part_of
+from distap.storage.texts import read_text
+from distap.telemetry.runlog import RUN_LOG, read_run_log
+from distap.telemetry.terminal import tell
+from distap.training.schedule import Length
+
+SPACE, DATABASE, PAGE, TUNED, OUTPUT = "space.yaml", "trials.db", "tuning.html", "recipe.yaml", "output.log"
+JUDGED, LEAST_JUDGED = 0.1, 400  # images to judge by: a share of those that a trial trains on, but so many at least
+RUNGS = 4  # evaluations of a trial; successive halving ends a poor one after the first or second
+POLL_SECONDS = 0.5
+BATCHES, IMAGES_A_CLASS = (32, 64, 128, 256), (2, 4, 8)
+Values = Mapping[str, Any]  # by recipe key: numbers, or any value as YAML
+
+
+@dataclass
+class Tuning:
+    """A search for settings, kept in a folder, from which it goes on.
+
+    Raises:
+        DistapError: the recipe cannot be tuned, or a key or a value of the space is wrong.
+    """
+
+    config: Path
+    overrides: list[str]
+    folder: Path
+    file: Path | None  # of the values to search; None is a new one in the folder
+    share: float  # of the recipe's cost that a trial takes
+    ranks: int
+    figure: str  # of the held-out classes, which is to become large
+
+    def __post_init__(self) -> None:
+        self.settings = changed_settings(recipe_file(self.config), self.overrides)
+        self.recipe = recipe_from(self.settings, str(self.config))
+        self.index = load_index(self.recipe.data.train_source)
+        self.images = Length(self.recipe, self.index, self.recipe.sampling.size).steps * self.recipe.sampling.size
+        file = self.file or self.folder / SPACE
+        if self.file is None and not file.exists():
+            write_whole(file, self.default_space())
+        text = read_text(file)
+        self.space = self.parsed_space(parsed_yaml(text, str(file)), str(file))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self.study = optuna.create_study(
+            storage=f"sqlite:///{self.folder / DATABASE}",
+            study_name=repr((text, self.settings, self.share, self.figure)),  # another search begins anew
+            load_if_exists=True,
+            direction="maximize",
+            sampler=optuna.samplers.TPESampler(seed=self.recipe.seed),
+            pruner=optuna.pruners.SuccessiveHalvingPruner(reduction_factor=2),
+        )
+
+    def default_space(self) -> str:
+        """Return YAML with what is searched by default."""
+        data, most = self.recipe.data, self.index.classes.most
+        batches = [(size // images, images) for size in BATCHES for images in IMAGES_A_CLASS]
+        return RECIPE_TEMPLATES.get_template("space.yaml").render(
+            rate=self.recipe.optimizer.learning_rate,
+            batches=[each for each in batches if each[0] <= (1 - HELD_OUT) * most(each[1])],
+            sizes=sorted({max(32, round(data.image_size * 2 / 3 / 32) * 32), data.image_size}),
+            is_pretrained=name_of("weights", self.recipe.model.weights) != "random",
+        )
+
+    def parsed_space(self, given: Any, file: str) -> dict[str, BaseDistribution]:
+        """Return what to search by recipe key; the recipe's own value joins each list."""
+        found: dict[str, BaseDistribution] = {}
+        if not isinstance(given, Mapping) or not given:
+            raise DistapError(f"{file}: expected recipe keys, each with a list of values or with low and high")
+        for key, values in given.items():
+            try:
+                if isinstance(values, list):
+                    own = [] if self.own(key) in (None, *values) else [self.own(key)]
+                    found[key] = CategoricalDistribution([*map(as_yaml, values + own)])
+                else:
+                    found[key] = FloatDistribution(**values)
+            except (TypeError, ValueError) as error:
+                raise DistapError(f"{file}: {key}: {error}; expected a list, or low, high and perhaps log") from error
+            for value in values if isinstance(values, list) else (values["low"], values["high"]):
+                recipe_from(changed_settings(self.settings, [f"{key}={as_yaml(value)}"]), file)
+        return found
+
+    def own(self, key: str) -> Any:
+        """Return what the recipe says for a key; None if it does not."""
+        return reduce(lambda at, part: at.get(part) if isinstance(at, dict) else None, key.split("."), self.settings)
+
+    def with_values(self, values: Values, share: float = 1.0) -> dict[str, Any]:
+        """Return the recipe's settings with other values, for as many steps as cost `share` of the recipe.
+
+        The cost is the number of pixels that the network sees.
+        """
+        settings = changed_settings(self.settings, [f"{key}={value}" for key, value in values.items()])
+        recipe = recipe_from(settings, str(self.config))
+        images = share * self.images * mean_pixels(self.recipe) / mean_pixels(recipe)
+        changes: dict[str, Any] = {"steps": max(RUNGS, round(images / recipe.sampling.size))}
+        by = images / self.images
+        if getattr(recipe.schedule, "unit", "steps") == "steps":
+            by *= self.recipe.sampling.size / recipe.sampling.size
+        for key in ("schedule.warmup", "schedule.milestones", "optimizer.head_only"):
+            if value := self.own(key):
+                changes[key] = [by * each for each in value] if isinstance(value, list) else by * value
+        return changed_settings(settings, [changes])
+
+    def search(self, minutes: float) -> None:
+        """Run trials, each in processes of its own, while there is time; write recipe and page after each."""
+        end, longest = time.monotonic() + 60 * minutes, 0.0
+        for trial in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
+            self.study.enqueue_trial(trial.params)  # it was interrupted, and goes on from its checkpoint
+            self.study.tell(trial.number, state=TrialState.FAIL)
+        if not self.study.trials:
+            own = {key: self.own(key) for key in self.space if self.own(key) is not None}
+            self.study.enqueue_trial(
+                {key: one if isinstance(one, float) else as_yaml(one) for key, one in own.items()}
+            )
+        while (left := end - time.monotonic()) > longest or not self.whole:
+            trial, began = self.study.ask(self.space), time.monotonic()
+            told = self.outcome_of(trial)
+            longest = max(longest, time.monotonic() - began)
+            self.write()
+            best = f"{100 * self.whole[0].value:.1f}" if self.whole else "none yet"
+            minutes = max(0, end - time.monotonic()) / 60
+            named = ", ".join(f"{key} {shown(value)}" for key, value in trial.params.items())
+            tell(f"trial {trial.number}: {named}: {told}; best {best}; {minutes:.0f} minutes left")
+
+    @property
+    def whole(self) -> list[FrozenTrial]:
+        """Return the trials that were not ended early, the best first."""
+        done = self.study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
+        return sorted(done, key=lambda trial: -trial.value)
+
+    def outcome_of(self, trial: Trial) -> str:
+        """Train with the values of a trial, and end early if others were better at the same point."""
+        run = self.folder / "trials" / sha256(repr(sorted(trial.params.items())).encode()).hexdigest()[:12]
+        score, state = 0.0, TrialState.COMPLETE
+        try:
+            for rung, score in enumerate(self.train(run, self.with_values(trial.params, self.share)), 1):
+                trial.report(score, rung)
+                if rung < RUNGS and trial.should_prune():
+                    state = TrialState.PRUNED
+                    break
+        except DistapError as error:
+            trial.set_user_attr("problem", str(error))
+            state = TrialState.FAIL
+        return outcome(self.study.tell(trial, score if state == TrialState.COMPLETE else None, state))
+
+    def train(self, run: Path, settings: dict[str, Any]) -> Iterator[float]:
+        """Train on the classes that are not held out; yield the figure of the others after each part of the steps."""
+        judged = max(LEAST_JUDGED, JUDGED * self.share * self.images) / len(self.index)
+        every, train, first = ceil(settings["steps"] / RUNGS), str(self.recipe.data.train), 1 - HELD_OUT
+        of_trial = {
+            "run": str(run),
+            "data.train": part_of(train, 0, first),
+            "data.validation": part_of(train, first, min(1.0, first + judged)),
+            "data.gallery": None,
+            "evaluation": {"every": every, "unit": "steps", "at_start": False},
+            "checkpoint": {"every": every, "unit": "steps", "keep": 1},
+        }
+        file, log, told, running = run / "trial.yaml", run / OUTPUT, 0, True
+        of_trial_alone = ["evaluation.also={}", "loggers={}", "metrics.port=null"]
+        write_whole(file, yaml.safe_dump(changed_settings(settings, [of_trial, *of_trial_alone])))
+        command = [sys.executable, "-m", "distap.cli", "train", str(file), "--ranks", str(self.ranks)]
+        with log.open("ab") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output, preexec_fn=die_with_parent)
+        try:
+            while running:
+                running = process.poll() is None
+                entries = read_run_log(run) if (run / RUN_LOG).exists() else []
+                scores = [entry["validation"][self.figure] for entry in entries if "validation" in entry]
+                yield from scores[told:]
+                told = len(scores)
+                time.sleep(POLL_SECONDS * running)
+        finally:
+            process.terminate()  # it writes a checkpoint
+            process.wait()
+        if process.returncode != FINISHED:
+            said = [line for line in log.read_text(errors="replace").splitlines() if "error" in line.lower()]
+            raise DistapError(f"status {process.returncode}: {said[-1] if said else 'no error was printed'} ({log})")
+
+    def write(self) -> None:
+        """Write the recipe of the best values, with the reason for each, and a page about all trials."""
+        if not (whole := self.whole):
+            return
+        trials, by_number = self.study.get_trials(deepcopy=False), sorted(whole, key=lambda trial: trial.number)
+        about = (
+            f"{len(trials)} trials of {self.config}, {len(whole)} of them whole. On held-out classes the best reached "
+            f"{self.figure} {outcome(whole[0])}, the recipe as it was {outcome(trials[0])}."
+        )
+        reasons = [f"{key} {shown(value)}: {self.reason(key)}" for key, value in whole[0].params.items()]
+        settings = {**self.with_values(whole[0].params), "run": f"{self.recipe.run}-tuned"}
+        recipe = "".join(f"# {line}\n" for line in (about, *reasons)) + yaml.safe_dump(settings, sort_keys=False)
+        write_whole(self.folder / TUNED, recipe)
+        points = [(trial.number, trial.value) for trial in by_number]
+        chart = Chart(points, self.figure, in_percent=True, marked=True, x_label="trial")
+        rows = [
+            [str(one.number), *(shown(one.params.get(key, "")) for key in self.space), outcome(one)] for one in trials
+        ]
+        write_page(
+            self.folder / PAGE, "tuning.html", title=f"distap: tuning of {self.config}", about=about, reasons=reasons,
+            charts={f"{self.figure} of whole trials": chart}, headings=["trial", *self.space, self.figure], rows=rows,
+            recipe=recipe,
+        )  # fmt: skip
+
+    def reason(self, key: str) -> str:
+        """Say what the values of a key reached in whole trials, the best first."""
+        found: dict[str, list[str]] = {}
+        for trial in self.whole:
+            found.setdefault(shown(trial.params[key]), []).append(outcome(trial))
+        return "; ".join(f"{value} reached {', '.join(of[:3])}" for value, of in [*found.items()][:4])
+
+
+def mean_pixels(recipe: Recipe) -> float:
+    """Return the pixels of a training image, in the mean over the steps."""
+    bounds = [*recipe.data.sizes, (1.0, 0)]
+    return sum((end - begin) * size**2 for (begin, size), (end, _) in pairwise(bounds))
+
+
+def as_yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
+
+
+def shown(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def outcome(trial: FrozenTrial) -> str:
+    """Return a trial's figure in percent, or why there is none."""
+    early = "" if trial.state == TrialState.COMPLETE else "ended early at "
+    return f"{early}{100 * trial.value:.1f}" if trial.value else trial.user_attrs.get("problem", "interrupted")

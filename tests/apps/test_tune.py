@@ -1,0 +1,89 @@
+"""`distap tune`: trials on held-out classes; it goes on after a kill, and says what is wrong with a space."""
+
+import pytest
+import yaml
+from commands import distap
+from images import write_images
+from launching import started
+
+from distap.config.reading import load_recipe
+from distap.telemetry.runlog import read_run_log
+
+RECIPE = """
+run: runs/photos
+steps: 40
+data: {train: "imagefolder:photos", image_size: 32, workers: 0}
+sampling: {name: p_by_k, classes: 4, images: 2}
+model: {backbone: test_resnet, weights: random}
+loss: smooth_ap
+optimizer: {learning_rate: 0.001}
+schedule: {name: linear, warmup: 4}
+"""
+SPACE = """
+loss: [multi_similarity]
+sampling: [{name: p_by_k, classes: 8, images: 2}]
+optimizer.learning_rate: {low: 0.0001, high: 0.01, log: true}
+data.image_sizes: [{}, {0: 16, 0.5: 32}]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    write_images(tmp_path / "photos", {f"{number}": 6 for number in range(24)}, size=32)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "space.yaml").write_text(SPACE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_search_writes_a_recipe_and_a_page_and_goes_on_after_a_kill(folder, monkeypatch, capfd):
+    search = ("tune", "recipe.yaml", "--space", "space.yaml", "--share", "0.5", "--output", "tuned")
+    trials = folder / "tuned/trials"
+    with started(["distap", *search], folder) as job:  # which kills it at the end
+        job.wait_until(lambda: [*trials.glob("*/checkpoints/*/manifest.json")])
+    (first,) = trials.iterdir()
+    own = load_recipe(first / "trial.yaml")
+    assert (own.steps, own.sampling.size, own.schedule.warmup, own.evaluation.every) == (20, 8, 2, 5)
+    assert (str(own.data.train), str(own.data.validation)) == ("imagefolder:photos[0:0.75]", "imagefolder:photos[0.75:1]")
+    # The killed trial was that of the recipe's own values, which joined the lists; it goes on from its checkpoint.
+    assert distap(monkeypatch, *search, "--minutes", "0.2") == 0
+    assert [entry["step"] for entry in read_run_log(first) if "loss" in entry] == [*range(1, 21)]
+    said = capfd.readouterr()
+    assert "loss smooth_ap" in said.err and "minutes left" in said.err and "Next: distap train tuned/recipe.yaml" in said.out
+    halves = {load_recipe(each / "trial.yaml").sampling.size: load_recipe(each / "trial.yaml") for each in trials.iterdir()}
+    if 16 in halves:  # as many images
+        assert (halves[16].schedule.warmup, halves[16].steps) == (1, 10) or halves[16].data.image_sizes
+    text = (folder / "tuned/recipe.yaml").read_text()
+    assert "of them whole. On held-out classes the best reached mAP" in text and "# loss " in text
+    tuned = load_recipe(folder / "tuned/recipe.yaml")
+    assert tuned.data.validation is None and str(tuned.run) == "runs/photos-tuned"
+    assert tuned.data.image_sizes or tuned.steps * tuned.sampling.size == 320
+    page = (folder / "tuned/tuning.html").read_text()
+    assert "<svg" in page and page.count("<tr>") > 1
+
+
+def test_without_a_space_it_searches_what_its_own_file_says(folder, monkeypatch):
+    (folder / "tuned").mkdir()
+    assert distap(monkeypatch, "tune", "recipe.yaml", "--minutes", "0", "--share", "0.1", "--output", "tuned") == 0
+    space = yaml.safe_load((folder / "tuned/space.yaml").read_text())
+    assert space["optimizer.learning_rate"] == {"low": 1e-4, "high": 1e-2, "log": True}
+    assert {"name": "p_by_k", "classes": 16, "images": 2} in space["sampling"] and "model.freeze" not in space
+    assert load_recipe(folder / "tuned/recipe.yaml").loss == load_recipe(folder / "recipe.yaml").loss
+
+
+@pytest.mark.parametrize(
+    ("space", "said"),
+    [
+        ("optimizer.learning_rate: {low: 0.1, high: 0.01}", "space.yaml: optimizer.learning_rate: "),
+        ("optimizer.learning_rate: {low: 0.1, hihg: 1}", "space.yaml: optimizer.learning_rate: "),
+        ("optimizer.learning_rate: [0.1, -1.0]", "space.yaml: optimizer.learning_rate: -1"),
+        ("los: [smooth_ap]", "space.yaml: los: unknown key; did you mean loss?"),
+        ("loss: []", "space.yaml: loss: "),
+        ("loss", "space.yaml: expected recipe keys"),
+    ],
+)
+def test_a_wrong_space_is_told_before_any_trial(folder, monkeypatch, capfd, space, said):
+    (folder / "space.yaml").write_text(space)
+    assert distap(monkeypatch, "tune", "recipe.yaml", "--space", "space.yaml", "--output", "tuned") == 2
+    assert said in capfd.readouterr().err
+    assert not (folder / "tuned/trials").exists()
