@@ -5,10 +5,9 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from hashlib import sha256
 from itertools import pairwise
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +95,7 @@ class Tuning:
             raise DistapError(f"{file}: expected recipe keys, each with a list of values or with low and high")
         for key, values in given.items():
             try:
-                if isinstance(values, list):
+                if isinstance(values, list) and values:
                     own = [] if self.own(key) in (None, *values) else [self.own(key)]
                     found[key] = CategoricalDistribution([*map(as_yaml, values + own)])
                 else:
@@ -109,7 +108,10 @@ class Tuning:
 
     def own(self, key: str) -> Any:
         """Return what the recipe says for a key; None if it does not."""
-        return reduce(lambda at, part: at.get(part) if isinstance(at, dict) else None, key.split("."), self.settings)
+        value: Any = self.settings
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
 
     def with_values(self, values: Values, share: float = 1.0) -> dict[str, Any]:
         """Return the recipe's settings with other values, for as many steps as cost `share` of the recipe.
@@ -131,29 +133,46 @@ class Tuning:
     def search(self, minutes: float) -> None:
         """Run trials, each in processes of its own, while there is time; write recipe and page after each."""
         end, longest = time.monotonic() + 60 * minutes, 0.0
-        for trial in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
-            self.study.enqueue_trial(trial.params)  # it was interrupted, and goes on from its checkpoint
-            self.study.tell(trial.number, state=TrialState.FAIL)
+        for interrupted in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
+            self.study.enqueue_trial(interrupted.params)  # which goes on from its checkpoint
+            self.study.tell(interrupted.number, state=TrialState.FAIL)
         if not self.study.trials:
             own = {key: self.own(key) for key in self.space if self.own(key) is not None}
             self.study.enqueue_trial(
                 {key: one if isinstance(one, float) else as_yaml(one) for key, one in own.items()}
             )
-        while (left := end - time.monotonic()) > longest or not self.whole:
+        most = prod(len(getattr(of, "choices", range(sys.maxsize))) for of in self.space.values())
+        while end - time.monotonic() > longest or not self.done:
             trial, began = self.study.ask(self.space), time.monotonic()
+            if trial.params in [other.params for other in self.done]:
+                self.study.tell(trial, state=TrialState.FAIL)
+                if len(self.done) == most:
+                    break
+                continue
             told = self.outcome_of(trial)
             longest = max(longest, time.monotonic() - began)
             self.write()
-            best = f"{100 * self.whole[0].value:.1f}" if self.whole else "none yet"
-            minutes = max(0, end - time.monotonic()) / 60
+            best = outcome(self.whole[0]) if self.whole else "none yet"
             named = ", ".join(f"{key} {shown(value)}" for key, value in trial.params.items())
-            tell(f"trial {trial.number}: {named}: {told}; best {best}; {minutes:.0f} minutes left")
+            left = max(0, end - time.monotonic()) / 60
+            tell(f"trial {trial.number}: {named}: {told}; best {best}; {left:.0f} minutes left")
+        if not self.whole:
+            raise DistapError(
+                f"{self.folder}: none of {len(self.done)} trials came to its end: {outcome(self.done[-1])}"
+            )
+
+    @property
+    def done(self) -> list[FrozenTrial]:
+        """Return the trials that have an outcome: neither interrupted nor the same as another."""
+        ended = (TrialState.COMPLETE, TrialState.PRUNED)
+        return [one for one in self.study.get_trials(False) if one.state in ended or "problem" in one.user_attrs]
 
     @property
     def whole(self) -> list[FrozenTrial]:
         """Return the trials that were not ended early, the best first."""
-        done = self.study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
-        return sorted(done, key=lambda trial: -trial.value)
+        return sorted(
+            (one for one in self.done if one.state == TrialState.COMPLETE), key=lambda one: -(one.value or 0)
+        )
 
     def outcome_of(self, trial: Trial) -> str:
         """Train with the values of a trial, and end early if others were better at the same point."""
@@ -207,10 +226,10 @@ class Tuning:
         """Write the recipe of the best values, with the reason for each, and a page about all trials."""
         if not (whole := self.whole):
             return
-        trials, by_number = self.study.get_trials(deepcopy=False), sorted(whole, key=lambda trial: trial.number)
+        trials, by_number = self.done, sorted(whole, key=lambda trial: trial.number)
         about = (
-            f"{len(trials)} trials of {self.config}, {len(whole)} of them whole. On held-out classes the best reached "
-            f"{self.figure} {outcome(whole[0])}, the recipe as it was {outcome(trials[0])}."
+            f"{len(trials)} trials of {self.config}, {len(whole)} of them whole. On held-out classes the best "
+            f"reached {self.figure} {outcome(whole[0])}, the recipe as it was {outcome(trials[0])}."
         )
         reasons = [f"{key} {shown(value)}: {self.reason(key)}" for key, value in whole[0].params.items()]
         settings = {**self.with_values(whole[0].params), "run": f"{self.recipe.run}-tuned"}
@@ -252,4 +271,4 @@ def shown(value: Any) -> str:
 def outcome(trial: FrozenTrial) -> str:
     """Return a trial's figure in percent, or why there is none."""
     early = "" if trial.state == TrialState.COMPLETE else "ended early at "
-    return f"{early}{100 * trial.value:.1f}" if trial.value else trial.user_attrs.get("problem", "interrupted")
+    return f"{early}{100 * trial.value:.1f}" if trial.value else str(trial.user_attrs["problem"])

@@ -230,7 +230,7 @@ class Recipe(NetworkRecipe):
             given = "neither is set" if self.steps is None else f"steps is {self.steps} and epochs {self.epochs:g}"
             raise ValueError(f"set either steps or epochs; {given}")
         reading, sampling = name_of("source", self.data.reading), name_of("sampling", self.sampling)
-        if reading == "streamed" and self.data.train_source.part != (0, 1):
+        if reading == "streamed" and self.data.train_source.is_part:
             raise ValueError(f"data.reading is streamed, which gives all classes of {self.data.train}, not a part")
         if reading == "streamed" and sampling != "random":
             raise ValueError(

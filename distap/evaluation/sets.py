@@ -60,7 +60,7 @@ def open_set(
     folder, known = Path(source.base), None if truth is None else read_truth(Path(truth))
     asked: Sequence[Source | str] = [source]
     among: Sequence[Source | str] = [] if gallery is None else [gallery]
-    is_whole = not source.scheme and source.pattern is None and source.part == (0, 1)
+    is_whole = not source.scheme and source.pattern is None and not source.is_part
     truth_file = folder / GROUND_TRUTH_FILE
     if known is None and is_whole and source.kind == "shards" and truth_file.is_file():
         if among:

@@ -62,6 +62,10 @@ class Source:
         return self.text
 
     @property
+    def is_part(self) -> bool:
+        return self.part != (0.0, 1.0)
+
+    @property
     def scheme(self) -> str:
         return scheme_of(self.base)
 
@@ -145,7 +149,7 @@ def parse_source(source: "str | Path | Source", index: Path | None = None) -> So
 
 
 def part_of(text: str, begin: float, end: float) -> str:
-    """Return the text of a part of a data set's classes, from one share of them to another, as `parse_source` reads."""
+    """Return the text that `parse_source` reads as a part of a data set's classes, by shares of them."""
     found = _PART.fullmatch(text)
     whole, low, high = (found[1], float(found[2] or 0), float(found[3] or 1)) if found else (text, 0.0, 1.0)
     return f"{whole}[{low + begin * (high - low):.6g}:{low + end * (high - low):.6g}]"

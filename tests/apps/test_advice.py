@@ -56,7 +56,9 @@ def test_without_a_test_set_a_quarter_of_the_classes_is_held_out(tmp_path, monke
     recipe, photos = tmp_path / "recipe.yaml", write_images(tmp_path / "photos", {f"{n}": 4 for n in range(24)})
     assert distap(monkeypatch, "init", photos, "--output", recipe, "--run", tmp_path / "run") == 0
     data = load_recipe(recipe).data
-    assert (str(data.train), str(data.validation)) == tuple(f"imagefolder:{photos}[{part}]" for part in ("0:0.75", "0.75:1"))
+    assert (str(data.train), str(data.validation)) == tuple(
+        f"imagefolder:{photos}[{part}]" for part in ("0:0.75", "0.75:1")
+    )
     assert "A quarter of the classes is held out" in recipe.read_text()
     assert distap(monkeypatch, "train", recipe, "steps=2", *QUICK) == 0
     assert [entry["step"] for entry in read_run_log(tmp_path / "run") if "validation" in entry] == [0, 2]

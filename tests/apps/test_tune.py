@@ -44,13 +44,22 @@ def test_a_search_writes_a_recipe_and_a_page_and_goes_on_after_a_kill(folder, mo
     (first,) = trials.iterdir()
     own = load_recipe(first / "trial.yaml")
     assert (own.steps, own.sampling.size, own.schedule.warmup, own.evaluation.every) == (20, 8, 2, 5)
-    assert (str(own.data.train), str(own.data.validation)) == ("imagefolder:photos[0:0.75]", "imagefolder:photos[0.75:1]")
+    assert (str(own.data.train), str(own.data.validation)) == (
+        "imagefolder:photos[0:0.75]",
+        "imagefolder:photos[0.75:1]",
+    )
     # The killed trial was that of the recipe's own values, which joined the lists; it goes on from its checkpoint.
     assert distap(monkeypatch, *search, "--minutes", "0.2") == 0
     assert [entry["step"] for entry in read_run_log(first) if "loss" in entry] == [*range(1, 21)]
     said = capfd.readouterr()
-    assert "loss smooth_ap" in said.err and "minutes left" in said.err and "Next: distap train tuned/recipe.yaml" in said.out
-    halves = {load_recipe(each / "trial.yaml").sampling.size: load_recipe(each / "trial.yaml") for each in trials.iterdir()}
+    assert (
+        "loss smooth_ap" in said.err
+        and "minutes left" in said.err
+        and "Next: distap train tuned/recipe.yaml" in said.out
+    )
+    halves = {
+        load_recipe(each / "trial.yaml").sampling.size: load_recipe(each / "trial.yaml") for each in trials.iterdir()
+    }
     if 16 in halves:  # as many images
         assert (halves[16].schedule.warmup, halves[16].steps) == (1, 10) or halves[16].data.image_sizes
     text = (folder / "tuned/recipe.yaml").read_text()

@@ -190,10 +190,9 @@ def load_index(source: Source | Path | str, compare: bool = True) -> Index:
     """Read and check a data set's index; with `compare`, also that its shards exist with the same sizes."""
     source = parse_source(source)
     index = _index_of_whole(source, compare)
-    if source.part == (0, 1):
-        return index
-    if not len(index := index.of_classes(*source.part)):
-        raise DistapError(f"{source}: no class is in this part")
+    index = index.of_classes(*source.part) if source.is_part else index
+    if len(index) == 0:
+        raise DistapError(f"{source}: the data set is empty")
     return index
 
 
@@ -219,8 +218,6 @@ def _index_of_whole(source: Source, compare: bool) -> Index:
             raise DistapError(f"{source}: no .tar file is in it; {remedy}") from error
         missing = f"{source.index}: no such file" if source.kept_index else f"{source}: no {name} in it"
         raise DistapError(f"{missing}; `distap data index {source}` makes one from its shards") from error
-    if len(index) == 0:
-        raise DistapError(f"{source}: the data set is empty")
     if compare:
         _require_shards(source, index)
     return index
