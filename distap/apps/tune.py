@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
-from math import ceil, prod
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +68,13 @@ class Tuning:
         self.space = self.parsed_space(parsed_yaml(text, str(file)), str(file))
         self.folder.mkdir(parents=True, exist_ok=True)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
+        sampler = optuna.samplers.TPESampler(seed=self.recipe.seed)
         self.study = optuna.create_study(
             storage=f"sqlite:///{self.folder / DATABASE}",
             study_name=repr((text, self.settings, self.share, self.figure)),  # another search begins anew
             load_if_exists=True,
             direction="maximize",
-            sampler=optuna.samplers.TPESampler(seed=self.recipe.seed),
+            sampler=optuna.samplers.BruteForceSampler() if all(map(is_list, self.space.values())) else sampler,
             pruner=optuna.pruners.SuccessiveHalvingPruner(reduction_factor=2),
         )
 
@@ -96,7 +97,7 @@ class Tuning:
         for key, values in given.items():
             try:
                 if isinstance(values, list) and values:
-                    own = [] if self.own(key) in (None, *values) else [self.own(key)]
+                    own = [] if self.own(key) in values else [self.own(key)]
                     found[key] = CategoricalDistribution([*map(as_yaml, values + own)])
                 else:
                     found[key] = FloatDistribution(**values)
@@ -107,11 +108,14 @@ class Tuning:
         return found
 
     def own(self, key: str) -> Any:
-        """Return what the recipe says for a key; None if it does not."""
-        value: Any = self.settings
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        return value
+        """Return the recipe's value of a key, as it is written, or else the default."""
+        for value in (self.settings, self.recipe.model_dump(mode="json")):
+            *parents, last = key.split(".")
+            for part in parents:
+                value = value.get(part) if isinstance(value, dict) else None
+            if isinstance(value, dict) and last in value:
+                return value[last]
+        return None
 
     def with_values(self, values: Values, share: float = 1.0) -> dict[str, Any]:
         """Return the recipe's settings with other values, for as many steps as cost `share` of the recipe.
@@ -131,63 +135,58 @@ class Tuning:
         return changed_settings(settings, [changes])
 
     def search(self, minutes: float) -> None:
-        """Run trials, each in processes of its own, while there is time; write recipe and page after each."""
-        end, longest = time.monotonic() + 60 * minutes, 0.0
+        """Run trials, each in processes of its own, while there is time; write recipe and page after each.
+
+        Raises:
+            DistapError: no trial came to its end.
+        """
         for interrupted in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
             self.study.enqueue_trial(interrupted.params)  # which goes on from its checkpoint
             self.study.tell(interrupted.number, state=TrialState.FAIL)
         if not self.study.trials:
-            own = {key: self.own(key) for key in self.space if self.own(key) is not None}
-            self.study.enqueue_trial(
-                {key: one if isinstance(one, float) else as_yaml(one) for key, one in own.items()}
-            )
-        most = prod(len(getattr(of, "choices", range(sys.maxsize))) for of in self.space.values())
-        while end - time.monotonic() > longest or not self.done:
-            trial, began = self.study.ask(self.space), time.monotonic()
-            if trial.params in [other.params for other in self.done]:
-                self.study.tell(trial, state=TrialState.FAIL)
-                if len(self.done) == most:
-                    break
-                continue
-            told = self.outcome_of(trial)
-            longest = max(longest, time.monotonic() - began)
-            self.write()
-            best = outcome(self.whole[0]) if self.whole else "none yet"
-            named = ", ".join(f"{key} {shown(value)}" for key, value in trial.params.items())
-            left = max(0, end - time.monotonic()) / 60
-            tell(f"trial {trial.number}: {named}: {told}; best {best}; {left:.0f} minutes left")
+            own = {key: self.own(key) for key in self.space}
+            first = {key: as_yaml(own[key]) if is_list(of) else own[key] for key, of in self.space.items()}
+            self.study.enqueue_trial({key: value for key, value in first.items() if value is not None})
+        self.end = time.monotonic() + 60 * minutes
+        self.study.optimize(self.score, timeout=60 * minutes, catch=[DistapError], callbacks=[self.report])
         if not self.whole:
-            raise DistapError(
-                f"{self.folder}: none of {len(self.done)} trials came to its end: {outcome(self.done[-1])}"
-            )
-
-    @property
-    def done(self) -> list[FrozenTrial]:
-        """Return the trials that have an outcome: neither interrupted nor the same as another."""
-        ended = (TrialState.COMPLETE, TrialState.PRUNED)
-        return [one for one in self.study.get_trials(False) if one.state in ended or "problem" in one.user_attrs]
+            problems = [trial.user_attrs.get("problem", "ended early") for trial in self.study.trials]
+            raise DistapError(f"{self.folder}: none of {len(problems)} trials came to its end: {problems[-1]}")
 
     @property
     def whole(self) -> list[FrozenTrial]:
         """Return the trials that were not ended early, the best first."""
-        return sorted(
-            (one for one in self.done if one.state == TrialState.COMPLETE), key=lambda one: -(one.value or 0)
-        )
+        done = self.study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
+        return sorted(done, key=lambda trial: -(trial.value or 0))
 
-    def outcome_of(self, trial: Trial) -> str:
-        """Train with the values of a trial, and end early if others were better at the same point."""
-        run = self.folder / "trials" / sha256(repr(sorted(trial.params.items())).encode()).hexdigest()[:12]
-        score, state = 0.0, TrialState.COMPLETE
+    def score(self, trial: Trial) -> float:
+        """Train with values that Optuna suggests, and end early if others were better at the same point."""
+        for key, of in self.space.items():
+            if isinstance(of, FloatDistribution):
+                trial.suggest_float(key, of.low, of.high, log=of.log)
+            elif isinstance(of, CategoricalDistribution):
+                trial.suggest_categorical(key, of.choices)
+        run, score = (
+            self.folder / "trials" / sha256(repr(sorted(trial.params.items())).encode()).hexdigest()[:12],
+            0.0,
+        )
         try:
             for rung, score in enumerate(self.train(run, self.with_values(trial.params, self.share)), 1):
                 trial.report(score, rung)
                 if rung < RUNGS and trial.should_prune():
-                    state = TrialState.PRUNED
-                    break
+                    raise optuna.TrialPruned
         except DistapError as error:
             trial.set_user_attr("problem", str(error))
-            state = TrialState.FAIL
-        return outcome(self.study.tell(trial, score if state == TrialState.COMPLETE else None, state))
+            raise
+        return score
+
+    def report(self, _: optuna.Study, trial: FrozenTrial) -> None:
+        named = ", ".join(f"{key} {shown(value)}" for key, value in trial.params.items())
+        best = outcome(self.whole[0]) if self.whole else "none yet"
+        minutes = max(0, self.end - time.monotonic()) / 60
+        tell(f"trial {trial.number}: {named}: {outcome(trial)}; best {best}; {minutes:.0f} minutes left")
+        if self.whole:
+            self.write()
 
     def train(self, run: Path, settings: dict[str, Any]) -> Iterator[float]:
         """Train on the classes that are not held out; yield the figure of the others after each part of the steps."""
@@ -224,9 +223,8 @@ class Tuning:
 
     def write(self) -> None:
         """Write the recipe of the best values, with the reason for each, and a page about all trials."""
-        if not (whole := self.whole):
-            return
-        trials, by_number = self.done, sorted(whole, key=lambda trial: trial.number)
+        whole, trials = self.whole, [trial for trial in self.study.trials if trial.state.is_finished()]
+        by_number = sorted(whole, key=lambda trial: trial.number)
         about = (
             f"{len(trials)} trials of {self.config}, {len(whole)} of them whole. On held-out classes the best "
             f"reached {self.figure} {outcome(whole[0])}, the recipe as it was {outcome(trials[0])}."
@@ -254,6 +252,10 @@ class Tuning:
         return "; ".join(f"{value} reached {', '.join(of[:3])}" for value, of in [*found.items()][:4])
 
 
+def is_list(values: BaseDistribution) -> bool:
+    return isinstance(values, CategoricalDistribution)
+
+
 def mean_pixels(recipe: Recipe) -> float:
     """Return the pixels of a training image, in the mean over the steps."""
     bounds = [*recipe.data.sizes, (1.0, 0)]
@@ -271,4 +273,4 @@ def shown(value: Any) -> str:
 def outcome(trial: FrozenTrial) -> str:
     """Return a trial's figure in percent, or why there is none."""
     early = "" if trial.state == TrialState.COMPLETE else "ended early at "
-    return f"{early}{100 * trial.value:.1f}" if trial.value else str(trial.user_attrs["problem"])
+    return f"{early}{100 * trial.value:.1f}" if trial.value else str(trial.user_attrs.get("problem", "interrupted"))

@@ -18,7 +18,7 @@ SHARE = "Share of the recipe's cost (pixels that the network sees) that a trial 
 def tune_command(
     config: RECIPE_ARGUMENT,
     overrides: OVERRIDES = None,
-    minutes: Annotated[float, typer.Option(help="Time for trials, minutes.", min=0)] = 20,
+    minutes: Annotated[float, typer.Option(help="Time for trials, minutes.", min=0.01)] = 20,
     output: Annotated[Path | None, typer.Option(help=FOLDER, show_default="runs/, then the name, -tune")] = None,
     space: Annotated[Path | None, typer.Option(help=SPACE, show_default=False)] = None,
     share: Annotated[float, typer.Option(help=SHARE, min=0.001, max=1)] = 0.1,

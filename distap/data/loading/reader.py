@@ -115,10 +115,7 @@ def open_images(source: Source | Path | str) -> ImageSet:
     source = parse_source(source)
     folder = Path(source.base)
     is_named = (
-        source.pattern is not None
-        or source.kept_index is not None
-        or source.kind != "shards"
-        or source.is_part
+        source.pattern is not None or source.kept_index is not None or source.kind != "shards" or source.is_part
     )
     holds_shards = Path(source.index).exists() or next(folder.glob("*.tar"), None) is not None
     if not (source.scheme or is_named or holds_shards) and folder.is_dir():
