@@ -109,12 +109,13 @@ class Tuning:
 
     def own(self, key: str) -> Any:
         """Return the recipe's value of a key, as it is written, or else the default."""
-        for value in (self.settings, self.recipe.model_dump(mode="json")):
-            *parents, last = key.split(".")
+        *parents, last = key.split(".")
+        for settings in (self.settings, self.recipe.model_dump(mode="json")):
+            held: Any = settings
             for part in parents:
-                value = value.get(part) if isinstance(value, dict) else None
-            if isinstance(value, dict) and last in value:
-                return value[last]
+                held = held.get(part) if isinstance(held, dict) else None
+            if isinstance(held, dict) and last in held:
+                return held[last]
         return None
 
     def with_values(self, values: Values, share: float = 1.0) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def tune_command(
     space: Annotated[Path | None, typer.Option(help=SPACE, show_default=False)] = None,
     share: Annotated[float, typer.Option(help=SHARE, min=0.001, max=1)] = 0.1,
     figure: Annotated[str, typer.Option(help="Figure of the held-out classes to make large.")] = "mAP",
-    ranks: RANKS = 1,
+    ranks: RANKS = "1",
 ) -> None:
     """Search for better settings of a recipe: short trainings, judged on a quarter of its training classes.
 
