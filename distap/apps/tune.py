@@ -115,7 +115,8 @@ class Tuning:
             for part in parents:
                 held = held.get(part) if isinstance(held, dict) else None
             if isinstance(held, dict) and last in held:
-                return held[last]
+                value = held[last]  # a part by its name alone is written in short
+                return value["name"] if isinstance(value, dict) and [*value] == ["name"] else value
         return None
 
     def with_values(self, values: Values, share: float = 1.0) -> dict[str, Any]:
