@@ -32,10 +32,16 @@ from distap.telemetry.runlog import RUN_LOG, read_run_log
 from distap.telemetry.terminal import tell
 from distap.training.schedule import Length
 
-SPACE, DATABASE, PAGE, TUNED, OUTPUT = "space.yaml", "trials.db", "tuning.html", "recipe.yaml", "output.log"
+SPACE_FILE, DATABASE, TUNING_PAGE, TUNED, OUTPUT = (
+    "space.yaml",
+    "trials.db",
+    "tuning.html",
+    "recipe.yaml",
+    "output.log",
+)
 JUDGED, LEAST_JUDGED = 0.1, 400  # images to judge by: a share of those that a trial trains on, but so many at least
 RUNGS = 4  # evaluations of a trial; successive halving ends a poor one after the first or second
-POLL_SECONDS = 0.5
+LOOK_SECONDS = 0.5
 BATCHES, IMAGES_A_CLASS = (32, 64, 128, 256), (2, 4, 8)
 Values = Mapping[str, Any]  # by recipe key: numbers, or any value as YAML
 
@@ -61,7 +67,7 @@ class Tuning:
         self.recipe = recipe_from(self.settings, str(self.config))
         self.index = load_index(self.recipe.data.train_source)
         self.images = Length(self.recipe, self.index, self.recipe.sampling.size).steps * self.recipe.sampling.size
-        file = self.file or self.folder / SPACE
+        file = self.file or self.folder / SPACE_FILE
         if self.file is None and not file.exists():
             write_whole(file, self.default_space())
         text = read_text(file)
@@ -215,7 +221,7 @@ class Tuning:
                 scores = [entry["validation"][self.figure] for entry in entries if "validation" in entry]
                 yield from scores[told:]
                 told = len(scores)
-                time.sleep(POLL_SECONDS * running)
+                time.sleep(LOOK_SECONDS * running)
         finally:
             process.terminate()  # it writes a checkpoint
             process.wait()
@@ -241,7 +247,7 @@ class Tuning:
             [str(one.number), *(shown(one.params.get(key, "")) for key in self.space), outcome(one)] for one in trials
         ]
         write_page(
-            self.folder / PAGE, "tuning.html", title=f"distap: tuning of {self.config}", about=about, reasons=reasons,
+            self.folder / TUNING_PAGE, "tuning.html", title=f"distap: tuning of {self.config}", about=about, reasons=reasons,
             charts={f"{self.figure} of whole trials": chart}, headings=["trial", *self.space, self.figure], rows=rows,
             recipe=recipe,
         )  # fmt: skip

@@ -10,18 +10,20 @@ from distap.errors import DistapError
 from distap.processes.stopping import leave_when_asked
 from distap.telemetry.terminal import print_result, set_up_logging
 
-FOLDER = "Folder to keep the search in, which goes on when it is called again."
-SPACE = "YAML file with the values to search by recipe key; without one, space.yaml of the folder."
-SHARE = "Share of the recipe's cost (pixels that the network sees) that a trial takes."
+TUNING_FOLDER = "Folder to keep the search in, which goes on when it is called again."
+SPACE_HELP = "YAML file with the values to search by recipe key; without one, space.yaml of the folder."
+SHARE_HELP = "Share of the recipe's cost (pixels that the network sees) that a trial takes."
 
 
 def tune_command(
     config: RECIPE_ARGUMENT,
     overrides: OVERRIDES = None,
     minutes: Annotated[float, typer.Option(help="Time for trials, minutes.", min=0.01)] = 20,
-    output: Annotated[Path | None, typer.Option(help=FOLDER, show_default="runs/, then the name, -tune")] = None,
-    space: Annotated[Path | None, typer.Option(help=SPACE, show_default=False)] = None,
-    share: Annotated[float, typer.Option(help=SHARE, min=0.001, max=1)] = 0.1,
+    output: Annotated[
+        Path | None, typer.Option(help=TUNING_FOLDER, show_default="runs/, then the name, -tune")
+    ] = None,
+    space: Annotated[Path | None, typer.Option(help=SPACE_HELP, show_default=False)] = None,
+    share: Annotated[float, typer.Option(help=SHARE_HELP, min=0.001, max=1)] = 0.1,
     figure: Annotated[str, typer.Option(help="Figure of the held-out classes to make large.")] = "mAP",
     ranks: RANKS = "1",
 ) -> None:
@@ -31,11 +33,11 @@ def tune_command(
     """
     set_up_logging(0)
     try:
-        from distap.apps.tune import PAGE, TUNED, Tuning
+        from distap.apps.tune import TUNING_PAGE, TUNED, Tuning
     except ModuleNotFoundError as error:
         raise DistapError("distap tune needs Optuna: pip install 'distap[tune]'") from error
     folder = output or Path("runs") / f"{config.stem}-tune"
     tuning = Tuning(config, overrides or [], folder, space, share, ranks_to_start(ranks), figure)
     leave_when_asked()
     tuning.search(minutes)
-    print_result(f"recipe: {folder / TUNED}. Next: distap train {folder / TUNED}", f"page: {folder / PAGE}")
+    print_result(f"recipe: {folder / TUNED}. Next: distap train {folder / TUNED}", f"page: {folder / TUNING_PAGE}")
