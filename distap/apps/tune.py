@@ -247,9 +247,9 @@ class Tuning:
             [str(one.number), *(shown(one.params.get(key, "")) for key in self.space), outcome(one)] for one in trials
         ]
         write_page(
-            self.folder / TUNING_PAGE, "tuning.html", title=f"distap: tuning of {self.config}", about=about, reasons=reasons,
-            charts={f"{self.figure} of whole trials": chart}, headings=["trial", *self.space, self.figure], rows=rows,
-            recipe=recipe,
+            self.folder / TUNING_PAGE, "tuning.html", title=f"distap: tuning of {self.config}", about=about,
+            reasons=reasons, charts={f"{self.figure} of whole trials": chart}, rows=rows, recipe=recipe,
+            headings=["trial", *self.space, self.figure],
         )  # fmt: skip
 
     def reason(self, key: str) -> str:

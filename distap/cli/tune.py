@@ -33,7 +33,7 @@ def tune_command(
     """
     set_up_logging(0)
     try:
-        from distap.apps.tune import TUNING_PAGE, TUNED, Tuning
+        from distap.apps.tune import TUNED, TUNING_PAGE, Tuning
     except ModuleNotFoundError as error:
         raise DistapError("distap tune needs Optuna: pip install 'distap[tune]'") from error
     folder = output or Path("runs") / f"{config.stem}-tune"

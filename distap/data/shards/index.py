@@ -90,8 +90,8 @@ class Index:
         count = len(self.class_name)
         chosen = np.sort(permutation(count, 0)[round(begin * count) : round(end * count)])
         kept = np.isin(self.label, chosen)
-        columns = {name: getattr(self, name)[kept] for name in SAMPLE_COLUMNS}
-        columns |= {name: getattr(self, name)[chosen] for name in CLASS_COLUMNS}
+        columns = {name: getattr(self, name)[kept] for name in COLUMNS if "_" not in name}
+        columns |= {name: getattr(self, name)[chosen] for name in COLUMNS if name.startswith("class_")}
         return replace(self, **columns | {"label": np.searchsorted(chosen, columns["label"])})
 
     def save(self, source: Source | Path | str) -> None:
