@@ -116,7 +116,7 @@ def test_a_folder_of_images_is_told_from_shards_and_recipes(tmp_path, monkeypatc
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"run: {tmp_path / 'run'}\nsteps: 2\ndata: {{train: {photos}}}\n")
     assert distap(monkeypatch, "train", recipe) == 2
-    assert f"write imagefolder:{photos}" in capfd.readouterr().err
+    assert f"imagefolder:{photos}" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

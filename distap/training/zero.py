@@ -1,0 +1,137 @@
+"""ZeRO's learner: DeepSpeed updates the parameters and holds the optimiser's state."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from distap.errors import DistapError
+from distap.stages.deepspeed import ZeroReplica
+from distap.training.learner import Learner, like, set_rates, without_prefix
+
+# Their steps depend on the norm or the shape of a whole tensor, but ZeRO gives them flat slices of many tensors.
+WHOLE_TENSORS = ("Lamb", "Lars", "Adafactor")
+PREFIX = "optimizer.state."
+Named = Mapping[str, Tensor]
+
+
+class ZeroLearner(Learner):
+    """A learner that leaves clipping, the optimiser's step and its state to DeepSpeed."""
+
+    replica: ZeroReplica
+
+    def update(self, learning_rate: float) -> float:
+        engine = self.replica.engine
+        set_rates(self.replica.zero, learning_rate)
+        engine.set_gradient_accumulation_boundary(True)
+        with self.world.collective("update of the parameters"):
+            engine.step()
+            norm = float(engine.get_global_grad_norm())
+        if norm < float("inf") and self._average:  # False for NaN as well
+            self._follow()
+        return norm
+
+    def state_dict(self) -> dict[str, Tensor]:
+        with self.replica.describing():
+            state = {f"network.{name}": tensor.detach() for name, tensor in self.network.state_dict().items()}
+            if self.replica.lockstep:
+                state = {name: tensor.clone() for name, tensor in state.items()}
+        state |= {f"ema.{name}": tensor for name, tensor in self._average.items()}
+        with self.world.collective("gathering of the optimizer's state"):
+            state |= zero_state(self.replica.zero, self.replica.trained)
+        return {name: one.reshape(()) if one.numel() == 1 else one for name, one in state.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        with self.world.collective("distribution of the parameters"):
+            load_zero_state(self.replica.zero, self.network, self.replica.trained, state)
+        self._load_average(state)
+
+
+def check_for_zero(network: nn.Module, optimizer: Optimizer) -> None:
+    """Raise a DistapError if ZeRO cannot hold these parameters or work with this optimiser."""
+    for name, parameter in network.named_parameters():
+        if parameter.dtype != torch.float32:
+            raise DistapError(f"{name} is {parameter.dtype}, but the deepspeed engine needs float32 parameters")
+    if type(optimizer).__name__ in WHOLE_TENSORS:
+        raise DistapError(
+            f"the deepspeed engine gives the optimiser slices of the parameters, but {type(optimizer).__name__} "
+            "needs whole ones; choose another optimizer.name, or the engine ddp or fsdp"
+        )
+
+
+def zero_state(zero: Any, trained: Named) -> dict[str, Tensor]:
+    """Return whole tensors `optimizer.state.NAME.KEY` of trained parameters; call it on all ranks together."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    states = list(zero.optimizer.state.items())
+    if not states:  # before the first update
+        return {}
+    _link(zero)
+    flat, entry = states[0]
+    return {
+        f"{PREFIX}{name}.{key}": safe_get_full_optimizer_state(parameter, key).cpu()
+        if value.shape == flat.shape
+        else value.detach().clone()
+        for key, value in entry.items()
+        for name, parameter in trained.items()
+    }
+
+
+def load_zero_state(zero: Any, network: nn.Module, trained: Named, state: Named) -> None:
+    """Load whole tensors of any engine's `state_dict`; call it on all ranks together.
+
+    If they hold no state of the optimiser, it stays as it is.
+    """
+    import deepspeed
+
+    shared = [parameter for parameter in network.parameters() if hasattr(parameter, "ds_id")]
+    # Stage 3 takes the values of rank 0; the other stages have nothing to gather.
+    with deepspeed.zero.GatheredParameters(shared, modifier_rank=0, enabled=bool(shared)):
+        tensors = without_prefix("network.", state)
+        present = network.state_dict()
+        network.load_state_dict({name: like(present.get(name), tensor) for name, tensor in tensors.items()})
+    for name, parameter in trained.items():
+        _set(parameter, state[f"network.{name}"], None)
+    moments: dict[str, dict[str, Tensor]] = {}  # key -> name of a parameter -> tensor
+    for of_parameter, tensor in without_prefix(PREFIX, state).items():
+        name, _, key = of_parameter.rpartition(".")
+        if name in trained:
+            moments.setdefault(key, {})[name] = tensor
+    by_parameter = {key for key, values in moments.items() if any(value.ndim for value in values.values())}
+    for flat in zero.fp32_partitioned_groups_flat if shared else zero.single_partition_of_fp32_groups:
+        entry = zero.optimizer.state[flat]
+        for key, values in moments.items():
+            if key not in by_parameter:  # the number of steps, the same for all
+                entry[key] = next(iter(values.values())).detach().clone()
+            elif key not in entry:
+                entry[key] = torch.zeros_like(flat)
+    if moments:
+        _link(zero)
+    for key in by_parameter:
+        for name, value in moments[key].items():
+            _set(trained[name], value, key)
+
+
+def _link(zero: Any) -> None:
+    # DeepSpeed gives parameters access to their state only after an update of the first group, which may have none.
+    if hasattr(zero, "_hp_optimizer_states_linked"):  # stages 1 and 2
+        zero._hp_optimizer_states_linked = False
+        zero._lazy_init_hp_params_optimizer_state()
+
+
+def _set(parameter: Any, value: Tensor, key: str | None) -> None:
+    """Fill this rank's part of a parameter's float32 copy, or of its state `key`, from the whole tensor."""
+    from deepspeed import utils
+
+    value = value.detach().to(parameter.device)
+    kind = "local" if hasattr(parameter, "ds_id") else "full"
+    if kind == "local":  # stage 3 holds slices of the same size, the last one padded
+        size, rank = parameter.ds_tensor.numel(), parameter.ds_process_group.rank()
+        mine = value.flatten()[rank * size : (rank + 1) * size]
+        value = torch.cat([mine, mine.new_zeros(size - len(mine))])
+    if key is None:
+        getattr(utils, f"safe_set_{kind}_fp32_param")(parameter, value)
+    else:
+        getattr(utils, f"safe_set_{kind}_optimizer_state")(parameter, value, key)
