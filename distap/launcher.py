@@ -16,6 +16,7 @@ differs from `torchrun -m distap.train CONFIG` in five ways:
 import os
 import sys
 from argparse import ArgumentParser, Namespace
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -111,12 +112,16 @@ def main() -> None:
     given = sys.argv[1:]
     options = given[: len(given) - 1 - len(settings.training_script_args)]
     try:
-        sys.exit(launch_training(options, Path(settings.training_script), settings.training_script_args))
+        status = launch_training(options, Path(settings.training_script), settings.training_script_args)
     except DistapError as error:
         from distap.telemetry.terminal import print_error
 
         print_error(error)
-        sys.exit(error.status)
+        status = error.status
+    with suppress(OSError):  # such as a pipe that nobody reads any more, which would change the status
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+    os._exit(status)  # Python's end would spend a second on taking torch's modules apart
 
 
 if __name__ == "__main__":

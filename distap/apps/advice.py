@@ -92,7 +92,7 @@ def look(place: str) -> Look:
             "train": part_of(sets["train"], 0, 1 - HELD_OUT),
             "validation": part_of(sets["train"], 1 - HELD_OUT, 1),
         }
-        index = load_index(sets["train"])
+        index = index.of_classes(0, 1 - HELD_OUT)
     classes = index.classes
     if (pairs := len(classes.with_pairs)) < 2:
         raise DistapError(

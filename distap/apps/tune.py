@@ -1,5 +1,6 @@
 """Search with Optuna for settings by which a recipe retrieves more, in short trials on held-out classes."""
 
+import shutil
 import subprocess
 import sys
 import time
@@ -16,7 +17,8 @@ import yaml
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from distap.apps.advice import HELD_OUT, RECIPE_TEMPLATES
+from distap.apps.advice import HELD_OUT, LEAST_TO_HOLD_OUT, RECIPE_TEMPLATES
+from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER
 from distap.config.reading import changed_settings, parsed_yaml, recipe_file, recipe_from
 from distap.config.recipe import Recipe
 from distap.data.shards.index import load_index
@@ -24,7 +26,8 @@ from distap.errors import FINISHED, DistapError
 from distap.pages.charts import Chart
 from distap.pages.page import write_page
 from distap.processes.forks import die_with_parent
-from distap.registry import name_of
+from distap.registry import by_path, name_of
+from distap.retrieval.figures import figures_named
 from distap.storage.atomic import write_whole
 from distap.storage.locations import part_of
 from distap.storage.texts import read_text
@@ -40,6 +43,7 @@ SPACE_FILE, DATABASE, TUNING_PAGE, TUNED, OUTPUT = (
     "output.log",
 )
 JUDGED, LEAST_JUDGED = 0.1, 400  # images to judge by: a share of those that a trial trains on, but so many at least
+LEAST_CLASSES = 10  # to judge by, of at least LEAST_TO_HOLD_OUT
 RUNGS = 4  # evaluations of a trial; successive halving ends a poor one after the first or second
 LOOK_SECONDS = 0.5
 BATCHES, IMAGES_A_CLASS = (32, 64, 128, 256), (2, 4, 8)
@@ -67,17 +71,26 @@ class Tuning:
         self.recipe = recipe_from(self.settings, str(self.config))
         self.index = load_index(self.recipe.data.train_source)
         self.images = Length(self.recipe, self.index, self.recipe.sampling.size).steps * self.recipe.sampling.size
+        if (count := self.index.classes.count) < LEAST_TO_HOLD_OUT:
+            raise DistapError(
+                f"{self.recipe.data.train}: {count} classes, of which none can be held out to judge trials by; "
+                f"expected at least {LEAST_TO_HOLD_OUT}"
+            )
         file = self.file or self.folder / SPACE_FILE
         if self.file is None and not file.exists():
             write_whole(file, self.default_space())
         text = read_text(file)
         self.space = self.parsed_space(parsed_yaml(text, str(file)), str(file))
+        figures_named([self.figure])  # raises for an unknown one
         self.folder.mkdir(parents=True, exist_ok=True)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         sampler = optuna.samplers.TPESampler(seed=self.recipe.seed)
+        # Another search begins anew, with runs of its own.
+        name = sha256(repr((text, self.settings, self.share, self.figure)).encode()).hexdigest()[:12]
+        self.runs = self.folder / "trials" / name
         self.study = optuna.create_study(
             storage=f"sqlite:///{self.folder / DATABASE}",
-            study_name=repr((text, self.settings, self.share, self.figure)),  # another search begins anew
+            study_name=name,
             load_if_exists=True,
             direction="maximize",
             sampler=optuna.samplers.BruteForceSampler() if all(map(is_list, self.space.values())) else sampler,
@@ -105,9 +118,10 @@ class Tuning:
                 if isinstance(values, list) and values:
                     own = [] if self.own(key) in values else [self.own(key)]
                     found[key] = CategoricalDistribution([*map(as_yaml, values + own)])
-                else:
+                else:  # numbers such as 1e-5 are text in YAML
+                    values = {**values, **{end: float(values[end]) for end in ("low", "high")}}
                     found[key] = FloatDistribution(**values)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, KeyError) as error:
                 raise DistapError(f"{file}: {key}: {error}; expected a list, or low, high and perhaps log") from error
             for value in values if isinstance(values, list) else (values["low"], values["high"]):
                 recipe_from(changed_settings(self.settings, [f"{key}={as_yaml(value)}"]), file)
@@ -138,7 +152,7 @@ class Tuning:
         if getattr(recipe.schedule, "unit", "steps") == "steps":
             by *= self.recipe.sampling.size / recipe.sampling.size
         for key in ("schedule.warmup", "schedule.milestones", "optimizer.head_only"):
-            if value := self.own(key):
+            if value := dict(by_path(settings, ".")).get(key):
                 changes[key] = [by * each for each in value] if isinstance(value, list) else by * value
         return changed_settings(settings, [changes])
 
@@ -174,12 +188,9 @@ class Tuning:
                 trial.suggest_float(key, of.low, of.high, log=of.log)
             elif isinstance(of, CategoricalDistribution):
                 trial.suggest_categorical(key, of.choices)
-        run, score = (
-            self.folder / "trials" / sha256(repr(sorted(trial.params.items())).encode()).hexdigest()[:12],
-            0.0,
-        )
+        settings, score = self.with_values(trial.params, self.share), 0.0
         try:
-            for rung, score in enumerate(self.train(run, self.with_values(trial.params, self.share)), 1):
+            for rung, score in enumerate(self.train(self.run_of(trial), settings), 1):
                 trial.report(score, rung)
                 if rung < RUNGS and trial.should_prune():
                     raise optuna.TrialPruned
@@ -188,7 +199,13 @@ class Tuning:
             raise
         return score
 
+    def run_of(self, trial: Trial | FrozenTrial) -> Path:
+        """Return the folder of a trial's run, by its values, so that an interrupted one is gone on with."""
+        return self.runs / sha256(repr(sorted(trial.params.items())).encode()).hexdigest()[:12]
+
     def report(self, _: optuna.Study, trial: FrozenTrial) -> None:
+        """Tell of a trial that has ended, and keep its log but not its checkpoints."""
+        shutil.rmtree(self.run_of(trial) / CHECKPOINTS_FOLDER, ignore_errors=True)
         named = ", ".join(f"{key} {shown(value)}" for key, value in trial.params.items())
         best = outcome(self.whole[0]) if self.whole else "none yet"
         minutes = max(0, self.end - time.monotonic()) / 60
@@ -199,14 +216,15 @@ class Tuning:
     def train(self, run: Path, settings: dict[str, Any]) -> Iterator[float]:
         """Train on the classes that are not held out; yield the figure of the others after each part of the steps."""
         judged = max(LEAST_JUDGED, JUDGED * self.share * self.images) / len(self.index)
+        judged = max(judged, LEAST_CLASSES / self.index.classes.count)
         every, train, first = ceil(settings["steps"] / RUNGS), str(self.recipe.data.train), 1 - HELD_OUT
         of_trial = {
             "run": str(run),
             "data.train": part_of(train, 0, first),
             "data.validation": part_of(train, first, min(1.0, first + judged)),
             "data.gallery": None,
-            "evaluation": {"every": every, "unit": "steps", "at_start": False},
-            "checkpoint": {"every": every, "unit": "steps", "keep": 1},
+            "evaluation": {"every": every, "unit": "steps", "at_start": False, "figures": [self.figure]},
+            "checkpoint": {"every": every, "unit": "steps", "keep": 1, "store": None},
         }
         file, log, told, running = run / "trial.yaml", run / OUTPUT, 0, True
         of_trial_alone = ["evaluation.also={}", "loggers={}", "metrics.port=null"]
@@ -218,7 +236,9 @@ class Tuning:
             while running:
                 running = process.poll() is None
                 entries = read_run_log(run) if (run / RUN_LOG).exists() else []
-                scores = [entry["validation"][self.figure] for entry in entries if "validation" in entry]
+                scores = [entry["validation"].get(self.figure) for entry in entries if "validation" in entry]
+                if None in scores:
+                    raise DistapError(f"{self.figure} of the held-out classes is not finite ({log})")
                 yield from scores[told:]
                 told = len(scores)
                 time.sleep(LOOK_SECONDS * running)
@@ -233,9 +253,9 @@ class Tuning:
         """Write the recipe of the best values, with the reason for each, and a page about all trials."""
         whole, trials = self.whole, [trial for trial in self.study.trials if trial.state.is_finished()]
         by_number = sorted(whole, key=lambda trial: trial.number)
-        about = (
-            f"{len(trials)} trials of {self.config}, {len(whole)} of them whole. On held-out classes the best "
-            f"reached {self.figure} {outcome(whole[0])}, the recipe as it was {outcome(trials[0])}."
+        about = f"{len(trials)} trials of {self.config}, {len(whole)} of them whole. On held-out classes the best "
+        about += f"reached {self.figure} {outcome(whole[0])}" + "".join(
+            f", the recipe as it was {outcome(one)}" for one in whole if one.params == trials[0].params
         )
         reasons = [f"{key} {shown(value)}: {self.reason(key)}" for key, value in whole[0].params.items()]
         settings = {**self.with_values(whole[0].params), "run": f"{self.recipe.run}-tuned"}

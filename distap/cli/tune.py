@@ -10,15 +10,16 @@ from distap.errors import DistapError
 from distap.processes.stopping import leave_when_asked
 from distap.telemetry.terminal import print_result, set_up_logging
 
-TUNING_FOLDER = "Folder to keep the search in, which goes on when it is called again."
+TUNING_FOLDER = "Folder to keep the search in. The same command goes on from there."
 SPACE_HELP = "YAML file with the values to search by recipe key; without one, space.yaml of the folder."
+MINUTES_HELP = "Begin trials for this long, minutes; the last one runs to its end."
 SHARE_HELP = "Share of the recipe's cost (pixels that the network sees) that a trial takes."
 
 
 def tune_command(
     config: RECIPE_ARGUMENT,
     overrides: OVERRIDES = None,
-    minutes: Annotated[float, typer.Option(help="Time for trials, minutes.", min=0.01)] = 20,
+    minutes: Annotated[float, typer.Option(help=MINUTES_HELP, min=0.01)] = 20,
     output: Annotated[
         Path | None, typer.Option(help=TUNING_FOLDER, show_default="runs/, then the name, -tune")
     ] = None,
@@ -35,6 +36,8 @@ def tune_command(
     try:
         from distap.apps.tune import TUNED, TUNING_PAGE, Tuning
     except ModuleNotFoundError as error:
+        if error.name != "optuna":
+            raise
         raise DistapError("distap tune needs Optuna: pip install 'distap[tune]'") from error
     folder = output or Path("runs") / f"{config.stem}-tune"
     tuning = Tuning(config, overrides or [], folder, space, share, ranks_to_start(ranks), figure)

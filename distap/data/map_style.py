@@ -154,7 +154,8 @@ class _Images:
     name: str
 
     def __getitem__(self, number: int) -> Any:
-        image = self.item(number)[0]
+        if (image := self.item(number)[0]) is None:
+            raise DamagedImageError("missing_field", f"{self.name}[{number}] has no image")
         if isinstance(image, dict) and {"bytes", "path"} <= image.keys():  # as Hugging Face stores a file
             return image["path"] if image["bytes"] is None else image["bytes"]
         return image

@@ -39,7 +39,7 @@ MAX_SHARDS = 1_000_000
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _UNPACKED = ("imagefolder", "hf", "described", "given")
 _GLOB = "*?["
-_PART = re.compile(r"(.+)\[(\d*\.?\d*):(\d*\.?\d*)\]")
+_PART = re.compile(r"(.+)\[(\d*\.?\d+)?:(\d*\.?\d+)?\]")
 _EXPECTED = (
     "a folder, a glob or brace pattern of .tar files, the same behind http(s)://, s3://, gs:// or file://, or "
     "imagefolder:FOLDER, hf:NAME or described:FOLDER"
@@ -152,7 +152,8 @@ def part_of(text: str, begin: float, end: float) -> str:
     """Return the text that `parse_source` reads as a part of a data set's classes, by shares of them."""
     found = _PART.fullmatch(text)
     whole, low, high = (found[1], float(found[2] or 0), float(found[3] or 1)) if found else (text, 0.0, 1.0)
-    return f"{whole}[{low + begin * (high - low):.6g}:{low + end * (high - low):.6g}]"
+    ends = (f"{low + share * (high - low):.9f}".rstrip("0").rstrip(".") for share in (begin, end))
+    return f"{whole}[{':'.join(ends)}]"
 
 
 def parse_store(url: str) -> str:

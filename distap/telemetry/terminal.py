@@ -2,7 +2,7 @@
 
 A log line has time, level, run, rank and step. As text, for people and for grep:
 
-    2026-11-14T09:30:05.123Z WARNING run=emoji rank=1 step=12 step 12: shards/3.tar/0007: truncated left out
+    2026-11-14T09:30:05.123Z WARNING run=emoji rank=1 step=12 step 12: left out: 3.tar:0007: truncated
 
 As JSON, one object per line, for a log collector (`rank` is null in the launcher, `step` before the first step):
 

@@ -41,8 +41,8 @@ def test_a_search_writes_a_recipe_and_a_page_and_goes_on_after_a_kill(folder, mo
     search += ["--output", f"{folder}/tuned"]
     trials = folder / "tuned/trials"
     with started(["distap", *search], folder) as job:  # which kills it at the end
-        job.wait_until(lambda: [*trials.glob("*/checkpoints/*/manifest.json")])
-    (first,) = trials.iterdir()
+        job.wait_until(lambda: [*trials.glob("*/*/checkpoints/*/manifest.json")])
+    (first,) = trials.glob("*/*")
     own = load_recipe(first / "trial.yaml")
     assert (own.steps, own.sampling.size, own.schedule.warmup, own.evaluation.every) == (20, 8, 2, 5)
     assert (str(own.data.train), str(own.data.validation)) == (
@@ -55,7 +55,8 @@ def test_a_search_writes_a_recipe_and_a_page_and_goes_on_after_a_kill(folder, mo
     said = capfd.readouterr()
     assert "loss smooth_ap" in said.err and "minutes left" in said.err and "Next: distap train " in said.out
     halves = {
-        load_recipe(each / "trial.yaml").sampling.size: load_recipe(each / "trial.yaml") for each in trials.iterdir()
+        load_recipe(each / "trial.yaml").sampling.size: load_recipe(each / "trial.yaml")
+        for each in trials.glob("*/*")
     }
     if 16 in halves:  # as many images
         assert (halves[16].schedule.warmup, halves[16].steps) == (1, 10) or halves[16].data.image_sizes
@@ -68,11 +69,21 @@ def test_a_search_writes_a_recipe_and_a_page_and_goes_on_after_a_kill(folder, mo
     assert "<svg" in page and page.count("<tr>") > 1
 
 
+def test_few_classes_are_refused(folder, monkeypatch, capfd):
+    write_images(folder / "few", {"cat": 4, "dog": 4}, size=32)
+    assert distap(monkeypatch, "tune", "recipe.yaml", f"data.train=imagefolder:{folder}/few") == 2
+    assert "2 classes, of which none can be held out" in capfd.readouterr().err
+
+
 def test_without_a_space_it_searches_what_its_own_file_says(folder, monkeypatch):
     (folder / "tuned").mkdir()
     assert distap(monkeypatch, "tune", "recipe.yaml", "--minutes", "0.01", "--share", "0.1", "--output", "tuned") == 0
     space = yaml.safe_load((folder / "tuned/space.yaml").read_text())
     assert space["optimizer.learning_rate"] == {"low": 1e-4, "high": 1e-2, "log": True}
+    (folder / "space.yaml").write_text("optimizer.learning_rate: {low: 1e-5, high: 1e-3, log: true}")  # text in YAML
+    search = ["tune", "recipe.yaml", "--space", "space.yaml", "--minutes", "0.01", "--share", "0.1"]
+    assert distap(monkeypatch, *search, "--output", "tuned", "optimizer.learning_rate=0.0001") == 0
+    assert distap(monkeypatch, *search, "--figure", "nonsense") == 2
     assert {"name": "p_by_k", "classes": 16, "images": 2} in space["sampling"] and "model.freeze" not in space
     assert load_recipe(folder / "tuned/recipe.yaml").loss == load_recipe(folder / "recipe.yaml").loss
 
@@ -82,6 +93,7 @@ def test_without_a_space_it_searches_what_its_own_file_says(folder, monkeypatch)
     [
         ("optimizer.learning_rate: {low: 0.1, high: 0.01}", "space.yaml: optimizer.learning_rate: "),
         ("optimizer.learning_rate: {low: 0.1, hihg: 1}", "space.yaml: optimizer.learning_rate: "),
+        ("optimizer.learning_rate: {low: 1e-5, high: text}", "space.yaml: optimizer.learning_rate: "),
         ("optimizer.learning_rate: [0.1, -1.0]", "space.yaml: optimizer.learning_rate: -1"),
         ("los: [smooth_ap]", "space.yaml: los: unknown key; did you mean loss?"),
         ("loss: []", "space.yaml: loss: "),

@@ -133,6 +133,8 @@ def cases_of(network: Describe, image_size: int, dynamic_size: bool = False) -> 
                 images = images.to(memory_format=torch.channels_last)
             with torch.inference_mode():
                 expected = network(images).cpu()
+            if not expected.isfinite().all():
+                raise DistapError("the checkpoint's network gives numbers that are not finite; export an earlier one")
             cases.append((images, expected))
     return cases
 

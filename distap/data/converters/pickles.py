@@ -42,7 +42,7 @@ class PlainUnpickler(pickle.Unpickler):
             # Older pickles have older names of the same modules.
             return STAND_INS[module.replace("numpy.core", "numpy._core").replace("__builtin__", "builtins"), name]
         except KeyError:
-            problem = f"{module}.{name}, which it names, is not; nothing of it was run: get it from its authors"
+            problem = f"it names {module}.{name}. Nothing of it was run: get it from its authors"
             raise pickle.UnpicklingError(problem) from None
 
 

@@ -61,7 +61,7 @@ class Reader:
     def where(self, sample: int) -> str:
         """Return shard and name of a sample, for messages."""
         if isinstance(self.storage, DatasetRows):
-            return self.storage.where(sample)
+            return self.storage.where(int(self.index.shard[sample]))
         shard, name = self.index.shard_name[self.index.shard[sample]], self.index.names[sample]
         return name if self.source.kind == "imagefolder" else f"{shard}:{name}"
 
@@ -69,7 +69,7 @@ class Reader:
         """Read width and height of the decoded image from the file's header; (0, 0) if unknown."""
         try:
             if self.source.kind == "imagefolder" and self.index.size[sample] > HEADER_BYTES:
-                name = str(self.index.shard_name[sample])
+                name = str(self.index.shard_name[self.index.shard[sample]])
                 with suppress(DamagedImageError, DistapError):  # then all of it may tell
                     return image_size(self.storage.read(name, 0, HEADER_BYTES), upright=True)
             return image_size(self.data(sample), upright=True)

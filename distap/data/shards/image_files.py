@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -23,6 +24,7 @@ from distap.randomness import permutation
 from distap.storage.texts import as_line, is_line
 
 Nested = Literal["top", "leaf", "merge", "path", "levels"]
+STAT_THREADS, STAT_CHUNK = 32, 256
 NOT_THERE = "listed images that are not there"
 TRUE, FALSE = ("true", "1", "1.0", "yes"), ("false", "0", "0.0", "no")
 
@@ -44,6 +46,21 @@ def look_at(path: Path) -> os.stat_result | Skipped:
         is_link = os.path.islink(path)  # noqa: PTH114 - Path.is_symlink may raise
         return Skipped(str(path), "links to nothing" if is_link else told)
     return status if stat.S_ISREG(status.st_mode) else Skipped(str(path), "no regular files")
+
+
+def look_at_all(
+    images: Sequence[ImageFile],
+) -> tuple[list[tuple[ImageFile, os.stat_result]], list[Skipped]]:
+    """Return the images that are files, with their status, and apart from them the others."""
+    with ThreadPool(STAT_THREADS) as pool:  # a network file system answers slowly, but many questions at once
+        looks = pool.map(look_at, [image.path for image in images], STAT_CHUNK)
+        pool.close()
+        pool.join()  # so that no thread is left when processes are forked
+    found = list(zip(images, looks, strict=True))
+    return (
+        [(image, look) for image, look in found if not isinstance(look, Skipped)],
+        [look for look in looks if isinstance(look, Skipped)],
+    )
 
 
 class Listing(NamedTuple):

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -23,7 +22,7 @@ from distap.data.shards.image_files import (
     levels_of_each_class,
     list_images,
     list_unlabelled,
-    look_at,
+    look_at_all,
     sort_classes,
 )
 from distap.data.shards.image_folders import Skipped
@@ -38,7 +37,6 @@ from distap.storage.texts import as_line, is_line
 INDEX_VERSION = 5
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 THREADS = 16  # remote shards whose sizes are asked for at once
-STAT_THREADS, STAT_CHUNK = 32, 256
 
 
 @dataclass(frozen=True)
@@ -229,13 +227,7 @@ def index_of_folder(source: Source, labelled: bool = True) -> Index:
     if not folder.is_dir():
         raise DistapError(f"{source}: no such folder")
     listing = list_images(folder, "levels") if labelled else list_unlabelled(folder)
-    with ThreadPool(STAT_THREADS) as pool:  # a network file system answers slowly, but many questions at once
-        looks = pool.map(look_at, [image.path for image in listing.images], STAT_CHUNK)
-        pool.close()
-        pool.join()  # so that no thread is left when processes are forked
-    broken = [look for look in looks if isinstance(look, Skipped)]
-    found = zip(listing.images, looks, strict=True)
-    sound = [(image, look) for image, look in found if not isinstance(look, Skipped)]
+    sound, broken = look_at_all(listing.images)
     of_name = {image.path.relative_to(folder).as_posix(): (image, look) for image, look in sound}
     names, unfit = ([name for name in of_name if is_line(name) is fits] for fits in (True, False))
     images, sizes = [of_name[name][0] for name in names], [of_name[name][1].st_size for name in names]

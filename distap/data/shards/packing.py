@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from distap.data.images.decoding import DamagedImageError, decode, image_file, image_size, seems_cut
 from distap.data.images.formats import IMAGE_SUFFIXES, format_of
-from distap.data.shards.image_files import ImageFile, Listing, levels_of_each_class, look_at, sort_classes
+from distap.data.shards.image_files import ImageFile, Listing, levels_of_each_class, look_at_all, sort_classes
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index
 from distap.data.shards.indexing import NAMES_FILE, PATHS_FILE, Scan, merge_scans, scan_shard
@@ -52,6 +52,8 @@ def pack_parts(
             be read, or the output cannot be written.
     """
     require_free(output)
+    for part in parts.values():
+        levels_of_each_class(part.images)  # raises where classes cross, before hours of packing
     with replacing_folder(output) as whole:
         packed = [
             _pack(whole / name, part, images_per_shard, shuffle, workers, track) for name, part in parts.items()
@@ -76,7 +78,8 @@ def _pack(
     folder: Path, listing: Listing, count: int, shuffle: int | None, workers: int, track: Track
 ) -> tuple[Index, list[Skipped]]:
     """Write shards of `count` images and their index into a folder; return the index and the images left out."""
-    images, levels = listing.images, levels_of_each_class(listing.images)
+    sound, gone = look_at_all(listing.images)  # what is not there takes no place in a shard
+    images, levels = [image for image, _ in sound], levels_of_each_class(listing.images)
     if shuffle is not None:
         images = [images[place] for place in permutation(len(images), shuffle)]
     # The labels of a CSV are numbers already; other classes are numbered in the order of their names. Those without a
@@ -89,14 +92,14 @@ def _pack(
     left_out = list(chain.from_iterable(scan.left_out for scan in scans))
     keys = list(chain.from_iterable(scan.columns["key"].tolist() for scan in scans))
     if not keys:
-        told = f"first: {': '.join(left_out[0])}; paths are relative to this folder"
-        raise DistapError(f"{listing.root}: none of the {len(images)} images can be read; {told}")
+        told = f"first: {': '.join([*gone, *left_out][0])}; paths are relative to this folder"
+        raise DistapError(f"{listing.root}: none of the {len(listing.images)} images can be read; {told}")
     source = parse_source(folder)
     paths = (f"{key}\t{listing.name_of(images[int(key.partition('-')[0])])}\n" for key in keys)
     write_whole(folder / PATHS_FILE, "".join(paths))
     index = merge_scans(source, Storage(source.base), scans)
     index.save(source)
-    return index, [*listing.left_out, *left_out]
+    return index, [*listing.left_out, *gone, *left_out]
 
 
 def _write_shard(
@@ -107,9 +110,6 @@ def _write_shard(
     with tarfile.open(place, "w", format=tarfile.USTAR_FORMAT) as shard:
         for position, image in enumerate(images[first : first + count], first):
             path = image.path
-            if isinstance(found := look_at(path), Skipped):
-                skipped.append(found)
-                continue
             if not (data := image_file(path)):
                 skipped.append(Skipped(str(path), "empty files"))
                 continue

@@ -100,7 +100,9 @@ def in_processes(
     def started() -> Worker:
         pipe, theirs = context.Pipe()
         # One more than answers that wait: a worker may fill it while the caller uses the answer that came last.
-        rooms = [mmap.mmap(-1, ROOM) for _ in range(prefetch + 1 if lends and sys.platform == "linux" else 0)]
+        rooms = list[mmap.mmap]()
+        with suppress(OSError):  # a host that promises no more memory than it has: arrays go through the pipe
+            rooms = [mmap.mmap(-1, ROOM) for _ in range(prefetch + 1 if lends and sys.platform == "linux" else 0)]
         process = context.Process(target=_work, args=(os.getpid(), function, theirs, rooms), daemon=True)
         processes.append(process)
         process.start()
