@@ -14,19 +14,20 @@ from typing import Any
 
 import optuna
 import yaml
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
+from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from distap.apps.advice import HELD_OUT, LEAST_TO_HOLD_OUT, RECIPE_TEMPLATES
+from distap.apps.advice import HELD_OUT, LEAST_TO_HOLD_OUT
+from distap.apps.search_space import as_yaml, default_space, is_list, parsed_space
 from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER
-from distap.config.reading import changed_settings, parsed_yaml, recipe_file, recipe_from
+from distap.config.reading import changed_settings, recipe_file, recipe_from
 from distap.config.recipe import Recipe
 from distap.data.shards.index import load_index
 from distap.errors import FINISHED, DistapError
 from distap.pages.charts import Chart
 from distap.pages.page import write_page
 from distap.processes.forks import die_with_parent
-from distap.registry import by_path, name_of
+from distap.registry import by_path
 from distap.retrieval.figures import figures_named
 from distap.storage.atomic import write_whole
 from distap.storage.locations import part_of
@@ -46,7 +47,6 @@ JUDGED, LEAST_JUDGED = 0.1, 400  # images to judge by: a share of those that a t
 LEAST_CLASSES = 10  # to judge by, of at least LEAST_TO_HOLD_OUT
 RUNGS = 4  # evaluations of a trial; successive halving ends a poor one after the first or second
 LOOK_SECONDS = 0.5
-BATCHES, IMAGES_A_CLASS = (32, 64, 128, 256), (2, 4, 8)
 Values = Mapping[str, Any]  # by recipe key: numbers, or any value as YAML
 
 
@@ -78,9 +78,9 @@ class Tuning:
             )
         file = self.file or self.folder / SPACE_FILE
         if self.file is None and not file.exists():
-            write_whole(file, self.default_space())
+            write_whole(file, default_space(self.recipe, self.index))
         text = read_text(file)
-        self.space = self.parsed_space(parsed_yaml(text, str(file)), str(file))
+        self.space = parsed_space(text, str(file), self.settings, self.own)
         figures_named([self.figure])  # raises for an unknown one
         self.folder.mkdir(parents=True, exist_ok=True)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -96,36 +96,6 @@ class Tuning:
             sampler=optuna.samplers.BruteForceSampler() if all(map(is_list, self.space.values())) else sampler,
             pruner=optuna.pruners.SuccessiveHalvingPruner(reduction_factor=2),
         )
-
-    def default_space(self) -> str:
-        """Return YAML with what is searched by default."""
-        data, most = self.recipe.data, self.index.classes.most
-        batches = [(size // images, images) for size in BATCHES for images in IMAGES_A_CLASS]
-        return RECIPE_TEMPLATES.get_template("space.yaml").render(
-            rate=self.recipe.optimizer.learning_rate,
-            batches=[each for each in batches if each[0] <= (1 - HELD_OUT) * most(each[1])],
-            sizes=sorted({max(32, round(data.image_size * 2 / 3 / 32) * 32), data.image_size}),
-            is_pretrained=name_of("weights", self.recipe.model.weights) != "random",
-        )
-
-    def parsed_space(self, given: Any, file: str) -> dict[str, BaseDistribution]:
-        """Return what to search by recipe key; the recipe's own value joins each list."""
-        found: dict[str, BaseDistribution] = {}
-        if not isinstance(given, Mapping) or not given:
-            raise DistapError(f"{file}: expected recipe keys, each with a list of values or with low and high")
-        for key, values in given.items():
-            try:
-                if isinstance(values, list) and values:
-                    own = [] if self.own(key) in values else [self.own(key)]
-                    found[key] = CategoricalDistribution([*map(as_yaml, values + own)])
-                else:  # numbers such as 1e-5 are text in YAML
-                    values = {**values, **{end: float(values[end]) for end in ("low", "high")}}
-                    found[key] = FloatDistribution(**values)
-            except (TypeError, ValueError, KeyError) as error:
-                raise DistapError(f"{file}: {key}: {error}; expected a list, or low, high and perhaps log") from error
-            for value in values if isinstance(values, list) else (values["low"], values["high"]):
-                recipe_from(changed_settings(self.settings, [f"{key}={as_yaml(value)}"]), file)
-        return found
 
     def own(self, key: str) -> Any:
         """Return the recipe's value of a key, as it is written, or else the default."""
@@ -280,18 +250,10 @@ class Tuning:
         return "; ".join(f"{value} reached {', '.join(of[:3])}" for value, of in [*found.items()][:4])
 
 
-def is_list(values: BaseDistribution) -> bool:
-    return isinstance(values, CategoricalDistribution)
-
-
 def mean_pixels(recipe: Recipe) -> float:
     """Return the pixels of a training image, in the mean over the steps."""
     bounds = [*recipe.data.sizes, (1.0, 0)]
     return sum((end - begin) * size**2 for (begin, size), (end, _) in pairwise(bounds))
-
-
-def as_yaml(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
 
 
 def shown(value: Any) -> str:
@@ -300,5 +262,6 @@ def shown(value: Any) -> str:
 
 def outcome(trial: FrozenTrial) -> str:
     """Return a trial's figure in percent, or why there is none."""
-    early = "" if trial.state == TrialState.COMPLETE else "ended early at "
-    return f"{early}{100 * trial.value:.1f}" if trial.value else str(trial.user_attrs.get("problem", "interrupted"))
+    if trial.value is None:
+        return str(trial.user_attrs.get("problem", "interrupted"))
+    return ("" if trial.state == TrialState.COMPLETE else "ended early at ") + f"{100 * trial.value:.1f}"
