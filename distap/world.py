@@ -81,6 +81,8 @@ class World:
     def gather_values(self, value: Any) -> list[Any]:
         """Return every rank's value, which must be JSON."""
         text = json.dumps(value).encode()
+        if self.size == 1:
+            return [json.loads(text)]
         text = text.ljust(int(self.maximum(len(text))))
         row = torch.tensor([list(text)], dtype=torch.uint8, device=self.device)
         return [json.loads(bytes(each)) for each in self.gather_rows(row, self.size).tolist()]
@@ -125,7 +127,8 @@ class World:
 
     def maximum(self, value: float) -> float:
         """Return the greatest of the ranks' values, or infinity if any value is not a number."""
-        worst = torch.tensor(value, dtype=torch.float64, device=self.device).nan_to_num(math.inf, math.inf)
+        place = self.device if self.size > 1 else "cpu"  # a device may have no numbers, as `meta` has none
+        worst = torch.tensor(value, dtype=torch.float64, device=place).nan_to_num(math.inf, math.inf)
         self._together(dist.all_reduce, worst, op=dist.ReduceOp.MAX)
         return float(worst)
 

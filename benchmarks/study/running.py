@@ -5,7 +5,6 @@ import os
 import resource
 import shutil
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -21,9 +20,9 @@ import yaml
 from benchmarks.study.grid import Grid, Job, Point
 from benchmarks.study.results import Result, Results, read_results
 from distap import __version__
+from distap.apps.trainings import last_error, start_training
 from distap.data.shards.parallel import usable_cores
 from distap.errors import FINISHED, DistapError
-from distap.processes.forks import die_with_parent
 from distap.registry import by_path
 from distap.storage.atomic import write_whole
 from distap.telemetry.runlog import append_line, read_run_log
@@ -105,12 +104,7 @@ class StudyRun:
             settings["metrics"] = {**settings.get("metrics", {}), "port": None}
         if not recipe.exists():  # a training that was interrupted goes on as it began
             write_whole(recipe, yaml.safe_dump(settings))
-        command = [sys.executable, "-m", "distap.cli", "train", str(recipe), "--ranks", str(self.ranks)]
-        environment = os.environ | {"OMP_NUM_THREADS": self.threads}
-        with (folder / OUTPUT).open("ab") as output:
-            process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment, preexec_fn=die_with_parent
-            )
+        process = start_training(recipe, self.ranks, folder / OUTPUT, OMP_NUM_THREADS=self.threads)
         self._running[process.pid] = job, process
 
     def _wait(self) -> tuple[Job, str]:
@@ -120,9 +114,7 @@ class StudyRun:
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode != FINISHED:
             output = job.run / OUTPUT
-            said = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
-            why = next((line for line in reversed(said) if "error" in line.lower()), "no error was printed")
-            self.problems.append(f"{job}: ended with status {process.returncode}: {why} ({output})")
+            self.problems.append(f"{job}: ended with status {process.returncode}: {last_error(output)} ({output})")
             return job, self.problems[-1]
         result = self._result(job, usage)
         self.results.add(result)

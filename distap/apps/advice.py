@@ -88,10 +88,8 @@ def look(place: str) -> Look:
     except DistapError as error:
         raise DistapError(f"{error}{pack}") from error
     if len(sets) == 1 and len(index.classes.with_pairs) >= LEAST_TO_HOLD_OUT:
-        sets = {
-            "train": part_of(sets["train"], 0, 1 - HELD_OUT),
-            "validation": part_of(sets["train"], 1 - HELD_OUT, 1),
-        }
+        kept, held_out = (part_of(sets["train"], *ends) for ends in ((0, 1 - HELD_OUT), (1 - HELD_OUT, 1)))
+        sets = {"train": kept, "validation": held_out}
         index = index.of_classes(0, 1 - HELD_OUT)
     classes = index.classes
     if (pairs := len(classes.with_pairs)) < 2:

@@ -14,14 +14,13 @@ from distap.errors import DistapError
 from distap.registry import name_of
 
 BATCHES, IMAGES_A_CLASS = (32, 64, 128, 256), (2, 4, 8)
+Space = dict[str, BaseDistribution]  # by recipe key; choices are YAML
 
 
 def default_space(recipe: Recipe, index: Index) -> str:
     """Return YAML with what is searched by default."""
-    side, batches = (
-        recipe.data.image_size,
-        [(size // images, images) for size in BATCHES for images in IMAGES_A_CLASS],
-    )
+    side = recipe.data.image_size
+    batches = [(size // images, images) for size in BATCHES for images in IMAGES_A_CLASS]
     return RECIPE_TEMPLATES.get_template("space.yaml").render(
         rate=recipe.optimizer.learning_rate,
         batches=[each for each in batches if each[0] <= (1 - HELD_OUT) * index.classes.most(each[1])],
@@ -30,16 +29,13 @@ def default_space(recipe: Recipe, index: Index) -> str:
     )
 
 
-def parsed_space(
-    text: str, file: str, settings: dict[str, Any], own: Callable[[str], Any]
-) -> dict[str, BaseDistribution]:
+def parsed_space(text: str, file: str, settings: dict[str, Any], own: Callable[[str], Any]) -> Space:
     """Parse what to search by recipe key; the value that `own` gives for a key joins each list.
 
     Raises:
         DistapError: a key or a value does not fit the recipe's settings.
     """
-    found: dict[str, BaseDistribution] = {}
-    given = parsed_yaml(text, file)
+    given, found = parsed_yaml(text, file), Space()
     if not isinstance(given, Mapping) or not given:
         raise DistapError(f"{file}: expected recipe keys, each with a list of values or with low and high")
     for key, values in given.items():

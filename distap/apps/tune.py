@@ -1,8 +1,6 @@
 """Search with Optuna for settings by which a recipe retrieves more, in short trials on held-out classes."""
 
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from distap.apps.advice import HELD_OUT, LEAST_TO_HOLD_OUT
 from distap.apps.search_space import as_yaml, default_space, is_list, parsed_space
+from distap.apps.trainings import last_error, start_training
 from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER
 from distap.config.reading import changed_settings, recipe_file, recipe_from
 from distap.config.recipe import Recipe
@@ -26,7 +25,6 @@ from distap.data.shards.index import load_index
 from distap.errors import FINISHED, DistapError
 from distap.pages.charts import Chart
 from distap.pages.page import write_page
-from distap.processes.forks import die_with_parent
 from distap.registry import by_path
 from distap.retrieval.figures import figures_named
 from distap.storage.atomic import write_whole
@@ -36,18 +34,12 @@ from distap.telemetry.runlog import RUN_LOG, read_run_log
 from distap.telemetry.terminal import tell
 from distap.training.schedule import Length
 
-SPACE_FILE, DATABASE, TUNING_PAGE, TUNED, OUTPUT = (
-    "space.yaml",
-    "trials.db",
-    "tuning.html",
-    "recipe.yaml",
-    "output.log",
-)
+SPACE_FILE, TUNED, TUNING_PAGE = "space.yaml", "recipe.yaml", "tuning.html"
+DATABASE, OUTPUT = "trials.db", "output.log"
 JUDGED, LEAST_JUDGED = 0.1, 400  # images to judge by: a share of those that a trial trains on, but so many at least
 LEAST_CLASSES = 10  # to judge by, of at least LEAST_TO_HOLD_OUT
 RUNGS = 4  # evaluations of a trial; successive halving ends a poor one after the first or second
 LOOK_SECONDS = 0.5
-Values = Mapping[str, Any]  # by recipe key: numbers, or any value as YAML
 
 
 @dataclass
@@ -72,10 +64,8 @@ class Tuning:
         self.index = load_index(self.recipe.data.train_source)
         self.images = Length(self.recipe, self.index, self.recipe.sampling.size).steps * self.recipe.sampling.size
         if (count := self.index.classes.count) < LEAST_TO_HOLD_OUT:
-            raise DistapError(
-                f"{self.recipe.data.train}: {count} classes, of which none can be held out to judge trials by; "
-                f"expected at least {LEAST_TO_HOLD_OUT}"
-            )
+            told = f"{count} classes, of which none can be held out to judge trials by"
+            raise DistapError(f"{self.recipe.data.train}: {told}; expected at least {LEAST_TO_HOLD_OUT}")
         file = self.file or self.folder / SPACE_FILE
         if self.file is None and not file.exists():
             write_whole(file, default_space(self.recipe, self.index))
@@ -109,8 +99,8 @@ class Tuning:
                 return value["name"] if isinstance(value, dict) and [*value] == ["name"] else value
         return None
 
-    def with_values(self, values: Values, share: float = 1.0) -> dict[str, Any]:
-        """Return the recipe's settings with other values, for as many steps as cost `share` of the recipe.
+    def with_values(self, values: Mapping[str, Any], share: float = 1.0) -> dict[str, Any]:
+        """Return the recipe's settings with other values by key, in as many steps as cost `share` of the recipe.
 
         The cost is the number of pixels that the network sees.
         """
@@ -121,8 +111,9 @@ class Tuning:
         by = images / self.images
         if getattr(recipe.schedule, "unit", "steps") == "steps":
             by *= self.recipe.sampling.size / recipe.sampling.size
+        written = dict(by_path(settings, "."))
         for key in ("schedule.warmup", "schedule.milestones", "optimizer.head_only"):
-            if value := dict(by_path(settings, ".")).get(key):
+            if value := written.get(key):
                 changes[key] = [by * each for each in value] if isinstance(value, list) else by * value
         return changed_settings(settings, [changes])
 
@@ -136,9 +127,8 @@ class Tuning:
             self.study.enqueue_trial(interrupted.params)  # which goes on from its checkpoint
             self.study.tell(interrupted.number, state=TrialState.FAIL)
         if not self.study.trials:
-            own = {key: self.own(key) for key in self.space}
-            first = {key: as_yaml(own[key]) if is_list(of) else own[key] for key, of in self.space.items()}
-            self.study.enqueue_trial({key: value for key, value in first.items() if value is not None})
+            own = {key: as_yaml(self.own(key)) if is_list(of) else self.own(key) for key, of in self.space.items()}
+            self.study.enqueue_trial({key: value for key, value in own.items() if value is not None})
         self.end = time.monotonic() + 60 * minutes
         self.study.optimize(self.score, timeout=60 * minutes, catch=[DistapError], callbacks=[self.report])
         if not self.whole:
@@ -199,9 +189,7 @@ class Tuning:
         file, log, told, running = run / "trial.yaml", run / OUTPUT, 0, True
         of_trial_alone = ["evaluation.also={}", "loggers={}", "metrics.port=null"]
         write_whole(file, yaml.safe_dump(changed_settings(settings, [of_trial, *of_trial_alone])))
-        command = [sys.executable, "-m", "distap.cli", "train", str(file), "--ranks", str(self.ranks)]
-        with log.open("ab") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output, preexec_fn=die_with_parent)
+        process = start_training(file, self.ranks, log)
         try:
             while running:
                 running = process.poll() is None
@@ -216,13 +204,11 @@ class Tuning:
             process.terminate()  # it writes a checkpoint
             process.wait()
         if process.returncode != FINISHED:
-            said = [line for line in log.read_text(errors="replace").splitlines() if "error" in line.lower()]
-            raise DistapError(f"status {process.returncode}: {said[-1] if said else 'no error was printed'} ({log})")
+            raise DistapError(f"status {process.returncode}: {last_error(log)} ({log})")
 
     def write(self) -> None:
         """Write the recipe of the best values, with the reason for each, and a page about all trials."""
         whole, trials = self.whole, [trial for trial in self.study.trials if trial.state.is_finished()]
-        by_number = sorted(whole, key=lambda trial: trial.number)
         about = f"{len(trials)} trials of {self.config}, {len(whole)} of them whole. On held-out classes the best "
         about += f"reached {self.figure} {outcome(whole[0])}" + "".join(
             f", the recipe as it was {outcome(one)}" for one in whole if one.params == trials[0].params
@@ -231,7 +217,7 @@ class Tuning:
         settings = {**self.with_values(whole[0].params), "run": f"{self.recipe.run}-tuned"}
         recipe = "".join(f"# {line}\n" for line in (about, *reasons)) + yaml.safe_dump(settings, sort_keys=False)
         write_whole(self.folder / TUNED, recipe)
-        points = [(trial.number, trial.value) for trial in by_number]
+        points = [(trial.number, trial.value) for trial in trials if trial.state == TrialState.COMPLETE]
         chart = Chart(points, self.figure, in_percent=True, marked=True, x_label="trial")
         rows = [
             [str(one.number), *(shown(one.params.get(key, "")) for key in self.space), outcome(one)] for one in trials

@@ -49,8 +49,6 @@ def on_all(world: World, work: Callable[[], Any], mine: bool = True) -> list[Any
 
 def first_on_rank_0(world: World, build: Callable[[], T]) -> T:
     """Call `build` on rank 0 first, then on the other ranks, so that errors and downloads happen only once."""
-    if world.size == 1:  # also on a device without numbers
-        return build()
     built: list[T] = []
     on_all(world, lambda: built.append(build()), mine=world.rank == 0)
     return built[0] if built else build()

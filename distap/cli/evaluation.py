@@ -24,7 +24,7 @@ QUERY_EXPANSION = "Move each query towards its neighbours, weighted by similarit
 DATABASE_AUGMENTATION = "Move each gallery image towards its neighbours, weighted by similarity to this power."
 RERANK_NEIGHBOURS = "Number of neighbours used by --rerank; take about the number of images per class."
 NEIGHBOURS_HELP = "Number of neighbours used by --query-expansion and --database-augmentation."
-FIGURES = "Figures to compute, such as mAP@R,R@1,R@20,mAP@1000,mP@5/min. Each has its definition in the guide."
+FIGURES_HELP = "Figures to compute, such as mAP@R,R@1,R@20,mAP@1000,mP@5/min. Each has its definition in the guide."
 RESULTS_FOLDER = "Folder to write results.json to, and for each data set result.json, queries and neighbours."
 
 
@@ -39,7 +39,7 @@ def eval_command(
     gallery: Annotated[str | None, data_option(help=GALLERY_SET, show_default="all others of its own images")] = None,
     gallery_draws: Annotated[int, data_option(help=DRAWS, min=0)] = 0,
     truth: Annotated[Path | None, data_option(help=TRUTH, show_default="images of a query's class are right")] = None,
-    figures: Annotated[str, data_option(help=FIGURES, show_default="the recipe's, or the protocol's")] = "",
+    figures: Annotated[str, data_option(help=FIGURES_HELP, show_default="the recipe's, or the protocol's")] = "",
     query_expansion: Annotated[float | None, options.refinement(help=QUERY_EXPANSION, min=0)] = None,
     database_augmentation: Annotated[float | None, options.refinement(help=DATABASE_AUGMENTATION, min=0)] = None,
     neighbours: Annotated[int, options.refinement(help=NEIGHBOURS_HELP, min=1)] = 10,

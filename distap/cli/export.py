@@ -10,7 +10,7 @@ from distap.telemetry.terminal import print_result, print_warning, set_up_loggin
 
 TRAINED_RUN = "Trained network: a run folder, one of its checkpoints, or a URL of either."
 EXPORT_FOLDER = "Folder to write; it must be new or of an earlier export, which is replaced."
-PROGRAMS = "Format: pt2 (torch.export), onnx, safetensors (distap.load, timm) or adapter. Repeat for several."
+FORMAT_HELP = "Format: pt2 (torch.export), onnx, safetensors (distap.load, timm) or adapter. Repeat for several."
 
 
 def export_command(
@@ -18,7 +18,7 @@ def export_command(
     output: Annotated[Path, typer.Argument(help=EXPORT_FOLDER, show_default=False)],
     overrides: OVERRIDES = None,
     best: BEST = False,
-    format: Annotated[list[str] | None, typer.Option(help=PROGRAMS, show_default="pt2, onnx, safetensors")] = None,
+    format: Annotated[list[str] | None, typer.Option(help=FORMAT_HELP, show_default="pt2, onnx, safetensors")] = None,
     whitening: WHITENING = None,
     dynamic_size: Annotated[
         bool, typer.Option("--dynamic-size", help="Let exported programs take images of any size.")

@@ -16,7 +16,6 @@ REPORT_FOLDER = "Folder to write report.html and summary.json to."
 FOLLOW = "Rewrite the page at this interval while a run trains, and let the browser reload it."
 DRY_RUN = "Check the recipe, load the weights and say what would be done, without training."
 
-TAKE_OVER = "DISTAP_TAKE_OVER"  # which the lease of a run reads
 TAKES_OVER = Annotated[
     bool, typer.Option("--take-over", help="Take the run folder over from another training that seems to use it.")
 ]
@@ -30,8 +29,7 @@ def train_rank(config: RECIPE_ARGUMENT, overrides: OVERRIDES = None, take_over: 
     are done, 2 a mistake that a person must mend, 1 a failure.
     """
     end_when_asked()
-    if take_over:
-        os.environ[TAKE_OVER] = "1"
+    _set_take_over(take_over)
     # Imported here, so that --help does not wait for torch.
     from distap.config.reading import load_recipe
 
@@ -67,9 +65,15 @@ def train_command(
     from distap.launcher import launch_training
 
     end_when_asked()
-    if take_over:  # the ranks that are started inherit it
-        os.environ[TAKE_OVER] = "1"
+    _set_take_over(take_over)
     raise typer.Exit(launch_training([f"--nproc-per-node={count}"], config, overrides))
+
+
+def _set_take_over(take_over: bool) -> None:
+    if take_over:  # the ranks that are started inherit it
+        from distap.checkpoint.lease import TAKE_OVER
+
+        os.environ[TAKE_OVER] = "1"
 
 
 def check_training(config: Path, overrides: list[str], ranks: int) -> None:

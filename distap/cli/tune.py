@@ -20,9 +20,7 @@ def tune_command(
     config: RECIPE_ARGUMENT,
     overrides: OVERRIDES = None,
     minutes: Annotated[float, typer.Option(help=MINUTES_HELP, min=0.01)] = 20,
-    output: Annotated[
-        Path | None, typer.Option(help=TUNING_FOLDER, show_default="runs/, then the name, -tune")
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help=TUNING_FOLDER, show_default="runs/NAME-tune")] = None,
     space: Annotated[Path | None, typer.Option(help=SPACE_HELP, show_default=False)] = None,
     share: Annotated[float, typer.Option(help=SHARE_HELP, min=0.001, max=1)] = 0.1,
     figure: Annotated[str, typer.Option(help="Figure of the held-out classes to make large.")] = "mAP",

@@ -20,7 +20,7 @@ from distap.storage.atomic import write_whole
 from distap.storage.locations import Source, parse_source
 from distap.telemetry.terminal import figures_table, print_result
 
-NAMED = re.compile(r"([\w.-]+)=(.+)")  # NAME=PATH
+NAME_AND_PATH = re.compile(r"([\w.-]+)=(.+)")  # NAME=PATH
 
 
 def open_set(
@@ -105,7 +105,7 @@ def open_named_sets(
     """Open data sets to evaluate on, each given as PATH, NAME=PATH or a Source; return them by name."""
     sets: dict[str, EvaluationSet] = {}
     for text in texts:
-        named = None if isinstance(text, Source) else NAMED.fullmatch(text)
+        named = None if isinstance(text, Source) else NAME_AND_PATH.fullmatch(text)
         opened = open_set(named[2] if named else text, named[1] if named else None, distractors, **settings)
         if opened.name in sets:
             raise DistapError(f"--data: two sets are called {opened.name}; write NAME=PATH for one of them")

@@ -41,13 +41,12 @@ def _by_number(file: Path, column: str) -> dict[int, str]:
     return {line.integer(0, "number"): line.cells[1] for line in read_table(file, ("id", column), heading=0)}
 
 
-DATASETS["cub"] = (
-    Dataset(  # Wah et al. 2011; as usual in metric learning, the first hundred classes train and the others test
-        "CUB-200-2011",
-        "https://www.vision.caltech.edu/datasets/cub_200_2011",
-        Split("train", "images.txt", partial(_cub, classes=range(1, 101)), (Count(5_864, 100),)),
-        Split("test", "images.txt", partial(_cub, classes=range(101, 201)), (Count(5_924, 100),)),
-    )
+# Wah et al. 2011; as usual in metric learning, the first hundred classes train and the others test.
+DATASETS["cub"] = Dataset(
+    "CUB-200-2011",
+    "https://www.vision.caltech.edu/datasets/cub_200_2011",
+    Split("train", "images.txt", partial(_cub, classes=range(1, 101)), (Count(5_864, 100),)),
+    Split("test", "images.txt", partial(_cub, classes=range(101, 201)), (Count(5_924, 100),)),
 )
 
 

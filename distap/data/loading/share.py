@@ -6,6 +6,7 @@ import mmap
 import os
 import shutil
 import tempfile
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
@@ -180,7 +181,7 @@ class ShareOfBatch:
         self.traffic += chunk.traffic
 
 
-class TrainingImages:
+class TrainingImages(ABC):
     """Images of a training from the view of one rank; subclasses say how `chunks` of them are read."""
 
     fingerprint: str  # a hash that stands for the data set in the state of a run
@@ -192,9 +193,9 @@ class TrainingImages:
         self.size = job.sampling.size  # B, images of a global batch
         self.slots = world.slots(self.size)
 
+    @abstractmethod
     def chunks(self, steps: range) -> Generator[Chunk]:
         """Yield this rank's images of all these steps."""
-        raise NotImplementedError
 
     def shares(self, steps: range) -> Generator[ShareOfBatch]:
         """Return this rank's shares of each step's global batch; use a share up before taking the next.

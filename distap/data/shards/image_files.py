@@ -48,19 +48,15 @@ def look_at(path: Path) -> os.stat_result | Skipped:
     return status if stat.S_ISREG(status.st_mode) else Skipped(str(path), "no regular files")
 
 
-def look_at_all(
-    images: Sequence[ImageFile],
-) -> tuple[list[tuple[ImageFile, os.stat_result]], list[Skipped]]:
+def look_at_all(images: Sequence[ImageFile]) -> tuple[list[tuple[ImageFile, os.stat_result]], list[Skipped]]:
     """Return the images that are files, with their status, and apart from them the others."""
     with ThreadPool(STAT_THREADS) as pool:  # a network file system answers slowly, but many questions at once
         looks = pool.map(look_at, [image.path for image in images], STAT_CHUNK)
         pool.close()
         pool.join()  # so that no thread is left when processes are forked
-    found = list(zip(images, looks, strict=True))
-    return (
-        [(image, look) for image, look in found if not isinstance(look, Skipped)],
-        [look for look in looks if isinstance(look, Skipped)],
-    )
+    found = zip(images, looks, strict=True)
+    sound = [(image, look) for image, look in found if not isinstance(look, Skipped)]
+    return sound, [look for look in looks if isinstance(look, Skipped)]
 
 
 class Listing(NamedTuple):

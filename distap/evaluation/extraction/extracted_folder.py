@@ -31,7 +31,7 @@ from distap.storage.atomic import write_whole
 from distap.storage.texts import read_json
 
 PARTS_FOLDER = "parts"
-PLAN_VERSION = 2
+EXTRACTION_VERSION = 2
 REMEDY = "give what it was begun with, remove the folder, or choose another one"
 
 DType = Literal["float32", "float16"]
@@ -55,7 +55,7 @@ def extract_to_folder(
     """
     describer, world, images = extraction.how.describer, extraction.how.world, extraction.images
     plan = {
-        "version": PLAN_VERSION,
+        "version": EXTRACTION_VERSION,
         "fingerprint": images.fingerprint,
         "images": len(images),
         **asdict(describer.described_by),
