@@ -75,7 +75,7 @@ class Block:
         self.named = range(int(named.min()), int(named.max()) + 1) if len(named) else range(0)
         for number in range(most := self.head.shape[1]):
             self.similarities[positives == self.head[:, number, None]] = FIRST * (most - number)
-        self.width.clamp_(min=torch.finfo(queries.dtype).tiny)  # of a descriptor that is zero
+        self.width.clamp_(min=torch.finfo(queries.dtype).eps ** 2)  # of a zero descriptor; FIRST / width stays finite
         bounds = self.similarities + (-self.width if ties == "against" else self.width)
         most = max(int((positives != NONE).sum(1).max()), 1)
         found = bounds.masked_fill(positives == NONE, torch.inf).sort(dim=1)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from retrieval_reference import figure_of, mean
@@ -49,6 +49,7 @@ def relevance_of(query: int, queries, gallery, truth, levels, worst: bool, head:
 
 @settings(deadline=None, max_examples=80)
 @given(st.integers(0, 10_000), st.booleans(), st.sampled_from(["against", "for"]), st.integers(0, 20))
+@example(3842, True, "against", 3)  # a query that is zero, so that its ties have no width
 def test_every_figure_is_that_of_its_definition(seed, tied, ties, kept):
     queries, gallery, truth, levels = problem(seed, tied)
     generator = torch.Generator().manual_seed(seed)
