@@ -7,6 +7,7 @@ has computed with threads, or opened a GPU, hang or fail:
              -- ranks     each a session of its own, so that Ctrl-C reaches the launcher alone
 """
 
+import gc
 import itertools
 import os
 import runpy
@@ -22,6 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy
+import torch
 from torch.distributed import TCPStore
 
 from distap.errors import FAILED, FINISHED, MISTAKE, RESTART, logger
@@ -110,9 +113,8 @@ class Agent:
                     **{"TORCHELASTIC_RUN_ID": "distap", "TORCHELASTIC_RESTART_COUNT": failures},
                 }
                 given = os.getpid(), self._program, {name: str(value) for name, value in environment.items()}
-                process = forking_context().Process(target=_be_rank, args=given)
-                process.start()
-                self._ranks[rank] = process
+                self._ranks[rank] = forking_context().Process(target=_be_rank, args=given)
+                self._ranks[rank].start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -188,6 +190,7 @@ def _serve_store(pipe: Connection, launcher: int) -> None:
 
 def _be_rank(launcher: int, program: Sequence[str], environment: Mapping[str, str]) -> None:
     """Turn a fork of the launcher into what `python -u -m PROGRAM` with this environment would be."""
+    gc.freeze()  # or a collection would copy all memory of the launcher
     die_with_parent(launcher)
     os.setsid()
     # Out with the launcher's handlers. Python's own action for SIGINT is an exception, for the others the end.
@@ -199,9 +202,6 @@ def _be_rank(launcher: int, program: Sequence[str], environment: Mapping[str, st
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    import numpy
-    import torch
-
     if threads := os.environ.get("OMP_NUM_THREADS"):  # which is read when torch is imported
         torch.set_num_threads(int(threads.partition(",")[0]))
     # Forks begin with the launcher's state, and so would all draw the same numbers.
