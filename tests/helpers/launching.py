@@ -5,6 +5,7 @@ import torch. Parents, sessions, signals and exit statuses are those of new inte
 Any other command is started as it is; `Launch.command` is such a command.
 """
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -196,6 +197,7 @@ def _forked(what: Launch | Program, answer: Path, said: Path, changes: dict[str,
 
 def _launch(what: Launch | Program, answer: Path, said: Path, environment: dict[str, str]) -> None:
     """Be the launcher or the program: a fork of the server, whose ranks are forks of this process."""
+    gc.freeze()  # or a collection would copy all memory of the server
     with answer.open("ab") as output, said.open("ab") as errors, Path(os.devnull).open("rb") as nothing:
         for stream, number in ((nothing, 0), (output, 1), (errors, 2)):
             os.dup2(stream.fileno(), number)

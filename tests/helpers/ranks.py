@@ -1,20 +1,25 @@
 """Run functions on real gloo ranks, forked from a server that has imported distap and done nothing else."""
 
+import gc
 import os
 import pickle
 import socket
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from distap.world import World, joined_world
+
+HELPERS = Path(__file__).parent
 
 
 def skip_if_fast(what: str) -> None:
@@ -26,7 +31,10 @@ def skip_if_fast(what: str) -> None:
 def server() -> ForkServerContext:
     """The server that forks processes which have imported distap already."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["distap.trainer", "distap.processes.agent"])
+    context.set_forkserver_preload(["preloaded"])
+    path = os.pathsep.join(map(str, (HELPERS, HELPERS.parents[1])))
+    with patch.dict(os.environ, PYTHONPATH=path):  # of a server that has yet to start
+        forkserver.ensure_running()
     return context
 
 
@@ -86,6 +94,7 @@ def _run(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
+    gc.freeze()  # or a collection would copy all memory of the server
     os.environ.clear()  # of the server, as it was when that started
     os.environ |= environment
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
