@@ -80,7 +80,6 @@ class Agent:
                 # Ranks that have finished, stopped on request or met a mistake would only do the same again.
                 if status != FAILED or failures == restarts or self._is_asked:
                     break
-            go_deaf()  # the status is decided, and a signal could only replace it by another
             self._tell(status)
         finally:
             go_deaf()
@@ -192,6 +191,7 @@ def _be_rank(launcher: int, program: Sequence[str], environment: Mapping[str, st
     """Turn a fork of the launcher into what `python -u -m PROGRAM` with this environment would be."""
     gc.freeze()  # or a collection would copy all memory of the launcher
     die_with_parent(launcher)
+    # A session of its own: Ctrl-C reaches the launcher alone, and the rank and its workers can be killed as a group.
     os.setsid()
     # Out with the launcher's handlers. Python's own action for SIGINT is an exception, for the others the end.
     for number in (*SIGNALS, TRACE_SIGNAL):

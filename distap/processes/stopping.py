@@ -83,6 +83,7 @@ class StopRequest:
             logger.warning(said, number.name, self.grace_seconds, number.name)
         elif time.monotonic() - self._first >= ONE_REQUEST_SECONDS:
             logger.warning("%s again: stopping at once; what came after the last checkpoint is lost", number.name)
+            # The main thread may hang, so this thread ends the process, with the status that shells give a signal.
             os._exit(128 + number)
 
     def _out_of_time(self) -> None:
