@@ -79,7 +79,7 @@ def stage_two_of(ranks: int, batch: int, dimensions: int) -> dict[str, Any]:
     def rank() -> None:
         world.taken[0] = 0
         gathering = Gathering(world, batch)
-        gathering.add(mine, of_mine, torch.ones_like(of_mine, dtype=torch.bool))
+        gathering.add(mine, of_mine, torch.ones_like(of_mine, dtype=torch.bool), torch.full_like(of_mine, -1))
         rank_descriptors(QuantizedAP(), gathering.finish(), "sharded", BUDGET)
 
     rank()  # compiles

@@ -12,20 +12,22 @@ from numpy.typing import ArrayLike
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, StrictInt
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from distap.errors import DistapError, checked, logger, tensor_given
+from distap.errors import checked, logger, tensor_given
 from distap.model.pooling import NAMED, pooled
 from distap.ranking.listwise import KnownGradient
 from distap.ranking.loss import AnyLoss, build_loss
 from distap.ranking.losses.base import DescriptorLoss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Ranking, check_mode
-from distap.ranking.rankable import check_arguments, extra_problem, kinds_of, label_problem
+from distap.ranking.rankable import agreed, check_arguments, extra_problem, kind_of, label_problem
+from distap.stages.exactness import evaluating
 from distap.stages.fsdp import FSDPReplica
 from distap.stages.given_batch import GivenBatch, Outputs, are_alike, cut_along_rows, refuse_graphs, rows_of
 from distap.stages.micro_batches import MicroBatchSizes
-from distap.stages.replica import CallersReplica, ReplacedForward, refuse_unusable, set_batchnorm, world_of
+from distap.stages.replica import CallersReplica, ReplacedForward, refuse_unusable, world_of
 from distap.stages.step import ThreeStages
 from distap.world import World
 
@@ -161,7 +163,8 @@ class Multistage(nn.Module):
             replica = FSDPReplica(*parts, frees=True, syncs=self._syncs)
         else:
             replica = CallersReplica(*parts, trained=trained, sums=sums)
-        with self._frozen(network):
+        # Without `freeze_batchnorm` all BatchNorm layers are in evaluation mode already.
+        with evaluating(network, _BatchNorm):
             stages = ThreeStages(
                 replica,
                 self.loss,
@@ -179,7 +182,7 @@ class Multistage(nn.Module):
             described = stages.describe(batch)
         if torch.is_grad_enabled() and stages.probed:
             self._probed.add(network.training)
-        gathered, self.not_finite = stages.gather(described, batch)
+        gathered, self.not_finite = stages.gather(described, batch), described.lost
         if self.not_finite:
             logger.warning("descriptors of rows %s are not finite; the images are left out", self.not_finite[:10])
         gathered = gathered.with_extra(extra)
@@ -194,21 +197,11 @@ class Multistage(nn.Module):
         def replay(upstream: Tensor) -> Sequence[Tensor | None]:
             if trained:
                 scaled = replace(ranking, gradient=gradient * (upstream * times))
-                with torch.enable_grad(), self._frozen(network):
+                with torch.enable_grad(), evaluating(network, _BatchNorm):
                     self.replay_drift, _, _ = stages.replay(batch, described, scaled)
             return *replica.gradients, *(one * upstream for one in ranking.by_parameters)
 
         return KnownGradient.apply(value, replay, True, *replica.inputs, *self.loss.parameters)
-
-    @contextmanager
-    def _frozen(self, network: nn.Module) -> Iterator[None]:
-        """Keep BatchNorm layers in evaluation mode inside; without `freeze_batchnorm` all are in it already."""
-        changed = set_batchnorm(network, training=False)
-        try:
-            yield
-        finally:
-            for module in changed:
-                module.training = True
 
     if TYPE_CHECKING:  # nn.Module's own takes and returns anything
         __call__ = forward
@@ -238,7 +231,8 @@ class Multistage(nn.Module):
         Returns the batch, the ranks, whether all images have one size and type, a seed for all ranks, and `extra`.
         """
         world, (images, labels, samples, extra) = world_of(self.network, self.group), given
-        parts, known, others, failure = list[Any](), torch.empty(0), dict[str, Tensor](), None
+        parts, known, others = list[Any](), torch.empty(0), dict[str, Tensor]()
+        problem: str | Exception
         try:
             parts, known = cut_along_rows(images, labels)
             refuse_graphs(parts)
@@ -251,15 +245,9 @@ class Multistage(nn.Module):
             problem = problem or extra_problem(others, len(known), self.loss.extras) or ""
             refuse_unusable(network, self.freeze_batchnorm)
         except Exception as error:  # such as one of the caller's iterator: the other ranks must not wait
-            problem, failure = str(error) if isinstance(error, DistapError) else repr(error), error
-        kind = f"levels {tuple(known.shape[1:])}{kinds_of(others)}"
-        mine = [len(known), problem, are_alike(parts), int(torch.randint(2**62, ())), kind]
-        lengths, problems, alike, seeds, kinds = zip(*world.gather_values(mine), strict=True)
-        if any(problems):
-            by_rank = [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each]
-            raise DistapError("; ".join(by_rank) if world.size > 1 else problem) from failure
-        if len(set(kinds)) > 1:
-            raise DistapError(f"the ranks were given labels or extra of different kinds, by rank: {'; '.join(kinds)}")
+            problem = error
+        mine = [len(known), are_alike(parts), int(torch.randint(2**62, ()))]
+        lengths, alike, seeds = zip(*agreed(world, problem, kind_of(known, others), mine), strict=True)
         self._calls += 1
         batch = GivenBatch(parts, known.cpu().long(), numbers, max(lengths), world, self._calls - 1)
         return batch, world, all(alike), seeds[0], others

@@ -45,6 +45,7 @@ class ToHost:
     def __init__(self, tensor: Tensor) -> None:
         self._arrived, self._copy = None, tensor
         if tensor.device.type != "cpu":
+            # Page-locked: a copy to other memory would make the host wait, whatever `non_blocking` says.
             self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._copy.copy_(tensor, non_blocking=True)
             self._arrived = torch.get_device_module(tensor.device).current_stream(tensor.device).record_event()
@@ -69,9 +70,7 @@ def mover(device: torch.device) -> Callable[[Any], Any]:
 
 def queued(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a small tensor to a device, without waiting; work queued later sees it."""
+    # The page-locked copy may be dropped at once: torch's allocator does not hand its memory out again before the
+    # device has read it.
     crosses = tensor.device.type == "cpu" != device.type
     return tensor.pin_memory().to(device, non_blocking=True) if crosses else tensor.to(device)
-
-
-def copied(images: Any) -> Any:
-    return tree_map_only(Tensor, Tensor.clone, images)

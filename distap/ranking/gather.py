@@ -11,8 +11,9 @@ from distap.ranking.gathered import Gathered
 from distap.ranking.loss import Counter, full_precision, strips
 from distap.world import Arrival, World
 
+# Chunks of a share, and rows of a rank in a chunk: small ones leave early, but each costs a message's latency.
 MOST_CHUNKS = 8
-LEAST_SENT = 64  # rows of a rank in a chunk
+LEAST_SENT = 64
 LEAST_COUNTED = 1024  # rows of a rank that are counted at once; fewer make small tiles, 10% slower at 512
 
 
@@ -31,11 +32,11 @@ class Gathering:
     def __init__(self, world: World, slots: int, counter: Counter | None = None) -> None:
         self.world, self.slots, self.counter = world, slots, counter
         self.arrived = 0  # slots of all ranks that have arrived
-        self._share = -(-slots // world.size)
+        self._own_rows, self._share = len(world.slots(slots)), -(-slots // world.size)
+        self._is_own = torch.arange(slots) % world.size == world.rank
         self._unsent = deque(strips(0, self._share, max(LEAST_SENT, -(-self._share // MOST_CHUNKS))))
         self._on_the_way = deque[Arrival]()
         self._landed = deque[tuple[Tensor, ToHost]]()  # chunks whose facts are on their way to the CPU
-        self._facts = torch.empty(slots, 0, dtype=torch.int64)
         self._filled = self._in_gallery = self._counted = 0  # own rows added; rows of the gallery; slots counted
         self._packed: Tensor | None = None
 
@@ -45,17 +46,14 @@ class Gathering:
         descriptors: Float[Tensor, "n C"],
         labels: Int64[Tensor, " n"] | Int64[Tensor, "n L"],
         taking_part: Bool[Tensor, " n"],
-        images: Int64[Tensor, " n"] | None = None,
+        images: Int64[Tensor, " n"],
     ) -> None:
         """Add this rank's next rows; rows whose descriptor is not finite take no part.
 
         Labels are (n,), or (n, L) from the finest level to the coarsest. Labels, taking_part and images may be on the
         CPU: they cross to the descriptors' device together.
         """
-        own_rows, filled = len(self.world.slots(self.slots)), self._filled + len(descriptors)
-        known = torch.full((len(labels),), -1, device=labels.device) if images is None else images
-        of_images = torch.column_stack([known, taking_part.long(), labels])
-        facts = queued(of_images, descriptors.device)
+        facts = queued(torch.column_stack([images, taking_part.long(), labels]), descriptors.device)
         # NaN and infinity times 0 are NaN, and a sum is ten times as fast as a look at each value.
         facts[:, 1] *= (descriptors * 0).sum(dim=1) == 0
         # Facts travel as bits: as numbers, float32 would round labels beyond 2^24.
@@ -64,11 +62,12 @@ class Gathering:
             self._packed = rows.new_zeros(self._share, rows.shape[1])
             self._gallery = descriptors.new_empty(self.slots, descriptors.shape[1])
             self._facts = torch.empty(self.slots, facts.shape[1], dtype=torch.int64)
-        self._packed[self._filled : filled] = rows
-        self._filled = filled
+        # Each row is written once, since a chunk on its way must not change.
+        self._packed[self._filled : self._filled + len(rows)] = rows
+        self._filled += len(rows)
         # Chunks have the same rows on every rank, whatever the micro-batches: collectives have to begin in one order.
         # A rank with one row less than others leaves the last row of its last chunk zero: it takes no part.
-        while self._unsent and min(self._unsent[0].stop, own_rows) <= filled:
+        while self._unsent and min(self._unsent[0].stop, self._own_rows) <= self._filled:
             self._on_the_way.append(self.world.start_gather(self._packed[self._unsent.popleft()]))
         self._take_in(waits=False)
 
@@ -82,6 +81,7 @@ class Gathering:
             self._landed.append((rows[:, width:], ToHost(facts)))
         while self._landed and (waits or self._landed[0][1].is_here()):
             rows, to_host = self._landed.popleft()
+            # Ranks with a row less than others have padded the last chunk, behind the last slot.
             self._receive(rows, to_host.tensor()[: self.slots - self.arrived])
 
     def _receive(self, rows: Float[Tensor, "n C"], facts: Int64[Tensor, "m facts"]) -> None:
@@ -94,27 +94,25 @@ class Gathering:
         self._in_gallery += len(arrived)
         is_last = self.arrived == self.slots
         if self.counter is not None and (is_last or self.arrived - self._counted >= LEAST_COUNTED * self.world.size):
-            # Tiles of few rows are slow, so chunks are counted together.
-            facts = self._facts[self._counted : self.arrived]
-            takes_part = facts[:, 1].bool()
-            is_own = torch.arange(self._counted, self.arrived) % self.world.size == self.world.rank
+            # Tiles of few rows are slow, so chunks are counted together. How many are depends on the slots alone, not
+            # on when a chunk arrives: a run that is repeated sums in the same order, to the same bits.
+            new = self._counted + self._facts[self._counted : self.arrived, 1].nonzero().flatten()
             with full_precision(rows.device):
-                new = self._gallery[self.counter.seen : self._in_gallery]
-                self.counter.add(new, facts[takes_part, 2], is_own[takes_part])
+                images = self._gallery[self.counter.seen : self._in_gallery]
+                self.counter.add(images, self._facts[new, 2], self._is_own[new])
             self._counted = self.arrived
 
     @torch.no_grad()
     def finish(self) -> Gathered:
         """Wait for pending messages and return the batch; raise a ValueError if rows are missing or too many."""
-        own_rows = len(self.world.slots(self.slots))
-        if self._filled != own_rows or self._packed is None:
-            raise ValueError(f"rank {self.world.rank} added {self._filled} of its {own_rows} rows")
+        if self._filled != self._own_rows or self._packed is None:
+            raise ValueError(f"rank {self.world.rank} added {self._filled} of its {self._own_rows} rows")
         self._take_in(waits=True)
+        # The packed rows go now: this object lives until the end of the replay.
         self._packed, gallery = None, self._gallery[: self._in_gallery]
         taking_part = self._facts[:, 1].bool()
         images, levels = self._facts[taking_part, 0], self._facts[taking_part, 2:]
-        is_own = torch.arange(self.slots) % self.world.size == self.world.rank
-        of_images = levels, images, is_own[taking_part].nonzero().flatten(), taking_part
+        of_images = levels, images, self._is_own[taking_part].nonzero().flatten(), taking_part
         levels, images, own, taking_part = (queued(each, gallery.device) for each in of_images)
         return Gathered(gallery, levels, images, own, taking_part, self.world)
 
@@ -129,5 +127,6 @@ def gather(
 ) -> Gathered:
     """Gather the descriptors and labels of all ranks in slot order, in one call; see `Gathering`."""
     gathering = Gathering(world, slots)
-    gathering.add(descriptors, labels, taking_part, images)
+    unknown = torch.full((len(labels),), -1, device=labels.device)
+    gathering.add(descriptors, labels, taking_part, unknown if images is None else images)
     return gathering.finish()

@@ -39,6 +39,8 @@ class Gathered:
     @property
     def seed(self) -> int:
         """Return the seed for random numbers of a loss, the same on every rank."""
+        # By the labels too, since every call of `rank` without a step has step 0. Their sum may overflow, and the
+        # key takes no number below 0.
         return seed_for(LOSS, *self.key, int(self.labels.sum()) & (2**63 - 1))
 
     @property

@@ -121,6 +121,7 @@ class Loss(ABC):
     @cached_property
     def taken(self) -> tuple[str, ...]:
         """Names of further tensors of images that the formula takes: its parameters without a default."""
+        # A module's `forward` is looked at, for `__call__` takes anything.
         function, known = getattr(self, self.formula[0]), self.formula[1]
         try:
             parameters = list(signature(getattr(function, "forward", function)).parameters.values())[known:]

@@ -1,10 +1,10 @@
 """Add descriptors of earlier steps to the gallery (cross-batch memory, Wang et al. 2020)."""
 
-import io
 from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
 from distap.errors import DistapError
@@ -21,25 +21,25 @@ class CrossBatchMemory:
         if size < 0:
             raise ValueError(f"size is {size}; it must not be below 0")
         self.size = size
-        self.descriptors: Tensor | None = None  # (K, C), the newest last
-        self.labels = torch.empty(0, 1, dtype=torch.int64)  # (K, L), from the finest level to the coarsest
-        self.images = torch.empty(0, dtype=torch.int64)  # (K,) number of each image in its data set, -1 if unknown
+        # Of K images, the newest last: `descriptors` (K, C), `labels` (K, L) from the finest level to the coarsest,
+        # and `images` (K,), the number of each in its data set, -1 if unknown. Empty before the first batch.
+        self._rows: dict[str, Tensor] = {}
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self._rows.get("images", ()))
 
     def extend(self, gathered: Gathered) -> Gathered:
         """Return the batch with remembered descriptors of other images appended to its gallery."""
-        if self.descriptors is None:
+        if not self._rows:
             return gathered
-        descriptors, labels, _ = self._of_other_images(gathered)
-        (_, here), (_, there) = gathered.gallery_levels.shape, labels.shape
+        rows = self._of_other_images(gathered)
+        (_, here), (_, there) = gathered.gallery_levels.shape, rows["labels"].shape
         if here != there:
             raise DistapError(f"labels have {here} levels, but those of the memory's descriptors have {there}")
         return replace(
             gathered,
-            gallery=torch.cat([gathered.gallery, descriptors.to(gathered.gallery)]),
-            gallery_levels=torch.cat([gathered.gallery_levels, labels]),
+            gallery=torch.cat([gathered.gallery, rows["descriptors"].to(gathered.gallery)]),
+            gallery_levels=torch.cat([gathered.gallery_levels, rows["labels"]]),
         )
 
     def remember(self, gathered: Gathered) -> None:
@@ -47,38 +47,30 @@ class CrossBatchMemory:
         if self.size == 0:
             return
         # The gathered batch is the same on all ranks, so their memories stay equal without a message.
-        kept = [gathered.descriptors, gathered.levels, gathered.images]
-        if self.descriptors is not None:
-            kept = [torch.cat(rows) for rows in zip(self._of_other_images(gathered), kept, strict=True)]
+        kept = {"descriptors": gathered.descriptors, "labels": gathered.levels, "images": gathered.images}
+        if self._rows:
+            kept = {name: torch.cat([rows, kept[name]]) for name, rows in self._of_other_images(gathered).items()}
         # Copies: a slice would keep all of the tensor that it was cut from.
-        self.descriptors, self.labels, self.images = (rows[-self.size :].detach().clone() for rows in kept)
+        self._rows = {name: rows[-self.size :].detach().clone() for name, rows in kept.items()}
 
-    def _of_other_images(self, gathered: Gathered) -> tuple[Tensor, Tensor, Tensor]:
+    def _of_other_images(self, gathered: Gathered) -> dict[str, Tensor]:
         # Without the images of the batch, on its device: an image would be its own easiest positive, and the batch
         # has its newer descriptor. Images without a number (-1) are never the same.
-        assert self.descriptors is not None
-        images = self.images.to(gathered.images.device)
+        images = self._rows["images"].to(gathered.images.device)
         other = ~(torch.isin(images, gathered.images) & (images >= 0))
-        return self.descriptors.to(images.device)[other], self.labels.to(images.device)[other], images[other]
+        return {name: rows.to(images.device)[other] for name, rows in self._rows.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        if self.descriptors is None:
-            return {}
-        return {"descriptors": self.descriptors, "labels": self.labels, "images": self.images}
+        return dict(self._rows)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore a saved state; take the newest descriptors if `size` is smaller now."""
-        if state:
-            newest = slice(max(0, len(state["labels"]) - self.size), None)
-            self.descriptors = state["descriptors"][newest]
-            self.labels, self.images = state["labels"][newest], state["images"][newest]
+        self._rows = {name: rows[max(0, len(rows) - self.size) :] for name, rows in state.items()}
 
     def as_bytes(self) -> Tensor:
         """Return the state as a uint8 tensor, because safetensors, Accelerate and Hugging Face save only tensors."""
-        buffer = io.BytesIO()
-        torch.save(self.state_dict(), buffer)
-        return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(save(self.state_dict())), dtype=torch.uint8)
 
     def load_bytes(self, state: Tensor) -> None:
         """Load a state that `as_bytes` returned."""
-        self.load_state_dict(torch.load(io.BytesIO(state.cpu().numpy().tobytes()), weights_only=True))
+        self.load_state_dict(load(state.cpu().numpy().tobytes()))

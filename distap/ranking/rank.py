@@ -88,9 +88,8 @@ def rank(
     if group is not None:
         world = World(dist.get_rank(group), dist.get_world_size(group), device=descriptors.device, group=group)
     built, where = build_loss(loss, **options), check_mode(mode)
-    check_arguments(descriptors, labels, world, others, built.extras)
+    b, share = len(labels), max(check_arguments(descriptors, labels, world, others, built.extras))
     levels = (labels if labels.ndim == 2 else labels[:, None]).long()
-    b, share = len(labels), int(world.maximum(len(labels)))
     # `gather` knows where rows belong by the number of slots alone, so all ranks must have the same number of rows.
     # Shares of one size are slots rank, rank + W, ...; the rows that fill a smaller share up take no part.
     gathered = gather(
@@ -121,13 +120,16 @@ def start_gathering(
     loss: Loss, world: World, slots: int, mode: Mode = "sharded", memory_bytes: int | None = None
 ) -> Gathering:
     """Begin to gather a batch for `rank_descriptors`; count pairs as they arrive if the loss allows it."""
+    # In mode central rank 0 counts the pairs of all queries, once all are there.
     counter = None
     if mode == "sharded" or world.size == 1:
         counter = loss.counter(len(world.slots(slots)) * slots, Budget(world.device, memory_bytes))
     return Gathering(world, slots, counter)
 
 
-@torch.inference_mode(False)  # autograd differentiates formulas of losses, also where the caller wants no gradient
+# Autograd differentiates the formulas of losses, also where the caller wants no gradient; tensors that are made in
+# inference mode cannot take part in that.
+@torch.inference_mode(False)
 @torch.no_grad()
 def rank_descriptors(
     loss: Loss,
@@ -163,17 +165,14 @@ def rank_descriptors(
     world, budget = gathered.world, Budget(gathered.gallery.device, memory_bytes)
     with full_precision(budget.device):
         if counter is not None:
-            value, per_query, gradient, by_parameters = counter.value_and_gradient(gathered)
+            found = counter.value_and_gradient(gathered)
         elif mode == "sharded" or world.size == 1:
-            value, per_query, gradient, by_parameters = loss.value_and_gradient(gathered, budget)
+            found = loss.value_and_gradient(gathered, budget)
         else:
-            value, per_query, gradient, by_parameters = rank_on_rank_zero(loss, gathered, budget)
-    return Ranking(
-        value,
-        None if per_query is None else gathered.spread(per_query, torch.nan),
-        gathered.spread(gradient),
-        queries,
-        batch - queries,
-        world.all_agree(all(bool(one.isfinite().all()) for one in (value, gradient, *by_parameters))),
-        by_parameters,
-    )
+            found = rank_on_rank_zero(loss, gathered, budget)
+    # All ranks have to skip the step, or none: one that went on alone would wait in the next collective.
+    numbers = found.value, found.gradient, *found.by_parameters
+    is_finite = world.all_agree(all(bool(one.isfinite().all()) for one in numbers))
+    per_query = None if found.per_query is None else gathered.spread(found.per_query, torch.nan)
+    gradient, counts = gathered.spread(found.gradient), (queries, batch - queries)
+    return Ranking(found.value, per_query, gradient, *counts, is_finite, found.by_parameters)

@@ -1,6 +1,7 @@
 """Refuse descriptors and labels that cannot be ranked, and graphs whose gradients would be lost."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,20 +14,32 @@ LENGTH_TOLERANCE = 0.02  # bfloat16 rounds a descriptor's length by up to 0.4%
 MOST_ROWS = 10
 
 
-def check_arguments(descriptors: Tensor, labels: Tensor, world: World, extra: Extra, taken: Sequence[str]) -> None:
-    """Raise a DistapError on all ranks if `rank` cannot rank some rank's descriptors, labels or extra tensors."""
-    kind = f"(b, {', '.join(map(str, descriptors.shape[1:]))}) of {descriptors.dtype}"
-    if labels.ndim == 2:
-        kind += f" with labels of {labels.shape[1]} levels"
-    kind += kinds_of(extra)
+def check_arguments(
+    descriptors: Tensor, labels: Tensor, world: World, extra: Extra, taken: Sequence[str]
+) -> list[int]:
+    """Return the number of each rank's labels.
+
+    Raises a DistapError on all ranks if `rank` cannot rank some rank's descriptors, labels or extra tensors.
+    """
     problem = _problem(descriptors, labels) or extra_problem(extra, len(labels), taken)
-    kinds, problems = zip(*world.gather_values([kind, problem]), strict=True)
+    return agreed(world, problem, kind_of(labels, {"descriptors": descriptors, **extra}), len(labels))
+
+
+def agreed(world: World, problem: str | Exception | None, kind: str, mine: Any) -> list[Any]:
+    """Return the value of each rank, `mine` of this one.
+
+    Raises a DistapError on all ranks if one has a problem, or if the `kind` of what they were given differs.
+    """
+    text = str(problem or "") if isinstance(problem, str | DistapError | None) else repr(problem)
+    texts, kinds, values = zip(*world.gather_values([text, kind, mine]), strict=True)
+    cause = problem if isinstance(problem, Exception) else None
+    if any(texts):
+        by_rank = [f"rank {rank}: {each}" for rank, each in enumerate(texts) if each]
+        raise DistapError("; ".join(by_rank) if world.size > 1 else text) from cause
     if len(set(kinds)) > 1:
         by_rank = [f"rank {rank} has {each}" for rank, each in enumerate(kinds)]
-        raise DistapError(f"the ranks were given descriptors of different kinds: {'; '.join(by_rank)}")
-    if any(problems):
-        by_rank = [f"rank {rank}, {problem}" for rank, problem in enumerate(problems) if problem]
-        raise DistapError("; ".join(by_rank) if world.size > 1 else problems[0])
+        raise DistapError(f"the ranks were given tensors of different kinds: {'; '.join(by_rank)}")
+    return list(values)
 
 
 def _problem(descriptors: Tensor, labels: Tensor) -> str | None:
@@ -82,14 +95,20 @@ def extra_problem(extra: Extra, count: int, taken: Sequence[str]) -> str | None:
     return None
 
 
-def kinds_of(extra: Extra) -> str:
-    """Describe the types of tensors, which have to be the same on all ranks."""
-    return "".join(f", {name} {tuple(rows.shape[1:])} of {rows.dtype}" for name, rows in sorted(extra.items()))
+def kind_of(labels: Tensor, tensors: Extra) -> str:
+    """Describe the shapes of labels and the types of tensors, which have to be the same on all ranks."""
+
+    def shape(rows: Tensor) -> str:
+        return f"({', '.join(['b', *map(str, rows.shape[1:])])})"
+
+    others = [f"{name} {shape(rows)} of {rows.dtype}" for name, rows in sorted(tensors.items())]
+    return ", ".join([f"labels {shape(labels)}", *others])
 
 
 def refuse_crossing(levels: Tensor) -> None:
     """Raise a DistapError unless each class (N, L) lies within one class of the next level."""
     for level in range(levels.shape[1] - 1):
+        # Different pairs are sorted by the finer class, so one that lies within two others stands twice in a row.
         pairs = levels[:, level : level + 2].unique(dim=0)
         again = pairs[1:, 0] == pairs[:-1, 0]
         if again.any():
@@ -117,6 +136,7 @@ def refuse_other_leaves(outputs: Sequence[Tensor], known: Iterable[Tensor], advi
 
 
 def _leaves(output: Tensor) -> list[Tensor]:
+    # Not by recursion: a deep network has more nodes in a row than Python has frames.
     nodes, seen, found = [output.grad_fn], set(), list[Tensor]()
     while nodes:
         node = nodes.pop()

@@ -69,7 +69,7 @@ def refuse_mixing(describe: Callable[[int, int], Tensor], network: nn.Module, co
     if draws():
         # The network draws other numbers in another cut. Without them it must agree, and if it draws even in
         # evaluation mode, only the drift can tell.
-        with _evaluating(network):
+        with evaluating(network):
             if draws() or cuts_agree():
                 return
     raise DistapError(
@@ -86,9 +86,10 @@ def _agree(few: Tensor, more: Tensor) -> bool:
 
 
 @contextmanager
-def _evaluating(network: nn.Module) -> Iterator[None]:
+def evaluating(network: nn.Module, kind: type = nn.Module) -> Iterator[None]:
+    """Put layers of this kind into evaluation mode, and back."""
     # Not by `eval()`: layers may do more in it, such as merging an adapter into its base.
-    training = [module for module in network.modules() if module.training]
+    training = [module for module in network.modules() if module.training and isinstance(module, kind)]
     for module in training:
         module.training = False
     try:

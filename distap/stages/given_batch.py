@@ -61,6 +61,7 @@ class Outputs:
     ) -> None:
         self._network, self._world, self._normalise = network, world, normalise
         self._field, self._pool = field, pool
+        # As it is at the call: `backward`, in which the replay runs, may be outside the caller's region.
         kind = world.device.type
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         self._width = 0  # of a descriptor
@@ -94,6 +95,7 @@ class Outputs:
                 f"the network returned {_told(output)} for {n} images; behind the descriptors, one number for each "
                 "image is expected: (n,)"
             )
+        # Ranking compares similarities that differ by little, which 16 bits would tie.
         descriptors = descriptors.to(torch.promote_types(descriptors.dtype, torch.float32))
         if self._normalise:
             descriptors = normalize(descriptors)

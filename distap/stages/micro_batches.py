@@ -109,6 +109,7 @@ class MicroBatchSizes:
         if stage == "describe":
             self.describe = half
         else:
+            # Without a graph the size has fitted, so describe stays as fast as it was.
             self.describe, self.replay = self.describe or size, half
 
 

@@ -64,6 +64,8 @@ class Replica:
         """Sum the gradients over ranks after a step's last backward pass."""
         # No wrapper reduces in a backward pass: a rank that runs out of memory in one can start its replay again
         # while the others wait here.
+        if self.world.size == 1:
+            return
         trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
         gradients = [parameter.grad for parameter in trained]
         for parameter, whole in zip(trained, summed(self.world, gradients, trained), strict=True):
@@ -117,8 +119,6 @@ class ReplacedForward(nn.Module):
 
 def summed(world: World, gradients: list[Tensor | None], like: Sequence[Tensor]) -> list[Tensor | None]:
     """Sum gradients over ranks, one message per dtype. A gradient missing on all ranks stays None."""
-    if world.size == 1:
-        return gradients
     # A small network has hundreds of tensors, and each message costs its own latency. The counts travel along, since
     # an optimiser leaves a parameter without gradient alone, but moves one of zeros by its moments and its decay.
     # One message: | gradient 1 | gradient 2 | ... | how many ranks have 1, 2, ... |
@@ -155,15 +155,6 @@ def computing_in(precision: str, network: Callable[[Any], Tensor]) -> Callable[[
     return describe
 
 
-def set_batchnorm(network: nn.Module, training: bool) -> list[nn.Module]:
-    """Put BatchNorm layers into training or evaluation mode; return those whose mode changed."""
-    norms: list[nn.Module] = [one for one in network.modules() if isinstance(one, _BatchNorm)]
-    changed = [one for one in norms if one.training != training]
-    for module in changed:
-        module.training = training
-    return changed
-
-
 def world_of(network: nn.Module, group: dist.ProcessGroup | None) -> World:
     """Return the ranks of a batch: `group`, those over which the network's wrapper averages, or all."""
     device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
@@ -177,6 +168,7 @@ def world_of(network: nn.Module, group: dist.ProcessGroup | None) -> World:
 def _group_of(network: nn.Module) -> dist.ProcessGroup | None:
     if isinstance(network, DistributedDataParallel):
         return network.process_group
+    # On a mesh of several dimensions, as of hybrid sharding, each rank has its own images: the batch is that of all.
     sharded = next((one for one in network.parameters() if isinstance(one, DTensor)), None)
     return None if sharded is None or sharded.device_mesh.ndim > 1 else sharded.device_mesh.get_group()
 

@@ -20,11 +20,16 @@ from distap.stages.micro_batches import is_out_of_memory
 from distap.stages.replica import Replica
 from distap.world import World
 
-ENOUGH_FASTER = 1.03  # doubling a micro-batch must make an image at least this much faster to be worth its memory
-SOON_TRIED = 0.3  # seconds of a pass; so short a pass is no reason to stop, because tiny ones can mislead
-MOST_PASSES, REPEATED_SECONDS = 6, 1.0  # of a size; short passes are repeated, because other work disturbs some
-SHARE_FOR_ONE = 0.25  # of the free memory, at most, for one micro-batch: kept graphs gain more by the rest
-SHARE_FOR_GRAPHS = 0.5  # of the memory that is free after a step; the rest stays free for peaks within a step
+# Doubling a micro-batch must make an image at least this much faster to be worth its memory.
+ENOUGH_FASTER = 1.03
+# Seconds of a pass: one that is shorter is no reason to stop, because tiny ones can mislead.
+SOON_TRIED = 0.3
+# Of one size; short passes are repeated, because other work on the host disturbs some.
+MOST_PASSES, REPEATED_SECONDS = 6, 1.0
+# Of the free memory, at most, for one micro-batch: kept graphs gain more by the rest.
+SHARE_FOR_ONE = 0.25
+# Of the memory that is free after a step; the rest stays free for peaks within a step.
+SHARE_FOR_GRAPHS = 0.5
 CGROUP = Path("/sys/fs/cgroup")
 logger = logging.getLogger("distap")
 
@@ -64,6 +69,7 @@ class Fitting:
                     break
                 if size == 1 and best:
                     room = SHARE_FOR_ONE * free_memory(self._world.device) / max(self._bytes_of_graph(1), 1)
+                    # The least room of any rank, since all try the same sizes: each try ends in a collective.
                     most = -self._world.maximum(-room)
                 if size == self._share or 2 * size > most:
                     break

@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -27,13 +26,13 @@ from torch.utils._pytree import tree_map_only
 
 from distap.errors import DistapError
 from distap.randomness import seed_for
-from distap.ranking.device_copies import copied, mover
+from distap.ranking.device_copies import mover
 from distap.ranking.gather import Gathering
 from distap.ranking.gathered import Gathered
 from distap.ranking.loss import Loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Mode, Ranking, rank_descriptors, start_gathering
-from distap.ranking.rankable import refuse_other_leaves
+from distap.ranking.rankable import agreed, refuse_other_leaves
 from distap.stages.exactness import SavedBuffers, drift, drift_error, mixes_images, normalises_by_batch, refuse_mixing
 from distap.stages.micro_batches import BackwardPass, Batch, MicroBatchSizes, Rows, backward_passes, is_out_of_memory
 from distap.stages.replica import Replica
@@ -43,7 +42,6 @@ from distap.world import World
 OUTSIDE = "the network uses it, but it is none of network.parameters() (is it in a plain list?)"
 PROBED = 3  # images that are described once more in the first step, in other cuts
 DROPOUT = 1  # first word of the key that seeds dropout
-Forward = Callable[[Any], Tensor]  # images to descriptors
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class ThreeStages:
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     # Skip the replay of images whose descriptor gradient is no longer than this times the longest.
     skip_below: float = 0.0
-    ranked_part: Forward | None = None  # of what the network gives; None ranks all of it
+    ranked_part: Callable[[Tensor], Tensor] = field(default=lambda rows: rows)  # of what the network gives
     probed: bool = False  # whether the network was seen to depend on image and random state alone
 
     def __post_init__(self) -> None:
@@ -104,6 +102,7 @@ class ThreeStages:
                         descriptors = self._forward(batch, rows, keeps)
                 except RuntimeError as error:
                     self.sizes.halve("describe", size, keeps, error, self._mixing)
+                    # Graphs that wait for the replay hold the memory that is missing. Their descriptors stay.
                     if keeps:
                         kept, first_kept = {}, share
                     continue
@@ -112,25 +111,22 @@ class ThreeStages:
                 parts.append(descriptors.detach())
                 start = rows.stop
                 # The rows travel, and are counted, while the network goes on describing.
-                ranked = parts[-1] if self.ranked_part is None else self.ranked_part(parts[-1])
+                ranked = self.ranked_part(parts[-1])
                 gathering.add(ranked, batch.labels[rows], batch.present[rows], batch.samples[rows])
         return Described(torch.cat(parts), kept, gathering, buffers)
 
     def _probe_on_all(self, batch: Batch) -> None:
         """Probe the network on every rank; all of them refuse it if one does, so that none waits for the others."""
-        problem, is_done = "", True
+        problem, is_done = None, True
         try:
             self._probe(batch)
         except DistapError as error:
-            problem = str(error)
+            problem = error
         except RuntimeError as error:  # the next step tries again, with the smaller micro-batches of this one's end
             if not is_out_of_memory(error):
                 raise
             is_done = False
-        problems, done = zip(*self.world.gather_values([problem, is_done]), strict=True)
-        if any(problems):
-            raise DistapError(next(filter(None, problems)))
-        self.probed = all(done)
+        self.probed = all(agreed(self.world, problem, "", is_done))
 
     def _probe(self, batch: Batch) -> None:
         """Refuse a network whose gradient would be silently wrong."""
@@ -139,8 +135,7 @@ class ThreeStages:
 
         def describe(count: int, seed: int) -> Tensor:
             torch.manual_seed(seed)
-            rows = self.replica.forward(tree_map_only(Tensor, lambda tensor: tensor[:count], images))
-            return rows if self.ranked_part is None else self.ranked_part(rows)
+            return self.ranked_part(self.replica.forward(tree_map_only(Tensor, lambda one: one[:count], images)))
 
         buffers = SavedBuffers(network)
         # A network that torch.compile has compiled would be compiled again for cuts of other sizes.
@@ -156,21 +151,22 @@ class ThreeStages:
         finally:
             buffers.restore()
 
-    def gather(self, described: Described, batch: Batch) -> tuple[Gathered, list[int]]:
-        """Collect descriptors and labels of all ranks; return them and this rank's rows that are not finite.
+    def gather(self, described: Described, batch: Batch) -> Gathered:
+        """Collect descriptors and labels of all ranks.
 
-        One descriptor that is not finite would poison every query of every rank, so its row is left out.
+        One descriptor that is not finite would poison every query of every rank, so its row is left out, and listed
+        in `described.lost`.
         """
         with self.stage("gather", batch.step):
             lost = (~described.descriptors.isfinite().all(dim=1)).nonzero().flatten()
-            # Their pixels, too, since replay describes a micro-batch whole, and NaN times a gradient of zero is NaN.
+            # NaN times a gradient of zero is NaN. So these images are blank when replay describes their micro-batch
+            # again, and graphs that hold them are not used.
             if len(lost):
                 batch.blank(lost)
-            for row in lost.tolist():
-                # A zero gradient times NaN is NaN, so this graph must not be used.
-                described.kept.pop(row // self.sizes.replay * self.sizes.replay, None)
-            described.lost.extend(lost.tolist())
-            return described.gathering.finish(), described.lost
+                described.lost.extend(lost.tolist())
+                for row in described.lost:
+                    described.kept.pop(row // self.sizes.replay * self.sizes.replay, None)
+            return described.gathering.finish()
 
     def rank(self, gathering: Gathering, gathered: Gathered, step: int) -> Ranking:
         """Stage two: compute the loss of the global batch and the gradient of this rank's descriptors."""
@@ -191,6 +187,8 @@ class ThreeStages:
         with self.stage("replay", batch.step), self.replica.replaying():
             longest = self.world.maximum(float(ranking.gradient.norm(dim=1).max())) if self.skip_below else 0.0
             others = self.world if self.replica.lockstep else None
+            # Running estimates and counters of the network are to move once per step, and to be alike in both passes:
+            # replay computes with those from before describe, and leaves those from after it.
             after = SavedBuffers(self.replica.network)
             # Until memory suffices: all gradients so far are given up, so a smaller cut begins from nothing.
             while True:
@@ -203,8 +201,10 @@ class ThreeStages:
                     begun = "the other ranks have begun to communicate" if others or self._reducing else None
                     self.sizes.halve("replay", self.sizes.replay, False, error, begun or self._mixing)
                 self.replica.discard()
+                # Of a graph that was sent back autograd has freed what a second backward pass would need.
                 described.kept.clear()
-            if not described.lost:  # else describe has moved them by numbers that are not finite
+            # Unless describe has moved them by numbers that are not finite; for replay those images are blank.
+            if not described.lost:
                 after.restore()
             # After the loop, so that a rank which starts its replay again has sent nothing that the others would add.
             with self.stopwatch.stage("reduce"):
@@ -243,7 +243,9 @@ class ThreeStages:
         """Describe a micro-batch; (seed, step, slot) seeds dropout, so describe and replay draw the same."""
         images = self._to_device(batch.images(rows))
         if keeps:  # the graph may need the pixels after the batch has overwritten their memory
-            images = copied(images)
+            images = tree_map_only(Tensor, Tensor.clone, images)
+        # The first image's slot stands for its micro-batch, on any number of ranks. Layers that draw for the whole
+        # micro-batch draw alike in describe and replay, since both then cut alike (`mixes_images`).
         slot = self.world.slots(batch.total)[int(rows.start if isinstance(rows, slice) else rows[0])]
         with self.stopwatch.stage("network", part_of_outer=True):
             torch.manual_seed(seed_for(DROPOUT, self.seed, batch.step, slot))

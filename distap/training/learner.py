@@ -49,11 +49,9 @@ class Learner:
             for parameter in group["params"] if group.get("part") in self.held else ():
                 parameter.grad = None
         # Without a gradient an optimiser leaves a parameter and its moments alone; with one of zeros it would not.
-        trained = [parameter for parameter in self.network.parameters() if parameter.grad is not None]
-        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
+        norm = nn.utils.get_total_norm([one.grad for one in self.network.parameters() if one.grad is not None])
         if self._clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(trained, self._clip_norm, norm)
+            nn.utils.clip_grads_with_norm_(self.network.parameters(), self._clip_norm, norm)
         with self.world.collective("norm of the gradient"):  # under FSDP each rank has a part of it
             length = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         set_rates(self._optimizer, learning_rate)
@@ -62,7 +60,6 @@ class Learner:
             if self._average:
                 self._follow()
         self.replica.discard()
-        self._optimizer.zero_grad()
         return length
 
     def keep_average(self, decay: float) -> None:
@@ -176,7 +173,7 @@ class TrainingStep:
         """
         stages = self.stages
         described = stages.describe(batch)
-        gathered, not_finite = stages.gather(described, batch)
+        gathered, not_finite = stages.gather(described, batch), described.lost
         try:
             ranking = stages.rank(described.gathering, gathered, batch.step)
         except NothingToRankError:

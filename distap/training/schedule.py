@@ -52,20 +52,19 @@ class RateSchedule:
     def factor(self, step: int, steps: int, epoch: Fraction = Fraction(1)) -> float:
         """Return the factor on the learning rate in a step, counted from 0, of a training of `steps`.
 
-        An epoch is `epoch` steps; only a schedule in epochs needs it.
+        An epoch is `epoch` steps; give it to a schedule in epochs only.
         """
-        unit = epoch if self.unit == "epochs" else Fraction(1)
         warmup = as_written(self.warmup)
-        if step < warmup * unit:
-            return min(float((step + 1) / (warmup * unit)), 1.0)
+        if step < warmup * epoch:
+            return min(float((step + 1) / (warmup * epoch)), 1.0)
         # Exact fractions: as floats, a step at a milestone could fall on either side of it.
-        done = step / unit - warmup
+        done = step / epoch - warmup
         if self.milestones is not None:
             decay = 0.1 if self.decay is None else self.decay
             return float(decay ** bisect_right([*map(as_written, self.milestones)], done))
         if self.name == "constant":
             return 1.0
-        share = min(float(done / max(steps / unit - warmup, 1 / unit)), 1.0)
+        share = min(float(done / max(steps / epoch - warmup, 1 / epoch)), 1.0)
         return 1 - share if self.name == "linear" else (1 + cos(pi * share)) / 2
 
 

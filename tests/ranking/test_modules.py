@@ -62,6 +62,6 @@ def test_over_some_steps_each_batch_meets_what_a_list_of_earlier_ones_holds(name
 def test_a_smaller_memory_takes_the_last_of_a_larger_one_and_none_is_below_zero():
     memory, smaller = remembering(0, 8, first=0), CrossBatchMemory(3)
     smaller.load_state_dict(memory.state_dict())
-    assert smaller.images.tolist() == [5, 6, 7]
+    assert smaller.state_dict()["images"].tolist() == [5, 6, 7]
     with pytest.raises(ValueError, match="size is -1"):
         CrossBatchMemory(-1)

@@ -160,11 +160,11 @@ def test_every_rank_of_a_group_is_told_what_is_wrong_and_where(from_a_group):
     for number, answer in enumerate(from_a_group):
         assert ("rank 0 could not rank the batch" if number else "too hard") in answer["too hard"]
         assert "nothing can be ranked" in answer["nothing"]
-        assert "rank 1, row 2: descriptors hold values that are not finite" in answer["not finite"]
-        assert "rank 2, rows 0, 4: descriptors hold values that are not finite" in answer["not finite"]
-        assert "rank 1, labels are torch.float" in answer["labels"]
-        assert "rank 1 has (b, 5) of torch.float64" in answer["dimensions"]
-        assert "rank 2 has (b, 6) of torch.float32" in answer["dtype"]
+        assert "rank 1: row 2: descriptors hold values that are not finite" in answer["not finite"]
+        assert "rank 2: rows 0, 4: descriptors hold values that are not finite" in answer["not finite"]
+        assert "rank 1: labels are torch.float" in answer["labels"]
+        assert "rank 1 has labels (b), descriptors (b, 5) of torch.float64" in answer["dimensions"]
+        assert "rank 2 has labels (b), descriptors (b, 6) of torch.float32" in answer["dtype"]
 
 
 def rank_uneven_shares(world):
@@ -180,7 +180,7 @@ def rank_uneven_shares(world):
     broken = descriptors.clone()
     broken[[5, 7]], broken[11, 0] = torch.nan, torch.inf
     answers["not finite"] = complaint(broken[mine], labels[mine])
-    answers["dimensions"] = complaint(descriptors[mine, : 6 - world.rank], labels[mine])
+    answers["dimensions"] = complaint(normalize(descriptors[mine, : 6 - world.rank]), labels[mine])
     answers["dtype"] = complaint(descriptors[mine].to(torch.float32 if world.rank else torch.float64), labels[mine])
     answers["labels"] = complaint(descriptors[mine], labels[mine].double() if world.rank == 1 else labels[mine])
     return answers

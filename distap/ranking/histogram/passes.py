@@ -16,9 +16,9 @@ needs no product.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64, UInt8
@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 
 from distap.ranking import compiling
 from distap.ranking.gathered import Gathered, QueryWeights
-from distap.ranking.histogram.tiles import Images, Tile, rectangle, triangle
+from distap.ranking.histogram.tiles import Images, SameClass, Tile, tiles
 from distap.ranking.loss import Budget, Counter, Loss, LossValue
 
 Counts = Float64[Tensor, "b M"]  # cumulative soft counts of b queries in M bins
@@ -89,11 +89,15 @@ class Passes(Counter):
     depends on the parts alone, so that a run that is repeated gives the same bits.
     """
 
+    loss: HistogramLoss
+
     def __init__(self, loss: HistogramLoss, pairs: int, budget: Budget) -> None:
         super().__init__(loss, budget)
-        self.histogram = loss
-        self.compiles = pairs >= compiling.PAYS_FROM_PAIRS * (compiling.ON_GPU if budget.device.type == "cuda" else 1)
-        self.bins = loss.high, loss.width, loss.centres  # arguments of the functions below
+        self._bins = loss.high, loss.width, loss.centres  # arguments of the functions of pairs
+        pays = pairs >= compiling.PAYS_FROM_PAIRS * (compiling.ON_GPU if budget.device.type == "cuda" else 1)
+        functions: list[Callable[..., Any]] = [soft_counts, bin_codes, slope_of_pairs]
+        functions = [compiling.compiled(one) if pays else one for one in functions]
+        self._soft_counts, self._bin_codes, self._slope_of_pairs = functions
         self._own: list[Images] = []  # of each part
         self._rest: list[Images] = []
         self._tiles: list[tuple[Tile, UInt8[Tensor, "r c"] | None]] = []  # with the bins of their pairs, if kept
@@ -118,60 +122,54 @@ class Passes(Counter):
         #
         #               earlier own   earlier rest   new own    new rest
         # earlier own      (done)        (done)         b'          d          b' is b transposed: mirrored
-        # new own            b             c            a           c
-        yield from triangle(own, self.budget)  # a
-        for earlier in self._own:
-            yield from rectangle(own, earlier, self.budget, mirrored=True)  # b
-        for others in (*self._rest, rest):
-            yield from rectangle(own, others, self.budget, mirrored=False)  # c
-        for earlier in self._own:
-            yield from rectangle(earlier, rest, self.budget, mirrored=False)  # d
+        # new own            b             c            a           d
+        for mine in (own, *self._own):
+            yield from tiles(own, mine, self.budget, mirrored=True)  # a, b
+            yield from tiles(mine, rest, self.budget, mirrored=False)  # d
+        for earlier in self._rest:
+            yield from tiles(own, earlier, self.budget, mirrored=False)  # c
 
     def _count(self, tile: Tile) -> None:
-        similarities, codes = tile.similarities(), None
+        similarities, same_class, codes = tile.similarities(), tile.same_class(), None
         # One byte a pair, while the budget lasts, saves pass two the product of descriptors: B² bytes for B² C
         # multiplications.
         if self._kept_bytes + similarities.numel() <= self.budget.half:
-            codes = self._codes(tile, similarities)
+            codes = self._codes(tile, similarities, same_class)
             self._kept_bytes += similarities.numel()
         self._tiles.append((tile, codes))
-        # A copy always: of a single row or column, `contiguous` would give what is overwritten next.
-        mirror = similarities.t().clone(memory_format=torch.contiguous_format) if tile.mirrored else None
-        self._add_counts(tile, similarities)
-        if mirror is not None:
-            self._add_counts(tile.mirror(), mirror)
+        if tile.mirrored:
+            # A copy always: of a single row or column, `contiguous` would give what is overwritten next.
+            transposed, mirror = similarities.t().clone(memory_format=torch.contiguous_format), tile.mirror()
+            self._add_counts(mirror, transposed, mirror.same_class())
+        self._add_counts(tile, similarities, same_class)
 
-    def _add_counts(self, tile: Tile, similarities: Float[Tensor, "r c"]) -> None:
+    def _add_counts(self, tile: Tile, similarities: Float[Tensor, "r c"], same_class: SameClass) -> None:
         # A tile is counted twice: its positives, picked out by their columns, then all pairs with -inf in their
         # places, which lies beyond the last bin and counts nowhere. This overwrites the similarities.
-        counted = compiling.compiled(soft_counts) if self.compiles else soft_counts
         negatives, positives = self._counts[:, tile.counts]
-        same_class = tile.same_class()
         if same_class is not None:
             columns, is_real = same_class
             is_counted = is_real
-            if tile.is_diagonal and not self.histogram.self_pair:
+            if tile.is_diagonal and not self.loss.self_pair:
                 is_counted = is_real & (columns != torch.arange(len(columns), device=columns.device)[:, None])
             # Each pair is counted once, from one value of its similarity. The difference 'all minus positives' would
             # leave a rounding residue in bins without negatives, and with it a gradient where there is no loss.
             of_positives = similarities.gather(1, columns).masked_fill_(~is_counted, -torch.inf)
-            positives += counted(of_positives, *self.bins)
+            positives += self._soft_counts(of_positives, *self._bins)
             _add_in(similarities, columns, is_real, -torch.inf)
-        negatives += counted(similarities, *self.bins)
+        negatives += self._soft_counts(similarities, *self._bins)
 
-    def _codes(self, tile: Tile, similarities: Float[Tensor, "r c"]) -> UInt8[Tensor, "r c"]:
+    def _codes(self, tile: Tile, similarities: Float[Tensor, "r c"], same_class: SameClass) -> UInt8[Tensor, "r c"]:
         # The place of each pair's slope in the table of `_slopes_by_code`, for M bin centres:
         #
         #     0 ... M - 2      a negative in this bin          M ... 2 M - 2    a positive in bin code - M
         #     M - 1            a negative outside: slope 0     2 M - 1          a positive outside: slope 0
-        coded = compiling.compiled(bin_codes) if self.compiles else bin_codes
-        codes: Tensor = coded(similarities, *self.bins)
-        same_class = tile.same_class()
+        codes: Tensor = self._bin_codes(similarities, *self._bins)
         if same_class is not None:
-            _add_in(codes, *same_class, self.histogram.centres)
+            _add_in(codes, *same_class, self.loss.centres)
         if tile.is_diagonal:
             # An image's similarity to itself is constant: its slope would only change the descriptor's length.
-            codes.fill_diagonal_(self.histogram.centres - 1)
+            codes.fill_diagonal_(self.loss.centres - 1)
         return codes
 
     def value_and_gradient(self, gathered: Gathered) -> LossValue:
@@ -179,31 +177,31 @@ class Passes(Counter):
         remembered, labels = gathered.gallery[self.seen :], gathered.gallery_labels[self.seen :].cpu()
         if len(labels):
             self.add(remembered, labels, torch.zeros_like(labels, dtype=torch.bool))
-        positions = torch.cat([own.positions for own in self._own])
-        order = positions.argsort()  # part by part and by class, to the order of `gathered.own`
+        # From the order of counting, part by part and by class, to that of `gathered.own`.
+        order = torch.cat([own.positions for own in self._own]).argsort()
         sizes = gathered.class_sizes[gathered.own, 0].double()
-        totals = torch.stack([self.seen - sizes, sizes - float(not self.histogram.self_pair)])
+        totals = torch.stack([self.seen - sizes, sizes - float(not self.loss.self_pair)])
         # The last bin holds all pairs, whose number is known: it need not be counted.
         tables = torch.cat([self._counts[:, order], totals[:, :, None]], dim=2)
-        weight = gathered.query_weights(self.histogram.weights)[gathered.own]
-        precision, by_count = self._precision_and_slopes(tables, weight)
-        loss = gathered.world.sum((weight * (1 - precision)).sum())
-        per_query = torch.where(weight > 0, 1 - precision, torch.nan)
-        slopes = _slopes_by_code(by_count / self.histogram.width, gathered)
+        weight = gathered.query_weights(self.loss.weights)[gathered.own]
+        losses, by_count = self._losses_and_slopes(tables, weight)
+        loss = gathered.world.sum((weight * losses).sum())
+        per_query = torch.where(weight > 0, losses, torch.nan)
+        slopes = _slopes_by_code(by_count / self.loss.width, gathered)
         return LossValue(loss, per_query, self._gradient(slopes)[order])
 
-    def _precision_and_slopes(
+    def _losses_and_slopes(
         self, counts: Float64[Tensor, "2 b M"], weight: Float64[Tensor, " b"]
     ) -> tuple[Float64[Tensor, " b"], Float64[Tensor, "b two_slopes"]]:
-        # AP of each query, and its derivative by a negative, then by a positive, in each of the M - 1 bins. In bin m
-        # a pair of similarity s adds m + 1 - (high - s) / width to the count of bin m, and a constant to the others:
-        # the slope by s is that by this count over the width. Autograd goes through (b, M) tables, never pairs.
+        # The loss of each query, and its derivative by a negative, then by a positive, in each of the M - 1 bins. In
+        # bin m a pair of similarity s adds m + 1 - (high - s) / width to the count of bin m, and a constant to the
+        # others: the slope by s is that by this count over the width. Autograd sees (b, M) tables, never pairs.
         with torch.enable_grad():
             tables = [table.requires_grad_() for table in counts]
-            precision = self.histogram.average_precision(*tables)
-            by_count = torch.autograd.grad((weight * (1 - precision)).sum(), tables)
+            losses = 1 - self.loss.average_precision(*tables)
+            by_count = torch.autograd.grad((weight * losses).sum(), tables)
         # The last cumulative count is the number of pairs: no similarity changes it.
-        return precision.detach(), torch.cat([table[:, :-1] for table in by_count], dim=1)
+        return losses.detach(), torch.cat([table[:, :-1] for table in by_count], dim=1)
 
     def _gradient(self, slopes: Float[Tensor, "codes N"]) -> Float[Tensor, "b C"]:
         # Pass two. The similarity of i and j moves the counts of both as queries:
@@ -213,11 +211,10 @@ class Passes(Counter):
         # Both slopes are lookups, once all ranks have shared their tables, (b, 2 M) each. So every part of a
         # descriptor's gradient comes from its own row of pairs, and no B x C values have to be reduced over ranks.
         gradient = slopes.new_zeros(self._counts.shape[1], self._own[0].descriptors.shape[1])
-        of_pairs = compiling.compiled(slope_of_pairs) if self.compiles else slope_of_pairs
         for tile, kept in self._tiles:
-            codes = self._codes(tile, tile.similarities()) if kept is None else kept
+            codes = self._codes(tile, tile.similarities(), tile.same_class()) if kept is None else kept
             by_row = slopes[:, tile.queries.positions[tile.rows]].t().contiguous()
-            by_similarity = of_pairs(codes, by_row, slopes[:, tile.others.positions[tile.columns]])
+            by_similarity = self._slope_of_pairs(codes, by_row, slopes[:, tile.others.positions[tile.columns]])
             gradient[tile.counts].addmm_(by_similarity, tile.others.descriptors[tile.columns])
             if tile.mirrored:  # the sum of both slopes is symmetric, so the mirror image needs no lookup of its own
                 gradient[tile.mirror().counts].addmm_(by_similarity.t(), tile.queries.descriptors[tile.rows])
@@ -228,12 +225,9 @@ class Passes(Counter):
 def _slopes_by_code(slopes: Float64[Tensor, "b two_slopes"], gathered: Gathered) -> Float[Tensor, "codes N"]:
     """Return slopes of all ranks by code and column: negatives by bin, 0, positives by bin, 0."""
     # By code first: neighbours in a row are neighbouring columns of a tile, so that lookups on a GPU coalesce.
-    shared = gathered.share(slopes.to(gathered.gallery.dtype))
-    bins = shared.shape[1] // 2
-    table = shared.new_zeros(2 * bins + 2, len(gathered.gallery))  # a remembered image is no query: its slopes are 0
-    table[:bins, : len(shared)] = shared[:, :bins].t()
-    table[bins + 1 : -1, : len(shared)] = shared[:, bins:].t()
-    return table
+    shared = gathered.share(slopes.to(gathered.gallery.dtype)).t().unflatten(0, (2, -1))
+    # Zeros for pairs outside the bins, and for remembered images, which are no queries.
+    return pad(shared, (0, len(gathered.gallery) - shared.shape[2], 0, 1)).flatten(0, 1)
 
 
 def _add_in(table: Tensor, columns: Int64[Tensor, "r P"], is_real: Bool[Tensor, "r P"], value: int | float) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from distap.ranking.device_copies import queued
 from distap.ranking.loss import Budget, strips
 
+SameClass = tuple[Int64[Tensor, "r P"], Bool[Tensor, "r P"]] | None
 MOST_COLUMNS = 2**20  # of a tile: float32 sums over longer rows would lose digits
 
 
@@ -57,8 +58,7 @@ class Tile:
     @property
     def counts(self) -> slice:
         """Return the rows of this tile's queries in a table with a row per image of this rank."""
-        first = self.queries.first_row
-        return slice(first + self.rows.start, first + self.rows.stop)
+        return slice(self.queries.first_row + self.rows.start, self.queries.first_row + self.rows.stop)
 
     def mirror(self) -> "Tile":
         return Tile(self.others, self.columns, self.queries, self.rows, self.mirrored)
@@ -66,7 +66,7 @@ class Tile:
     def similarities(self) -> Float[Tensor, "r c"]:
         return self.queries.descriptors[self.rows] @ self.others.descriptors[self.columns].t()
 
-    def same_class(self) -> tuple[Int64[Tensor, "r P"], Bool[Tensor, "r P"]] | None:
+    def same_class(self) -> SameClass:
         """Return for each row the columns of its class, P at most, and which of them are no padding.
 
         Padding repeats a column. None if no pair of the tile is of one class.
@@ -89,28 +89,20 @@ class Tile:
         return columns, place < queued(size, device)[:, None]
 
 
-def triangle(own: Images, budget: Budget) -> Iterator[Tile]:
-    """Yield tiles that cover each pair of images once."""
-    # D d d d     D: a tile on the diagonal, which has each of its pairs both as (i, j) and as (j, i)
-    #   D d d     d: mirrored, its pairs count for its rows and, transposed, for its columns
-    #     D d
-    #       D     Half of the products of a whole square, since similarities are symmetric.
-    for rows in strips(0, len(own.labels), _height(own, budget)):
-        yield Tile(own, rows, own, rows, mirrored=False)
-        for columns in strips(rows.stop, len(own.labels), _width(rows, own, budget)):
-            yield Tile(own, rows, own, columns, mirrored=True)
-
-
-def rectangle(queries: Images, others: Images, budget: Budget, mirrored: bool) -> Iterator[Tile]:
-    for rows in strips(0, len(queries.labels), _height(queries, budget)):
-        for columns in strips(0, len(others.labels), _width(rows, queries, budget)):
-            yield Tile(queries, rows, others, columns, mirrored)
-
-
-def _height(queries: Images, budget: Budget) -> int:
+def tiles(queries: Images, others: Images, budget: Budget, mirrored: bool) -> Iterator[Tile]:
+    """Yield tiles that cover each pair of a query and another image once."""
+    pairs = budget.pairs(queries.descriptors.element_size())
     # Twice as wide as high: the matrix product is fastest on tiles that are about square.
-    return max(1, int((budget.pairs(queries.descriptors.element_size()) / 2) ** 0.5))
-
-
-def _width(rows: slice, queries: Images, budget: Budget) -> int:
-    return min(MOST_COLUMNS, max(1, budget.pairs(queries.descriptors.element_size()) // int(rows.stop - rows.start)))
+    for rows in strips(0, len(queries.labels), max(1, int((pairs / 2) ** 0.5))):
+        first, width = 0, min(MOST_COLUMNS, max(1, pairs // (rows.stop - rows.start)))
+        # Similarities are symmetric, so images against themselves need half of the products of a whole square:
+        #
+        #     D d d d     D: a tile on the diagonal, which has each of its pairs both as (i, j) and as (j, i)
+        #       D d d     d: mirrored, its pairs count for its rows and, transposed, for its columns
+        #         D d
+        #           D
+        if queries is others:
+            yield Tile(queries, rows, others, rows, mirrored=False)
+            first = rows.stop
+        for columns in strips(first, len(others.labels), width):
+            yield Tile(queries, rows, others, columns, mirrored)

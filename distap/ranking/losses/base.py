@@ -55,11 +55,6 @@ class Rows:
         return self.similarities.gather(1, self.same_class)
 
     @cached_property
-    def counted_positives(self) -> Float[Tensor, "r P"]:
-        """Return the similarities to positives, with -inf in the columns of `same_class` that are none."""
-        return self.positives.masked_fill(~self.is_positive, -torch.inf)
-
-    @cached_property
     def positive_count(self) -> Float[Tensor, "r 1"]:
         return self.is_positive.sum(1, keepdim=True).clamp(min=1).to(self.similarities.dtype)
 

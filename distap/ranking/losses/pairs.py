@@ -67,6 +67,7 @@ class Sigmoid(PairLoss):
     needs_positives: ClassVar[bool] = False
 
     def sized(self, classes: KnownClasses, dimensions: int | None, seed: int) -> "Sigmoid":
+        # A loss of its own, with parameters of its own: they are made once for each object.
         return replace(self)
 
     @cached_property
@@ -77,6 +78,7 @@ class Sigmoid(PairLoss):
     def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
         scale, bias = (one.to(similarities) for one in (self.learned["log_scale"].exp(), self.learned["bias"]))
         others = positive | negative
+        # -z is 1 for a negative, and -1 for a positive.
         losses = softplus((negative.to(similarities.dtype) * 2 - 1) * (scale * similarities + bias)) * others
         return losses.sum(1) / others.sum(1).clamp(min=1)
 
@@ -162,6 +164,7 @@ class Triplet(DistanceLoss):
         distances = _squared(rows.similarities) if self.squared else _distances(rows.similarities)
         # Negatives and positives by -distance: the nearer a negative is than a positive, the more it violates.
         near = replace(rows, similarities=-distances)
+        # With a tau of 1, for which the soft margin's derivative is the sigmoid.
         step, numbers = (softplus_step, ()) if self.margin is None else (hinge_step, (self.margin,))
         sums = StepSums(step, (1.0, *numbers), rows.pairs, near.negatives, near.positives)
         # r N P triplets, of which none is kept: their number differs by positive, and the mean is over a query's.
@@ -171,6 +174,7 @@ class Triplet(DistanceLoss):
         by_loss = rows.weights[:, None] * rows.is_positive / triplets
         slopes = rows.with_positives(sums.slopes(by_loss), -by_loss * violating)
         value = (losses * rows.is_positive / triplets).sum(1)
+        # From derivatives by -distance to those by similarity: as d² = 2 - 2 s, -d² rises with s by 2, -d by 1 / d.
         return value, slopes * (2 if self.squared else 1 / distances * (distances > SMALLEST**0.5))
 
     def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:

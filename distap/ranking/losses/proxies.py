@@ -85,6 +85,7 @@ class ProxyNCA(ProxyLoss):
     """Temperature of the squared distances."""
 
     def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
+        # Descriptors and proxies have length 1, so 2 - 2 s is their squared distance.
         return _softmax_loss((2 * similarities - 2) / self.temperature, positive)
 
     def spread(self, dimensions: int) -> float:

@@ -66,6 +66,7 @@ class SiMix(WrappedLoss):
 
 def _pairs_of_classes(labels: Int64[Tensor, " B"]) -> tuple[Int64[Tensor, " V"], Int64[Tensor, " V"]]:
     """Return the rows of all pairs of images of one class."""
+    # All classes of one size at once, since a batch may have thousands of classes, but few sizes.
     order = labels.argsort(stable=True)
     _, sizes = torch.unique_consecutive(labels[order], return_counts=True)
     starts, pairs = sizes.cumsum(0) - sizes, list[Tensor]()

@@ -90,7 +90,8 @@ class RankLoss(SigmoidStep, SimilarityLoss):
         """
 
     def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, ...]:
-        negatives, others, positives = rows.negatives, rows.counted_positives, rows.positives
+        negatives, positives = rows.negatives, rows.positives
+        others = positives.masked_fill(~rows.is_positive, -torch.inf)
         if self.query_is_counted:
             own = rows.queries[:, None]
             negatives = negatives.scatter(1, own, rows.similarities.gather(1, own))
@@ -168,6 +169,7 @@ class RecallAtK(RankLoss):
     def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, ...]:
         if self.form != "oml":
             return super().value_and_slopes(rows if self.form == "suprank" else rows.without_query(), totals)
+        # The root has no derivative at 0: descriptors that are equal get none.
         distances = (2 - 2 * rows.similarities).clamp(min=1e-12).sqrt()
         value, slopes = super().value_and_slopes(replace(rows, similarities=-distances), totals)
         return value, slopes / distances * (distances > 1e-6)

@@ -84,6 +84,8 @@ class StepSums:
         # e^(-t / tau) is a power of two of the image times one of the positive: a multiplication for each pair, in a
         # third of the time of a power. Images whose own power overflows are so far behind or before all positives
         # that they count 0 or 1. A GPU has time for a power for each pair.
+        # With 3/4 of the exponents for positives, 2^-96 to 2^96 in float32, an image whose power overflows, beyond
+        # 2^128, has a product of 2^32 or more with each: its sigmoid is below what float32 can add to 1.
         most = 0.75 * math.log2(torch.finfo(positives.dtype).max)
         by_powers = positives.device.type == "cpu" and float((last - first).max()) * factor <= 2 * most
         functions: list[Callable[..., Any]] = [*_sums(step, by_powers), powers_of_two]
