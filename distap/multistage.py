@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distap.errors import checked, logger, tensor_given
 from distap.model.pooling import NAMED, pooled
-from distap.ranking.listwise import KnownGradient
-from distap.ranking.loss import AnyLoss, build_loss
+from distap.ranking.listwise import KnownGradient, RankingModule
+from distap.ranking.loss import AnyLoss
 from distap.ranking.losses.base import DescriptorLoss
 from distap.ranking.memory import CrossBatchMemory
-from distap.ranking.rank import Ranking, check_mode
+from distap.ranking.rank import Ranking
 from distap.ranking.rankable import agreed, check_arguments, extra_problem, kind_of, label_problem
 from distap.stages.exactness import evaluating
 from distap.stages.fsdp import FSDPReplica
@@ -32,7 +32,7 @@ from distap.stages.step import ThreeStages
 from distap.world import World
 
 
-class Multistage(nn.Module):
+class Multistage(RankingModule):
     """The loss of a whole batch and its exact gradient, in the memory of one micro-batch (Revaud et al. 2019).
 
         multistage = Multistage(network, loss="ap_q", micro_batch=16)
@@ -99,21 +99,17 @@ class Multistage(nn.Module):
         pooling: Literal["cls", "cls_mean", "mean", "max", "rmac", "crow"] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(loss, group, mode, memory, memory_bytes, **options)
         self.network = network
-        self.loss = build_loss(loss, **options)
-        self.learned = self.loss.learned
         self.sizes = micro_batch if isinstance(micro_batch, MicroBatchSizes) else MicroBatchSizes(micro_batch)
         self.normalise, self.freeze_batchnorm = normalise, freeze_batchnorm
         self.reduce, self.output = reduce, output
         self.pool = None if pooling is None else partial(pooled, NAMED[pooling]())
-        self.group, self.mode, self.memory_bytes = group, check_mode(mode), memory_bytes
-        self.memory = CrossBatchMemory(memory)
         self.max_drift, self.skip_below = max_drift, skip_below
         self.ranking: Ranking | None = None  # of the last call: loss by query, numbers of queries
         self.not_finite: list[int] = []  # rows of the last call whose descriptor was not finite, and was left out
         self.replay_drift = float("nan")  # of the last backward pass
-        self._calls, self._syncs = 0, True
+        self._syncs = True
         self._probed = set[bool]()  # modes of the network in which it was tried out
 
     def forward(
@@ -218,12 +214,6 @@ class Multistage(nn.Module):
 
     def extra_repr(self) -> str:
         return f"loss={self.loss!r}, sizes={self.sizes!r}"
-
-    def get_extra_state(self) -> Tensor:
-        return self.memory.as_bytes()
-
-    def set_extra_state(self, state: Tensor) -> None:
-        self.memory.load_bytes(state)
 
     def _batch(self, network: nn.Module, *given: Any) -> tuple[GivenBatch, World, bool, int, dict[str, Tensor]]:
         """Check the images of all ranks and cut this rank's along rows.

@@ -236,9 +236,7 @@ def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator
 
 
 def _padded(rows: Tensor, length: int) -> Tensor:
-    padded = rows.new_zeros(length, *rows.shape[1:])
-    padded[: len(rows)] = rows
-    return padded
+    return torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])
 
 
 def device_of(local_rank: int, wanted: str = "auto") -> torch.device:

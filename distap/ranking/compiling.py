@@ -2,8 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +30,14 @@ def compiled(function: Function) -> Function:
             # Changing torch's settings takes as long as a small tile, so only a new kind of arguments changes them.
             if kind in seen:
                 return chosen(*arguments)
-            with _one_graph_for_all_sizes():
+            # Imported here, since it takes a second that only those who compile should wait.
+            import torch._dynamo
+            import torch.fx.experimental._config
+
+            # One graph for all sizes: torch would take sizes that are once equal for always equal, and give up
+            # silently after some graphs.
+            shapes, dynamo = torch.fx.experimental._config, torch._dynamo.config
+            with shapes.patch(use_duck_shape=False), dynamo.patch(recompile_limit=64):  # type: ignore[attr-defined]
                 result = chosen(*arguments)
             seen.add(kind)
             return result
@@ -46,15 +52,3 @@ def compiled(function: Function) -> Function:
             return result
 
     return call
-
-
-@contextmanager
-def _one_graph_for_all_sizes() -> Iterator[None]:
-    """Compile for any sizes: torch would take sizes that are once equal for always equal, and give up silently."""
-    # Imported here, since it takes a second that only those who compile should wait.
-    import torch._dynamo
-    import torch.fx.experimental._config
-
-    shapes, dynamo = torch.fx.experimental._config, torch._dynamo.config
-    with shapes.patch(use_duck_shape=False), dynamo.patch(recompile_limit=64):  # type: ignore[attr-defined]
-        yield

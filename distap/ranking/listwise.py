@@ -6,17 +6,44 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike
+from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from distap.ranking.loss import AnyLoss, build_loss
 from distap.ranking.memory import CrossBatchMemory
-from distap.ranking.rank import rank
+from distap.ranking.rank import check_mode, rank
 
 Gradients = Callable[[Tensor], Sequence[Tensor | None]]
 
 
-class ListwiseLoss(nn.Module):
+class RankingModule(nn.Module):
+    """A module with a loss, whose memory of earlier descriptors is part of its state."""
+
+    def __init__(
+        self,
+        loss: AnyLoss = "ap_q",
+        group: dist.ProcessGroup | None = None,
+        mode: str = "sharded",
+        memory: int = 0,
+        memory_bytes: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.loss = build_loss(loss, **options)
+        self.learned = self.loss.learned
+        self.group, self.mode, self.memory_bytes = group, check_mode(mode), memory_bytes
+        self.memory, self._calls = CrossBatchMemory(memory), 0
+
+    def get_extra_state(self) -> Tensor:
+        # As a tensor, since safetensors, Accelerate and Hugging Face save nothing else.
+        return torch.frombuffer(bytearray(save(self.memory.state_dict())), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.memory.load_state_dict(load(state.cpu().numpy().tobytes()))
+
+
+class ListwiseLoss(RankingModule):
     """A listwise loss of a batch: `loss(embeddings, labels)` returns a scalar to differentiate.
 
     Value and gradient are computed together, in memory linear in the batch, in float32 at least whatever autocast
@@ -31,23 +58,8 @@ class ListwiseLoss(nn.Module):
         memory: number of earlier descriptors to rank against as well; part of the module's state.
         options: options of the loss, or `preset`; see `distap.rank` for the other arguments.
     Raises:
-        DistapError: the loss or an option is unknown.
+        DistapError: the loss, an option or the mode is unknown.
     """
-
-    def __init__(
-        self,
-        loss: AnyLoss = "ap_q",
-        group: dist.ProcessGroup | None = None,
-        mode: str = "sharded",
-        memory: int = 0,
-        memory_bytes: int | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        self.loss = build_loss(loss, **options)
-        self.learned = self.loss.learned
-        self.group, self.mode, self.memory_bytes = group, mode, memory_bytes
-        self.memory, self._calls = CrossBatchMemory(memory), 0
 
     def forward(
         self,
@@ -93,12 +105,6 @@ class ListwiseLoss(nn.Module):
 
     def extra_repr(self) -> str:
         return repr(self.loss)
-
-    def get_extra_state(self) -> Tensor:
-        return self.memory.as_bytes()
-
-    def set_extra_state(self, state: Tensor) -> None:
-        self.memory.load_bytes(state)
 
 
 class KnownGradient(torch.autograd.Function):

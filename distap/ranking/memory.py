@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 
 from distap.errors import DistapError
@@ -66,11 +65,3 @@ class CrossBatchMemory:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore a saved state; take the newest descriptors if `size` is smaller now."""
         self._rows = {name: rows[max(0, len(rows) - self.size) :] for name, rows in state.items()}
-
-    def as_bytes(self) -> Tensor:
-        """Return the state as a uint8 tensor, because safetensors, Accelerate and Hugging Face save only tensors."""
-        return torch.frombuffer(bytearray(save(self.state_dict())), dtype=torch.uint8)
-
-    def load_bytes(self, state: Tensor) -> None:
-        """Load a state that `as_bytes` returned."""
-        self.load_state_dict(load(state.cpu().numpy().tobytes()))
