@@ -94,8 +94,8 @@ class Gathering:
         self._in_gallery += len(arrived)
         is_last = self.arrived == self.slots
         if self.counter is not None and (is_last or self.arrived - self._counted >= LEAST_COUNTED * self.world.size):
-            # Tiles of few rows are slow, so chunks are counted together. How many are depends on the slots alone, not
-            # on when a chunk arrives: a run that is repeated sums in the same order, to the same bits.
+            # Tiles of few rows are slow, so chunks are counted together. How many depends on the slots alone, not on
+            # when a chunk arrives: a run that is repeated sums in the same order, to the same bits.
             new = self._counted + self._facts[self._counted : self.arrived, 1].nonzero().flatten()
             with full_precision(rows.device):
                 images = self._gallery[self.counter.seen : self._in_gallery]

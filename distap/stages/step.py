@@ -244,8 +244,8 @@ class ThreeStages:
         images = self._to_device(batch.images(rows))
         if keeps:  # the graph may need the pixels after the batch has overwritten their memory
             images = tree_map_only(Tensor, Tensor.clone, images)
-        # The first image's slot stands for its micro-batch, on any number of ranks. Layers that draw for the whole
-        # micro-batch draw alike in describe and replay, since both then cut alike (`mixes_images`).
+        # The first image's slot stands for its micro-batch. Layers that draw for the whole micro-batch draw alike in
+        # describe and replay, since the two cut alike where there are such layers (`mixes_images`).
         slot = self.world.slots(batch.total)[int(rows.start if isinstance(rows, slice) else rows[0])]
         with self.stopwatch.stage("network", part_of_outer=True):
             torch.manual_seed(seed_for(DROPOUT, self.seed, batch.step, slot))
