@@ -257,7 +257,7 @@ def device_of(local_rank: int, wanted: str = "auto") -> torch.device:
 
 
 def without_gpu() -> str:
-    """Return why torch can use no GPU, judging by versions."""
+    """Say with which CUDA torch was built and which driver is here, for a message that torch sees no GPU."""
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     found = re.search(r"\d+(\.\d+)+", DRIVER.read_text()) if DRIVER.is_file() else None
     driver = f"driver {found[0]}" if found else "no driver"

@@ -34,7 +34,8 @@ def eval_command(
     best: options.BEST = False,
     data: Annotated[list[str] | None, data_option(help=DATA, show_default="the recipe's validation set")] = None,
     distractors: Annotated[
-        list[str] | None, data_option(help="Shards to add to a gallery with a ground truth, or descriptors.")
+        list[str] | None,
+        data_option(help="Shards or descriptors, right for no query, to add to the gallery."),
     ] = None,
     gallery: Annotated[str | None, data_option(help=GALLERY_SET, show_default="all others of its own images")] = None,
     gallery_draws: Annotated[int, data_option(help=DRAWS, min=0)] = 0,

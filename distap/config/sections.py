@@ -32,7 +32,7 @@ Unit = Literal["steps", "epochs"]  # an epoch is as many images as there are to 
 
 
 class Section(BaseModel):
-    """A section of a recipe: refuse unknown keys and later changes. Validate defaults too, which may be names."""
+    """A section of a recipe: refuse unknown keys and later changes; build the parts that defaults name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
@@ -78,7 +78,7 @@ class RankSection(Section):
     """Stage two: compute the loss of the global batch and the gradient of each descriptor."""
 
     mode: Literal["sharded", "central"] = "sharded"
-    """Rank each rank's queries there (sharded), or all on rank 0 (central)."""
+    """Compute the ranking on all ranks, each for its own queries (sharded), or on rank 0 (central)."""
     memory_bytes: Annotated[int, Field(ge=2**20)] | None = None
     """Bytes that ranking may use next to the descriptors, 1 MiB or more; null chooses by the device."""
 

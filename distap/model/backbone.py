@@ -243,7 +243,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
 
 
 def _without_prefix(state: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a network within another, such as those below `backbone.`, if there is just one."""
+    """Return the tensors named as in `own`, without the prefix that all have in `state`, such as `backbone.`."""
     first = next(iter(own))
     starts = {key.removesuffix(first) for key in state if key.endswith(first)}
     whole = [start for start in starts if all(start + key in state for key in own)]

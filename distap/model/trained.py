@@ -90,7 +90,7 @@ class TrainedNetwork:
             )
 
     def _others(self, network: RetrievalNetwork) -> dict[str, Any]:
-        """Return the keys of section `model` whose value in this network differs, with that value."""
+        """Return what the network has in place of what the recipe's section `model` says, by key."""
         before = {"pooling": {"name": "gem"}, "projection": None, "layer_norm": False, "unit_length": False}
         model, others = before | self.settings["model"], dict[str, Any]()
         backbone, wanted = model.get("backbone"), model["projection"]

@@ -122,7 +122,7 @@ class ZeroReplica(Replica):
             self.zero.micro_step_id = -1
 
     def _sharing(self, name: str) -> AbstractContextManager[None]:
-        """Enclose communication that only stage 3 needs."""
+        """Enclose what ranks exchange under ZeRO stage 3 alone; below it each rank has all parameters."""
         return self.world.collective(name) if self.lockstep else nullcontext()
 
 

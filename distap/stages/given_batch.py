@@ -156,7 +156,7 @@ def refuse_graphs(parts: list[Any]) -> None:
 
 
 def are_alike(parts: list[Any]) -> bool:
-    """Tell whether the network can describe images of different parts together."""
+    """Tell whether the parts of a batch have images of one shape, so that one pass can describe them together."""
     return len({tuple(shape[1:] for shape in _shapes(part)) for part in parts}) == 1
 
 

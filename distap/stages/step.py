@@ -129,7 +129,7 @@ class ThreeStages:
         self.probed = all(agreed(self.world, problem, "", is_done))
 
     def _probe(self, batch: Batch) -> None:
-        """Refuse a network whose gradient would be silently wrong."""
+        """Describe a few images twice, and refuse a network whose gradient would be silently wrong."""
         few, network = min(self.sizes.replay, PROBED, len(batch.labels)), self.replica.network
         images = self._to_device(batch.images(slice(0, few)))
 

@@ -23,8 +23,8 @@ Buffer = bytes | mmap | memoryview
 def read_columns(data: Buffer, dtypes: dict[str, str]) -> dict[str, Column]:
     """Read arrays of the expected types from an untrusted .npz file; raise ValueError if one is missing or wrong.
 
-    numpy.load allocates the memory that a header declares, even terabytes, and so does what a few compressed bytes
-    hold. Here columns are views of `data`, so they take no memory of their own; of a mapped file, all processes of a
+    numpy.load allocates whatever memory a header declares, even terabytes, and unpacks a few compressed bytes to as
+    much. Here columns are views of `data`, so they take no memory of their own; of a mapped file, all processes of a
     host share them.
 
     Args:

@@ -31,7 +31,7 @@ class TimmOptimizer:
                 raise ValueError(f"{option} is set, but the optimiser {self.name} has no {option}")
 
     def build(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """Return the optimiser over groups of `params`, `weight_decay`, and `factor` of the learning rate."""
+        """Return the optimiser of these groups: each has `params`, `weight_decay`, and a `factor` on the rate."""
         from timm import optim
 
         options = self._options()

@@ -75,7 +75,7 @@ def _ground_truth(file: Path) -> dict[str, Any]:
 
 
 def _solutions(file: Path) -> Iterator[ListLine]:
-    """Yield the lines of evaluated test images; most show no landmark of the index and are skipped."""
+    """Yield the lines of test images that count: most are ignored, since they show no landmark of the index."""
     for line in read_table(file, ("id", "images", "Usage"), ","):
         if line.cells[2] not in USAGES:
             raise line.wrong(f"usage {line.cells[2][:60]!r}, expected one of {', '.join(USAGES)}")
