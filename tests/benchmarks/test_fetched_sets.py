@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFont
 
-from benchmarks.fetch import emoji, glyphs
+from benchmarks.fetch import emoji, glyphs, small_sets
 from benchmarks.fetch.glyphs import Font
 from distap.data.shards.image_files import list_images
 from distap.errors import DistapError
@@ -134,3 +134,19 @@ def test_icons_have_the_groups_and_subgroups_of_unicode(tmp_path):
         write_jsons(tmp_path / archive, contents)
     found = emoji.read_levels(tmp_path / "tree", [tmp_path / name for name in "xyz"])
     assert found == dict.fromkeys(("red-heart", "heart"), ("heart", "smileys"))
+
+
+def test_products_are_drawn_alike_from_their_seed_and_digits_are_those_of_scikit_learn(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.fetch.small_sets.PRODUCTS", 4)
+    monkeypatch.setattr("benchmarks.fetch.small_sets.VIEWS", 2)
+    found = [small_sets.fetch_small_set("products", tmp_path / name, 32) for name in "ab"]
+    assert found[0] == found[1] == {"size": 32, "classes": {"train": 2, "test": 2}, "images": 8}
+    paths = sorted((tmp_path / "a").rglob("*.png"))
+    assert [path.relative_to(tmp_path / "a").as_posix()[:9] for path in paths[::2]] == [
+        *("test/002/", "test/003/"),
+        *("train/000", "train/001"),
+    ]
+    pixels = [[Image.open(path).tobytes() for path in sorted((tmp_path / name).rglob("*.png"))] for name in "ab"]
+    assert pixels[0] == pixels[1] and len(set(pixels[0])) == 8
+    record = small_sets.fetch_small_set("digits", tmp_path / "digits", 16)
+    assert record["images"] == 1_797 and record["classes"] == {"train": 5, "test": 5}
