@@ -204,29 +204,27 @@ def rank_on_rank_zero(loss: Loss, gathered: Gathered, budget: Budget) -> LossVal
     """
     world, batch = gathered.world, len(gathered.images)
     value = torch.zeros((), dtype=torch.float64, device=gathered.gallery.device)
-    per_query, gradient = value.new_zeros(batch), None
+    per_query, gradient, failure = value.new_full((batch,), torch.nan), None, None
     by_parameters = tuple(map(torch.zeros_like, loss.parameters))
-    failure, outcome = None, 0  # 1: the loss is not by query; 2: it failed
     if world.rank == 0:
         own = torch.arange(batch, device=value.device)
         # To the loss it looks like a single process whose own rows are all rows.
         whole = replace(gathered, own=own, world=World(device=world.device))
         try:
             value, by_query, rows, by_parameters = loss.value_and_gradient(whole, budget)
-            gradient = whole.spread(rows)
-            per_query, outcome = (per_query, 1) if by_query is None else (by_query, 0)
+            gradient, per_query = whole.spread(rows), per_query if by_query is None else by_query
         except Exception as error:
-            failure, outcome = error, 2
+            failure = error
     # Every rank raises: the others would wait for rank 0 in the next collective.
-    worst = world.maximum(outcome)
-    if worst == 2:
+    if not world.all_agree(failure is None):
         raise failure or DistapError("rank 0 could not rank the batch; its own message says why")
     # The gradient of each slot goes to the rank that holds it; slots that take no part have zeros.
     received = world.scatter_rows(gradient, gathered.gallery, len(gathered.taking_part))[gathered.local]
     value, per_query = world.broadcast(value), world.broadcast(per_query)
     pairs = zip(by_parameters, loss.parameters, strict=True)
     by_parameters = tuple(world.broadcast(one.to(gathered.gallery)).to(parameter) for one, parameter in pairs)
-    return LossValue(value, None if worst else per_query[gathered.own], received, by_parameters)
+    by_query = None if per_query.isnan().all() else per_query[gathered.own]  # which the loss may not have
+    return LossValue(value, by_query, received, by_parameters)
 
 
 @contextmanager

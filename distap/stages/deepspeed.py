@@ -71,6 +71,7 @@ class ZeroReplica(Replica):
         import deepspeed
 
         gathered = deepspeed.zero.GatheredParameters(list(self.network.parameters()))
+        # Entered by hand, so that the watchdog times the message alone, and not the passes that follow.
         with self.world.collective("all_gather of the parameters"):
             gathered.__enter__()
         self._is_whole = True

@@ -56,33 +56,27 @@ def refuse_mixing(describe: Callable[[int, int], Tensor], network: nn.Module, co
         count: images of the larger cut, at least 2.
     """
 
-    def cuts_agree() -> bool:
-        return _agree(describe(count - 1, 0), describe(count, 0))
+    def agrees(images: int, seed: int = 0) -> bool:
+        few, more = describe(images, seed).double(), describe(count, 0)[:images].double()
+        # Descriptors that are not finite are left out of the step, which says so.
+        return not bool((few - more).abs().max() > LEAST_MIXING * more.abs().max().clamp(min=1e-30))
 
-    def draws() -> bool:
-        return not _agree(describe(count, 0), describe(count, 1))
-
-    # Four passes over a few images tell apart what looks alike: mixing images, which is refused, and random numbers
-    # that depend on the cut, which the same cut in both stages brings back.
-    if cuts_agree() or not _agree(describe(count, 0), describe(count, 0)):
-        return  # if no random state brings the same descriptors back, the drift between the stages will show it
-    if draws():
+    # A few passes over a few images tell apart what looks alike: mixing images, which is refused, and random numbers
+    # that depend on the cut, which the same cut in both stages brings back. If no random state brings the same
+    # descriptors back, the drift between the stages will show it.
+    if agrees(count - 1) or not agrees(count):
+        return
+    if not agrees(count, seed=1):
         # The network draws other numbers in another cut. Without them it must agree, and if it draws even in
         # evaluation mode, only the drift can tell.
         with evaluating(network):
-            if draws() or cuts_agree():
+            if not agrees(count, seed=1) or agrees(count - 1):
                 return
     raise DistapError(
         f"the network describes the same images differently in micro-batches of {count - 1} and {count}: it mixes "
         "the images of a micro-batch (such as a mean or an attention over them, or their statistics), so the "
         "gradient of the whole batch cannot be found micro-batch by micro-batch"
     )
-
-
-def _agree(few: Tensor, more: Tensor) -> bool:
-    few, more = few.double(), more[: len(few)].double()
-    # Descriptors that are not finite are left out of the step, which says so.
-    return not bool((few - more).abs().max() > LEAST_MIXING * more.abs().max().clamp(min=1e-30))
 
 
 @contextmanager

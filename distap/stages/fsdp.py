@@ -77,6 +77,7 @@ class FSDPReplica(Replica):
             try:
                 super().backward(descriptors, gradient, is_last)
             except RuntimeError:
+                # One that reduces is not tried again: the other ranks are in it already.
                 if not reduces:
                     self._leave_backward()
                 raise

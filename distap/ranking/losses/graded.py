@@ -107,7 +107,7 @@ class HierarchicalAP(BoundingStep, GradedLoss):
     """Exponent of the relevance of a level, (level / L)^alpha; more favours the finest level."""
     # elias-ramzi/HAPPIER 5af91b3: happier/losses/rank_losses.py, and its configuration for iNaturalist.
     presets: ClassVar[Presets] = {
-        "released": {"offset": -3.56, "delta": 0.05},
+        **BoundingStep.presets,
         "inaturalist": {"offset": -4.0, "delta": 0.05, "start": 0.0},
     }
 
@@ -148,5 +148,3 @@ class SmoothNDCG(GradedLoss):
 @dataclass(frozen=True)
 class SupNDCG(BoundingStep, SmoothNDCG):
     """NDCG of smooth ranks as in SupAP: less relevant images count by SupAP's step, and others exactly."""
-
-    presets: ClassVar[Presets] = {"released": {"offset": -3.56, "delta": 0.05}}

@@ -55,6 +55,8 @@ class TieAwareAP(HistogramLoss):
             # Twice the count before the bin, and the bin's own: the counts before and after it.
             precision = (2 * positives - positives_in_bin + 1) / (2 * everything - in_bin + 1)
         else:
+            # With b images and p positives before the bin, the mean over x, from 0 to all images of the bin, of
+            # (p + 1 + ratio x) / (b + 1 + x): the precision at a positive that has x of the others before it.
             tiny = 1e-8
             positives_before, before = positives - positives_in_bin, everything - in_bin
             ratio = (positives_in_bin - 1).clamp(min=0) / ((in_bin - 1).clamp(min=0) + tiny)

@@ -57,6 +57,9 @@ class BoundingStep(SigmoidStep):
     """Height added to the step where the difference of similarity t is above 0."""
     step: ClassVar[Step] = staticmethod(bounding_step)
     counts_exactly: ClassVar[bool] = True
+    # elias-ramzi/ROADMAP: roadmap/losses/smooth_rank_ap.py has rho (t - delta) + 1.44 since November 2022.
+    # Where rounding parts exact duplicates, that code adds `start` by chance; here they tie.
+    presets: ClassVar[Presets] = {"released": {"offset": -3.56, "delta": 0.05}}
 
     def step_numbers(self) -> tuple[float, ...]:
         delta = self.tau * math.log(99) if self.delta is None else self.delta
@@ -138,10 +141,6 @@ class SupAP(BoundingStep, SmoothAP):
     whereas an AP that breaks ties against the query counts it whole.
     """
 
-    # elias-ramzi/ROADMAP: roadmap/losses/smooth_rank_ap.py has rho (t - delta) + 1.44 since November 2022.
-    # Where rounding parts exact duplicates, that code adds `start` by chance; here they tie (see BoundingStep).
-    presets: ClassVar[Presets] = {"released": {"offset": -3.56, "delta": 0.05}}
-
 
 @dataclass(frozen=True)
 class RecallAtK(RankLoss):
@@ -188,7 +187,7 @@ class RecallAtK(RankLoss):
 class SupRecallAtK(BoundingStep, RecallAtK):
     """RS@k with SupAP's steps in place of sigmoids (Ramzi et al. 2025)."""
 
-    presets: ClassVar[Presets] = {"suprank": {"form": "suprank", "offset": -3.56, "delta": 0.05}}
+    presets: ClassVar[Presets] = {"suprank": {"form": "suprank", **BoundingStep.presets["released"]}}
 
 
 @dataclass(frozen=True)
