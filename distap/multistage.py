@@ -236,7 +236,7 @@ class Multistage(RankingModule):
             refuse_unusable(network, self.freeze_batchnorm)
         except Exception as error:  # such as one of the caller's iterator: the other ranks must not wait
             problem = error
-        mine = [len(known), are_alike(parts), int(torch.randint(2**62, ()))]
+        mine = [len(known) if known.ndim else 0, are_alike(parts), int(torch.randint(2**62, ()))]
         lengths, alike, seeds = zip(*agreed(world, problem, kind_of(known, others), mine), strict=True)
         self._calls += 1
         batch = GivenBatch(parts, known.cpu().long(), numbers, max(lengths), world, self._calls - 1)

@@ -379,6 +379,8 @@ def test_what_would_spoil_the_gradient_is_refused():
         Multistage(small_network())(images)
     with pytest.raises(DistapError, match=r"labels are \(20,\) for 21 images"):
         Multistage(small_network())(images, labels[1:])
+    with pytest.raises(DistapError, match=r"labels are \(\) for 21 images"):
+        Multistage(small_network())(images, labels[0])
     with pytest.raises(DistapError, match="images have 20, 21 rows"):
         Multistage(small_network())((images, labels[1:]), labels)
     with pytest.raises(DistapError, match="needs `classes`, the number of classes"):

@@ -22,7 +22,8 @@ def check_arguments(
     Raises a DistapError on all ranks if `rank` cannot rank some rank's descriptors, labels or extra tensors.
     """
     problem = _problem(descriptors, labels) or extra_problem(extra, len(labels), taken)
-    return agreed(world, problem, kind_of(labels, {"descriptors": descriptors, **extra}), len(labels))
+    count = len(labels) if labels.ndim else 0
+    return agreed(world, problem, kind_of(labels, {"descriptors": descriptors, **extra}), count)
 
 
 def agreed(world: World, problem: str | Exception | None, kind: str, mine: Any) -> list[Any]:
@@ -35,7 +36,7 @@ def agreed(world: World, problem: str | Exception | None, kind: str, mine: Any) 
     cause = problem if isinstance(problem, Exception) else None
     if any(texts):
         by_rank = [f"rank {rank}: {each}" for rank, each in enumerate(texts) if each]
-        raise DistapError("; ".join(by_rank) if world.size > 1 else text) from cause
+        raise DistapError(text if len(set(texts)) == 1 else "; ".join(by_rank)) from cause
     if len(set(kinds)) > 1:
         by_rank = [f"rank {rank} has {each}" for rank, each in enumerate(kinds)]
         raise DistapError(f"the ranks were given tensors of different kinds: {'; '.join(by_rank)}")

@@ -61,6 +61,7 @@ def test_wrong_types_and_shapes():
     descriptors, labels = batch()
     assert "labels are torch.float64" in refusal(descriptors, labels.double())
     assert "labels are (11,) for 12 images" in refusal(descriptors, labels[:11])
+    assert "labels are () for 12 images" in refusal(descriptors, labels[0])
     assert "descriptors are (12, 8) of torch.int64" in refusal(descriptors.long(), labels)
 
 
