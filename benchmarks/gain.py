@@ -23,7 +23,7 @@ from distap.apps.advice import DEFAULT_BACKBONE, look, recipe_for
 from distap.config.reading import load_recipe
 from distap.config.recipe import Recipe
 from distap.data.images.augmentation import seeded
-from distap.data.loading.reader import Reader
+from distap.data.loading.reader import ImageSet
 from distap.data.shards.index import load_index
 from distap.evaluation.sets import open_set
 from distap.model.network import RetrievalNetwork
@@ -227,7 +227,7 @@ def looped(recipe: Recipe, name: str, rate: float, seconds: float) -> tuple[Retr
     torch.manual_seed(recipe.seed)
     function = getattr(losses, loss)(**(sizes if mined is None and loss != "SupConLoss" else {}))
     miner = None if mined is None else getattr(miners, mined)()
-    reader, transform = Reader(data.train_source, index), data.augmentation.transform(data.image_size)
+    reader, transform = ImageSet(data.train_source, index), data.augmentation.transform(data.image_size)
     a_class = max(BATCH // len(index.class_name), IMAGES_A_CLASS)
     batch = min(BATCH // a_class, len(index.class_name)) * a_class
     sampler = samplers.MPerClassSampler(index.label, a_class, batch, max(len(index), batch))

@@ -36,6 +36,7 @@ from benchmarks.step import GRAPHS_KEPT, TWO_PASSES, StepBenchmark
 from distap.config.recipe import PrecisionName
 from distap.data.converters.landmarks import OF_LANDMARKS
 from distap.data.images.augmentation import CropFlipColour
+from distap.data.images.decoding import EncodedImage
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob, ShareOfBatch
 from distap.data.sampling import RandomSampling
@@ -49,7 +50,7 @@ from distap.ranking.losses.quantized import QuantizedAP
 from distap.ranking.rank import rank_descriptors
 from distap.registry import REGISTRY
 from distap.retrieval.evaluate import evaluate_descriptors
-from distap.retrieval.figures import labelled_figures
+from distap.retrieval.figures import LABELLED_FIGURES
 from distap.retrieval.row_blocks import installed_faiss, nearest
 from distap.retrieval.truth import Truth, class_truth
 from distap.stages.micro_batches import MicroBatchSizes
@@ -77,6 +78,10 @@ STEPS = ["distap", GRAPHS_KEPT, "Multistage", "cached gradients"]
 # Of the histogram's pairs, half of the matrix by symmetry: products of pass one and, both ways, of pass two; and the
 # bytes that must cross the device's memory: a similarity twice, its bin twice, and its slope three times.
 PRODUCTS, PAIR_BYTES = 1.5, (2 * 4 + 2 * 1 + 3 * 4) / 2
+
+
+def _describe_file(describer: ImageDescriber, file: bytes) -> torch.Tensor:
+    return describer.describe_pixels([describer.sizing(EncodedImage(file))], 1)
 
 
 class Part(NamedTuple):
@@ -307,7 +312,7 @@ class GPUBenchmark(harness.Benchmark):
             on_device, truth = others.to(device), Truth(gallery, rows_of, parts=parts, device=device)
             actions: dict[str, Callable[[], object]] = {
                 f"all pairs of {images:,}": partial(
-                    evaluate_descriptors, own, own, class_truth(theirs), labelled_figures(), 10
+                    evaluate_descriptors, own, own, class_truth(theirs), LABELLED_FIGURES, 10
                 ),
                 f"70 queries, {gallery:,} images": partial(
                     evaluate_descriptors, queries, on_device, truth, OF_LANDMARKS
@@ -334,11 +339,10 @@ class GPUBenchmark(harness.Benchmark):
             pixels = torch.zeros(
                 self._sized(256 if self.device == "cuda" else 16, 4), 3, side, side, dtype=torch.uint8
             )
-            many, one = (
-                partial(describer.describe_pixels, pixels, len(pixels)),
-                partial(describer.describe, files[:1]),
-            )
-            candidates: dict[str, Callable[[], object]] = {"many": many, "one": one}
+            candidates: dict[str, Callable[[], object]] = {
+                "many": partial(describer.describe_pixels, pixels, len(pixels)),
+                "one": partial(_describe_file, describer, files[0]),
+            }
             for candidate in candidates.values():
                 candidate()
             turns = harness.take_turns(candidates, self.rounds, world)

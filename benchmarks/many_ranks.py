@@ -19,7 +19,7 @@ from distap.ranking.gather import LEAST_SENT, MOST_CHUNKS, Gathering
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.ranking.rank import rank_descriptors
 from distap.retrieval.evaluate import evaluate_descriptors
-from distap.retrieval.figures import labelled_figures
+from distap.retrieval.figures import LABELLED_FIGURES
 from distap.retrieval.truth import class_truth
 from distap.world import CPU, Arrival, World
 
@@ -111,7 +111,7 @@ def evaluation_of(ranks: int, images: int, dimensions: int) -> dict[str, Any]:
     """Seconds of one of W ranks that share the ranking of all pairs of N images."""
     generator = torch.Generator().manual_seed(0)
     descriptors = normalize(torch.randn(images, dimensions, generator=generator))
-    truth, figures = class_truth(torch.arange(images) // IMAGES_A_CLASS), labelled_figures()
+    truth, figures = class_truth(torch.arange(images) // IMAGES_A_CLASS), LABELLED_FIGURES
     world = OneOfMany(0, ranks)
     seconds = _seconds(lambda: evaluate_descriptors(descriptors, descriptors, truth, figures, world=world))
     return {"ranks": ranks, "images": images, "seconds": seconds}

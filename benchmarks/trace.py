@@ -13,7 +13,7 @@ from typer import Option
 import distap
 from benchmarks.harness import Benchmark, FiguresTable, Report
 from benchmarks.photos import jpeg, packed, photo
-from distap.config.reading import recipe_from
+from distap.config.reading import load_recipe
 from distap.config.recipe import Recipe
 from distap.trainer import Trainer
 from distap.world import World
@@ -67,7 +67,7 @@ def _recipe(folder: Path, loss: str) -> Recipe:
         "replay": {"size": 8},
         "device": "cpu",
     }
-    return recipe_from(settings, "the traced training")
+    return load_recipe(settings, where="the traced training")
 
 
 class TraceBenchmark(Benchmark):

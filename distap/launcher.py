@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MASTER_PORT = 29500  # torchrun's default
 OF_RANKS = {"nproc_per_node", "max_restarts", "training_script", "training_script_args"}
-OF_HOSTS = {"nnodes", "standalone", "master_addr", "master_port", "node_rank", "rdzv_id"}
+OF_HOSTS = {"nnodes", "standalone", "master_addr", "master_port", "node_rank"}
 
 
 def launch_training(options: list[str], config: Path, overrides: list[str]) -> int:
@@ -56,10 +56,6 @@ def launch(options: list[str], module: str, arguments: list[str], grace_seconds:
     place = ranks_here(settings)
     if place.ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if place.port:
-        from distap.checkpoint.lease import JOB
-
-        os.environ[JOB] = f"{settings.rdzv_id} at {place.address}:{place.port}"  # the id alone is often left as it is
     return Agent(place, [module, *arguments], grace_seconds).run(settings.max_restarts)
 
 

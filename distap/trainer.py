@@ -17,6 +17,7 @@ from distap.checkpoint.agreement import first_on_rank_0
 from distap.config.recipe import Recipe
 from distap.data.loading.share import ShareOfBatch
 from distap.errors import CAUSES, FINISHED, RESTART, DistapError, logger
+from distap.evaluation.evaluation_set import DescribedSet
 from distap.evaluation.extraction.extracting import BrokenOffError
 from distap.model.backbone import RandomWeights
 from distap.processes.stopping import StopRequest
@@ -27,7 +28,7 @@ from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.runlog import NOT_FINITE_LOG
 from distap.telemetry.terminal import origin, set_up_run_logging
 from distap.telemetry.tracing import traced
-from distap.training.build import evaluations_of, fitting_of, learner_of, loss_learner_of, loss_of, step_of
+from distap.training.build import describing_of_set, fitting_of, learner_of, loss_learner_of, loss_of, step_of
 from distap.training.run_report import RunReport
 from distap.training.run_state import Figures, RunState, is_begun, score_of
 from distap.training.schedule import Length
@@ -47,8 +48,11 @@ def trained(recipe: Recipe) -> Iterator[int]:
     """
     rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
     set_up_run_logging(recipe.logs.format, recipe.run_id, rank)
-    listening = recipe.metrics.port_of(local_rank), recipe.metrics.address
-    with Endpoint(rank).served(*listening) as endpoint, joined_world(recipe.timeout_seconds, recipe.device) as world:
+    port = None if recipe.metrics.port is None else recipe.metrics.port + local_rank
+    with (
+        Endpoint(rank).served(port, recipe.metrics.address) as endpoint,
+        joined_world(recipe.timeout_seconds, recipe.device) as world,
+    ):
         yield Trainer(recipe, world, endpoint).train()
 
 
@@ -70,7 +74,7 @@ class Trainer:
         self.report = RunReport(recipe, world, recipe.sampling.size, self.endpoint)
         self.stopwatch = Stopwatch(world.device)
         # Data: what a person may have got wrong is found by rank 0 alone, and told once.
-        self.images, sets = first_on_rank_0(world, partial(checked_data, recipe, world, self.stopwatch))
+        self.images, self.sets = first_on_rank_0(world, partial(checked_data, recipe, world, self.stopwatch))
         if len(set(world.gather_values(data := self.images.fingerprint))) > 1:
             own = f"rank {world.rank} has fingerprint {data[:12]}"
             raise DistapError(f"{recipe.data.train}: the ranks see different data; {own}")
@@ -82,7 +86,8 @@ class Trainer:
         if not self.is_begun:
             whiten_projection(recipe, self.network, world, only_check)
         self.network.train()
-        self.evaluations = evaluations_of(recipe, self.network, world, sets)
+        for name in self.sets:  # raises for images that the network does not take, before it trains
+            describing_of_set(recipe, name, self.network, world)
         self.learner = learner_of(recipe, self.network, world)
         # Step: the three stages over this rank's replica, then one update.
         memory, loss = CrossBatchMemory(recipe.memory.size), loss_of(recipe, self.images, self.network, world)
@@ -108,9 +113,9 @@ class Trainer:
             if self.done >= self.length.steps and not owes_evaluation:
                 logger.info("%s: all %d steps are done already", self.recipe.run, self.length.steps)
                 return FINISHED
-            self.report.begins(self.done, self.length, self.images, self.network, list(self.evaluations))
+            self.report.begins(self.done, self.length, self.images, self.network, list(self.sets))
             with self.report.opened(self.done), self.endpoint.ready(lambda: stop.requested):
-                at_start = self.recipe.evaluation.at_start and bool(self.evaluations)
+                at_start = self.recipe.evaluation.at_start and bool(self.sets)
                 if owes_evaluation or (self.done == 0 and at_start):
                     figures = self.evaluate(stop)
                     if figures is None:
@@ -154,7 +159,7 @@ class Trainer:
         return FINISHED
 
     def _owes_evaluation(self) -> bool:
-        return bool(self.evaluations) and self.length.is_due(self.recipe.evaluation, self.done)
+        return bool(self.sets) and self.length.is_due(self.recipe.evaluation, self.done)
 
     def _after_first_step(self) -> None:
         """Keep as many graphs as memory allows, if the recipe wants it; log the time since the start."""
@@ -216,10 +221,10 @@ class Trainer:
         self._average_statistics()
         try:
             with self.learner.averaged(), self.learner.replica.describing():
-                described = {
-                    name: images.describe(replace(how(), is_asked_to_stop=lambda: stop.requested))
-                    for name, (images, how) in self.evaluations.items()
-                }
+                described = dict[str, DescribedSet]()
+                for name, images in self.sets.items():
+                    how = describing_of_set(self.recipe, name, self.network, self.world)
+                    described[name] = images.describe(replace(how, is_asked_to_stop=lambda: stop.requested))
         except BrokenOffError:
             return None
         evaluated = {name: one.evaluate() for name, one in described.items()}

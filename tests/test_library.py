@@ -126,7 +126,7 @@ def test_descriptors_that_cannot_be_ranked_are_named(described):
         (long, "descriptor 3 has length 2, expected 1: normalise all"),
         (described[0], r"descriptors are \(8,\) of float32; expected \(N, C\)"),
         (described.int(), "of int32; expected"),
-        ([[1, 2], [3]], "inhomogeneous"),
+        ([[1, 2], [3]], "descriptors: a list of 2 list makes no tensor"),
     ):
         for call in (partial(distap.evaluate, labels=range(60)), distap.search_index):
             with pytest.raises(DistapError, match=message):

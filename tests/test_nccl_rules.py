@@ -26,7 +26,7 @@ from distap.ranking.loss import build_loss
 from distap.ranking.rank import rank_descriptors
 from distap.registry import REGISTRY
 from distap.retrieval import evaluate, ranks
-from distap.retrieval.figures import labelled_figures
+from distap.retrieval.figures import LABELLED_FIGURES
 from distap.retrieval.row_blocks import DescriptorParts
 from distap.retrieval.truth import Truth, class_truth
 from distap.world import World
@@ -120,7 +120,7 @@ def all_figures(world):
     graded = Truth(150, [own[:2] for own in positives], junk, [[1, 2]] * 15, DIFFICULTIES, device=world.device)
     parts = ["Public" if row % 2 else "Private" for row in range(15)]
     landmarks = Truth(150, positives, parts=parts, device=world.device)
-    protocol, few = labelled_figures(), descriptors[:15]
+    protocol, few = LABELLED_FIGURES, descriptors[:15]
     results = [
         evaluate.evaluate_descriptors(
             *arguments, world=world, head=first, distractors=None if first is not None else more

@@ -5,7 +5,7 @@ import json
 from ranks import on_ranks
 from small_trainings import losses, recipe
 
-from distap.config.reading import recipe_from
+from distap.config.reading import load_recipe
 from distap.registry import REGISTRY
 from distap.trainer import Trainer
 
@@ -32,7 +32,7 @@ def settings(names, file):
         "data__augmentation": {"name": names["augmentation"]},
         "optimizer": {"name": names["optimizer"], "learning_rate": 1e-3},
         "schedule": {"name": names["schedule"], "every": 1},
-        "loggers": {names["logger"]: {"file": str(file)}},
+        "loggers": [{"name": names["logger"], "file": str(file)}],
     }
 
 
@@ -43,7 +43,7 @@ def train_two_steps(world, folder, shards):
         REGISTRY[kind][by_line[kind]] = name
     for way, names in (("class", by_class), ("line", by_line)):
         read = recipe(folder / way, shards, **settings(names, folder / f"{way}.jsonl"))
-        assert recipe_from(read.model_dump(mode="json"), "what a checkpoint keeps") == read
+        assert load_recipe(read.model_dump(mode="json"), where="what a checkpoint keeps") == read
         assert Trainer(read, world).train() == 0
 
 

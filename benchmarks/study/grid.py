@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, PositiveInt, ValidationError, field_validator
 
-from distap.config.reading import changed_settings, parsed_yaml, recipe_file, recipe_from
+from distap.config.reading import changed_settings, load_recipe, parsed_yaml, recipe_file
 from distap.config.recipe import Recipe
 from distap.config.sections import Section
 from distap.errors import DistapError, problems_of, suggestion
@@ -177,7 +177,7 @@ class Grid:
         changes: list[str | Changes] = [self.study.changes, *point.changes, searched, *self._overrides]
         try:
             settings = changed_settings(self._settings, [*changes, {"seed": seed}])
-            recipe = recipe_from({**settings, "run": str(self.folder)}, str(self._base))
+            recipe = load_recipe({**settings, "run": str(self.folder)}, where=str(self._base))
         except DistapError as error:
             raise DistapError(f"{point}: {error}") from error
         return Job(point, searched, {key: settings[key] for key in settings if key != "run"}, recipe)

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from distap.data.loading.reader import Reader
+from distap.data.loading.reader import ImageSet
 from distap.data.plan import Classes
 from distap.data.shards.index import Index, load_index
 from distap.data.shards.parallel import usable_cores
 from distap.errors import DistapError
 from distap.randomness import permutation
-from distap.storage.locations import parse_source, part_of
+from distap.storage.locations import part_of
 
 TRAIN, TEST = ("train", "training"), ("test", "validation", "val", "valid")  # names of folders
 LISTS = (".csv", ".tsv", ".parquet")  # of images, which `distap data pack` reads
@@ -180,7 +180,7 @@ def _side(source: str, index: Index) -> int:
     known = index.width > 0
     if known.any():
         return int(np.median(np.minimum(index.width, index.height)[known]))
-    reader, some = Reader(parse_source(source), index), permutation(len(index), 0)[:SIZES_LOOKED_AT].tolist()
-    if not (sides := list(filter(None, (min(reader.size(sample)) for sample in some)))):
+    images, some = ImageSet(source, index), permutation(len(index), 0)[:SIZES_LOOKED_AT].tolist()
+    if not (sides := list(filter(None, (min(images.size(sample)) for sample in some)))):
         raise DistapError(f"{source}: none of {SIZES_LOOKED_AT} images that were looked at can be read")
     return int(np.median(sides))

@@ -131,7 +131,7 @@ def open_thumbnails(index: SearchIndex, source: str | None = None) -> Thumbnails
             "%s has no image for %d of the %d keys of the index, shown without pictures: was it the indexed data set?"
         )
         logger.warning(text, where, missing, len(index))
-    return Thumbnails(images.reader.encoded, samples, THUMBNAIL)
+    return Thumbnails(images.encoded, samples, THUMBNAIL)
 
 
 def queries_from(texts: Sequence[str], index: SearchIndex) -> list[Query]:

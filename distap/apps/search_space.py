@@ -7,7 +7,7 @@ import yaml
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 
 from distap.apps.advice import HELD_OUT, RECIPE_TEMPLATES
-from distap.config.reading import changed_settings, parsed_yaml, recipe_from
+from distap.config.reading import changed_settings, load_recipe, parsed_yaml
 from distap.config.recipe import Recipe
 from distap.data.shards.index import Index
 from distap.errors import DistapError
@@ -49,7 +49,7 @@ def parsed_space(text: str, file: str, settings: dict[str, Any], own: Callable[[
         except (TypeError, ValueError, KeyError) as error:
             raise DistapError(f"{file}: {key}: {error}; expected a list, or low, high and perhaps log") from error
         for value in values if isinstance(values, list) else ends.values():
-            recipe_from(changed_settings(settings, [f"{key}={as_yaml(value)}"]), file)
+            load_recipe(changed_settings(settings, [f"{key}={as_yaml(value)}"]), where=file)
     return found
 
 

@@ -19,7 +19,7 @@ from distap.apps.advice import HELD_OUT, LEAST_TO_HOLD_OUT
 from distap.apps.search_space import as_yaml, default_space, is_list, parsed_space
 from distap.apps.trainings import last_error, start_training
 from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER
-from distap.config.reading import changed_settings, recipe_file, recipe_from
+from distap.config.reading import changed_settings, load_recipe, recipe_file
 from distap.config.recipe import Recipe
 from distap.data.shards.index import load_index
 from distap.errors import FINISHED, DistapError
@@ -60,7 +60,7 @@ class Tuning:
 
     def __post_init__(self) -> None:
         self.settings = changed_settings(recipe_file(self.config), self.overrides)
-        self.recipe = recipe_from(self.settings, str(self.config))
+        self.recipe = load_recipe(self.settings, where=str(self.config))
         self.index = load_index(self.recipe.data.train_source)
         self.images = Length(self.recipe, self.index, self.recipe.sampling.size).steps * self.recipe.sampling.size
         if (count := self.index.classes.count) < LEAST_TO_HOLD_OUT:
@@ -105,7 +105,7 @@ class Tuning:
         The cost is the number of pixels that the network sees.
         """
         settings = changed_settings(self.settings, [f"{key}={value}" for key, value in values.items()])
-        recipe = recipe_from(settings, str(self.config))
+        recipe = load_recipe(settings, where=str(self.config))
         images = share * self.images * mean_pixels(self.recipe) / mean_pixels(recipe)
         changes: dict[str, Any] = {"steps": max(RUNGS, round(images / recipe.sampling.size))}
         by = images / self.images
@@ -187,7 +187,7 @@ class Tuning:
             "checkpoint": {"every": every, "unit": "steps", "keep": 1, "store": None},
         }
         file, log, told, running = run / "trial.yaml", run / OUTPUT, 0, True
-        of_trial_alone = ["evaluation.also={}", "loggers={}", "metrics.port=null"]
+        of_trial_alone = ["evaluation.also={}", "loggers=[]", "metrics.port=null"]
         write_whole(file, yaml.safe_dump(changed_settings(settings, [of_trial, *of_trial_alone])))
         process = start_training(file, self.ranks, log)
         try:

@@ -3,8 +3,8 @@
 RUN/lease.json, or lease.json in checkpoint.store      host, process and time of the training here
 
 Rank 0 creates the file, which only one of several trainings can, and renews it. A second training is refused, unless
-the first is gone: its process on this host has ended, it was an earlier start of the same job of several hosts, or it
-does not renew its lease while the second waits. A person who knows more says so with --take-over.
+the first is gone: its process on this host has ended, or it does not renew its lease while the second waits. A person
+who knows more says so with --take-over.
 """
 
 import json
@@ -27,7 +27,6 @@ from distap.storage.texts import parsed_json
 FILE = "lease.json"
 RENEW_SECONDS = 20.0
 STALE_RENEWALS = 3  # that a training has missed if it is gone
-JOB = "DISTAP_JOB"  # set by a launcher: its job of several hosts
 TAKE_OVER = "DISTAP_TAKE_OVER"  # set in the environment of all ranks by --take-over
 
 
@@ -39,7 +38,7 @@ class Lease:
         self.problem = ""  # why this training may no longer write
         self._own: dict[str, Any] = {
             **{"host": socket.gethostname(), "pid": os.getpid(), "process": _process(os.getpid())},
-            **{"job": os.environ.get(JOB), "training": uuid.uuid4().hex, "started": time.time()},
+            **{"training": uuid.uuid4().hex, "started": time.time()},
         }
         self._ended = Event()
         self._renewing = Thread(target=self._renew, name="distap-lease", daemon=True)
@@ -97,8 +96,6 @@ class Lease:
             return "asked for by --take-over"
         if self._is_of_this_host(other):
             return "" if _process(other["pid"]) == other["process"] else "its process has ended"
-        if other.get("job") is not None and other["job"] == self._own["job"]:
-            return "it was an earlier start of this job"
         is_stale = watched_seconds > STALE_RENEWALS * RENEW_SECONDS
         return f"not renewed for {watched_seconds:.0f} s" if is_stale else ""
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from distap.errors import DistapError
-from distap.storage.atomic import FileIdentity, file_identity
+from distap.storage.atomic import FileIdentity
 from distap.storage.texts import parsed_json
 
 MANIFEST_FILE, STATE_FILE = "manifest.json", "state.json"
@@ -82,13 +82,8 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
 def verify_files(folder: Path, manifest: Manifest, names: Iterable[str], where: str) -> None:
     """Raise a DamagedCheckpointError at the first of these files that is not as the manifest says."""
     for name in names:
-        try:
-            if file_identity(folder / name) != manifest.files[name]:
-                raise DamagedCheckpointError(
-                    where, f"{name} is not the file that was written (size or SHA-256 differ)"
-                )
-        except (OSError, ValueError) as error:
-            raise DamagedCheckpointError(where, f"{name} cannot be read: {error}") from error
+        if told := manifest.files[name].difference(folder / name, MANIFEST_FILE):
+            raise DamagedCheckpointError(where, f"{name} is not the file that was written: {told}")
 
 
 def _text(content: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ import typer
 
 from distap.cli.options import JSON, App, print_json
 from distap.data.shards.parallel import usable_cores
-from distap.errors import DistapError, suggestion
+from distap.errors import DistapError
 from distap.storage.locations import parse_source
 from distap.telemetry.terminal import print_result, print_warning, text_table, track
 
@@ -67,13 +67,10 @@ def convert_command(
     docs/guides/data-sets.md tells which files to download, where to put them, and their licences. Listed images that
     are missing are counted.
     """
-    from distap.data.converters import DATASETS
-    from distap.data.converters.dataset import convert
+    from distap.data.converters import convert
 
-    if name not in DATASETS:
-        raise DistapError(f"no data set is called {name!r}; {suggestion(name, DATASETS)}")
     layout: dict[str, Any] = {"images_per_shard": images_per_shard, "shuffle": shuffle, "workers": workers}
-    converted = convert(DATASETS[name], source, output, only=split or (), track=track, **layout)
+    converted = convert(name, source, output, only=split or (), track=track, **layout)
     for part, (index, _) in converted.items():
         _print_indexed(output / part, index)
     _print_left_out([skipped for _, others in converted.values() for skipped in others], left_out)

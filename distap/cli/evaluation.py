@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -22,7 +22,7 @@ TRUTH = "JSON file that says for each query which images are right; see the guid
 DRAWS = "Draw a gallery of one image per class this many times, query the others, and average the figures."
 QUERY_EXPANSION = "Move each query towards its neighbours, weighted by similarity to this power; 0 weighs all alike."
 DATABASE_AUGMENTATION = "Move each gallery image towards its neighbours, weighted by similarity to this power."
-RERANK_NEIGHBOURS = "Number of neighbours used by --rerank; take about the number of images per class."
+RERANK = "Re-rank each query's first results by so many reciprocal neighbours, about the number of images per class."
 NEIGHBOURS_HELP = "Number of neighbours used by --query-expansion and --database-augmentation."
 FIGURES_HELP = "Figures to compute, such as mAP@R,R@1,R@20,mAP@1000,mP@5/min. Each has its definition in the guide."
 RESULTS_FOLDER = "Folder to write results.json to, and for each data set result.json, queries and neighbours."
@@ -44,11 +44,7 @@ def eval_command(
     query_expansion: Annotated[float | None, options.refinement(help=QUERY_EXPANSION, min=0)] = None,
     database_augmentation: Annotated[float | None, options.refinement(help=DATABASE_AUGMENTATION, min=0)] = None,
     neighbours: Annotated[int, options.refinement(help=NEIGHBOURS_HELP, min=1)] = 10,
-    rerank: Annotated[
-        Literal["k-reciprocal"] | None,
-        options.refinement(help="Re-rank each query's first results with this method."),
-    ] = None,
-    rerank_neighbours: Annotated[int, options.refinement(help=RERANK_NEIGHBOURS, min=1)] = 20,
+    rerank: Annotated[int | None, options.refinement(help=RERANK, min=1)] = None,
     output: Annotated[Path | None, options.output(help=RESULTS_FOLDER)] = None,
     as_json: JSON = False,
     whitening: options.WHITENING = None,
@@ -62,10 +58,8 @@ def eval_command(
     `sets`, by name, the figures from 0 to 1 of each refinement (`plain` is none).
     """
     from distap.checkpoint.agreement import first_on_rank_0
-    from distap.evaluation.extraction.image_describer import refuse_foreign_whitening
     from distap.evaluation.sets import evaluate_sets, open_named_sets
     from distap.retrieval.refinement import Refinement
-    from distap.retrieval.whitening import load_whitening
     from distap.training.build import describing_of, trained_network
     from distap.world import joined_world
 
@@ -75,12 +69,8 @@ def eval_command(
 
         def opened() -> Any:
             settings = recipe.data
-            describing = describing_of(recipe, network, world, shown=True)
-            learned = None if whitening is None else load_whitening(whitening)
-            reranked = None if rerank is None else rerank_neighbours
-            refinement = Refinement(learned, database_augmentation, query_expansion, neighbours, reranked)
-            if learned is not None:
-                refuse_foreign_whitening(learned, describing.describer.described_by)
+            describing = describing_of(recipe, network, world, whitening=whitening, shown=True)
+            refinement = Refinement(database_augmentation, query_expansion, neighbours, rerank)
             among: dict[str, Any] = {"gallery": gallery, "gallery_draws": gallery_draws}
             if not data and settings.validation is None:
                 raise DistapError("the recipe has no data.validation: name a data set with --data")
@@ -88,8 +78,7 @@ def eval_command(
                 among = {name: getattr(settings, name) for name in among}
             named: Any = data or [parse_source(settings.validation or "")]
             wanted = figures.replace(",", " ").split() or (() if data else recipe.evaluation.figures)
-            how: dict[str, Any] = {"at": recipe.evaluation.recall_at, "truth": truth}
-            sets = open_named_sets(named, distractors or [], figures=wanted, **among, **how)
+            sets = open_named_sets(named, distractors or [], figures=wanted, truth=truth, **among)
             return sets, describing, refinement
 
         parts = first_on_rank_0(world, opened)

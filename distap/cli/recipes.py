@@ -40,14 +40,14 @@ def init_command(
     if output.exists():
         raise DistapError(f"{output}: there is such a file already; give another --output")
     from distap.apps.advice import look, recipe_for
-    from distap.config.reading import parsed_yaml, recipe_from
+    from distap.config.reading import load_recipe, parsed_yaml
     from distap.storage.atomic import write_whole
 
     seen = look(images)
     folder = run or str(Path("runs") / output.stem)
     text = recipe_for(seen, folder, backbone, weights, image_size)
     if weights not in ("timm", "random") or ":" in (backbone or ""):  # else all is right, without loading torch
-        recipe_from(parsed_yaml(text, f"--weights {weights}"), f"{output} (not written)")
+        load_recipe(parsed_yaml(text, f"--weights {weights}"), where=f"{output} (not written)")
     write_whole(output, text)
     print_result(text.rstrip("\n"))
     if seen.alone:

@@ -91,7 +91,7 @@ def check_training(config: Path, overrides: list[str], ranks: int) -> None:
         trainer = Trainer(recipe, world, only_check=True)
         trainer.report.world = replace(world, size=ranks)
         begin = None if trainer.is_begun else 0
-        trainer.report.begins(begin, trainer.length, trainer.images, trainer.network, list(trainer.evaluations))
+        trainer.report.begins(begin, trainer.length, trainer.images, trainer.network, list(trainer.sets))
         batch = trainer.images.size
         pixels = 3 * recipe.data.image_size**2 * -(-batch // ranks)
         descriptors = 4 * trainer.network.dimensions * batch  # of all ranks, which each rank gathers

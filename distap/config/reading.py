@@ -31,8 +31,8 @@ Overrides = Sequence[str | Mapping[str, Any]]
 Place = Callable[[str], str]  # where a dotted key stands, such as recipe.yaml:3
 
 
-def load_recipe(source: Path | Mapping[str, Any], overrides: Overrides = ()) -> Recipe:
-    """Read a recipe from a YAML file, by name, or from a dict, and apply overrides in order.
+def load_recipe(source: Path | Mapping[str, Any], overrides: Overrides = (), where: str = "recipe") -> Recipe:
+    """Read a recipe from a YAML file, by name, or from a dict, which messages call `where`; apply overrides in order.
 
     An override is a text such as `optimizer.learning_rate=1e-4`; or a dict, with such keys or nested, in which a dict
     that has a `name` replaces the part that was chosen before. A DistapError names each wrong key or value with its
@@ -40,7 +40,7 @@ def load_recipe(source: Path | Mapping[str, Any], overrides: Overrides = ()) -> 
     """
     settings = changed_settings(source, overrides)
     if isinstance(source, Mapping):
-        return _checked(Recipe, settings, lambda key: "recipe")
+        return _checked(Recipe, settings, lambda key: where)
     keys = (dict(by_path(one, ".")) if isinstance(one, Mapping) else [one.split("=")[0]] for one in overrides)
     return _checked(Recipe, settings, partial(_place, source, [*chain.from_iterable(keys)]))
 
@@ -84,11 +84,6 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise DistapError(f"{path}: expected keys with values, such as `steps: 100`")
     return settings
-
-
-def recipe_from(settings: dict[str, Any], source: str) -> Recipe:
-    """Check settings and build a recipe; a DistapError names `source`."""
-    return _checked(Recipe, settings, lambda key: source)
 
 
 def recorded_recipe(

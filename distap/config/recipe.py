@@ -1,10 +1,16 @@
 """The recipe of a training: its sections about images, all sections together, and their short forms."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from distap.config import sections
 from distap.config.sections import Section, Shards, SizingText, Unit
@@ -95,10 +101,9 @@ class DescribingSection(Section):
     dimensions: PositiveInt | None = None
     """Keep this many first dimensions of a descriptor, scaled to length 1 again, for networks that the loss
     `matryoshka` trained; null keeps all."""
-    recall_at: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (1, 5, 10)
-    """Values k of R@k and mP@k, except where a ground truth sets them."""
     figures: tuple[str, ...] = ()
-    """Names of the figures of data.validation; none takes mAP, mAP@R, and R@k and mP@k of recall_at."""
+    """Names of the figures of data.validation, such as [mAP, R@1, R@100]; none takes mAP, mAP@R, and R@k and mP@k for
+    k of 1, 5 and 10."""
     batch_size: PositiveInt = 64
     """Number of images that evaluation describes at once. Lower it if memory runs out."""
 
@@ -172,7 +177,7 @@ class Recipe(NetworkRecipe):
     data: DataSection
     sampling: Annotated[Any, Chosen("sampling", otherwise="random")] = "random"
     """Sampling that draws the images of each global batch."""
-    loss: Annotated[Any, Chosen("loss", otherwise="ap_q")] = "ap_q"
+    loss: Annotated[Any, Chosen("loss", otherwise="ap_q"), BeforeValidator(sum_in_full)] = "ap_q"
     """Ranking loss; a sum is written as {sup_ap: 0.5, calibration: 0.5}."""
     memory: sections.MemorySection = sections.MemorySection()
     describe: sections.DescribeSection = sections.DescribeSection()
@@ -190,23 +195,8 @@ class Recipe(NetworkRecipe):
     evaluation: EvaluationSection = EvaluationSection()
     metrics: sections.MetricsSection = sections.MetricsSection()
     logs: sections.LogsSection = sections.LogsSection()
-    loggers: dict[str, Annotated[Any, Chosen("logger")]] = Field({})
-    """Loggers next to Prometheus and the run folder, by name: `loggers: {tensorboard: {}}`."""
-
-    @field_validator("loss", mode="before")
-    @classmethod
-    def _sum_in_full(cls, loss: Any) -> Any:
-        return sum_in_full(loss)
-
-    @field_validator("loggers", mode="before")
-    @classmethod
-    def _each_by_name(cls, loggers: Any) -> Any:
-        if isinstance(loggers, str):
-            return {loggers: {"name": loggers}}
-        if not isinstance(loggers, Mapping):
-            return loggers
-        given = {name: keys for name, keys in loggers.items() if keys is not None}
-        return {name: {**keys, "name": name} if isinstance(keys, Mapping) else keys for name, keys in given.items()}
+    loggers: tuple[Annotated[Any, Chosen("logger")], ...] = ()
+    """Loggers next to Prometheus and the run folder, such as [tensorboard, wandb]."""
 
     @property
     def loader_chunk(self) -> int:

@@ -189,9 +189,6 @@ class MetricsSection(Section):
     address: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all interfaces."""
 
-    def port_of(self, local_rank: int) -> int | None:
-        return None if self.port is None else self.port + local_rank
-
 
 class LogsSection(Section):
     """Log lines on standard error."""

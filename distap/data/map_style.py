@@ -26,7 +26,7 @@ NEEDED = "expected items (image, label), or dicts with image and label"
 
 @dataclass(frozen=True, eq=False)
 class DatasetRows:
-    """N labelled images, each presented to `Reader` as a file of its own; safe to copy into loader workers."""
+    """N labelled images, each presented to `ImageSet` as a file of its own; safe to copy into loader workers."""
 
     name: str  # of the data set, for messages
     images: Any  # by number: what `image_file` takes
@@ -41,7 +41,7 @@ class DatasetRows:
         return f"{self.name}[{self.numbers[row]}]"
 
     def read(self, row: str, offset: int = 0, size: int = 0) -> bytes:
-        """Return the bytes of an image's file; `Reader` passes the row number as the name of a shard.
+        """Return the bytes of an image's file; `ImageSet` passes the row number as the name of a shard.
 
         Raises:
             DamagedImageError: the data set cannot give the image.

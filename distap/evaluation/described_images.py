@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from distap.data.loading.reader import ImageSet, Reader
+from distap.data.loading.reader import ImageSet
 from distap.data.loading.share import Chunk, LoadingJob, TrainingImages
 from distap.data.plan import PLAN_VERSION, Plan
 from distap.data.shards.image_files import ImageFile
@@ -18,18 +18,23 @@ from distap.data.shards.index import Index, index_of_files
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.network import RetrievalNetwork, UnitLinear, fingerprint
-from distap.retrieval.descriptor_files import DescriptorSet, read_descriptors
+from distap.retrieval.descriptor_files import read_descriptors
 from distap.retrieval.row_blocks import row_blocks
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import Source
 from distap.world import World
 
 
-@dataclass(frozen=True, kw_only=True)
 class DescribedImages(ImageSet):
-    """N images of which the descriptors are known, and nothing else."""
+    """N images with classes in a folder of `distap extract`: their descriptors are known, and nothing else."""
 
-    known: DescriptorSet
+    def __init__(self, source: Source) -> None:
+        known = self.known = read_descriptors(Path(source.base))
+        if without := int((known.classes == "").sum()):
+            raise DistapError(f"{source}: {without:,} of its {len(known):,} images have no class")
+        keys: list[str] = known.keys.tolist()
+        images = [ImageFile(Path(key), name) for key, name in zip(keys, known.classes.tolist(), strict=True)]
+        super().__init__(source, index_of_files(source, keys, keys, images, 0, known.described_by.network))
 
     def rows_for(self, network: RetrievalNetwork) -> NDArray[np.floating]:
         """Return the (N, C) descriptors, as what this network gives to its head.
@@ -64,27 +69,14 @@ class DescribedImages(ImageSet):
         return np.concatenate(parts)
 
 
-def open_described(source: Source) -> DescribedImages:
-    """Open a folder of `distap extract`, whose images all need a class."""
-    known = read_descriptors(Path(source.base))
-    if without := int((known.classes == "").sum()):
-        raise DistapError(f"{source}: {without:,} of its {len(known):,} images have no class")
-    keys: list[str] = known.keys.tolist()
-    images = [ImageFile(Path(key), name) for key, name in zip(keys, known.classes.tolist(), strict=True)]
-    index = index_of_files(source, keys, keys, images, 0, known.described_by.network)
-    return DescribedImages(
-        str(source), index.fingerprint, known.keys, known.classes, Reader(source, index), known=known
-    )
-
-
 class DescribedTraining(TrainingImages):
     """Descriptors in place of training images, drawn by the plan of batches and never augmented."""
 
     def __init__(self, job: LoadingJob, world: World, stopwatch: Stopwatch) -> None:
-        self._images = open_described(job.source)
+        self._images = DescribedImages(job.source)
         super().__init__(replace(job, dimensions=self._images.known.descriptors.shape[1]), world, stopwatch)
-        self.index: Index | None = self._images.reader.index
-        self.fingerprint, self.order = self._images.fingerprint, PLAN_VERSION
+        self.index: Index | None = self._images.index
+        self.fingerprint, self.order = self.index.fingerprint, PLAN_VERSION
         self.plan = Plan(self.index.classes, job.sampling, job.seed)
 
     def chunks(self, steps: range) -> Generator[Chunk]:

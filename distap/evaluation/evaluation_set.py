@@ -5,7 +5,7 @@ gallery as in In-Shop, or a gallery that is drawn from their own images as in Ve
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -115,8 +115,8 @@ def _descriptors(
             "the network is broken"
         )
     if describing.world.rank == 0:
-        warn_of(images.name, images.left_out)
-        for key in left_out.keys() - dict(images.left_out).keys():
+        warn_of(images.name, images.index.left_out)
+        for key in left_out.keys() - dict(images.index.left_out).keys():
             logger.warning("left out of the evaluation: %s of %s: %s", key, images.name, left_out[key])
     return samples, descriptors
 
@@ -149,7 +149,7 @@ class DescribedSet:
         if not GRADED.keys() & set(self.of.figures):
             return numbers
         above = dict[str, tuple[str, ...]]()
-        for index in (images.reader.index for images in self.of.image_sets):
+        for index in (images.index for images in self.of.image_sets):
             above |= dict(zip(index.class_name.tolist(), map(tuple, index.class_levels.tolist()), strict=True))
         table = table_of_levels([above.get(name, ()) for name in names.tolist()])
         levels = Classes(np.arange(len(names)), table).numbers[numbers]
@@ -176,12 +176,13 @@ class DescribedSet:
         among = [*(images.name for images in of.gallery), *of.distractors]
         among += [f"an image a class, drawn {len(found)} times"] if of.draws else []
         images = len(self.queries) + (len(self.gallery) if of.gallery else 0)
+        whitened = [] if self.describing.describer.whitening is None else ["whitening"]
         return Evaluation(
             data=of.name if of.truth else of.queries[0].name,
             gallery=" and ".join(among) or None,
             protocol=of.kind,
-            refinement=refinement.name,
-            fingerprint="+".join(images.fingerprint for images in of.image_sets),
+            refinement=" + ".join([*whitened, *refinement.names]) or "plain",
+            fingerprint="+".join(images.index.fingerprint for images in of.image_sets),
             images=images,
             queries=int((result.first_positive > 0).sum()),
             left_out=max(result.left_out.values()) + (len(of.truth.queries) - len(self.records) if of.truth else 0),
@@ -213,12 +214,10 @@ class DescribedSet:
                 f"{of.name}: its queries are in its gallery, and query expansion and re-ranking would take each "
                 "for its own first neighbour; give the gallery apart by --gallery"
             )
-        queries, learned, more = self.queries[asking], refinement.whitening, None
+        queries, more = self.queries[asking], None
         if of.distractors:  # or else the network need not be hashed
             made = self.describing.describer.described_by
-            made = made if learned is None else replace(made, whitening=learned.fingerprint)
-            dimensions = queries.shape[1] if learned is None else len(learned.projection)
-            more = open_parts(of.distractors, dimensions, described_by=made)
+            more = open_parts(of.distractors, queries.shape[1], described_by=made)
         gallery = queries if is_same else self.gallery[among]
         refined, gallery, head = refinement.apply(queries, gallery, is_same, more)
         truth, neighbours = self._truth(asking, among), 0 if of.draws or of.truth else NEIGHBOURS
@@ -242,7 +241,7 @@ class DescribedSet:
 
         Such a query would find itself: in place of cameras, these numbers leave its copies out, as DyML's authors do.
         """
-        indexes, device = [one.reader.index for one in self.of.image_sets], self.describing.describer.device
+        indexes, device = [one.index for one in self.of.image_sets], self.describing.describer.device
         files = torch.from_numpy(np.concatenate([(index.size << 32) + index.crc32 for index in indexes]))
         asking, among = (files[own].to(device) for own in (self.asking, self.among))
         is_there = (asking % 2**32 > 0) & torch.isin(asking, among)  # a CRC-32 of 0 is unknown

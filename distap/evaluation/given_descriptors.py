@@ -14,7 +14,7 @@ from distap.errors import DistapError
 from distap.evaluation.ground_truth import GroundTruth, Name, parsed_truth, read_truth
 from distap.ranking.rankable import refuse_crossing
 from distap.retrieval.evaluate import Evaluated, evaluate_descriptors
-from distap.retrieval.figures import labelled_figures
+from distap.retrieval.figures import LABELLED_FIGURES
 from distap.retrieval.ranks import Ties
 from distap.retrieval.row_blocks import Descriptors, given_rows, open_parts, taken
 from distap.retrieval.truth import Truth, class_truth
@@ -86,7 +86,7 @@ def evaluate(
         of_levels = domain[:, None] if classes.ndim == 2 else domain
         classes = (classes * (len(rows) + 1) + of_levels).masked_fill((classes < 0) | (of_levels < 0), -1)
         parts[domain.cpu().numpy() < 0] = ""
-    figures = figures or labelled_figures()
+    figures = figures or LABELLED_FIGURES
     if asks is None:
         by_class = class_truth(classes, None, None if camera is None else (camera, camera), parts.tolist())
         return _summary(evaluate_descriptors(rows, rows, by_class, figures, **rest))

@@ -17,20 +17,12 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import (
-    BaseModel,
-    Field,
-    FiniteFloat,
-    PositiveFloat,
-    StrictInt,
-    StrictStr,
-    ValidationError,
-)
+from pydantic import BaseModel, Field, FiniteFloat, PositiveFloat, StrictInt, StrictStr, ValidationError
 from torch.nn.functional import normalize
 
 from distap.data.sizing import Box
 from distap.errors import DistapError
-from distap.retrieval.figures import figures_named, labelled_figures
+from distap.retrieval.figures import LABELLED_FIGURES, figures_named
 from distap.retrieval.row_blocks import taken
 from distap.retrieval.truth import NONE, Truth, rows_by_class
 from distap.storage.texts import read_json
@@ -57,7 +49,7 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
     """The ground truth of a set of queries."""
 
     queries: tuple[TrueQuery, ...] = ()  # without any, those of the shards, by their classes; see `of_classes`
-    figures: Annotated[tuple[str, ...], Field(min_length=1)] = labelled_figures()
+    figures: Annotated[tuple[str, ...], Field(min_length=1)] = LABELLED_FIGURES
     groups: dict[str, tuple[int, ...]] | None = None  # names of grades; positives of others are junk to a group
     instances: dict[str, Annotated[tuple[Name, ...], Field(min_length=1)]] = {}  # images of each instance by its name
     """The descriptors of an instance's images are averaged and normalised, and the instance replaces these images."""
@@ -210,10 +202,8 @@ def read_truth(path: Path) -> GroundTruth:
     """Read a ground truth from a file, or raise a DistapError that names the file and the key."""
     try:
         truth = parsed_truth(read_json(path), str(path))
-    except OSError as error:
-        raise DistapError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise DistapError(f"{path}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise DistapError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     for split in (*truth.query, *truth.gallery):
         if Path(split).name != split:
             raise DistapError(f"{path}: {split!r} is not the name of a folder next to it")

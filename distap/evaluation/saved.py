@@ -1,6 +1,5 @@
 """Save an evaluation to a folder, and read its figures and hits back without network or images."""
 
-import io
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, Field
 
+from distap.errors import DistapError
 from distap.retrieval.descriptor_files import reading
-from distap.storage.atomic import UnwritableError, write_whole
-from distap.storage.columns import read_columns
+from distap.storage.atomic import write_whole
+from distap.storage.columns import columns_file, read_columns
 from distap.storage.texts import read_json
 
 FOLDER, RESULT_FILE, RETRIEVED_FILE = "evaluations", "result.json", "retrieved.npz"
@@ -60,7 +60,7 @@ class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
     average_precision: dict[str, Figures] = {}  # of each query of a ground truth, by group
 
     def save(self, folder: Path, **about: Any) -> None:
-        """Write the evaluation to a folder, with `about` in result.json; raise an UnwritableError if that fails.
+        """Write the evaluation to a folder, with `about` in result.json; raise a DistapError if that fails.
 
         The folder holds no evaluation until all is written; an earlier one is replaced.
         """
@@ -68,11 +68,9 @@ class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            raise UnwritableError(f"{path}: cannot be replaced: {error.strerror or error}") from error
+            raise DistapError(f"{path}: cannot be replaced: {error.strerror or error}") from error
         if self.hits is not None:
-            buffer = io.BytesIO()
-            np.savez(buffer, **vars(self.hits))
-            write_whole(folder / RETRIEVED_FILE, buffer.getvalue())
+            write_whole(folder / RETRIEVED_FILE, columns_file(**vars(self.hits)))
         write_whole(path, self.model_copy(update=about).model_dump_json(indent=1) + "\n")
 
     def retrieved(self) -> Retrieved | None:

@@ -9,11 +9,11 @@ from typing import Any
 from distap.data.converters.dataset import GROUND_TRUTH_FILE
 from distap.data.loading.reader import ImageSet, open_images
 from distap.errors import DistapError
-from distap.evaluation.described_images import open_described
+from distap.evaluation.described_images import DescribedImages
 from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.extraction.extracting import Describing
 from distap.evaluation.ground_truth import read_truth
-from distap.retrieval.figures import AT, figures_named, labelled_figures
+from distap.retrieval.figures import LABELLED_FIGURES, figures_named
 from distap.retrieval.refinement import Refinement
 from distap.retrieval.row_blocks import holds_descriptors
 from distap.storage.atomic import write_whole
@@ -31,7 +31,6 @@ def open_set(
     gallery: Source | str | None = None,
     truth: Path | str | None = None,
     gallery_draws: int = 0,
-    at: Sequence[int] = AT,
     figures: Sequence[str] = (),
 ) -> EvaluationSet:
     """Open a data set to evaluate on: shards with classes, or a converted folder with a ground truth.
@@ -42,8 +41,7 @@ def open_set(
         gallery: shards with classes to search in; None searches all other images of the set itself.
         truth: file that says for each query what is right, see `distap.evaluation.ground_truth`.
         gallery_draws: draw a gallery of one image per class this many times, and query the others; 0 draws none.
-        at: values k of R@k and mP@k, for sets without a ground truth.
-        figures: names of the figures to compute instead, see `distap.retrieval.figures`.
+        figures: names, see `distap.retrieval.figures`; none takes those of the ground truth, or LABELLED_FIGURES.
     """
     figures_named(figures)  # raises for an unknown one
     source = parse_source(where)
@@ -55,7 +53,7 @@ def open_set(
 
     def opened(part: Source | str) -> ImageSet:
         own = parse_source(part)
-        return open_described(own) if own.kind == "described" else open_images(own)
+        return DescribedImages(own) if own.kind == "described" else open_images(own)
 
     folder, known = Path(source.base), None if truth is None else read_truth(Path(truth))
     asked: Sequence[Source | str] = [source]
@@ -72,7 +70,7 @@ def open_set(
     if known:
         of_part = {part: opened(part) for part in (*asked, *among, *shards)}
         queries, parts = ([of_part[part] for part in own] for own in (asked, [*among, *shards]))
-        if truth is not None and (not among or parts[0].fingerprint == queries[0].fingerprint):
+        if truth is not None and (not among or parts[0].index.fingerprint == queries[0].index.fingerprint):
             parts = [*queries, *parts[len(among) :]]
         return EvaluationSet(name, tuple(queries), tuple(figures) or known.figures, tuple(parts), known, **more)
     if shards:
@@ -83,7 +81,7 @@ def open_set(
             f"{source}: give its gallery, {pair}, by data.gallery or --gallery; if these are to retrieve each other, "
             f"write {source}/*.tar"
         )
-    names = tuple(dict.fromkeys(("mAP", *figures))) if figures else labelled_figures(at)  # results are sorted by mAP
+    names = tuple(dict.fromkeys(("mAP", *figures))) if figures else LABELLED_FIGURES  # results are sorted by mAP
     found = EvaluationSet(name, (opened(source),), names, tuple(map(opened, among)), draws=gallery_draws, **more)
     for images in found.image_sets:
         if images.classes[0] == "":
@@ -91,7 +89,7 @@ def open_set(
                 f"{images.name}: a plain folder of images says nothing of classes; `distap data pack` it"
             )
     for other in found.gallery:
-        if other.fingerprint == found.queries[0].fingerprint:
+        if other.index.fingerprint == found.queries[0].index.fingerprint:
             raise DistapError(
                 f"{other.name}: these are the queries themselves, and each would retrieve itself; leave the gallery "
                 "out, and each retrieves all others"
@@ -138,8 +136,8 @@ def evaluate_sets(
         each = ", ".join(f"{count} of {group}" for group, count in found.left_out_of.items())
         told = f"{found.queries} queries, {each or found.left_out} without a positive left out"
         if printed:
-            print_result(f"{name}: {told}", figures_table({refinement.name: found.figures}))
-        results[name] = {refinement.name: json.loads(found.model_dump_json())["figures"]}  # without NaN
+            print_result(f"{name}: {told}", figures_table({found.refinement: found.figures}))
+        results[name] = {found.refinement: json.loads(found.model_dump_json())["figures"]}  # without NaN
         if output is not None:
             found.save(output / name if len(sets) > 1 else output, **about)
     about["sets"] = results

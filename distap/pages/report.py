@@ -220,13 +220,13 @@ def contact_sheets(evaluations: dict[str, Evaluation]) -> tuple[Sheets, str]:
 def _thumbnails(evaluation: Evaluation) -> Thumbnails:
     sources = [source for source in (evaluation.data, evaluation.gallery) if source is not None]
     sets = [open_images(source) for source in sources]
-    if "+".join(images.fingerprint for images in sets) != evaluation.fingerprint:
+    if "+".join(images.index.fingerprint for images in sets) != evaluation.fingerprint:
         named = " or ".join(sources)
         raise DistapError(f"{named}: the data set has changed since it was evaluated in {evaluation.folder}")
 
     def encoded(sample: int) -> EncodedImage:  # those of a separate gallery follow
         is_of_gallery = sample >= len(sets[0])
-        return sets[is_of_gallery].reader.encoded(sample - is_of_gallery * len(sets[0]))
+        return sets[is_of_gallery].encoded(sample - is_of_gallery * len(sets[0]))
 
     return Thumbnails(encoded, np.arange(sum(map(len, sets))), THUMBNAIL)
 

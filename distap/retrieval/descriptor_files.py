@@ -19,7 +19,7 @@ import pydantic.dataclasses
 from numpy.typing import NDArray
 
 from distap.errors import DistapError
-from distap.storage.atomic import file_identity, replacing, write_whole
+from distap.storage.atomic import FileIdentity, file_identity, replacing, write_whole
 from distap.storage.texts import read_json
 
 ABOUT_FILE, DESCRIPTORS_FILE, KEYS_FILE, CLASSES_FILE = "about.json", "descriptors.npy", "keys.npy", "classes.npy"
@@ -139,10 +139,10 @@ def read_described(
         about |= {"data": str(about["data"]), "left_out": dict(about["left_out"])}
         described_by = DescribedBy(**about["described_by"])
         shape = int(about["images"]), int(about["dimensions"])
-        of_files = {name: about["files"][name] for name in (name, KEYS_FILE, CLASSES_FILE)}
-        expected = {name: (int(one["bytes"]), one.get("sha256")) for name, one in of_files.items()}
-    for name, identity in expected.items():
-        _require_intact(folder / name, *identity, remedy)
+        expected = {each: FileIdentity(**about["files"][each]) for each in (name, KEYS_FILE, CLASSES_FILE)}
+    for each, identity in expected.items():
+        if told := identity.difference(folder / each, ABOUT_FILE):
+            raise DistapError(f"{folder / each}: {told}; {remedy}")
     with reading(folder, command):
         keys, classes = (np.load(folder / name, allow_pickle=False) for name in (KEYS_FILE, CLASSES_FILE))
         if not keys.shape == classes.shape == shape[:1]:
@@ -179,15 +179,3 @@ def new_descriptors(path: Path, shape: tuple[int, int], dtype: Any) -> "np.memma
             "finished parts are kept, and the same command continues from them"
         ) from error
     return array
-
-
-def _require_intact(path: Path, size_bytes: int, sha256: str | None, remedy: str) -> None:
-    """Raise a DistapError unless a file has this size, and this SHA-256 if given."""
-    try:
-        found = path.stat().st_size
-        is_another = found == size_bytes and sha256 is not None and file_identity(path).sha256 != sha256
-    except OSError as error:
-        raise DistapError(f"{path}: {error.strerror}, though {ABOUT_FILE} names it; {remedy}") from error
-    if found != size_bytes or is_another:
-        told = "its SHA-256 is not the one" if is_another else f"{found} bytes, not the {size_bytes}"
-        raise DistapError(f"{path}: damaged or another file: {told} in {ABOUT_FILE}; {remedy}")

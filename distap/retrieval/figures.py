@@ -36,7 +36,7 @@ from torch import Tensor
 
 from distap.errors import DistapError
 
-AT = (1, 5, 10)  # the k of R@k and mP@k unless others are asked for
+LABELLED_FIGURES = ("mAP", "mAP@R", "R@1", "R@5", "R@10", "mP@1", "mP@5", "mP@10")  # unless others are asked for
 LAST_RANK = torch.iinfo(torch.int64).max
 
 
@@ -125,14 +125,8 @@ def discounted_gain(ranked: Ranked, _: int) -> Float64[Tensor, " q"]:
     levels = ranked.levels.double()
     gains = (levels * (2.0 ** torch.arange(1, len(levels) + 1, device=levels.device)[:, None, None] - 1)).sum(0)
     place = torch.arange(1, gains.shape[1] + 1, device=gains.device).double()
-    found, ideal = (
-        (own / torch.log2(1.0 + ranks)).sum(1)
-        for own, ranks in (
-            (gains, ranked.ranks.clamp(min=1).double()),
-            (gains.sort(dim=1, descending=True).values, place),
-        )
-    )
-    return found / ideal
+    ideal = gains.sort(dim=1, descending=True).values / torch.log2(1 + place)
+    return (gains / torch.log2(1.0 + ranked.ranks.clamp(min=1).double())).sum(1) / ideal.sum(1)
 
 
 def set_intersection(ranked: Ranked, _: int) -> Float64[Tensor, " q"]:
@@ -173,8 +167,3 @@ def _figure(name: str) -> Callable[[Ranked], Float64[Tensor, " q"]]:
     if kind not in FIGURES or (found is None and "@k" in kind):
         raise DistapError(f"there is no figure {name!r:.60}; expected {', '.join(FIGURES)}, with a number for k")
     return lambda ranked: FIGURES[kind](ranked, int(found[0]) if found else 0)
-
-
-def labelled_figures(at: Sequence[int] = AT) -> tuple[str, ...]:
-    """Return the names mAP, mAP@R, and R@k and mP@k for each k of `at`."""
-    return "mAP", "mAP@R", *(f"{name}@{k}" for name in ("R", "mP") for k in at)

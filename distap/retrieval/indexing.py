@@ -27,14 +27,7 @@ from distap.errors import DistapError
 from distap.randomness import permutation
 from distap.retrieval import descriptor_files as files
 from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet, Texts, read_described, reading
-from distap.retrieval.row_blocks import (
-    given_rows,
-    installed_faiss,
-    nearest,
-    on_device,
-    row_blocks,
-    without_rows,
-)
+from distap.retrieval.row_blocks import given_rows, installed_faiss, nearest, on_device, row_blocks, without_rows
 from distap.storage.atomic import refuse_foreign
 
 faiss = installed_faiss()

@@ -1,4 +1,4 @@
-"""Refine descriptors between extraction and ranking: whitening, augmentation, query expansion, re-ranking.
+"""Refine descriptors between extraction and ranking: augmentation, query expansion, re-ranking.
 
 Re-ranking orders the head of a query's ranking anew, by the similarities among its K images: after one exact search,
 its cost does not grow with the gallery.
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from distap.errors import DistapError
 from distap.retrieval.row_blocks import DescriptorParts, Descriptors, nearest, on_device, row_blocks
-from distap.retrieval.whitening import Whitening
 
 NEAR_NUMBERS = 2**24  # numbers of the neighbours held in float32 at once: 64 MB
 
@@ -96,19 +95,17 @@ def reranked_heads(
 class Refinement:
     """Refinements of descriptors and rankings, applied in the order of the fields; None skips one."""
 
-    whitening: Whitening | None = None  # of queries and gallery
     augment: float | None = None  # power α of the expansion of the gallery by itself: database-side augmentation
-    expand: float | None = None  # power α of the expansion of the queries by the refined gallery
+    expand: float | None = None  # power α of the expansion of the queries by the augmented gallery
     neighbours: int = 10  # of both expansions
     rerank: int | None = None  # neighbours k1 of k-reciprocal re-ranking
     head: int = 100  # images of each query that are re-ranked
 
     @property
-    def name(self) -> str:
-        """Names of the parts joined by plus signs, or `plain` without parts."""
-        parts: dict[str, Any] = {"whitening": self.whitening, "augmentation": self.augment}
-        parts |= {"query expansion": self.expand, "k-reciprocal": self.rerank}
-        return " + ".join(name for name, part in parts.items() if part is not None) or "plain"
+    def names(self) -> list[str]:
+        """Names of the parts."""
+        parts = {"augmentation": self.augment, "query expansion": self.expand, "k-reciprocal": self.rerank}
+        return [name for name, part in parts.items() if part is not None]
 
     def apply(
         self, queries: Descriptors, gallery: Descriptors, same: bool = False, distractors: Descriptors | None = None
@@ -117,13 +114,10 @@ class Refinement:
 
         Args:
             same: query i is row i of the gallery; it is neither its own neighbour nor in its own head.
-            distractors: (M, D) further rows, whitened already, that are found too; augmentation does not take them.
+            distractors: (M, C) further rows that are found too; augmentation does not take them.
         Returns:
-            Queries (Q, D), gallery (N, D), and the rows that come first for each query (distractors from N), or None.
+            Queries (Q, C), gallery (N, C), and the rows that come first for each query (distractors from N), or None.
         """
-        if self.whitening is not None:
-            queries = self.whitening.apply(queries)
-            gallery = queries if same else self.whitening.apply(gallery)
         if self.augment is not None and distractors is not None:
             raise DistapError("distractors given as descriptors are not augmented: leave database augmentation out")
         if self.augment is not None:

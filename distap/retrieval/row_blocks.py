@@ -14,7 +14,7 @@ from jaxtyping import Float32, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distap.errors import DistapError
+from distap.errors import DistapError, tensor_given
 from distap.retrieval.descriptor_files import ABOUT_FILE, EXTRACTION_FILE, DescribedBy, read_descriptors, reading
 
 BLOCK_NUMBERS = 2**24  # numbers of a block: 64 MB in float32
@@ -52,13 +52,7 @@ def given_rows(
     Raises:
         DistapError: they have another shape or type, are not finite, or are not of length 1.
     """
-    if not isinstance(values, Tensor | np.ndarray):
-        try:
-            one_by_one = (one.detach().float().cpu() if isinstance(one, Tensor) else one for one in values)
-            values = np.array([np.asarray(one) for one in one_by_one])
-        except (ValueError, TypeError) as error:  # of vectors that differ in length, or None
-            raise DistapError(f"{what}s: {error}") from error
-    values = values.detach() if isinstance(values, Tensor) else values
+    values = values if isinstance(values, np.ndarray) else tensor_given(values, f"{what}s").detach()
     shape, dtype = tuple(values.shape), str(values.dtype).removeprefix("torch.")
     values = values[None] if single and len(shape) == 1 else values
     if values.ndim != 2 or dtype.lstrip("<>") not in FLOATS:

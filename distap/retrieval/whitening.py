@@ -1,4 +1,4 @@
-"""Learn, apply, save and load a whitening: subtract a mean, project, scale to length 1.
+"""Learn, save and load a whitening: subtract a mean, project, scale to length 1.
 
 PCA scales the principal components by a power of their variance. Discriminative whitening (Lw) shrinks the
 directions in which images of a class differ. Covariances are accumulated in float64 over blocks of a memory map.
@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import safetensors
@@ -54,21 +54,6 @@ class Whitening:
         for values in (self.mean, self.projection):
             digest.update(np.ascontiguousarray(values, dtype="<f8").tobytes())
         return digest.hexdigest()
-
-    def apply(self, descriptors: NDArray[Any]) -> NDArray[Any]:
-        """Whiten descriptors (N, C), read in blocks; return (N, D) of length 1, in float32 or wider."""
-        if descriptors.ndim != 2 or descriptors.shape[1] != len(self.mean):
-            raise DistapError(
-                f"whitening: learned from descriptors of {len(self.mean)} dimensions, not of {descriptors.shape}"
-            )
-        dtype = np.result_type(descriptors.dtype, np.float32)
-        mean, projection = self.mean.astype(dtype), self.projection.astype(dtype)
-        result = np.empty((len(descriptors), len(projection)), dtype)
-        for some, rows in row_blocks(descriptors, dtype):
-            projected = (rows - mean) @ projection.T
-            length = np.linalg.norm(projected, axis=1, keepdims=True)
-            result[some] = projected / np.maximum(length, np.finfo(dtype).tiny)
-        return result
 
 
 def save_whitening(path: Path, whitening: Whitening) -> None:

@@ -16,17 +16,13 @@ from distap.storage.texts import open_regular
 UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP)  # errors of file systems that cannot sync a folder
 
 
-class UnwritableError(DistapError):
-    """Raised if a file or folder cannot be written; an old one is unchanged."""
-
-
 def write_whole(path: Path, data: bytes | str) -> None:
     """Replace a file atomically, text as UTF-8; make missing folders. On return the file is on the disk."""
     try:
         with replacing(path) as file:
             file.write(data.encode() if isinstance(data, str) else data)
     except OSError as error:
-        raise UnwritableError(f"{path}: cannot be written: {error.strerror or error}") from error
+        raise DistapError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 @contextmanager
@@ -75,7 +71,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
             undoing.pop_all()
         sync_path(path.parent)
     except OSError as error:
-        raise UnwritableError(f"{path}: cannot be written: {error.strerror or error}") from error
+        raise DistapError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def make_folder(folder: Path) -> None:
@@ -103,7 +99,17 @@ class FileIdentity:
     """Size and SHA-256 of a file; they differ if the file is damaged or another one."""
 
     bytes: int
-    sha256: str
+    sha256: str = ""  # "" is not compared
+
+    def difference(self, path: Path, record: str) -> str:
+        """Say how a file differs from this identity, which `record` holds; "" if it does not."""
+        try:
+            if (found := path.stat().st_size) != self.bytes:
+                return f"damaged or another file: {found} bytes, not the {self.bytes} in {record}"
+            is_another = self.sha256 and file_identity(path) != self
+        except (OSError, ValueError) as error:
+            return f"{getattr(error, 'strerror', None) or error}, though {record} names it"
+        return f"damaged or another file: its SHA-256 is not the one in {record}" if is_another else ""
 
 
 def file_identity(path: Path) -> FileIdentity:

@@ -55,7 +55,6 @@ GLOBAL: dict[str, tuple[Any, ...]] = {
     "kept_share": (Gauge, "kept_graph_images_ratio", "Share of a batch's images whose graph was kept from describe"),
     "skipped_queries": (Counter, "queries_without_positive", "Images without another of their class in the batch"),
     "nonfinite": (Counter, "nonfinite_steps", "Steps skipped because a number was not finite", "what"),
-    "validation": (Gauge, "validation_mean_average_precision_ratio", "mAP on a validation set", "dataset"),
     "evaluation": (Gauge, "evaluation_figure_ratio", "A figure of retrieval on a data set", "dataset", "figure"),
     "checkpoint_seconds": (Summary, "checkpoint_duration_seconds", "Seconds to write a checkpoint"),
     "checkpoint_bytes": (Gauge, "checkpoint_size_bytes", "Size of the last checkpoint"),

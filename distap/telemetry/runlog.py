@@ -184,7 +184,7 @@ def finite_figures(entry: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass
 class TensorBoard:
-    """Log to event files in RUN/tensorboard: a recipe's `loggers.tensorboard`, which has no keys."""
+    """Log to event files in RUN/tensorboard: `tensorboard` in a recipe, without keys."""
 
     def prepare(self) -> None:
         for module in ("tensorboard", "torch.utils.tensorboard"):
@@ -209,7 +209,7 @@ class TensorBoard:
 
 @dataclass
 class WeightsAndBiases:
-    """Log to Weights & Biases, with the key WANDB_API_KEY: a recipe's `loggers.wandb`, which has no keys.
+    """Log to Weights & Biases, with the key WANDB_API_KEY: `wandb` in a recipe, without keys.
 
     Server, user or team, project (by default `distap`) and group are WANDB_BASE_URL, WANDB_ENTITY, WANDB_PROJECT and
     WANDB_RUN_GROUP. With WANDB_MODE=offline, RUN/wandb gets files for `wandb sync`. RUN/loggers/wandb has the id.

@@ -159,11 +159,26 @@ def set_up_logging(rank: int, as_results: bool = False) -> None:
 
 
 def set_up_run_logging(form: LogFormat, run: str, rank: int | None) -> None:
-    """Print a training's messages at a terminal; otherwise write log lines (see `log_lines`)."""
+    """Print a training's messages at a terminal; otherwise write log lines to standard error.
+
+    These are all lines of rank 0 and of a launcher (None), and warnings and errors of other ranks.
+    """
     if form == "text" and console.is_terminal:
         set_up_logging(rank or 0)
-    else:
-        log_lines(form, run, rank)
+        return
+    origin.run, origin.rank, origin.form = run, rank, form
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    handler.setLevel(logging.WARNING if rank else logging.INFO)
+    logger.setLevel(handler.level)
+    if form == "text":
+        logger.handlers, logger.propagate = [handler], False
+        return
+    logging.getLogger().handlers = [handler]
+    logger.handlers, logger.propagate = [], True
+    logging.captureWarnings(True)
+    sys.excepthook = _log_uncaught
+    threading.excepthook = lambda arguments: _log_uncaught(*arguments)
 
 
 def print_error(error: Exception) -> None:
@@ -186,23 +201,6 @@ class _ConsoleHandler(logging.Handler):
             print_warning(self.format(record))
         else:
             self.said.print(self.format(record), markup=False)
-
-
-def log_lines(form: LogFormat, run: str, rank: int | None) -> None:
-    """Log to standard error: all lines of rank 0 and of a launcher (None), warnings and errors of other ranks."""
-    origin.run, origin.rank, origin.form = run, rank, form
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if form == "json" else TextLines())
-    handler.setLevel(logging.WARNING if rank else logging.INFO)
-    logger.setLevel(handler.level)
-    if form == "text":
-        logger.handlers, logger.propagate = [handler], False
-        return
-    logging.getLogger().handlers = [handler]
-    logger.handlers, logger.propagate = [], True
-    logging.captureWarnings(True)
-    sys.excepthook = _log_uncaught
-    threading.excepthook = lambda arguments: _log_uncaught(*arguments)
 
 
 class _Formatter(logging.Formatter):

@@ -1,6 +1,6 @@
 """Build the parts of a training from a recipe: images, network, engine, step, evaluations."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -134,26 +134,19 @@ def sets_of(recipe: Recipe) -> dict[str, EvaluationSet]:
     data = recipe.data
     if recipe.evaluation.every == 0 or data.validation is None:
         return {}
-    open_one: Callable[..., EvaluationSet] = partial(open_set, at=recipe.evaluation.recall_at)
-    of_own = {"gallery": data.gallery, "gallery_draws": data.gallery_draws, "figures": recipe.evaluation.figures}
-    own = open_one(data.validation, **of_own)
+    of_own: dict[str, Any] = {name: getattr(data, name) for name in ("gallery", "gallery_draws")}
+    own = open_set(data.validation, **of_own, figures=recipe.evaluation.figures)
+    keys = *of_own, "figures", "distractors", "truth"
     return {str(data.validation): own} | {
-        name: open_one(other.data, name, **{key: getattr(other, key) for key in (*of_own, "distractors", "truth")})
+        name: open_set(other.data, name, **{key: getattr(other, key) for key in keys})
         for name, other in recipe.evaluation.also.items()
     }
 
 
-def evaluations_of(
-    recipe: Recipe, network: RetrievalNetwork, world: World, sets: dict[str, EvaluationSet]
-) -> dict[str, tuple[EvaluationSet, Callable[[], Describing]]]:
-    """Pair each set with a function that describes its images, since GeM's power differs at each evaluation."""
-    evaluations: dict[str, tuple[EvaluationSet, Callable[[], Describing]]] = {}
-    for name, images in sets.items():
-        own = recipe.evaluation.also.get(name, recipe.evaluation)
-        how = partial(describing_of, recipe, network, world, own.sizing, own.scales)
-        how()  # raises for images that the network does not take, before it trains
-        evaluations[name] = images, how
-    return evaluations
+def describing_of_set(recipe: Recipe, name: str, network: RetrievalNetwork, world: World) -> Describing:
+    """Return how an evaluation describes the images of a set of `sets_of` with the network as it is now."""
+    own = recipe.evaluation.also.get(name, recipe.evaluation)
+    return describing_of(recipe, network, world, own.sizing, own.scales)
 
 
 def learner_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Learner:

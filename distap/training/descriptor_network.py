@@ -86,8 +86,8 @@ class DescriptorNetwork(
         if isinstance(images, str | Path | bytes | Image.Image) or not isinstance(images, Iterable):
             raise DistapError(f"images: a {type(images).__name__}; describe takes several, so put one into a list")
         left, parts = iter(images), list[Tensor]()
-        while chunk := [*map(image_file, islice(left, DECODED_AT_ONCE))]:
-            parts.append(self.describer.describe(chunk))
+        while chunk := [*islice(left, DECODED_AT_ONCE)]:
+            parts.append(self.describer.describe_pixels(map(self.transform, chunk), len(chunk)))
         return torch.cat(parts) if parts else torch.empty(0, self.dimensions)
 
     def write(self, folder: Path, changes_only: bool = False) -> None:

@@ -53,8 +53,9 @@ class RunReport:
         self._collapsed = 0  # steps in a row whose descriptors were all alike
         self._steps: deque[float] = deque(maxlen=RECENT)  # seconds of the last steps
         self._outlets: list[Callable[[dict[str, Any]], None]] = []  # rank 0's, of what happens
-        if recipe.loggers:  # rank 0 alone needs them, but all ranks leave alike, so that no host starts again
-            on_all(world, partial(runlog.prepare_loggers, recipe.loggers), world.rank == 0)
+        self.loggers = {name_of("logger", one): one for one in recipe.loggers}
+        if self.loggers:  # rank 0 alone needs them, but all ranks leave alike, so that no host starts again
+            on_all(world, partial(runlog.prepare_loggers, self.loggers), world.rank == 0)
 
     def begins(
         self, step: int | None, length: Length, images: TrainingImages, network: RetrievalNetwork, sets: list[str]
@@ -112,10 +113,10 @@ class RunReport:
                 except OSError as error:
                     raise DistapError(f"run: {recipe.run}: the folder cannot be written to: {error}") from error
                 self._outlets = [partial(runlog.append_line, recipe.run / runlog.RUN_LOG)]
-                if recipe.loggers:
+                if self.loggers:
                     run = runlog.LoggedRun(recipe.run, recipe.run_id, recipe.model_dump(mode="json"), step)
-                    lost = {name: self.metrics.lost_lines.labels(name) for name in recipe.loggers}
-                    loggers = runlog.opened_loggers(recipe.loggers, run, lambda name: lost[name].inc())
+                    lost = {name: self.metrics.lost_lines.labels(name) for name in self.loggers}
+                    loggers = runlog.opened_loggers(self.loggers, run, lambda name: lost[name].inc())
                     self._outlets.append(stack.enter_context(loggers))
             self._show = stack.enter_context(progress("step", self.steps, step, is_first, seconds=0))
             yield
@@ -213,8 +214,6 @@ class RunReport:
         for name, of_set in figures.items():
             for figure, value in of_set.items():
                 self.metrics.evaluation.labels(name, figure).set(value)
-            if "mAP" in of_set:
-                self.metrics.validation.labels(name).set(of_set["mAP"])
             shown = "  ".join(f"{figure} {100 * value:.1f}" for figure, value in of_set.items())
             logger.info("step %d: %s %s", step, name, shown)
         first, *others = figures

@@ -17,7 +17,7 @@ from distap.config.recipe import Recipe
 from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.share import TrainingImages
 from distap.errors import DistapError, logger
-from distap.evaluation.described_images import open_described
+from distap.evaluation.described_images import DescribedImages
 from distap.evaluation.evaluation_set import EvaluationSet
 from distap.model.backbone import gives_signed
 from distap.model.network import RetrievalNetwork, UnitLinear
@@ -82,7 +82,7 @@ def checked_network(recipe: Recipe, world: World, weights: Any = None) -> Retrie
             if found.shape != (1, network.dimensions):
                 raise RuntimeError(f"it gives {tuple(found.shape)} in place of (1, {network.dimensions})")
             if weights is None and recipe.data.is_described:
-                open_described(recipe.data.train_source).rows_for(network)
+                DescribedImages(recipe.data.train_source).rows_for(network)
         except DistapError:
             raise
         except Exception as error:  # each architecture raises its own

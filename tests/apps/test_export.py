@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from commands import distap
+from extractions import describe_files
 from networks import random_network
 from PIL import Image
 from small_trainings import train
@@ -141,7 +142,7 @@ def test_the_code_on_the_card_describes_a_photo_as_distap_does(exported, monkeyp
     names = {}
     for code in re.findall(r"```python\n(.*?)```", card, re.DOTALL):
         exec(code, names)
-    expected = exported.describer.describe([photo.getvalue()])
+    expected = describe_files(exported.describer, [photo.getvalue()])
     torch.testing.assert_close(names["descriptors"], expected, atol=1e-5, rtol=0)
     np.testing.assert_allclose(names["descriptors_by_onnx"], expected, atol=1e-5)
     assert names["features"].shape == (1, 96)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from browser import DESKTOP, PHONE
 from commands import distap
+from extractions import describe_files
 from galleries import CLASSES, Gallery, index_to, make_gallery, upload
 
 from distap.apps.search import open_searcher, open_thumbnails, queries_from
@@ -30,13 +31,13 @@ def searcher(gallery):
 
 def image_of(gallery, key) -> bytes:
     images = open_images(gallery.shards)
-    return images.reader.data(images.keys.tolist().index(key))
+    return images.data(images.keys.tolist().index(key))
 
 
 def test_hits_are_those_of_all_similarities(gallery, searcher):
     data = upload(1)
     described = read_descriptors(gallery.descriptors)
-    similarities = described.descriptors @ searcher.describer.describe([data]).numpy()[0]
+    similarities = described.descriptors @ describe_files(searcher.describer, [data]).numpy()[0]
     hits = searcher.by_image(data, 1000)
     assert len(hits) == len(described) == sum(CLASSES.values())
     np.testing.assert_allclose([hit.similarity for hit in hits], np.sort(similarities)[::-1], atol=1e-6)

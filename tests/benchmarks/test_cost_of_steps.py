@@ -14,7 +14,7 @@ from benchmarks.plan.command import parse_gpus, parse_rate, plan_command
 from benchmarks.plan.network_cost import Line, NetworkCost, changed, network_cost
 from benchmarks.plan.planning import cost_plan
 from benchmarks.plan.step_cost import Machine, NetworkLink, StepCost
-from distap.config.reading import recipe_from
+from distap.config.reading import load_recipe
 from distap.config.recipe import Recipe
 from distap.errors import DistapError
 from distap.stages.replica import autocast
@@ -37,7 +37,7 @@ def recipe(**changes) -> Recipe:
         "model": {"backbone": "resnet10t", "weights": {"name": "random"}},
         "replay": {"size": 4},
     }
-    return recipe_from({**settings, **changes}, "test")
+    return load_recipe({**settings, **changes}, where="test")
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])

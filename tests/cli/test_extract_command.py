@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from commands import distap
 from launching import Program, started
-from postprocessing_reference import unit
+from postprocessing_reference import unit, whitened_reference
 from small_trainings import recipe
 
 from distap.errors import RESTART
@@ -39,7 +39,7 @@ def test_the_command_describes_a_folder_and_says_what_it_wrote(tmp_path, monkeyp
     save_whitening(tmp_path / "whitening", whitening)
     whitened = ("--whitening", tmp_path / "whitening", photos, tmp_path / "whitened", *keys)
     assert distap(monkeypatch, "extract", *options, *whitened) == 0
-    expected = whitening.apply(np.asarray(found.descriptors, dtype=np.float32))
+    expected = whitened_reference(whitening, found.descriptors)
     np.testing.assert_allclose(read_descriptors(tmp_path / "whitened").descriptors, expected, atol=0.02)
     cut = (photos, tmp_path / "cut", *keys, "evaluation.dimensions=24")
     assert distap(monkeypatch, "extract", *options, *cut) == 0

@@ -11,7 +11,7 @@ import yaml
 from commands import distap
 
 from distap import __version__
-from distap.config.reading import RECIPES, load_recipe, recipe_from
+from distap.config.reading import RECIPES, load_recipe
 from distap.telemetry import terminal
 from docs.recipe_keys import recipe_keys
 
@@ -32,7 +32,7 @@ def recipe(tmp_path, training_shards) -> Path:
 def test_a_recipe_in_full_is_the_same_recipe(monkeypatch, capfd, path):
     assert distap(monkeypatch, "config", path.stem) == 0
     printed = capfd.readouterr().out
-    assert recipe_from(yaml.safe_load(printed), "printed") == load_recipe(path)
+    assert load_recipe(yaml.safe_load(printed), where="printed") == load_recipe(path)
 
 
 def test_every_key_has_a_meaning_and_takes_no_name_of_a_class():

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.metric_learning import MetricLearning
-from distap.config.reading import RECIPES, load_recipe, recipe_from
+from distap.config.reading import RECIPES, load_recipe
 from distap.data.sampling import RandomSampling
 from distap.errors import DistapError
 from distap.ranking.losses.calibration import Calibration
@@ -35,7 +35,7 @@ def test_overrides_change_values_deep_down(recipe):
 @pytest.mark.parametrize(
     ("overrides", "same"),
     [
-        (["loggers=tensorboard"], ["loggers={tensorboard: {}}"]),
+        (["loggers=[tensorboard]"], ["loggers=[{name: tensorboard}]"]),
         (["optimizer=sgd"], ["optimizer={name: sgd}"]),
         (["loss=smooth_ap", "loss.tau=0.1"], ["loss={name: smooth_ap, tau: 0.1}"]),
         (["sampling={batch_size: 8}"], ["sampling={name: random, batch_size: 8}"]),
@@ -49,7 +49,7 @@ def test_a_name_alone_and_keys_without_a_name_mean_what_they_say(recipe, overrid
 
 def test_a_recipe_in_a_checkpoint_is_read_again_as_the_same(recipe):
     loaded = load_recipe(recipe, ["optimizer={name: lion, betas: [0.9, 0.99]}", "schedule=cosine", "engine=fsdp"])
-    again = recipe_from(loaded.model_dump(mode="json"), "checkpoint")
+    again = load_recipe(loaded.model_dump(mode="json"), where="checkpoint")
     assert again == loaded
     assert loaded.model_dump()["model"]["backbone"] == loaded.model.architecture == "resnet50"
     assert loaded.model_dump()["optimizer"]["name"] == "lion"
@@ -70,7 +70,7 @@ def test_a_loss_is_a_name_or_options_or_a_preset_or_a_sum(recipe, text, loss):
     loaded = load_recipe(recipe, [f"loss={text}"])
     assert loaded.loss == loss
     # What is written into a checkpoint is read again as the same.
-    assert recipe_from(loaded.model_dump(mode="json"), "checkpoint").loss == loss
+    assert load_recipe(loaded.model_dump(mode="json"), where="checkpoint").loss == loss
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from evil import Evil
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distap.config.reading import load_recipe, recipe_from
+from distap.config.reading import load_recipe
 from distap.config.recipe import Recipe
 from distap.errors import DistapError
 from distap.model.backbone import read_state
@@ -40,7 +40,7 @@ quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCh
 def test_any_settings_are_read_or_refused_by_name(section, key, value):
     changes = {key: value} if section is None else {section: {**VALID[section], key: value}}
     try:
-        recipe_from({**VALID, **changes}, "the recipe")
+        load_recipe({**VALID, **changes}, where="the recipe")
     except DistapError as error:
         assert str(error).startswith("the recipe: ") and (section or "") in str(error)
 

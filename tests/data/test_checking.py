@@ -9,7 +9,7 @@ from PIL import Image
 from servers import web_server
 
 from benchmarks.photos import pack
-from distap.data.loading.reader import Reader, check
+from distap.data.loading.reader import ImageSet, check
 from distap.data.shards.index import load_index
 
 
@@ -62,7 +62,7 @@ def test_the_check_goes_on_after_missing_and_cut_shards(shards):
     shard = shards / "000001.tar"
     shard.write_bytes(shard.read_bytes()[: cut + 10])
     flip(shards / "000002.tar", int(index.offset[8]) + 30)
-    where = Reader(shards, index).where
+    where = ImageSet(shards, index).where
     assert listed(check(shards, workers=2)) == [
         ("000000.tar", "shard_missing"),
         ("000001.tar", "shard_size"),

@@ -90,14 +90,14 @@ from pathlib import Path
 from distap.data.shards.index import load_index
 from distap.data.images.whole_images import sized_chunks
 from distap.data.sizing import Sizing
-from distap.data.loading.reader import Reader
+from distap.data.loading.reader import ImageSet
 
 folder = Path(sys.argv[1])
 index = load_index(folder)
 shard = folder / str(index.shard_name[1])
 shard.unlink()
 os.mkfifo(shard)
-chunks = sized_chunks(Reader(folder, index), Sizing("crop", 16), {}, [[sample] for sample in range(9)], 1)
+chunks = sized_chunks(ImageSet(folder, index), Sizing("crop", 16), {}, [[sample] for sample in range(9)], 1)
 for _ in range(4):
     next(chunks)
 """

@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset
 from torchvision.datasets import ImageFolder
 
 from distap.data.images.decoding import DamagedImageError
-from distap.data.loading.reader import Reader, check, open_images
+from distap.data.loading.reader import ImageSet, check, open_images
 from distap.data.map_style import source_of
 from distap.data.shards.index import load_index
 from distap.errors import DistapError
@@ -47,7 +47,7 @@ class Endless(IterableDataset):
 def opened(data):
     source = source_of(data)
     index = load_index(source)
-    return index, Reader(source, index)
+    return index, ImageSet(source, index)
 
 
 def pixels_of(reader, sample):
@@ -202,7 +202,7 @@ def test_a_data_set_of_hugging_face_is_read_as_it_is_stored(folder, saved):
     source = f"hf:{saved / 'whole'}"
     index = load_index(source)
     assert index.label.tolist() == expected.label.tolist() and index.class_name.tolist() == list(CLASSES)
-    reader = Reader(source, index)
+    reader = ImageSet(source, index)
     assert reader.data(11) == (folder / expected.key[11]).read_bytes()
     assert reader.where(11) == f"{source}[11]"
     test = load_index(f"hf:{saved / 'splits'}#test")

@@ -149,7 +149,7 @@ def test_every_reason_is_printed_with_a_number_and_an_example(drawer, tmp_path, 
 def test_a_folder_that_is_not_packed_tells_what_it_leaves_out(drawer, monkeypatch, capsys, caplog):
     folder, fates = drawer
     every = set(map(escaped, files_below(folder)))
-    for index in (load_index(f"imagefolder:{folder}"), open_images(folder).reader.index):
+    for index in (load_index(f"imagefolder:{folder}"), open_images(folder).index):
         named = {name for name, _ in index.left_out} - {"empty"}
         assert named | set(index.path.tolist()) == every
         assert len(named) + len(index) == len(fates)
@@ -190,7 +190,7 @@ def test_a_folder_that_cannot_be_read_is_told(tmp_path_factory):
     try:
         if user == 0:
             os.seteuid(NOBODY)
-        found = dict(open_images(folder).left_out)
+        found = dict(open_images(folder).index.left_out)
         with pytest.raises(DistapError, match=r"locked: [\s\S]* 1 folders that cannot be read: Permission denied"):
             list_images(folder / "locked")
     finally:
@@ -208,7 +208,7 @@ def test_names_are_kept_by_the_index_and_found_again(drawer, tmp_path):
     images = open_images(tmp_path / "shards")
     assert "cat/кот 0.jpg" in images.keys.tolist()
     place = images.keys.tolist().index("cat/кот 0.jpg")
-    assert images.reader.data(place) == (folder / "cat" / "кот 0.jpg").read_bytes()
+    assert images.data(place) == (folder / "cat" / "кот 0.jpg").read_bytes()
     again, _ = index_shards(tmp_path / "shards")
     assert again.path.tolist() == index.path.tolist()
     (tmp_path / "shards" / "paths.txt").unlink()

@@ -11,7 +11,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from benchmarks.photos import pack
-from distap.data.loading.reader import Reader, check
+from distap.data.loading.reader import ImageSet, check
 from distap.data.shards.image_files import ImageFile, list_images
 from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
@@ -38,7 +38,7 @@ def keys_and_files(folder):
 
 def test_packing_keeps_every_image_and_its_class(shards, image_folder):
     index = load_index(shards)
-    reader = Reader(shards, index)
+    reader = ImageSet(shards, index)
     assert index.class_name.tolist() == ["apple", "bear", "car"]
     assert np.bincount(index.label).tolist() == [4, 3, 2]
     files = sorted(image_folder.rglob("*.png"))

@@ -162,7 +162,7 @@ def test_auto_takes_memory_up_to_the_limit_and_the_spool_beyond(shards, tmp_path
 def test_a_full_disk_is_an_error_before_anything_is_read(shards, small_disk):
     disk = small_disk("1m")
     images = indexed_images(shards, 9, size=256, pixels=PixelSettings(0, disk))
-    with pytest.raises(DistapError, match=rf"{disk}: too little space .* takes 1769472 bytes, 1048576 are free"):
+    with pytest.raises(DistapError, match=rf"{disk}: .* too little space .* 1769472 bytes, and 1048576 are free"):
         images.shares(range(1))
 
 

@@ -4,7 +4,7 @@ import pytest
 from servers import web_server
 from streamed import SAMPLING, SPOILT, STEPS, png, seen, streamed, write_by_webdataset
 
-from distap.config.reading import recipe_from
+from distap.config.reading import load_recipe
 from distap.data.loading.streamed import StreamedSource
 from distap.data.sampling import RandomSampling
 from distap.data.shards.tar import DamagedShardError
@@ -86,7 +86,7 @@ def test_settings_that_do_not_fit_are_refused(spoilt, tmp_path):
         streamed(spoilt, World(0, 9))
     settings = settings_of("shards", reading="streamed") | {"sampling": {"name": "classes", "batch_size": 8}}
     with pytest.raises(DistapError, match=r"but sampling\.name is classes; set it to random"):
-        recipe_from(settings, "test")
+        load_recipe(settings, where="test")
     nothing = {(shard, number): {"png": png(number)[:-600]} for shard in range(2) for number in range(5)}
     folder = write_by_webdataset(tmp_path / "short", shards=2, spoil=nothing.items())
     with pytest.raises(DistapError, match="a loader worker has only 12 images in its 2 shards"):

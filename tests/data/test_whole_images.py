@@ -143,16 +143,16 @@ def test_the_images_of_a_folder_are_named_by_their_paths(folder):
     assert images.keys.tolist() == ["b.png", "deep/er/a.JPG"]
     assert images.classes.tolist() == ["", ""]
     assert images.sizes([0, 1]).tolist() == [[120, 80], [120, 80]]
-    assert images.reader.encoded(1).size == (120, 80)
+    assert images.encoded(1).size == (120, 80)
 
 
 def test_a_folder_that_changes_has_another_fingerprint(folder):
-    before = open_images(folder).fingerprint
-    assert open_images(folder).fingerprint == before
+    before = open_images(folder).index.fingerprint
+    assert open_images(folder).index.fingerprint == before
     (folder / "b.png").write_bytes((folder / "b.png").read_bytes() + b"more")
-    after = open_images(folder).fingerprint
+    after = open_images(folder).index.fingerprint
     (folder / "b.png").rename(folder / "c.png")
-    assert len({before, after, open_images(folder).fingerprint}) == 3
+    assert len({before, after, open_images(folder).index.fingerprint}) == 3
 
 
 def test_a_header_is_found_beyond_much_metadata(folder):
@@ -170,10 +170,10 @@ def test_an_image_that_has_gone_or_cannot_be_read_is_damaged(folder):
     images = open_images(folder)
     (folder / "b.png").unlink()
     with pytest.raises(DamagedImageError, match=r"b\.png: there is no such file"):
-        images.reader.encoded(0)
+        images.encoded(0)
     (folder / "b.png").mkdir()
     with pytest.raises(DamagedImageError, match=r"b\.png: cannot be read: .*Is a directory"):
-        images.reader.encoded(0)
+        images.encoded(0)
     assert images.sizes([0]).tolist() == [[0, 0]]
 
 
@@ -205,7 +205,7 @@ def test_keys_that_two_shards_share_are_told_apart(tmp_path, image_folder):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_damaged_image_leaves_the_others_of_its_chunk(folder, workers):
     (folder / "a.png").write_bytes(b"damage")
-    images = open_images(folder).reader, Sizing("original"), {}
+    images = open_images(folder), Sizing("original"), {}
     (chunk,) = sized_chunks(*images, [[0, 1, 2]], workers)
     assert chunk.samples == [1, 2] and [image.shape for image in chunk.pixels] == [(3, 80, 120)] * 2
     assert chunk.damaged[0].startswith("decode_error")

@@ -8,14 +8,13 @@ import pytest
 import torch
 from commands import distap
 from dataset_trees import TREES
-from extractions import encoded
+from extractions import describe_files, encoded
 from PIL import Image
 from retrieval_reference import figure_of, labelled_figures, order_of, trapezoid_average_precision
 from small_trainings import recipe, train
 
 import benchmarks.photos
 from benchmarks.photos import pack
-from distap.data.converters import DATASETS
 from distap.data.converters.dataset import convert
 from distap.data.images.decoding import EncodedImage
 from distap.data.loading.reader import open_images
@@ -41,7 +40,7 @@ def converted(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("converted")
     for name in ("roxford5k", "revisitop1m", "gldv2", "uned", "ijb-c"):
         TREES[name](folder / "source" / name)
-        convert(DATASETS[name], folder / "source" / name, folder / name)
+        convert(name, folder / "source" / name, folder / name)
     return folder
 
 
@@ -59,11 +58,11 @@ def ranking(similarities: list[float], positives: set[int], junk: set[int]) -> l
 def similarities_of(how, source: Path, queries: dict[str, list[float]]) -> dict[str, list[float]]:
     """Each query's similarity to the six images of the gallery, from the files that were converted."""
     images = source / "jpg"
-    gallery = how.describer.describe([path.read_bytes() for path in sorted(images.glob("all_souls*"))])
+    gallery = describe_files(how.describer, [path.read_bytes() for path in sorted(images.glob("all_souls*"))])
     result = {}
     for name, box in queries.items():
         part = Image.open(images / f"{name}.jpg").crop([round(edge) for edge in box])
-        described = how.describer.describe([encoded(part)])
+        described = describe_files(how.describer, [encoded(part)])
         result[name] = (described @ gallery.t())[0].tolist()
     return result
 
@@ -92,9 +91,9 @@ def test_the_figures_of_google_landmarks_count_100_images(converted, training_sh
     assert saved["protocol"] == "gldv2" and saved["queries"] == 2 and saved["network"] == "a checkpoint"
     source = converted / "source/gldv2"
     names = ["1111111111111111", "2222222222222222", "3333333333333333"]
-    gallery = how.describer.describe([photo(source / "index", name) for name in names])
+    gallery = describe_files(how.describer, [photo(source / "index", name) for name in names])
     for name, positives in (("4444444444444444", {0, 2}), ("6666666666666666", {1})):
-        similarities = (how.describer.describe([photo(source / "test", name)]) @ gallery.t())[0].tolist()
+        similarities = (describe_files(how.describer, [photo(source / "test", name)]) @ gallery.t())[0].tolist()
         expected = figure_of("mAP@100", ranking(similarities, positives, set()))
         assert saved["average_precision"][name]["AP@100"] == pytest.approx(expected)
 
@@ -109,8 +108,8 @@ def test_uned_and_ijb_c_are_evaluated_by_their_files(converted, training_shards,
     folder = converted / "source/uned/images"
     index = [f"{one}/test/{n}" for one in ("cars", "sop", "inat", "food2k", "rp2k") for n in range(4)]
     index += [f"{one}/index/{n}" for one in ("inshop", "met", "gldv2") for n in range(2)]
-    described = how.describer.describe([(folder / f"{name}.jpg").read_bytes() for name in index])
-    query = how.describer.describe([(folder / "gldv2/test/0.jpg").read_bytes()])
+    described = describe_files(how.describer, [(folder / f"{name}.jpg").read_bytes() for name in index])
+    query = describe_files(how.describer, [(folder / "gldv2/test/0.jpg").read_bytes()])
     best = (described @ query[0]).argsort(descending=True)[:2].tolist()
     assert found.figures["gldv2 mP@5/min"] == np.mean([place in (24, 25) for place in best])  # two are right
     found = open_set(str(converted / "ijb-c")).describe(how).evaluate()
@@ -123,7 +122,9 @@ def photo(folder: Path, name: str) -> bytes:
 
 def slow_figures(how, queries: list[Path], gallery: list[Path]) -> dict[str, float]:
     """Figures of image files, whose class is their folder's name."""
-    asking, others = (how.describer.describe([path.read_bytes() for path in part]) for part in (queries, gallery))
+    asking, others = (
+        describe_files(how.describer, [path.read_bytes() for path in part]) for part in (queries, gallery)
+    )
     orders = {}
     for row, (own, query) in enumerate(zip((asking @ others.t()).tolist(), queries, strict=True)):
         positives = {place for place, path in enumerate(gallery) if path.parent.name == query.parent.name}
@@ -160,7 +161,7 @@ def test_queries_retrieve_the_gallery_of_other_shards(query_and_gallery, trainin
     assert (evaluation.queries, evaluation.left_out) == (len(parts["query"]) - lost, lost) and lost > 0
     evaluation.save(tmp_path / "saved")
     retrieved, keys = read_evaluation(tmp_path / "saved").retrieved(), [path.stem for path in parts["query"]]
-    asking, others = (how.describer.describe([path.read_bytes() for path in own]) for own in parts.values())
+    asking, others = (describe_files(how.describer, [path.read_bytes() for path in own]) for own in parts.values())
     for row in range(len(keys)):
         nearest = (others @ asking[row]).argsort(descending=True)[:10] + len(keys)
         assert retrieved.neighbours[row].tolist() == nearest.tolist()
@@ -170,13 +171,13 @@ def test_queries_retrieve_the_gallery_of_other_shards(query_and_gallery, trainin
 
 def test_a_gallery_that_holds_the_queries_leaves_each_out_for_itself(training_shards, tmp_path):
     TREES["dyml-animal"](tmp_path / "source")
-    convert(DATASETS["dyml-animal"], tmp_path / "source", tmp_path / "out")
+    convert("dyml-animal", tmp_path / "source", tmp_path / "out")
     how, place = describing(tmp_path, training_shards), str(tmp_path / "out/fine-query")
     found = (
         open_set(place, gallery=place.replace("query", "gallery"), figures=["R@1", "ASI"]).describe(how).evaluate()
     )
     files = sorted((tmp_path / "source/bmk_fine/gallery").iterdir())
-    described = how.describer.describe([path.read_bytes() for path in files])
+    described = describe_files(how.describer, [path.read_bytes() for path in files])
     # Images 2 and 3 of the gallery are the queries; 1 is of the class of the first, and 0 of that of the second.
     nearest = (described[2:4] @ described.t()).masked_fill(torch.eye(5)[2:4].bool(), -1).argmax(1)
     share = float((nearest == torch.tensor([1, 0])).float().mean())
@@ -252,13 +253,14 @@ def test_distractors_of_shards_and_of_descriptors_lower_figures_alike(converted,
 
 def test_a_trained_network_remembers_how_it_was_evaluated(training_shards, tmp_path, monkeypatch):
     own, run, sizing = str(training_shards[1]), tmp_path / "run", "resize 40x48 crop 36"
-    also = {"same": {"data": own}, "square": {"data": own, "sizing": "crop 32", "scales": [1.0]}}
-    settings = {"sizing": sizing, "scales": [1.0, 0.75], "every": 1, "also": also, "recall_at": [1, 3]}
+    of_own = {"data": own, "figures": ["mAP", "R@3"]}
+    also = {"same": of_own, "square": {**of_own, "sizing": "crop 32", "scales": [1.0]}}
+    settings = {"sizing": sizing, "scales": [1.0, 0.75], "every": 1, "also": also, "figures": ["mAP", "R@3"]}
     settings |= {"antialias": False}
     train(World(), run, training_shards, steps=1, data__validation=own, evaluation=settings)
     last = [entry for entry in read_run_log(run) if "validation" in entry][-1]
     assert last["also"]["same"] == last["validation"] != last["also"]["square"]
-    assert list(last["validation"]) == ["mAP", "mAP@R", "R@1", "R@3", "mP@1", "mP@3"]
+    assert list(last["validation"]) == ["mAP", "R@3"]
     found = load(run).describer
     assert (str(found.sizing), found.network.scales) == (sizing, (1.0, 0.75))
 
@@ -341,7 +343,7 @@ def test_a_folder_of_photographs_is_evaluated_by_a_truth_of_a_few_lines(
     assert distap(monkeypatch, *configured, f"--truth={tmp_path / 'truth.json'}", "--json") == 0
     figures = json.loads(capsys.readouterr().out)["sets"]["photos"]["plain"]
     how = describing(tmp_path, training_shards)
-    described = how.describer.describe([(tmp_path / "photos" / f"{name}.png").read_bytes() for name in names])
+    described = describe_files(how.describer, [(tmp_path / "photos" / f"{name}.png").read_bytes() for name in names])
     similarities = described @ described.t()
     rankings = [ranking(similarities[0].tolist(), {1}, {0, 2}), ranking(similarities[3].tolist(), {4}, {3})]
     places = [1 + places.index(True) for places in rankings]

@@ -4,13 +4,13 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from extractions import describer, encoded, extract, network, one_by_one
+from extractions import describe_files, describer, encoded, extract, network, one_by_one
 from PIL import Image
 from ranks import on_ranks
 
 from benchmarks.photos import pack, photo
 from distap.data.images.decoding import DamagedImageError
-from distap.data.loading.reader import Reader, open_images
+from distap.data.loading.reader import ImageSet, open_images
 from distap.data.sizing import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction import extracted_folder, extracting
@@ -24,13 +24,13 @@ from distap.world import World
 def described(monkeypatch) -> Counter:
     """How often each image of a folder has been read in this process since."""
     counts: Counter = Counter()
-    encoded = Reader.encoded
+    encoded = ImageSet.encoded
 
     def counted(reader, sample):
         counts[reader.where(sample)] += 1
         return encoded(reader, sample)
 
-    monkeypatch.setattr(Reader, "encoded", counted)
+    monkeypatch.setattr(ImageSet, "encoded", counted)
     return counts
 
 
@@ -87,7 +87,7 @@ def test_shards_are_described_with_their_classes(tmp_path, training_shards):
     found, images = read_descriptors(tmp_path / "out"), open_images(source)
     assert found.keys.tolist() == images.keys.tolist()
     assert found.classes.tolist() == images.classes.tolist()
-    expected = describer().describe([images.reader.data(n) for n in range(len(images))]).numpy()
+    expected = describe_files(describer(), [images.data(n) for n in range(len(images))]).numpy()
     np.testing.assert_allclose(found.descriptors, expected, atol=1e-6)
 
 
@@ -113,7 +113,7 @@ def test_boxes_are_cut_out_first(photos):
             np.testing.assert_allclose(found[row], plain[row], atol=1e-6)
             continue
         cut = encoded(Image.open(photos / key).crop(boxes[row]))
-        np.testing.assert_allclose(found[row], maker.describe([cut])[0], atol=1e-6)
+        np.testing.assert_allclose(found[row], describe_files(maker, [cut])[0], atol=1e-6)
 
 
 def test_damaged_images_are_left_out_and_named(tmp_path, photos):
@@ -150,7 +150,7 @@ def test_images_too_small_for_the_network_are_left_out(tmp_path):
     assert found.keys.tolist() == ["a.png", "c.png"]
     assert found.left_out == {"b.png": "decode_error: 3 x 40 pixels are too few for the network"}
     with pytest.raises(DamagedImageError, match="3 x 40 pixels are too few"):
-        maker.describe([(tmp_path / "b.png").read_bytes()])
+        describe_files(maker, [(tmp_path / "b.png").read_bytes()])
 
 
 def test_float16_is_the_rounded_float32(tmp_path, photos):
@@ -250,8 +250,8 @@ def test_a_disk_without_room_is_told_and_the_parts_are_kept(tmp_path, photos, sm
 def extract_on_a_rank(world, source, single, folder):
     """From the start, from what was stopped before, a set of one image, and in memory."""
     maker = describer("original", batch_pixels=4 * 40 * 40)
-    read, seen, encoded = [], [], Reader.encoded
-    Reader.encoded = lambda images, sample: seen.append(sample) or encoded(images, sample)
+    read, seen, encoded = [], [], ImageSet.encoded
+    ImageSet.encoded = lambda images, sample: seen.append(sample) or encoded(images, sample)
     for images, name in [(source, "whole"), (source, "stopped"), (single, "of-one")]:
         extract(images, folder / name, world, maker, part_images=4)
         read.append(len(seen))

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 import torch
-from extractions import describer, network
+from extractions import describe_files, describer, network
+from postprocessing_reference import whitened_reference
 from torch.nn.functional import normalize
 
 from distap.data.sizing import Sizing
@@ -24,8 +25,8 @@ def test_another_network_or_whitening_is_refused(photos):
     whitened = ImageDescriber(network(), maker.sizing, whitening=whitening)
     assert whitened.dimensions == 8
     image = [(photos / "0" / "00.png").read_bytes()]
-    expected = whitening.apply(maker.describe(image).numpy())
-    np.testing.assert_allclose(whitened.describe(image), expected, atol=1e-6, rtol=0)
+    expected = whitened_reference(whitening, describe_files(maker, image).numpy())
+    np.testing.assert_allclose(describe_files(whitened, image), expected, atol=1e-6, rtol=0)
     assert describer_like(whitened.described_by, network(), whitening).described_by == whitened.described_by
     with pytest.raises(DistapError, match=r"with the whitening .*, but this one is none"):
         describer_like(whitened.described_by, network())
@@ -35,9 +36,9 @@ def test_a_network_in_training_is_described_as_in_evaluation_and_goes_on_trainin
     inner = network().train()
     inner.backbone.bn1.train()
     image = [(photos / "0" / "00.png").read_bytes()]
-    found = ImageDescriber(inner, Sizing("crop", 32)).describe(image)
+    found = describe_files(ImageDescriber(inner, Sizing("crop", 32)), image)
     assert inner.training and inner.backbone.training
-    assert torch.equal(found, describer("crop 32").describe(image))
+    assert torch.equal(found, describe_files(describer("crop 32"), image))
 
 
 def test_a_backbone_of_one_size_takes_crops_of_it_alone():

@@ -9,6 +9,7 @@ from networks import random_network
 from PIL import Image
 
 from benchmarks.photos import photo
+from distap.data.images.decoding import EncodedImage
 from distap.data.loading.reader import open_images
 from distap.data.sizing import Sizing
 from distap.evaluation.extraction.extracted_folder import extract_to_folder
@@ -18,6 +19,10 @@ from distap.world import World
 
 SHAPES = [(40, 32), (32, 40), (40, 40), (40, 32), (48, 33), (32, 40)]  # width and height
 ORIENTATION = 0x0112
+
+
+def describe_files(maker, images):
+    return maker.describe_pixels((maker.sizing(EncodedImage(data)) for data in images), len(images))
 
 
 def network(seed=0, backbone="resnet10t", projection=16):
@@ -53,4 +58,4 @@ def extract(source, output, world=World(), maker=None, workers=0, boxes=None, **
 
 
 def one_by_one(maker, source: Path, keys) -> np.ndarray:
-    return torch.cat([maker.describe([(source / key).read_bytes()]) for key in keys]).numpy()
+    return torch.cat([describe_files(maker, [(source / key).read_bytes()]) for key in keys]).numpy()

@@ -48,6 +48,10 @@ def pca_projection(values, power):
     return np.array([direction / variance**power for direction, variance in zip(directions, variances, strict=True)])
 
 
+def whitened_reference(whitening, values):
+    return unit((values.astype(np.float64) - whitening.mean) @ whitening.projection.T)
+
+
 def lw_projection(values, classes):
     """eig(C_S^-1/2 C C_S^-1/2) C_S^-1/2 with the symmetric root, over each image and every other of its class."""
     values, classes = values.astype(np.float64), list(classes)

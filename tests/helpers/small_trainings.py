@@ -2,7 +2,7 @@
 
 from stores import found_checkpoint
 
-from distap.config.reading import recipe_from
+from distap.config.reading import load_recipe
 from distap.config.recipe import Recipe
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
@@ -25,7 +25,7 @@ def recipe(run, shards, **changes) -> Recipe:
             settings.setdefault(section, {})[name] = value
         else:
             settings[section] = value
-    return recipe_from(settings, "test")
+    return load_recipe(settings, where="test")
 
 
 # Plain gradient descent, for comparisons of loss curves: Adam divides by the size of the gradient, so that a gradient

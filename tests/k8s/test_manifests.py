@@ -197,7 +197,7 @@ def test_hosts_meet_ranks_are_scraped_and_the_recipe_fits_its_pods(overlay):
     assert ranks * share < quantity(volumes["spool"]["emptyDir"]["sizeLimit"])
 
     metrics = {one["name"]: one["containerPort"] for one in container["ports"] if one["name"].startswith("metrics-")}
-    assert metrics == {f"metrics-{rank}": recipe.metrics.port_of(rank) for rank in range(ranks)}
+    assert metrics == {f"metrics-{rank}": recipe.metrics.port + rank for rank in range(ranks)}
     assert recipe.metrics.address == "0.0.0.0"
     assert set(metrics) <= {endpoint["port"] for endpoint in MONITOR["podMetricsEndpoints"]}
     (opened,) = objects["NetworkPolicy"]["spec"]["ingress"][1]["ports"]

@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 
 import distap as library
 from distap.apps.export.exporting import export_to_folder
-from distap.config.reading import recipe_from
+from distap.config.reading import load_recipe
 from distap.errors import DistapError
 from distap.model.backbone import FileWeights, TimmBackbone, TimmWeights
 from distap.model.network import build_network, fingerprint
@@ -81,7 +81,7 @@ def test_arguments_reach_timm_and_unknown_ones_are_named(tmp_path, training_shar
         with pytest.raises(DistapError, match=message):
             described_by(tmp_path, training_shards, size, **model)
     with pytest.raises(DistapError, match=r"model\.arguments are for networks of timm"):
-        recipe_from({"model": {"backbone": "plug_ins:Tiny", "arguments": {"depth": 3}}}, "test")
+        load_recipe({"model": {"backbone": "plug_ins:Tiny", "arguments": {"depth": 3}}}, where="test")
 
 
 def saved_by_timm(folder, name="test_vit", **arguments):

@@ -6,16 +6,15 @@ from retrieval_reference import figure_of, labelled_figures, labelled_orders, me
 from torch.nn.functional import normalize
 
 from distap.errors import DistapError
-from distap.retrieval import figures
 from distap.retrieval.evaluate import evaluate_descriptors
-from distap.retrieval.figures import AT
+from distap.retrieval.figures import LABELLED_FIGURES
 from distap.retrieval.ranks import FEW, MANY, count_above
 from distap.retrieval.truth import class_truth
 
 
-def evaluated(descriptors, labels, neighbours=0, at=AT, **settings):
+def evaluated(descriptors, labels, neighbours=0, **settings):
     truth = class_truth(labels)
-    return evaluate_descriptors(descriptors, descriptors, truth, figures.labelled_figures(at), neighbours, **settings)
+    return evaluate_descriptors(descriptors, descriptors, truth, LABELLED_FIGURES, neighbours, **settings)
 
 
 def labelled_set(seed, images, classes, tied):
@@ -41,7 +40,7 @@ def test_figures_equal_those_of_sorting_each_gallery_behind_its_head(seed, image
     for own, row in enumerate(result.neighbours.tolist()):
         assert own not in row and len(set(row)) == min(5, images - 1)
     assert head is None or torch.equal(result.neighbours[:, :kept], head[:, : result.neighbours.shape[1]])
-    assert result.summary() == pytest.approx(labelled_figures(orders, AT), abs=1e-12)
+    assert result.summary() == pytest.approx(labelled_figures(orders, (1, 5, 10)), abs=1e-12)
     assert result.first_positive.nonzero().flatten().tolist() == sorted(orders)
     assert result.left_out == {"AP": images - len(orders)}
     for query, right in orders.items():
@@ -103,7 +102,7 @@ def test_queries_against_a_gallery_have_the_figures_of_sorting_it(monkeypatch, p
             order = order_of(own, positives, set(), head[row].tolist() if is_headed else ())
             orders[row] = [place in positives for place in order]
     monkeypatch.setattr("distap.retrieval.evaluate.BLOCK_PAIRS", pairs)
-    truth, protocol = class_truth(query_labels, gallery_labels), figures.labelled_figures((1, 7))
+    truth, protocol = class_truth(query_labels, gallery_labels), ("mAP", "mAP@R", "R@1", "R@7", "mP@1", "mP@7")
     for values in (gallery, gallery.numpy()):
         found = evaluate_descriptors(queries, values, truth, protocol, 10, head=head)
         assert found.summary() == pytest.approx(labelled_figures(orders, (1, 7)), abs=1e-12)

@@ -14,7 +14,7 @@ from images import indexed_images
 from servers import gcs_server, s3_files, s3_server, web_server
 
 from distap.data.images.decoding import DamagedImageError
-from distap.data.loading.reader import Reader
+from distap.data.loading.reader import ImageSet
 from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
 from distap.errors import DistapError
@@ -87,8 +87,8 @@ def test_a_fault_that_passes_is_retried_and_counted(web, shards, scheme, fault):
 
 
 def test_an_image_that_was_changed_on_its_way_is_read_a_second_time(web, shards):
-    reader = Reader(web.url, load_index(web.url))
-    expected = Reader(shards, load_index(shards)).data(4)
+    reader = ImageSet(web.url, load_index(web.url))
+    expected = ImageSet(shards, load_index(shards)).data(4)
     web.faults = ["flip"]
     assert reader.data(4) == expected
     assert reader.storage.meter["retries"] == 1
@@ -145,7 +145,7 @@ def test_a_missing_file_is_told_from_other_errors(web):
 
 
 def test_a_server_that_ignores_ranges_is_found_out_by_the_first_image(web):
-    reader = Reader(web.url, load_index(web.url))
+    reader = ImageSet(web.url, load_index(web.url))
     web.ranges = False
     with pytest.raises(DistapError, match=r"ignores Range.*nginx"):
         reader.data(4)
@@ -236,8 +236,8 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, scheme, 
 @pytest.mark.parametrize("kind", ["http", "s3"])
 def test_reading_over_a_network_is_reading_from_disk(kind, workers, shards, web, s3):
     source = web.url if kind == "http" else upload(shards, "same")
-    expected = Reader(shards, load_index(shards))
-    reader = Reader(source, load_index(source))
+    expected = ImageSet(shards, load_index(shards))
+    reader = ImageSet(source, load_index(source))
     assert reader.index.fingerprint == expected.index.fingerprint
     own, images = (indexed_images(shards, 9), indexed_images(source, 9, workers=workers))
     images._reader.storage.meter["read_bytes"] = 7  # of this process, whose counts a fork begins with
@@ -279,8 +279,8 @@ def test_google_storage_is_read_listed_and_written(shards):
         for path in shards.iterdir():
             storage.write(path.name, path.read_bytes())
         assert storage.names("*.tar") == ["000000.tar", "000001.tar", "000002.tar"]
-        expected = Reader(shards, load_index(shards))
-        reader = Reader("gs://shards/train", load_index("gs://shards/train"))
+        expected = ImageSet(shards, load_index(shards))
+        reader = ImageSet("gs://shards/train", load_index("gs://shards/train"))
         assert [reader.data(sample) for sample in range(9)] == [expected.data(sample) for sample in range(9)]
         with pytest.raises(MissingFileError, match="gs://shards/train/none: there is no such file"):
             storage.read("none", 0, 1)

@@ -34,7 +34,7 @@ def trained(tmp_path_factory, training_shards) -> Path:
         "checkpoint": {"every": 2},
         "data__validation": str(training_shards[1]),
         "evaluation": {"every": 2, "also": {"seen": {"data": str(training_shards[0])}}},
-        "loggers": {"tensorboard": {}, "wandb": {}},
+        "loggers": ["tensorboard", "wandb"],
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
@@ -187,7 +187,7 @@ def test_a_missing_package_is_named_with_what_installs_it(tmp_path, training_sha
     with pytest.raises(
         DistapError, match=rf"loggers\.{name}: the package {name} is missing; pip install 'distap\[{name}\]'"
     ):
-        train(World(), tmp_path / "run", training_shards, steps=1, loggers={name: {}})
+        train(World(), tmp_path / "run", training_shards, steps=1, loggers=[name])
     assert not (tmp_path / "run").exists()
 
 

@@ -189,7 +189,7 @@ def lease(run):
 def write_lease(run, **changes):
     """Write a lease as a training on another host, or with `changes` another one, would have left it."""
     now = time.time()
-    left = {"host": "a", "pid": 7, "process": "a table 1", "job": None, "training": "another", "started": now - 60}
+    left = {"host": "a", "pid": 7, "process": "a table 1", "training": "another", "started": now - 60}
     run.mkdir(parents=True, exist_ok=True)
     (run / "lease.json").write_text(json.dumps(left | {"renewed": now} | changes))
 
@@ -227,7 +227,6 @@ def test_a_second_training_is_refused_and_the_first_one_goes_on_undisturbed(tmp_
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"job": "night"}, "it was an earlier start of this job"),
         ({"process": "own", "pid": 2**22 + 1}, "its process has ended"),
         ({"process": "own", "pid": 1}, "its process has ended"),  # another one has its id now
     ],
@@ -235,7 +234,6 @@ def test_a_second_training_is_refused_and_the_first_one_goes_on_undisturbed(tmp_
 def test_the_lease_of_a_training_that_is_gone_is_taken_over(
     tmp_path, training_shards, monkeypatch, caplog, changes, reason
 ):
-    monkeypatch.setenv(leases.JOB, "night")
     trainer = Trainer(recipe(tmp_path, training_shards, steps=1), World())
     with trainer.state.leased():
         own = lease(tmp_path)

@@ -8,7 +8,7 @@ from small_trainings import DESCENT, losses, recipe, train
 
 import distap
 from benchmarks.photos import pack
-from distap.data.loading.reader import Reader
+from distap.data.loading.reader import ImageSet
 from distap.data.shards.image_files import list_images
 from distap.data.shards.index import load_index
 from distap.errors import DistapError
@@ -85,7 +85,7 @@ def test_graded_figures_of_a_training_are_those_of_its_descriptors(tmp_path, sha
     train(World(), tmp_path, shards, **GRADED, **validation, evaluation=evaluation)
     (found,) = (entry for entry in read_run_log(tmp_path) if "validation" in entry)
     network, index = distap.load(tmp_path), load_index(shards[0])
-    reader = Reader(shards[0], index)
+    reader = ImageSet(shards[0], index)
     with torch.no_grad():
         descriptors = network.describe([reader.data(sample) for sample in range(len(index))])
     levels = [levels_of(int(path.split("/")[1])) for path in index.path.tolist()]

@@ -11,9 +11,9 @@ from dataset_trees import TREES
 from ranks import on_ranks
 
 from distap.config.reading import RECIPES, load_recipe
-from distap.data.converters import DATASETS
 from distap.data.converters.dataset import convert
 from distap.registry import by_path
+from distap.retrieval.figures import LABELLED_FIGURES
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 
@@ -64,7 +64,7 @@ def folder(tmp_path_factory):
     places = {yaml.safe_load((RECIPES / f"{name}.yaml").read_text())["data"]["train"].split("/")[1] for name in NAMES}
     for name in (*places - {"train"}, "roxford5k", "rparis6k"):
         TREES[name](folder / "source" / name)
-        convert(DATASETS[name], folder / "source" / name, folder / "data" / name)
+        convert(name, folder / "source" / name, folder / "data" / name)
     return folder
 
 
@@ -85,7 +85,7 @@ def test_a_recipe_trains_evaluates_and_goes_on(folder, name, monkeypatch):
     if recipe.data.validation is not None:
         assert [entry["step"] for entry in evaluated] == [0, 1, 2, 3]
     for entry in evaluated:
-        asked = recipe.evaluation.figures or [f"R@{k}" for k in recipe.evaluation.recall_at]
+        asked = recipe.evaluation.figures or LABELLED_FIGURES
         assert {"mAP", *asked} <= entry["validation"].keys()
         assert entry.get("also", {}).keys() == recipe.evaluation.also.keys()
         assert all(FIGURES[other] in figures for other, figures in entry.get("also", {}).items())

@@ -12,7 +12,7 @@ from distap.data.shards.index import Index
 from distap.data.shards.packing import pack_parts, require_free
 from distap.data.shards.parallel import Track, untracked
 from distap.data.shards.tables import ListLine, read_lines
-from distap.errors import DistapError, logger
+from distap.errors import DistapError, logger, suggestion
 from distap.storage.texts import parsed_json
 
 GROUND_TRUTH_FILE = "ground_truth.json"  # next to the splits of a data set with a list of matches for each query
@@ -43,8 +43,8 @@ class Split:
 class Dataset:
     """A published data set; `site` is where its authors offer it, and `folders` of the source may hold its lists."""
 
-    def __init__(self, title: str, site: str, *splits: Split, folders: tuple[str, ...] = ("",)) -> None:
-        self.title, self.site, self.splits, self.folders = title, site, splits, folders
+    def __init__(self, site: str, *splits: Split, folders: tuple[str, ...] = ("",)) -> None:
+        self.site, self.splits, self.folders = site, splits, folders
 
 
 DATASETS: dict[str, Dataset] = {}  # by name; the other modules here add theirs
@@ -81,9 +81,9 @@ def read_objects(file: Path, *keys: str) -> Iterator[tuple[Any, ...]]:
 
 
 def convert(
-    dataset: Dataset, source: Path, output: Path, *, only: Sequence[str] = (), track: Track = untracked, **layout: Any
+    name: str, source: Path, output: Path, *, only: Sequence[str] = (), track: Track = untracked, **layout: Any
 ) -> dict[str, tuple[Index, list[Skipped]]]:
-    """Convert the splits of a data set into shards in output/SPLIT, with a JSON file for some of the splits.
+    """Convert the splits of DATASETS[name] into shards in output/SPLIT, with a JSON file for some of the splits.
 
     Returns the index of each split, and the listed images that are not there, are damaged, or are listed again.
 
@@ -94,13 +94,16 @@ def convert(
         layout: see `pack_parts`.
     """
     guide = "docs/guides/data-sets.md says which files are needed and where they have to lie"
-    remedy = f"{dataset.title} is offered at {dataset.site}; {guide}"
+    if name not in DATASETS:
+        raise DistapError(f"no data set is called {name!r}; {suggestion(name, DATASETS)}")
+    dataset = DATASETS[name]
+    remedy = f"{name} is offered at {dataset.site}; {guide}"
     if not source.is_dir():
         raise DistapError(f"{source}: no such folder; {remedy}")
     names = [split.name for split in dataset.splits]
-    for name in only:
-        if name not in names:
-            raise DistapError(f"{dataset.title} has no split {name!r}; expected some of {', '.join(names)}")
+    for wanted in only:
+        if wanted not in names:
+            raise DistapError(f"{name} has no split {wanted!r}; expected some of {', '.join(names)}")
     require_free(output)
     chosen = [split for split in dataset.splits if split.name in (only or names)]
     listed, truths = dict[str, Listing](), dict[str, str]()

@@ -40,7 +40,6 @@ def _path(line: ListLine, source: Path) -> Path:
 
 
 DATASETS["landmarks-clean"] = Dataset(  # Gordo et al. 2016, of the Landmarks of Babenko et al. 2014
-    "Landmarks-clean",
     "http://download.europe.naverlabs.com/Computer-Vision-CodeandModels/ (annotations_landmarks)",
     Split("train", "annotation_clean_train.txt", _images, (Count(42_410),)),
     Split("validation", "annotation_clean_val.txt", _images, (Count(6_382),)),
@@ -95,7 +94,6 @@ def _identifier(line: ListLine, name: str) -> str:
 
 
 DATASETS["gldv2"] = Dataset(  # Weyand et al. 2020; the queries are those of ground truth 2.1
-    "Google Landmarks v2",
     "https://github.com/cvdfoundation/google-landmark",
     Split("train", "train_clean.csv", _clean, (Count(1_580_470, 81_313),)),
     Split("index", "index.csv", _unlabelled, (Count(761_757, 761_757),)),
@@ -115,7 +113,6 @@ def _in_hierarchy(source: Path, file: Path) -> Iterator[ImageFile]:
 
 
 DATASETS["h-gldv2"] = Dataset(  # Ramzi et al. 2023; counts: elias-ramzi/SupRank, config/dataset/gldv2_hier.yaml
-    "H-GLDv2, the hierarchical labels of Google Landmarks v2",
     DATASETS["gldv2"].site,
     Split("train", "train_clean.csv", _in_hierarchy, (Count(970_981, 46_593),)),
     folders=FOLDERS,

@@ -19,7 +19,6 @@ def _stanford(source: Path, file: Path) -> Iterator[ImageFile]:
 
 
 DATASETS["sop"] = Dataset(  # Song et al. 2016
-    "Stanford Online Products",
     "https://cvgl.stanford.edu/projects/lifted_struct",
     Split("train", "Ebay_train.txt", _stanford, (Count(59_551, 11_318),)),
     Split("test", "Ebay_test.txt", _stanford, (Count(60_502, 11_316),)),
@@ -43,7 +42,6 @@ def _by_number(file: Path, column: str) -> dict[int, str]:
 
 # Wah et al. 2011; as usual in metric learning, the first hundred classes train and the others test.
 DATASETS["cub"] = Dataset(
-    "CUB-200-2011",
     "https://www.vision.caltech.edu/datasets/cub_200_2011",
     Split("train", "images.txt", partial(_cub, classes=range(1, 101)), (Count(5_864, 100),)),
     Split("test", "images.txt", partial(_cub, classes=range(101, 201)), (Count(5_924, 100),)),
@@ -71,7 +69,6 @@ def _cars(source: Path, file: Path, classes: range) -> Iterator[ImageFile]:
 
 
 DATASETS["cars-196"] = Dataset(  # Krause et al. 2013; split by classes like CUB, not by the list's own column `test`
-    "Cars-196",
     "https://ai.stanford.edu/~jkrause/cars/car_dataset.html",
     Split("train", "cars_annos.mat", partial(_cars, classes=range(1, 99)), (Count(8_054, 98),)),
     Split("test", "cars_annos.mat", partial(_cars, classes=range(99, 197)), (Count(8_131, 98),)),
@@ -100,7 +97,6 @@ def _inaturalist(source: Path, file: Path) -> Iterator[ImageFile]:
 
 
 DATASETS["inaturalist"] = Dataset(  # Van Horn et al. 2018, with the split of Brown et al. 2020, also of ROADMAP
-    "iNaturalist 2018, split of Smooth-AP",
     "https://github.com/visipedia/inat_comp/tree/master/2018 (images) and "
     "https://github.com/Andrew-Brown1/Smooth_AP (Inat_dataset_splits)",
     Split("train", "Inaturalist_train_set1.txt", _inaturalist, (Count(325_846, 5_690),)),
@@ -116,7 +112,6 @@ def _vehicle_id(source: Path, file: Path) -> Iterator[ImageFile]:
 
 
 DATASETS["vehicleid"] = Dataset(  # Liu et al. 2016
-    "PKU VehicleID",
     "https://www.pkuml.org/resources/pku-vehicleid.html",
     # The counts of the paper, and those of the files, which were corrected afterwards as their README tells.
     Split("train", "train_list.txt", _vehicle_id, (Count(113_346, 13_164), Count(110_178, 13_134))),
@@ -145,7 +140,6 @@ def _in_shop(source: Path, file: Path, status: str) -> Iterator[ImageFile]:
 
 
 DATASETS["inshop"] = Dataset(  # Liu et al. 2016
-    "In-shop Clothes Retrieval (DeepFashion)",
     "https://mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html",
     *(
         Split(status, "list_eval_partition.txt", partial(_in_shop, status=status), (count,))
@@ -173,10 +167,10 @@ def _dyml(source: Path, file: Path) -> Iterator[ImageFile]:
             yield ImageFile(line.path(folder, cells[0]), of + cells[-1], tuple(cells[-2:0:-1]))
 
 
-def _dynamic(kind: str, classes: int, **tests: str) -> Dataset:
+def _dynamic(classes: int, **tests: str) -> Dataset:
     lists = {"train": "train/label.csv", **tests}
     splits = (Split(name, file, _dyml, (Count(classes=classes),) * (name == "train")) for name, file in lists.items())
-    return Dataset(f"DyML-{kind}", "https://github.com/SupetZYK/DynamicMetricLearning", *splits)
+    return Dataset("https://github.com/SupetZYK/DynamicMetricLearning", *splits)
 
 
 # Sun et al. 2021; the numbers of classes are those of elias-ramzi/HAPPIER, happier/config/dataset.
@@ -184,7 +178,7 @@ OF_LEVELS = {
     f"{of}-{part}": f"bmk_{of}/{part}.csv" for of in ("fine", "middle", "coarse") for part in ("query", "gallery")
 }
 DATASETS |= {
-    "dyml-animal": _dynamic("Animal", 495, **OF_LEVELS),
-    "dyml-vehicle": _dynamic("Vehicle", 39_491, **OF_LEVELS),
-    "dyml-product": _dynamic("Product", 1_639, test="mini-bmk_all_in_one/label.csv"),
+    "dyml-animal": _dynamic(495, **OF_LEVELS),
+    "dyml-vehicle": _dynamic(39_491, **OF_LEVELS),
+    "dyml-product": _dynamic(1_639, test="mini-bmk_all_in_one/label.csv"),
 }

@@ -1,7 +1,6 @@
 """Scale images in their own shapes, collect them into large batches of one shape, and make thumbnails."""
 
 import io
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
@@ -18,7 +17,7 @@ from distap.errors import DistapError, logger
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from distap.data.loading.reader import Reader
+    from distap.data.loading.reader import ImageSet
 
 PREFETCH = 2  # chunks that each worker reads ahead
 HELD = 4  # batches whose pixels may wait for others of their shape, all shapes together
@@ -35,21 +34,21 @@ class SizedChunk(NamedTuple):
 
 
 def sized_chunks(
-    reader: "Reader", sizing: Sizing, boxes: Mapping[int, Box], requests: Iterable[list[int]], workers: int
+    images: "ImageSet", sizing: Sizing, boxes: Mapping[int, Box], requests: Iterable[list[int]], workers: int
 ) -> Generator[SizedChunk]:
     """Yield the images of each request in order; one worker (or, with 0, this process) reads a whole request.
 
     `boxes` are the parts of images that count; of others it is the whole.
     """
-    read = partial(_chunk, reader, sizing, boxes)
+    read = partial(_chunk, images, sizing, boxes)
     return in_processes(read, requests, workers, PREFETCH, LONGEST_WAIT, lends=True)
 
 
-def _chunk(reader: "Reader", sizing: Sizing, boxes: Mapping[int, Box], samples: list[int]) -> SizedChunk:
+def _chunk(images: "ImageSet", sizing: Sizing, boxes: Mapping[int, Box], samples: list[int]) -> SizedChunk:
     present, damaged = dict[int, NDArray[np.uint8]](), dict[int, str]()
     for sample in samples:
         try:
-            present[sample] = sizing(reader.encoded(sample), boxes.get(sample)).numpy()
+            present[sample] = sizing(images.encoded(sample), boxes.get(sample)).numpy()
         except DamagedImageError as error:
             damaged[sample] = str(error)
     return SizedChunk(list(present), list(present.values()), damaged)
@@ -99,7 +98,6 @@ class Thumbnails:
         self, encoded: Callable[[int], EncodedImage] | None, samples: NDArray[np.int64], longer_side: int
     ) -> None:
         self._encoded, self._samples, self._longer_side = encoded, samples, longer_side
-        self._reading = threading.Lock()  # a reader of shards keeps files open for one thread
         self._kept = lru_cache(THUMBNAILS_KEPT)(self._made)
 
     def jpeg(self, row: int) -> bytes | None:
@@ -115,9 +113,7 @@ class Thumbnails:
         if self._encoded is None or sample < 0:
             return None
         try:
-            with self._reading:
-                image = self._encoded(sample)
-            return thumbnail(image, self._longer_side)
+            return thumbnail(self._encoded(sample), self._longer_side)
         except DamagedImageError as error:
             logger.warning("no thumbnail of image %d: %s", sample, error)
             return None

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from distap.data.images.decoding import DamagedImageError
-from distap.data.loading.reader import Reader
+from distap.data.loading.reader import ImageSet
 from distap.data.loading.share import NO_SAMPLE, Chunk, LoadingJob, TrainingImages, failure
 from distap.data.plan import PLAN_VERSION, Plan
 from distap.data.shards.image_folders import Skipped, warn_of
@@ -40,10 +40,10 @@ class IndexedImages(TrainingImages):
         self.index: Index | None = index
         self.fingerprint, self.order = index.fingerprint, PLAN_VERSION
         self.plan = Plan(index.classes, job.sampling, job.seed)
-        self._reader = Reader(job.source, index)
+        self._images = ImageSet(job.source, index)
 
     def chunks(self, steps: range) -> Generator[Chunk]:
-        job, reader, plan = self.job, self._reader, self.plan
+        job, images, plan = self.job, self._images, self.plan
 
         def requests() -> Iterator[list[Request]]:
             for step in steps:
@@ -51,33 +51,33 @@ class IndexedImages(TrainingImages):
                 for start in range(0, len(self.slots), job.chunk):
                     yield [(step, slot, int(batch[slot])) for slot in self.slots[start : start + job.chunk]]
 
-        read = partial(_chunk, job, reader, plan)
+        read = partial(_chunk, job, images, plan)
         settings = job.workers, job.prefetch, job.longest_wait
-        return in_processes(read, requests(), *settings, lambda asked: reader.where(asked[0][2]), lends=True)
+        return in_processes(read, requests(), *settings, lambda asked: images.where(asked[0][2]), lends=True)
 
 
-def _chunk(job: LoadingJob, reader: Reader, plan: Plan, requests: list[Request]) -> Chunk:
+def _chunk(job: LoadingJob, images: ImageSet, plan: Plan, requests: list[Request]) -> Chunk:
     """Read images by (step, slot, sample), augmented by the randomness of (seed, step, slot).
 
     An image of the same class that is not in the batch replaces a damaged one; if there is none, the slot is empty.
     """
-    before = reader.storage.meter.copy()  # a fork begins with its parent's counts
+    before = images.storage.meter.copy()  # a fork begins with its parent's counts
     size, _ = job.at(requests[0][0])
     pixels = np.zeros((len(requests), 3, size, size), np.uint8)
     failures, samples = list[Skipped](), [NO_SAMPLE] * len(requests)
-    names = [reader.where(planned) for _, _, planned in requests]
+    names = [images.where(planned) for _, _, planned in requests]
     for row, (step, slot, planned) in enumerate(requests):
         for sample in _candidates(plan, step, slot, planned):
             try:
-                pixels[row] = job.augmented(reader.encoded(sample), step, slot).numpy()
+                pixels[row] = job.augmented(images.encoded(sample), step, slot).numpy()
             except DamagedImageError as error:
-                failures.append(failure(reader.where(sample), error))
+                failures.append(failure(images.where(sample), error))
             else:
-                samples[row], names[row] = sample, reader.where(sample)
+                samples[row], names[row] = sample, images.where(sample)
                 break
     labels = plan.classes.numbers[plan.classes.labels[samples]]
     labels[np.array(samples) == NO_SAMPLE] = -1
-    return Chunk(pixels, samples, labels, names, failures, reader.storage.meter - before)
+    return Chunk(pixels, samples, labels, names, failures, images.storage.meter - before)
 
 
 def _candidates(plan: Plan, step: int, slot: int, sample: int) -> Iterator[int]:

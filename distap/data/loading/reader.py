@@ -4,8 +4,8 @@ import hashlib
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 
@@ -25,17 +25,30 @@ from distap.storage.remotes import MissingFileError, UnreachableError
 HEADER_BYTES = 1 << 16  # the header of nearly every image fits in them
 
 
-class Reader:
-    """Read images of a data set, each by its place in a shard; safe to copy into loader workers.
-
-    Args:
-        source: the data set.
-        index: the index of the same data set.
-    """
+class ImageSet:
+    """N images with an index, each read by its place in a shard; safe to copy into loader workers."""
 
     def __init__(self, source: Source | Path | str, index: Index) -> None:
         self.source, self.index = parse_source(source), index
+        self.name = str(self.source)  # as it was given
         self.storage: Storage | DatasetRows = rows_behind(self.source) or Storage(self.source.base)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @cached_property
+    def keys(self) -> NDArray[np.str_]:
+        """Return (N,) the name of each image, unlike all others."""
+        names = self.index.names
+        if len(np.unique(names)) == len(names):
+            return names
+        shards = self.index.shard_name[self.index.shard].tolist()  # each shard of other makers may count from 0
+        return np.array([f"{shard}:{key}" for shard, key in zip(shards, self.index.key.tolist(), strict=True)])
+
+    @cached_property
+    def classes(self) -> NDArray[np.str_]:
+        """Return (N,) the name of each image's class, "" for none."""
+        return self.index.class_name[self.index.label]
 
     def encoded(self, sample: int) -> EncodedImage:
         """Return an image's file, not decoded yet; raise DamagedImageError if its bytes changed or are no image."""
@@ -76,6 +89,16 @@ class Reader:
         except DamagedImageError:
             return 0, 0
 
+    def sizes(self, samples: Sequence[int]) -> NDArray[np.int64]:
+        """Read (n, 2) width and height in pixels from headers; they may be wrong and serve planning only.
+
+        Those of shards are as stored, before EXIF's orientation; (0, 0) is unknown.
+        """
+        if self.source.kind == "shards":
+            index, rows = self.index, np.asarray(samples, dtype=np.int64)
+            return np.stack([index.width[rows], index.height[rows]], axis=1).astype(np.int64)
+        return np.array([self.size(sample) for sample in samples], dtype=np.int64).reshape(-1, 2)
+
     def _damage(self, sample: int, data: bytes) -> DamagedImageError | None:
         size = int(self.index.size[sample])
         if len(data) < size:
@@ -85,33 +108,8 @@ class Reader:
         return None
 
 
-@dataclass(frozen=True)
-class ImageSet:
-    """N images in order, with their names and their reader."""
-
-    name: str  # as it was given
-    fingerprint: str  # identifies the images
-    keys: NDArray[np.str_]  # (N,) name of each, unlike all others
-    classes: NDArray[np.str_]  # (N,) name of its class, "" for none
-    reader: Reader
-    left_out: tuple[Skipped, ...] = ()  # files that are not read, and why
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def sizes(self, samples: Sequence[int]) -> NDArray[np.int64]:
-        """Read (n, 2) width and height in pixels from headers; they may be wrong and serve planning only.
-
-        Those of shards are as stored, before EXIF's orientation; (0, 0) is unknown.
-        """
-        if self.reader.source.kind == "shards":
-            index, rows = self.reader.index, np.asarray(samples, dtype=np.int64)
-            return np.stack([index.width[rows], index.height[rows]], axis=1).astype(np.int64)
-        return np.array([self.reader.size(sample) for sample in samples], dtype=np.int64).reshape(-1, 2)
-
-
 def open_images(source: Source | Path | str) -> ImageSet:
-    """Open the images of shards (see `Reader`), or of a local folder without index and shards."""
+    """Open the images of shards, or of a local folder without index and shards."""
     source = parse_source(source)
     folder = Path(source.base)
     is_named = (
@@ -119,15 +117,8 @@ def open_images(source: Source | Path | str) -> ImageSet:
     )
     holds_shards = Path(source.index).exists() or next(folder.glob("*.tar"), None) is not None
     if not (source.scheme or is_named or holds_shards) and folder.is_dir():
-        index, source = index_of_folder(source, labelled=False), replace(source, kind="imagefolder")
-    else:
-        index = load_index(source)
-    keys = index.names
-    if len(np.unique(keys)) < len(keys):  # each shard of other makers may count from 0
-        shards = index.shard_name[index.shard].tolist()
-        keys = np.array([f"{shard}:{key}" for shard, key in zip(shards, index.key.tolist(), strict=True)])
-    reader = Reader(source, index)
-    return ImageSet(str(source), index.fingerprint, keys, index.class_name[index.label], reader, index.left_out)
+        return ImageSet(replace(source, kind="imagefolder"), index_of_folder(source, labelled=False))
+    return ImageSet(source, load_index(source))
 
 
 def check(source: Source | Path | str, workers: int = 1, track: Track = untracked) -> tuple[Index, list[Skipped]]:
@@ -144,7 +135,7 @@ def check(source: Source | Path | str, workers: int = 1, track: Track = untracke
     order = np.lexsort((index.offset, index.shard))
     counts = np.bincount(index.shard, minlength=len(index.shard_name))
     jobs = list(enumerate(np.split(order, np.cumsum(counts)[:-1])))
-    check_shard = partial(_check_shard, Reader(source, index))
+    check_shard = partial(_check_shard, ImageSet(source, index))
     damaged = list(chain(*map_in_processes(check_shard, jobs, workers, "checking shards", track)))
     if source.kind == "shards" and source.scheme in LISTABLE:
         with suppress(DistapError):  # not one shard is left, which is said of each
@@ -165,10 +156,10 @@ def same_bytes(index: Index) -> NDArray[np.int64]:
     return np.stack([first, second], axis=1)[same & (index.crc32[first] != 0)]
 
 
-def _check_shard(reader: Reader, job: tuple[int, NDArray[np.int64]]) -> list[Skipped]:
+def _check_shard(images: ImageSet, job: tuple[int, NDArray[np.int64]]) -> list[Skipped]:
     """Decode the images of a shard, given by their numbers, and compare its bytes with the index."""
     shard, samples = job
-    index, storage, damaged = reader.index, reader.storage, list[Skipped]()
+    index, storage, damaged = images.index, images.storage, list[Skipped]()
     assert isinstance(storage, Storage)
     name, size, sha256 = (column[shard].item() for column in (index.shard_name, index.shard_size, index.shard_sha256))
     reason = detail = ""
@@ -176,9 +167,9 @@ def _check_shard(reader: Reader, job: tuple[int, NDArray[np.int64]]) -> list[Ski
         found = storage.size(name)
         for sample in samples.tolist():
             try:
-                reader.encoded(sample).whole()
+                images.encoded(sample).whole()
             except DamagedImageError as error:
-                damaged.append(Skipped(reader.where(sample), str(error)))
+                damaged.append(Skipped(images.where(sample), str(error)))
         if found != size:
             reason, detail = "shard_size", f"{found} bytes, but {size} when it was indexed"
         elif sha256:

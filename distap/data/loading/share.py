@@ -34,7 +34,6 @@ from distap.world import World
 
 AUGMENTATION = 21  # first word of the key that augmentation's randomness is drawn with
 NO_SAMPLE = -1
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -116,24 +115,17 @@ class HeldPixels:
 def _mapped_file(folder: Path, size: int) -> mmap.mmap:
     """Map an unnamed file with its space reserved, because writing to a full disk later would kill the process."""
     try:
-        file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed below; the mapping lives on
-    except OSError as error:
-        raise DistapError(f"data.pixels.spool_folder: {folder}: no spool file can be made: {error}") from error
-    with file:
-        free = shutil.disk_usage(file.fileno()).free
-        try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:  # the mapping lives on
+            free = shutil.disk_usage(file.fileno()).free
             if free < size:  # ask first: a reservation that fails may have filled the disk for a moment
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                raise OSError(errno.ENOSPC, f"too little space for pixels: {size} bytes, and {free} are free")
             os.posix_fallocate(file.fileno(), 0, size)
             return mmap.mmap(file.fileno(), size)
-        except OSError as error:
-            if error.errno not in FULL:
-                raise DistapError(f"{folder}: the spool file cannot be used: {error}") from error
-            raise DistapError(
-                f"{folder}: too little space for pixels: this rank's spool file takes {size} bytes, {free} are free; "
-                "each rank of the host has one. Make room, set another data.pixels.spool_folder, or spread the batch "
-                "over more hosts"
-            ) from error
+    except OSError as error:
+        raise DistapError(
+            f"data.pixels.spool_folder: {folder}: no spool file can be made: {error.strerror or error}. Each rank of "
+            "the host has one: make room, set another folder, or spread the batch over more hosts"
+        ) from error
 
 
 class ShareOfBatch:

@@ -1,7 +1,6 @@
 """The index of a data set, place, class and size of every image: `index.npz` of shards, or made of single files."""
 
 import hashlib
-import io
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -28,7 +27,7 @@ from distap.data.shards.image_files import (
 from distap.data.shards.image_folders import Skipped
 from distap.errors import DistapError
 from distap.randomness import permutation
-from distap.storage.columns import Buffer, read_columns
+from distap.storage.columns import Buffer, columns_file, read_columns
 from distap.storage.files import Storage
 from distap.storage.locations import Source, parse_source, safe_name
 from distap.storage.remotes import MissingFileError
@@ -95,10 +94,8 @@ class Index:
     def save(self, source: Source | Path | str) -> None:
         """Write the index atomically to the place that its source defines."""
         storage, name = index_place(parse_source(source))
-        buffer = io.BytesIO()
-        columns: dict[str, Any] = {name: getattr(self, name) for name in COLUMNS}
-        np.savez(buffer, version=np.array(INDEX_VERSION), **columns)
-        storage.write(name, buffer.getvalue())
+        columns = {column: getattr(self, column) for column in COLUMNS}
+        storage.write(name, columns_file(version=np.array(INDEX_VERSION), **columns))
 
 
 def statistics(index: Index) -> dict[str, Any]:

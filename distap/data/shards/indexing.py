@@ -37,10 +37,7 @@ class Scan(NamedTuple):
 
 
 def index_shards(
-    source: Source | Path | str,
-    track: Track = untracked,
-    workers: int = 1,
-    levels: Sequence[str] = (),
+    source: Source | Path | str, track: Track = untracked, workers: int = 1, levels: Sequence[str] = ()
 ) -> tuple[Index, list[Skipped]]:
     """Read every byte of a source's tar shards once and write their index.
 

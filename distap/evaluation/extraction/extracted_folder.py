@@ -5,7 +5,6 @@ OUTPUT/parts/000012.npz    a part, written by the rank that described it; remove
 OUTPUT/about.json ...      the descriptors of all parts, see `retrieval/descriptor_files.py`, and what was left out
 """
 
-import io
 import json
 import shutil
 from contextlib import suppress
@@ -28,6 +27,7 @@ from distap.retrieval.descriptor_files import (
     write_described,
 )
 from distap.storage.atomic import write_whole
+from distap.storage.columns import columns_file
 from distap.storage.texts import read_json
 
 PARTS_FOLDER = "parts"
@@ -56,7 +56,7 @@ def extract_to_folder(
     describer, world, images = extraction.how.describer, extraction.how.world, extraction.images
     plan = {
         "version": EXTRACTION_VERSION,
-        "fingerprint": images.fingerprint,
+        "fingerprint": images.index.fingerprint,
         "images": len(images),
         **asdict(describer.described_by),
         "precision": describer.precision,
@@ -87,15 +87,12 @@ def extract_to_folder(
 
 
 def part_file(part: DescribedPart, dtype: str) -> bytes:
-    buffer = io.BytesIO()
-    np.savez(
-        buffer,
+    return columns_file(
         samples=part.samples,
         descriptors=part.descriptors.astype(dtype, copy=False),
         left_out=np.array(list(part.left_out), dtype=np.int64),
         reasons=np.array(list(part.left_out.values()), dtype=np.str_),
     )
-    return buffer.getvalue()
 
 
 def _part_path(output: Path, number: int) -> Path:
@@ -161,7 +158,9 @@ def _join_parts(extraction: Extraction, output: Path, parts: int, dtype: DType) 
         samples, descriptors = _read_part(output, number, "samples", "descriptors")
         array[row[samples]] = descriptors
     array.flush()
-    told = {str(images.keys[sample]): reason for sample, reason in sorted(left_out.items())} | dict(images.left_out)
+    told = {str(images.keys[sample]): reason for sample, reason in sorted(left_out.items())} | dict(
+        images.index.left_out
+    )
     keys, classes = images.keys[present], images.classes[present]
     joined = DescriptorSet(array, keys, classes, describer.described_by, images.name, told)
     write_described(output, joined, {DESCRIPTORS_FILE: None})

@@ -62,8 +62,8 @@ class Extraction:
 
     def __post_init__(self) -> None:
         world = self.how.world
-        if len(set(world.gather_values(self.images.fingerprint))) > 1:
-            mine = f"rank {world.rank} has fingerprint {self.images.fingerprint[:12]}"
+        if len(set(world.gather_values(self.images.index.fingerprint))) > 1:
+            mine = f"rank {world.rank} has fingerprint {self.images.index.fingerprint[:12]}"
             raise DistapError(f"{self.images.name}: the ranks see different images; {mine}")
 
     @property
@@ -106,9 +106,9 @@ class Extraction:
         describer, world = how.describer, how.world
         limit = max(int(describer.batch_pixels / max(1.0, *describer.network.scales) ** 2), 1)
         mine, areas = missing[world.rank :: world.size], self.shapes.prod(axis=1)
-        requests = [worker_requests(parts[number].tolist(), areas, limit) for number in mine]
+        requests = [worker_requests(parts[number], areas, limit) for number in mine]
         every = (request for part in requests for request in part)
-        chunks = sized_chunks(images.reader, describer.sizing, self.boxes, every, how.workers)
+        chunks = sized_chunks(images, describer.sizing, self.boxes, every, how.workers)
         done = len(images) - sum(len(parts[number]) for number in missing)
         shown = how.shown and world.rank == 0
         with closing(chunks), progress(f"describing {images.name}", len(images), done, shown) as show:
@@ -148,17 +148,10 @@ def extract_descriptors(extraction: Extraction) -> tuple[NDArray[np.int64], NDAr
     return samples, descriptors if len(samples) == len(images) else descriptors[samples], left_out
 
 
-def worker_requests(samples: list[int], areas: NDArray[np.int64], limit: int) -> list[list[int]]:
-    """Split images into requests for workers: at most HANDED_OVER images, or `limit` pixels, or one image."""
-    requests: list[list[int]] = [[]]
-    held = 0
-    for sample, area in zip(samples, areas[samples].tolist(), strict=True):
-        if requests[-1] and (held + area > limit or len(requests[-1]) == HANDED_OVER):
-            requests.append([])
-            held = 0
-        requests[-1].append(sample)
-        held += area
-    return requests
+def worker_requests(samples: NDArray[np.int64], areas: NDArray[np.int64], limit: int) -> list[list[int]]:
+    """Split a part's images into requests for workers, of one to HANDED_OVER images, `limit` pixels at most."""
+    count = min(max(limit // max(int(areas[samples].max()), 1), 1), HANDED_OVER)
+    return [samples[start : start + count].tolist() for start in range(0, len(samples), count)]
 
 
 class SharedProgress:

@@ -10,7 +10,7 @@ import torchvision.transforms.v2  # noqa: F401 - once, and not in each process t
 from torch import Tensor
 
 from distap.config.recipe import PrecisionName
-from distap.data.images.decoding import DamagedImageError, EncodedImage
+from distap.data.images.decoding import DamagedImageError
 from distap.data.images.whole_images import batches_of_one_shape
 from distap.data.sizing import Sizing
 from distap.errors import DistapError, logger
@@ -75,19 +75,11 @@ class ImageDescriber:
     def device(self) -> torch.device:
         return self.retrieval_network.mean.device
 
-    def describe(self, images: Sequence[bytes]) -> Tensor:
-        """Return descriptors (n, D) float32 of length 1, on the CPU, of encoded images.
+    def describe_pixels(self, images: Iterable[Tensor], count: int) -> Tensor:
+        """Describe `count` scaled images (3, height, width) uint8 as (n, D) float32 of length 1, on the CPU.
 
         Several threads may call this at once if the network is in evaluation mode.
-
-        Raises:
-            DamagedImageError: an image cannot be decoded or is too large.
         """
-        pixels = (self.sizing(EncodedImage(data)) for data in images)
-        return self.describe_pixels(pixels, len(images))
-
-    def describe_pixels(self, images: Iterable[Tensor], count: int) -> Tensor:
-        """Describe `count` scaled images (3, height, width) uint8 as (n, D) float32 of length 1."""
         descriptors = torch.empty(count, self.dimensions)
         with self.evaluating():
             for rows, batch in batches_of_one_shape(enumerate(images), self.batch_pixels):

@@ -11,7 +11,7 @@ from distap.data.converters import DATASETS
 from distap.data.converters.dataset import convert
 from distap.data.converters.protocols import OF_AN_INDEX, OF_THEMSELVES
 from distap.data.images.decoding import decode
-from distap.data.loading.reader import Reader
+from distap.data.loading.reader import ImageSet
 from distap.data.shards.index import load_index
 from distap.errors import DistapError
 
@@ -217,7 +217,7 @@ def test_every_data_set_has_a_tree():
 @pytest.mark.parametrize("name", TREES)
 def test_the_authors_files_become_a_data_set_a_split(name, tree, tmp_path):
     source, output = tree(name), tmp_path / "out"
-    converted = convert(DATASETS[name], source, output)
+    converted = convert(name, source, output)
     splits, groups = EXPECTED[name]
     assert {name: len(index) for name, (index, _) in converted.items()} == {
         split: sum(classes.values()) for split, classes in splits.items()
@@ -230,7 +230,7 @@ def test_the_authors_files_become_a_data_set_a_split(name, tree, tmp_path):
             label: [groups[label]] if isinstance(groups.get(label, []), str) else groups.get(label, [])
             for label in classes
         }
-        reader = Reader(output / split, index)
+        reader = ImageSet(output / split, index)
         if name not in ("vggface2", "ijb-c"):  # whose faces are cut out
             assert {reader.data(sample) for sample in range(len(index))} <= originals
     assert not any(left_out for _, left_out in converted.values())
@@ -238,14 +238,14 @@ def test_the_authors_files_become_a_data_set_a_split(name, tree, tmp_path):
 
 def test_a_face_is_cut_out_by_its_box_and_three_tenths_more(tree, tmp_path):
     source = tree("vggface2")
-    ((index, _),) = convert(DATASETS["vggface2"], source, tmp_path / "out", only=["train"]).values()
+    ((index, _),) = convert("vggface2", source, tmp_path / "out", only=["train"]).values()
     # Photographs are 10 x 8: boxes of 4 x 4 at (2, 1) give 1.4 to 6.6 by 0.4 to 5.6, and others are cut at the edge.
     assert [index.width.tolist(), index.height.tolist()] == [[6] * 4, [6, 8, 8, 8]]
-    packed = decode(Reader(tmp_path / "out/train", index).data(0))
+    packed = decode(ImageSet(tmp_path / "out/train", index).data(0))
     whole = decode((source / "train/n000002/0001_01.jpg").read_bytes()).crop((1, 0, 7, 6))
     assert np.abs(np.asarray(packed, int) - np.asarray(whole, int)).mean() < 4
     change(source / "bb_landmark/loose_bb_test.csv", ",2,1,4,4", ",20,1,4,4")
-    ((_, left_out),) = convert(DATASETS["vggface2"], source, tmp_path / "cut", only=["test"]).values()
+    ((_, left_out),) = convert("vggface2", source, tmp_path / "cut", only=["test"]).values()
     assert "lies outside of 10 x 8 pixels" in left_out[0].reason
 
 
@@ -258,7 +258,7 @@ def test_the_species_of_inaturalist_have_their_whole_tree_if_it_lies_there(tree,
     ranks = ["kingdom", "phylum", "class", "order", "family", "genus"]
     listed = [{"id": number, **dict(zip(ranks, path, strict=True))} for number, path in names.items()]
     (source / "categories.json").write_text(json.dumps(listed))
-    convert(DATASETS["inaturalist"], source, tmp_path / "out")
+    convert("inaturalist", source, tmp_path / "out")
     index = load_index(tmp_path / "out" / "test")
     assert index.class_name.tolist() == ["11", "7000"]
     assert index.class_levels[:, 0].tolist() == ["Animalia/P/C/O/F/Parus", "Plantae/P/C/O/F/Pieris"]
@@ -269,7 +269,7 @@ def test_the_species_of_inaturalist_have_their_whole_tree_if_it_lies_there(tree,
     ):
         (source / "categories.json").write_text(json.dumps(left))
         with pytest.raises(DistapError, match=message):
-            convert(DATASETS["inaturalist"], source, tmp_path / "other", only=["test"])
+            convert("inaturalist", source, tmp_path / "other", only=["test"])
 
 
 @pytest.mark.parametrize("name", ["sop", "landmarks-clean"])
@@ -277,7 +277,7 @@ def test_a_missing_image_is_counted_and_listed(name, tree, tmp_path):
     source, output = tree(name), tmp_path / "out"
     lost = some_image(source)
     lost.unlink()
-    left_out = [skipped for _, others in convert(DATASETS[name], source, output).values() for skipped in others]
+    left_out = [skipped for _, others in convert(name, source, output).values() for skipped in others]
     assert [(unquote(path), reason) for path, reason in left_out] == [(str(lost), "listed images that are not there")]
 
 
@@ -286,7 +286,7 @@ def test_a_wrong_line_is_named_by_file_and_number(name, file, old, new, message,
     source = tree(name)
     change(source / file, old, new)
     with pytest.raises(DistapError, match=message) as error:
-        convert(DATASETS[name], source, tmp_path / "out")
+        convert(name, source, tmp_path / "out")
     assert str(source) in str(error.value)
     assert not (tmp_path / "out").exists()
 
@@ -296,16 +296,16 @@ def test_a_path_that_leaves_the_folder_is_refused(name, file, old, new, number, 
     source = tree(name)
     change(source / file, old, new)
     with pytest.raises(DistapError, match=rf"line {number}: path '.*' leaves .*; expected one inside"):
-        convert(DATASETS[name], source, tmp_path / "out")
+        convert(name, source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_split_that_is_named_is_converted_alone(tree, tmp_path):
     source, output = tree("gldv2"), tmp_path / "out"
-    convert(DATASETS["gldv2"], source, output, only=["index"])
+    convert("gldv2", source, output, only=["index"])
     assert not (output / "train").exists() and not (output / "ground_truth.json").exists()
     with pytest.raises(DistapError, match="has no split 'tset'; expected some of train, index, query"):
-        convert(DATASETS["gldv2"], source, output, only=["tset"])
+        convert("gldv2", source, output, only=["tset"])
 
 
 def test_a_split_without_any_image_is_an_error(tree, tmp_path):
@@ -313,17 +313,17 @@ def test_a_split_without_any_image_is_an_error(tree, tmp_path):
     for path in source.rglob("*.JPG"):
         path.unlink()
     with pytest.raises(DistapError, match=r"none of the 4 images can be read; first: .*chair_final/1_0"):
-        convert(DATASETS["sop"], source, tmp_path / "out")
+        convert("sop", source, tmp_path / "out")
     (source / "Ebay_test.txt").write_text("image_id class_id super_class_id path\n")
     with pytest.raises(DistapError, match="test: its list names no image"):
-        convert(DATASETS["sop"], source, tmp_path / "out", only=["test"])
+        convert("sop", source, tmp_path / "out", only=["test"])
 
 
 def test_an_image_that_is_listed_twice_is_packed_once(tree, tmp_path):
     source = tree("revisitop1m")
     with (source / "revisitop1m.txt").open("a") as file:
         file.write("c/c5/c5f2.jpg\n")
-    ((index, left_out),) = convert(DATASETS["revisitop1m"], source, tmp_path / "out").values()
+    ((index, left_out),) = convert("revisitop1m", source, tmp_path / "out").values()
     assert len(index) == 3 and left_out == [("jpg/c/c5/c5f2.jpg", "images that are listed again")]
 
 
@@ -332,7 +332,7 @@ def test_landmarks_may_lie_where_the_list_says(tree, tmp_path):
     (source / "annotations_landmarks" / "annotation_clean_val.txt").write_text("val/a.jpg 8\nval/b.jpg 8\n")
     photo(source / "val" / "a.jpg")
     photo(source / "val" / "b.jpg")
-    convert(DATASETS["landmarks-clean"], source, tmp_path / "out", only=["validation"])
+    convert("landmarks-clean", source, tmp_path / "out", only=["validation"])
     assert counts(tmp_path / "out" / "validation") == {"8": 2}
 
 
@@ -344,7 +344,7 @@ def test_a_name_in_a_pickle_that_leaves_the_folder_is_refused(key, tmp_path):
     photo(tmp_path / "jpg" / "a.jpg")
     photo(tmp_path / "jpg" / "q.jpg")
     with pytest.raises(DistapError, match=r"gnd_roxford5k\.pkl.*path '\.\./outside\.jpg' leaves"):
-        convert(DATASETS["roxford5k"], tmp_path, tmp_path / "out")
+        convert("roxford5k", tmp_path, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,7 @@ def test_a_name_in_a_pickle_that_leaves_the_folder_is_refused(key, tmp_path):
 def test_a_wrong_row_of_a_matlab_file_is_named_by_its_place(row, message, tmp_path):
     cars(tmp_path, [row, ("car_ims/000001.jpg", 1)])
     with pytest.raises(DistapError, match=rf"cars_annos\.mat, {message}"):
-        convert(DATASETS["cars-196"], tmp_path, tmp_path / "out")
+        convert("cars-196", tmp_path, tmp_path / "out")
 
 
 @pytest.mark.parametrize("contents", [b"", b"no MATLAB file" * 99])
@@ -366,11 +366,11 @@ def test_a_damaged_matlab_file_is_named(contents, tree, tmp_path):
     source = tree("cars-196")
     (source / "cars_annos.mat").write_bytes(contents)
     with pytest.raises(DistapError, match=r"cars_annos\.mat: no MATLAB file with annotations"):
-        convert(DATASETS["cars-196"], source, tmp_path / "out")
+        convert("cars-196", source, tmp_path / "out")
 
 
 def test_a_matlab_file_without_scipy_says_what_to_install(tree, tmp_path, monkeypatch):
     source = tree("cars-196")
     monkeypatch.setitem(sys.modules, "scipy.io", None)
     with pytest.raises(DistapError, match=r"cars_annos\.mat: reading a MATLAB file needs scipy: pip install scipy"):
-        convert(DATASETS["cars-196"], source, tmp_path / "out")
+        convert("cars-196", source, tmp_path / "out")

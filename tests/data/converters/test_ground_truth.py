@@ -6,7 +6,6 @@ import pytest
 import torch
 from dataset_trees import TREES, dump
 
-from distap.data.converters import DATASETS
 from distap.data.converters.dataset import convert
 from distap.data.shards.index import load_index
 from distap.errors import DistapError
@@ -22,7 +21,7 @@ LISTS = {"cids": ["00000a", "00000b"], "cluster": [1, 1], "qidxs": [0], "pidxs":
 
 def converted(name, tmp_path, **options):
     TREES[name](tmp_path / "source")
-    convert(DATASETS[name], tmp_path / "source", tmp_path / "out", **options)
+    convert(name, tmp_path / "source", tmp_path / "out", **options)
     return tmp_path / "out"
 
 
@@ -136,7 +135,7 @@ def test_a_wrong_ground_truth_of_revisited_is_named(change, message, tmp_path):
     change(contents)
     dump(tmp_path / "source" / "gnd_roxford5k.pkl", contents)
     with pytest.raises(DistapError, match=rf"gnd_roxford5k\.pkl: {message}"):
-        convert(DATASETS["roxford5k"], tmp_path / "source", tmp_path / "out")
+        convert("roxford5k", tmp_path / "source", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -155,5 +154,5 @@ def test_a_wrong_list_of_sfm_is_named(change, message, tmp_path):
     change(contents)
     dump(tmp_path / "source" / "retrieval-SfM-120k.pkl", contents)
     with pytest.raises(DistapError, match=rf"retrieval-SfM-120k\.pkl: {message}"):
-        convert(DATASETS["sfm-120k"], tmp_path / "source", tmp_path / "out", only=["train"])
+        convert("sfm-120k", tmp_path / "source", tmp_path / "out", only=["train"])
     assert not (tmp_path / "out").exists()

@@ -9,7 +9,7 @@ from dataset_trees import dump
 from evil import Evil
 from pydantic import BaseModel, NonNegativeInt
 
-from distap.data.converters.pickles import Name, plain_value, read_plain_pickle
+from distap.data.converters.revisited import Name, plain_value, read_plain_pickle
 from distap.errors import DistapError
 
 MARK = "written-by-a-pickle"
