@@ -18,13 +18,12 @@ LARGEST_SCALE = 8.0
 class MultiScaleNetwork(nn.Module):
     """Map images to descriptors of length 1: generalised mean over scales (Radenović et al. 2018), whitening.
 
-    One scale of 1 without whitening gives exactly the network's descriptors. `dimensions` is D.
+    In the mean, negative components keep their sign, as in Revaud et al. One scale of 1 without whitening gives
+    exactly the network's descriptors. `dimensions` is D.
 
     Args:
         network: images to descriptors (n, C) of length 1.
         scales: factors of each image's height and width.
-        power: of the mean over scales; None takes `default_power`. Negative components keep their sign, as in
-            Revaud et al.
         whitening: mean (C,) and projection (D, C) of a linear layer at the end.
         antialias: smooth before shrinking; the code of Radenović et al. and Revaud et al. does not.
         dimensions: D, the first dimensions to keep at the very end; None keeps all.
@@ -37,13 +36,12 @@ class MultiScaleNetwork(nn.Module):
         self,
         network: RetrievalNetwork,
         scales: Sequence[float] = (1.0,),
-        power: float | None = None,
         whitening: tuple[Tensor, Tensor] | None = None,
         antialias: bool = True,
         dimensions: int | None = None,
     ) -> None:
         super().__init__()
-        power = default_power(network) if power is None else float(power)
+        power = mean_power(network)
         if not scales or not all(0 < scale <= LARGEST_SCALE for scale in scales):
             raise DistapError(f"scales {list(scales)}: expected numbers above 0 and at most {LARGEST_SCALE:g}")
         if len(set(scales)) < len(scales):
@@ -92,7 +90,7 @@ class MultiScaleNetwork(nn.Module):
         return self.network(interpolate(pixels, size, mode="bilinear", antialias=True))
 
 
-def default_power(network: RetrievalNetwork) -> float:
+def mean_power(network: RetrievalNetwork) -> float:
     """Return GeM's power for GeM's descriptors, which have no negative component; otherwise 1."""
     changed = network.layer_norm or not isinstance(network.head, nn.Identity)
     return 1.0 if changed or not isinstance(network.pooling, GeM) else network.pooling.power.item()

@@ -24,7 +24,7 @@ from distap.storage.texts import read_json
 
 ABOUT_FILE, DESCRIPTORS_FILE, KEYS_FILE, CLASSES_FILE = "about.json", "descriptors.npy", "keys.npy", "classes.npy"
 EXTRACTION_FILE = "extraction.json"  # the plan of the extraction that writes a folder
-DESCRIPTORS_VERSION = 2
+DESCRIPTORS_VERSION = 3
 
 Texts = NDArray[Any]  # of np.str_; beartype would treat each text length as a type of its own
 
@@ -49,7 +49,6 @@ class DescribedBy:
     network: str  # hash of its tensors
     sizing: str  # how images were resized, such as `crop 224`, `side 1024` or `original`
     scales: tuple[float, ...] = (1.0,)
-    scale_power: float = 1.0  # of the generalised mean over the scales
     whitening: str | None = None  # hash of the whitening applied after the network, if any
     antialias: bool = True  # of images at scales below 1
     dimensions: int | None = None  # first ones that were kept, if not all

@@ -31,7 +31,7 @@ def images():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_written_is_read(tmp_path, dtype):
-    maker = DescribedBy("abc", "side 1024", (1.0, 0.5), 3.0, "whitening")
+    maker = DescribedBy("abc", "side 1024", (1.0, 0.5), "whitening")
     images = replace(clustered(50, 6, 4, dtype=dtype), described_by=maker)
     write_descriptors(tmp_path / "of" / "mine", images)
     assert_same(read_descriptors(tmp_path / "of" / "mine"), images)
@@ -80,7 +80,7 @@ def test_a_record_that_is_none_or_does_not_fit_is_refused(tmp_path, images):
     write_descriptors(tmp_path, images)
     path = tmp_path / "about.json"
     about = json.loads(path.read_text())
-    for text in ("", "3", "[]", "{}", '{"version": 2}', "\udcff", "{"):
+    for text in ("", "3", "[]", "{}", '{"version": 3}', "\udcff", "{"):
         path.write_bytes(text.encode(errors="surrogateescape"))
         with pytest.raises(DistapError, match=r"about\.json: not readable"):
             read_descriptors(tmp_path)

@@ -36,7 +36,6 @@ class ImageDescriber:
     retrieval_network: RetrievalNetwork
     sizing: Sizing
     scales: Sequence[float] = (1.0,)
-    power: float | None = None  # of the generalised mean over the scales, see `MultiScaleNetwork`
     whitening: Whitening | None = None  # applied after the network
     precision: PrecisionName = "float32"  # of convolutions and matrix products
     antialias: bool = True  # smooth before shrinking to a scale below 1
@@ -58,13 +57,13 @@ class ImageDescriber:
     def network(self) -> MultiScaleNetwork:
         """Network that maps pixels to descriptors over all scales, whitened."""
         last = None if self.whitening is None else self.whitening.tensors, self.antialias, self.first
-        return MultiScaleNetwork(self.retrieval_network, self.scales, self.power, *last)
+        return MultiScaleNetwork(self.retrieval_network, self.scales, *last)
 
     @cached_property
     def described_by(self) -> DescribedBy:
         """Return a record of how descriptors are made, to store with them. Hash the network on first use."""
         last = None if self.whitening is None else self.whitening.fingerprint, self.antialias, self.first
-        ways = str(self.sizing), self.network.scales, self.network.power, *last
+        ways = str(self.sizing), self.network.scales, *last
         return DescribedBy(fingerprint(self.retrieval_network), *ways)
 
     @property
@@ -128,8 +127,7 @@ def describer_like(
     The network is put into evaluation mode.
     """
     by, sizing = described_by, Sizing.parse(described_by.sizing)
-    ways = by.scales, by.scale_power, whitening
-    describer = ImageDescriber(network, sizing, *ways, antialias=by.antialias, first=by.dimensions)
+    describer = ImageDescriber(network, sizing, by.scales, whitening, antialias=by.antialias, first=by.dimensions)
     for part in ("network", "whitening"):
         wanted, given = (getattr(by, part) or "none" for by in (described_by, describer.described_by))
         if wanted != given:
