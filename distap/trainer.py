@@ -21,14 +21,13 @@ from distap.evaluation.evaluation_set import DescribedSet
 from distap.evaluation.extraction.extracting import BrokenOffError
 from distap.model.backbone import RandomWeights
 from distap.processes.stopping import StopRequest
-from distap.ranking.memory import CrossBatchMemory
 from distap.stopwatch import Stopwatch
 from distap.storage.remotes import UnreachableError
 from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.runlog import NOT_FINITE_LOG
 from distap.telemetry.terminal import origin, set_up_run_logging
 from distap.telemetry.tracing import traced
-from distap.training.build import describing_of_set, fitting_of, learner_of, loss_learner_of, loss_of, step_of
+from distap.training.build import describing_of_set, fitting_of, learner_of, loss_of, step_of
 from distap.training.run_report import RunReport
 from distap.training.run_state import Figures, RunState, is_begun, score_of
 from distap.training.schedule import Length
@@ -90,11 +89,10 @@ class Trainer:
             describing_of_set(recipe, name, self.network, world)
         self.learner = learner_of(recipe, self.network, world)
         # Step: the three stages over this rank's replica, then one update.
-        memory, loss = CrossBatchMemory(recipe.memory.size), loss_of(recipe, self.images, self.network, world)
-        loss_learner, batch = loss_learner_of(recipe, loss, world), self.images.size
-        self.step = step_of(recipe, self.learner, loss, world, batch, memory, self.stopwatch, loss_learner)
+        loss = loss_of(recipe, self.images, self.network, world)
+        self.step = step_of(recipe, self.learner, loss, world, self.images.size, self.stopwatch)
         self.report.metrics.replay_drift_limit.set(self.step.stages.max_drift)
-        self.state = RunState(recipe, world, self.images, self.learner, memory, loss_learner)
+        self.state = RunState(recipe, world, self.images, self.step)
         self.done = 0  # steps that have led to the present parameters
         self.not_finite = 0  # steps in a row whose loss or gradient was not finite
 

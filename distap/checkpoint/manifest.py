@@ -46,7 +46,7 @@ class Manifest:
     step: int  # number of steps done
     ranks: int  # that wrote it
     files: dict[str, FileIdentity]
-    about: dict[str, Any] = field(default_factory=dict)  # hashes of configuration and data
+    about: dict[str, Any] = field(default_factory=dict)  # fingerprint of the data, version of the order of batches
     score: float | None = None  # validation mAP of this state, if it was evaluated
 
     def text(self) -> str:

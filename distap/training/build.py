@@ -217,9 +217,7 @@ def step_of(
     loss: Loss,
     world: World,
     batch: int,
-    memory: CrossBatchMemory | None = None,
     stopwatch: Stopwatch | None = None,
-    loss_learner: Learner | None = None,
 ) -> TrainingStep:
     """Build the recipe's step for global batches of `batch` images; measure micro-batch sizes that are `auto`."""
     replica = learner.replica
@@ -236,13 +234,13 @@ def step_of(
         MicroBatchSizes(replay, recipe.describe.size, 0 if keep == "auto" else keep),
         mode=recipe.rank.mode,
         memory_bytes=recipe.rank.memory_bytes,
-        memory=CrossBatchMemory(0) if memory is None else memory,
+        memory=CrossBatchMemory(recipe.memory.size),
         memory_after=recipe.memory.after,
         max_drift=recipe.replay.max_drift or default_drift(world.device, recipe.precision == "float32"),
         stopwatch=Stopwatch() if stopwatch is None else stopwatch,
         skip_below=recipe.replay.skip_below,
     )
-    return TrainingStep(stages, learner, loss_learner)
+    return TrainingStep(stages, learner, loss_learner_of(recipe, loss, world))
 
 
 def trained_network(

@@ -151,7 +151,6 @@ class StepResult:
     replay_drift: float  # greatest difference between the two descriptors of an image, over all ranks
     replayed: int  # images with a gradient that were described a second time
     kept: int  # images with a gradient whose graph was kept instead
-    queries: int
     skipped_queries: int  # images without another image of their class
     skipped: str | None = None  # why the parameters did not move: 'descriptor', 'loss' or 'gradient' was not finite
     not_finite: list[int] = field(default_factory=list)  # rows of this rank whose descriptor was not finite
@@ -180,7 +179,7 @@ class TrainingStep:
             if not stages.world.sum(torch.tensor(len(not_finite), device=stages.world.device)):
                 raise
             described.buffers.restore()
-            return StepResult(NAN, learning_rate, NAN, NAN, 0, 0, 0, 0, "descriptor", not_finite)
+            return StepResult(NAN, learning_rate, NAN, NAN, 0, 0, 0, "descriptor", not_finite)
         # All ranks take the same branch: `is_finite` and the norm are of the whole batch.
         worst, norm, replayed, kept = NAN, NAN, 0, 0
         if ranking.is_finite:
@@ -194,7 +193,7 @@ class TrainingStep:
         else:
             described.buffers.restore()  # a step that is skipped moves no statistics either
         skipped = None if norm < float("inf") else "gradient" if ranking.is_finite else "loss"
-        counts = replayed, kept, ranking.queries, ranking.skipped_queries
+        counts = replayed, kept, ranking.skipped_queries
         spread = float(gathered.descriptors.var(dim=0, correction=0).sum())
         return StepResult(float(ranking.loss), learning_rate, norm, worst, *counts, skipped, not_finite, spread)
 

@@ -1,6 +1,5 @@
 """Save the state of a run, and resume from it after an interruption."""
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from distap.ranking.memory import CrossBatchMemory
 from distap.registry import by_path
 from distap.storage.files import Storage
 from distap.telemetry.runlog import NOT_FINITE_LOG, RUN_LOG, STARTS_LOG
-from distap.training.learner import Learner, local, without_prefix
+from distap.training.learner import Learner, TrainingStep, local, without_prefix
 from distap.world import World
 
 # Files of the run folder that go to a store together with checkpoints.
@@ -49,20 +48,12 @@ def _storage_of(recipe: Recipe) -> Storage:
 class RunState:
     """State of a training on one rank, in memory and in the run's checkpoints, on disk or in a store."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        world: World,
-        images: TrainingImages,
-        learner: Learner,
-        memory: CrossBatchMemory,
-        loss_learner: Learner | None = None,
-    ) -> None:
-        self.recipe, self.world, self.images, self.learner = recipe, world, images, learner
+    def __init__(self, recipe: Recipe, world: World, images: TrainingImages, step: TrainingStep) -> None:
+        self.recipe, self.world, self.images, self.learner = recipe, world, images, step.learner
         # Other parts that have a state, by the prefix of the names of their tensors.
-        self._parts: dict[str, CrossBatchMemory | Learner] = {"memory": memory}
-        if loss_learner is not None:
-            self._parts["loss"] = loss_learner
+        self._parts: dict[str, CrossBatchMemory | Learner] = {"memory": step.stages.memory}
+        if step.loss_learner is not None:
+            self._parts["loss"] = step.loss_learner
         self._settings = recipe.model_dump(mode="json")
         self.score: float | None = None  # validation mAP of the checkpoint that the run goes on from
         section, storage = recipe.checkpoint, _storage_of(recipe)
@@ -119,8 +110,7 @@ class RunState:
         state: dict[str, Any] = {"step": step, "recipe": recipe, "folder": str(Path.cwd()), "figures": figures or {}}
         if self.recipe.model.architecture.startswith(tuple(SOURCES)):
             state["backbone"] = built_again(self.learner.network.backbone)
-        digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-        about = {"configuration": digest, "data": self.images.fingerprint, "order": self.images.order}
+        about = {"data": self.images.fingerprint, "order": self.images.order}
         self.writer.save(step, tensors, state, about, score_of(figures) if figures else None)
 
     def _take_over(self, checkpoint: Checkpoint) -> None:
