@@ -5,7 +5,7 @@ import os
 import pickle
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection
@@ -17,6 +17,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from distap.processes.forks import die_with_parent
 from distap.world import World, joined_world
 
 HELPERS = Path(__file__).parent
@@ -51,22 +52,18 @@ def on_ranks(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = server()
-    pipes, processes = [], []
-    for rank in range(size):
-        mine, theirs = context.Pipe()
-        process = context.Process(
-            target=_run, args=(theirs, dict(os.environ), rank, size, port, joins, function, arguments)
-        )
-        process.start()
-        theirs.close()
-        pipes.append(mine)
-        processes.append(process)
+    ours, theirs = zip(*(context.Pipe(duplex=False) for _ in range(size)), strict=True)
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
+    environment = dict(os.environ) | environment | {"WORLD_SIZE": str(size)}
+    group = context.Process(target=_fork, args=(theirs, environment, joins, function, arguments))
+    group.start()
+    for pipe in theirs:
+        pipe.close()
     try:
-        answers = [_answer(pipe, timeout) for pipe in pipes]
+        answers = [_answer(pipe, timeout) for pipe in ours]
     finally:
-        for process in processes:
-            process.join(60)
-            process.kill()
+        group.join(60)
+        group.kill()
     failures = [answer for answer in answers if isinstance(answer, RankFailedError)]
     if failures:
         raise RankFailedError("\n".join(str(failure) for failure in failures))
@@ -84,21 +81,27 @@ def _answer(pipe: Connection, timeout: float) -> Any:
         return RankFailedError("a rank ended without an answer")
 
 
+def _fork(pipes: Sequence[Connection], *given: Any) -> None:
+    """Fork the ranks from a process that has imported what their function needs, once for all."""
+    for rank in range(len(pipes)):
+        get_context("fork").Process(target=_run, args=(os.getpid(), rank, pipes, *given)).start()
+
+
 def _run(
-    pipe: Connection,
-    environment: dict[str, str],
+    parent: int,
     rank: int,
-    size: int,
-    port: int,
+    pipes: Sequence[Connection],
+    environment: dict[str, str],
     joins: bool,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
+    die_with_parent(parent)
     gc.freeze()  # or a collection would copy all memory of the server
+    for pipe in pipes[:rank] + pipes[rank + 1 :]:  # whose end tells that their ranks have left
+        pipe.close()
     os.environ.clear()  # of the server, as it was when that started
-    os.environ |= environment
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
+    os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
     answer: Any
     try:
@@ -108,4 +111,4 @@ def _run(
     except Exception:
         answer = RankFailedError(f"rank {rank}:\n{traceback.format_exc()}")
     # Plain bytes: tensors sent as such would live in memory that goes away with the rank.
-    pipe.send_bytes(pickle.dumps(answer))
+    pipes[rank].send_bytes(pickle.dumps(answer))
