@@ -3,7 +3,6 @@
 import json
 from fnmatch import fnmatch
 
-import peft
 import pytest
 import timm
 import torch
@@ -211,6 +210,8 @@ def test_what_training_changed_is_kept_next_to_the_name_of_its_base(tmp_path, tr
     again = distap.load(small, device="cpu")
     assert torch.equal(again(images), whole(images)) and again.dimensions == whole.dimensions
     if "adapter" in model:  # peft reads the folder too
+        import peft  # takes a second, which no other test should wait
+
         adapted = peft.PeftModel.from_pretrained(base, small).merge_and_unload().state_dict()
         own = whole.network.network.backbone.state_dict()
         assert all(torch.equal(tensor, own[name]) for name, tensor in adapted.items())
