@@ -50,7 +50,7 @@ def test_a_search_writes_a_recipe_and_a_page_and_goes_on_after_a_kill(folder, mo
         f"imagefolder:{folder}/photos[0.75:1]",
     )
     # The killed trial was that of the recipe's own values, which joined the lists; it goes on from its checkpoint.
-    assert distap(monkeypatch, *search, "--minutes", "0.2") == 0
+    assert distap(monkeypatch, *search, "--minutes", "0.1") == 0
     assert [entry["step"] for entry in read_run_log(first) if "loss" in entry] == [*range(1, 21)]
     said = capfd.readouterr()
     assert "loss smooth_ap" in said.err and "minutes left" in said.err and "Next: distap train " in said.out
