@@ -138,7 +138,9 @@ def read_described(
         about |= {"data": str(about["data"]), "left_out": dict(about["left_out"])}
         described_by = DescribedBy(**about["described_by"])
         shape = int(about["images"]), int(about["dimensions"])
-        expected = {each: FileIdentity(**about["files"][each]) for each in (name, KEYS_FILE, CLASSES_FILE)}
+        expected = {
+            each: FileIdentity(**{"sha256": "", **about["files"][each]}) for each in (name, KEYS_FILE, CLASSES_FILE)
+        }
     for each, identity in expected.items():
         if told := identity.difference(folder / each, ABOUT_FILE):
             raise DistapError(f"{folder / each}: {told}; {remedy}")

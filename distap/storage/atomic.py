@@ -99,7 +99,7 @@ class FileIdentity:
     """Size and SHA-256 of a file; they differ if the file is damaged or another one."""
 
     bytes: int
-    sha256: str = ""  # "" is not compared
+    sha256: str  # "" is not compared
 
     def difference(self, path: Path, record: str) -> str:
         """Say how a file differs from this identity, which `record` holds; "" if it does not."""

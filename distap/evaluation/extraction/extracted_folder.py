@@ -158,9 +158,8 @@ def _join_parts(extraction: Extraction, output: Path, parts: int, dtype: DType) 
         samples, descriptors = _read_part(output, number, "samples", "descriptors")
         array[row[samples]] = descriptors
     array.flush()
-    told = {str(images.keys[sample]): reason for sample, reason in sorted(left_out.items())} | dict(
-        images.index.left_out
-    )
+    told = {str(images.keys[sample]): reason for sample, reason in sorted(left_out.items())}
+    told |= dict(images.index.left_out)
     keys, classes = images.keys[present], images.classes[present]
     joined = DescriptorSet(array, keys, classes, describer.described_by, images.name, told)
     write_described(output, joined, {DESCRIPTORS_FILE: None})
