@@ -109,10 +109,7 @@ def test_a_box_is_cut_to_the_image_and_one_beside_it_is_refused():
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    shapes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), max_size=40),
-    most=st.integers(1, 60),
-)
+@given(shapes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), max_size=40), most=st.integers(1, 60))
 def test_every_image_is_in_one_batch_of_its_shape_within_the_limit(shapes, most):
     images = [(n, torch.full((3, *shape), n, dtype=torch.uint8)) for n, shape in enumerate(shapes)]
     batches = list(batches_of_one_shape(images, most))

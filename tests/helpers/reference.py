@@ -97,13 +97,7 @@ def soft_histograms(
     return histograms[0], histograms[1]
 
 
-def ap_q(
-    positives: Tensor,
-    negatives: Tensor,
-    bins: int = 20,
-    low: float = -1.0,
-    high: float = 1.0,
-) -> Tensor:
+def ap_q(positives: Tensor, negatives: Tensor, bins: int = 20, low: float = -1.0, high: float = 1.0) -> Tensor:
     """Revaud et al. 2019, eq. 10 to 12."""
     right, everything = soft_histograms(positives, negatives, bins, low, high)
     seen = everything.cumsum(0)
@@ -259,11 +253,7 @@ def contrastive(
 
 
 def triplet(
-    positives: Tensor,
-    negatives: Tensor,
-    margin: float | None = 0.1,
-    mining: str = "all",
-    squared: bool = False,
+    positives: Tensor, negatives: Tensor, margin: float | None = 0.1, mining: str = "all", squared: bool = False
 ) -> Tensor:
     """Hermans et al. 2017, eq. 5, and the soft margin below it; Gordo et al. 2017; Schroff et al. 2015, eq. 4."""
     losses = []

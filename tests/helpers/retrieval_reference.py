@@ -5,10 +5,7 @@ from collections.abc import Sequence
 
 
 def order_of(
-    similarities: Sequence[float],
-    positives: set[int],
-    ignored: set[int],
-    head: Sequence[int] = (),
+    similarities: Sequence[float], positives: set[int], ignored: set[int], head: Sequence[int] = ()
 ) -> list[int]:
     """Gallery rows, the head first and then the most similar ones, without the ignored."""
     rows = [row for row in range(len(similarities)) if row not in head]

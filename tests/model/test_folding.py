@@ -43,8 +43,7 @@ def largest_difference(network, other, seed=5):
 
 # Convolution and BatchNorm, BatchNorm with its activation, `same` padding, groups.
 @pytest.mark.parametrize(
-    ("backbone", "folds"),
-    [("resnet10t", 14), ("tf_efficientnet_lite0", 49), ("mobilenetv3_small_050", 34)],
+    ("backbone", "folds"), [("resnet10t", 14), ("tf_efficientnet_lite0", 49), ("mobilenetv3_small_050", 34)]
 )
 def test_a_folded_network_gives_the_descriptors_and_gradients_of_the_network(backbone, folds):
     network = trained_a_little(random_network(backbone, projection=16)).train()

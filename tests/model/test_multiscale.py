@@ -96,10 +96,7 @@ def test_an_export_scales_each_image_by_its_own_size():
         ({"scales": (1.0, 0.0)}, "expected numbers above 0"),
         ({"scales": (100.0,)}, "at most 8"),
         ({"scales": (1.0, 1.0)}, "one appears twice"),
-        (
-            {"whitening": (torch.zeros(3), torch.eye(3))},
-            r", expected \(16,\) and \(D, 16\)",
-        ),
+        ({"whitening": (torch.zeros(3), torch.eye(3))}, r", expected \(16,\) and \(D, 16\)"),
     ],
 )
 def test_settings_that_are_no_use_are_refused(settings, message):

@@ -123,11 +123,7 @@ def test_search_parameters_override_those_of_a_kind(gallery):
 @pytest.mark.parametrize(
     ("factory", "search", "message"),
     [
-        (
-            "IVF8,PX8",
-            "",
-            "cannot build an index 'IVF8,PX8' over 700 descriptors of 16 dimensions: could not parse",
-        ),
+        ("IVF8,PX8", "", "cannot build an index 'IVF8,PX8' over 700 descriptors of 16 dimensions: could not parse"),
         ("IVF701,Flat", "", r"training points \(700\) should be at least as large as number of clusters \(701\)"),
         ("HNSW32,PQ8x4", "", "'HNSW32,PQ8x4' cannot search by inner product"),
         ("IVF8,Flat", "nprobe=0", "search parameters 'nprobe=0' .*nprobe > 0"),

@@ -263,10 +263,7 @@ def test_the_species_of_inaturalist_have_their_whole_tree_if_it_lies_there(tree,
     assert index.class_name.tolist() == ["11", "7000"]
     assert index.class_levels[:, 0].tolist() == ["Animalia/P/C/O/F/Parus", "Plantae/P/C/O/F/Pieris"]
     assert index.class_levels[:, 5].tolist() == ["Animalia", "Plantae"]
-    for left, message in (
-        (listed[:1], "line 1: species 11 is not in"),
-        ([{"id": 1}], "no list of objects with id"),
-    ):
+    for left, message in ((listed[:1], "line 1: species 11 is not in"), ([{"id": 1}], "no list of objects with id")):
         (source / "categories.json").write_text(json.dumps(left))
         with pytest.raises(DistapError, match=message):
             convert("inaturalist", source, tmp_path / "other", only=["test"])

@@ -61,11 +61,7 @@ def test_google_landmarks_has_the_positives_of_each_query_that_counts(tmp_path):
     truth = json.loads((converted("gldv2", tmp_path) / "ground_truth.json").read_text())
     assert truth["gallery"] == ["index"]
     assert truth["queries"] == [
-        {
-            "name": "4444444444444444",
-            "part": "Public",
-            "positives": ["1111111111111111", "3333333333333333"],
-        },
+        {"name": "4444444444444444", "part": "Public", "positives": ["1111111111111111", "3333333333333333"]},
         {"name": "6666666666666666", "part": "Private", "positives": ["2222222222222222"]},
     ]
 
@@ -142,10 +138,7 @@ def test_a_wrong_ground_truth_of_revisited_is_named(change, message, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda c: c["train"].update(cids=["00000a", "../../etc"]),
-            r"train\.cids\.1: '../../etc': ",
-        ),
+        (lambda c: c["train"].update(cids=["00000a", "../../etc"]), r"train\.cids\.1: '../../etc': "),
         (lambda c: c["train"].update(cluster=[1]), "train has 2 images, but clusters of 1"),
     ],
 )
