@@ -144,8 +144,9 @@ def plain(value):
 
 
 def everything(world):
-    evaluate.MOST_QUERIES, ranks.CONVERTED_NUMBERS = 16, 64 * 8  # several blocks a rank; 15 queries are a single one
-    return all_losses(world), all_figures(world)
+    # Several blocks a rank; 15 queries are a single one.
+    with patch.object(evaluate, "MOST_QUERIES", 16), patch.object(ranks, "CONVERTED_NUMBERS", 64 * 8):
+        return all_losses(world), all_figures(world)
 
 
 def shared(world):
@@ -161,10 +162,7 @@ def shared(world):
 
 @pytest.fixture(scope="module")
 def on_a_cpu():
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(evaluate, "MOST_QUERIES", evaluate.MOST_QUERIES)
-        patched.setattr(ranks, "CONVERTED_NUMBERS", ranks.CONVERTED_NUMBERS)
-        return everything(World())
+    return everything(World())
 
 
 @pytest.mark.parametrize("size", [1, 3])
