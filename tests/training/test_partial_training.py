@@ -96,7 +96,7 @@ def on_each(world, cases):
 
 @pytest.fixture(scope="module")
 def exact():
-    return on_ranks(2, on_each, [("ddp",), ("ddp", torch.float64, 2), ("fsdp",)])
+    return on_ranks(2, on_each, [("ddp",), ("fsdp",)])
 
 
 @pytest.fixture(scope="module")
