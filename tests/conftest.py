@@ -31,19 +31,18 @@ settings.register_profile("searching", max_examples=50)
 settings.load_profile("ci" if "CI" in os.environ else "searching")
 
 
-# The longest files come first, so that none is left alone at the end; those that mostly wait are apart.
-FIRST = (
-    *("test_multi_node", "test_trainer", "test_slurm", "test_export", "test_cut_network", "test_faults"),
-    *("test_examples", "test_watchdog", "test_trained_losses", "test_engines", "test_engine_trainings"),
-    *("test_study", "test_serving", "test_stored_run", "test_commands", "test_backbones", "test_many_ranks"),
-    "test_partial_training",
-)
+# The longest files come first, so that none is left alone at the end; those that mostly wait lead.
+FIRST = """
+multi_node watchdog cut_network tune slurm recipes partial_training engines multistage faults examples losses commands
+trainer wheel compiled_loops length_and_rates ranks nccl_rules trained_losses export many_ranks study engine_trainings
+stored_run from_run_to_run decoders site peak_memory extraction backbones reads service serving search_page
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Choose the order in which workers take files."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    place = {name: number for number, name in enumerate(FIRST)}
+    place = {f"test_{name}": number for number, name in enumerate(FIRST.split())}
     items.sort(key=lambda item: (place.get(item.path.stem, len(FIRST)), -slow[item.path]))
 
 
