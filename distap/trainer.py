@@ -15,7 +15,9 @@ import torch
 
 from distap.checkpoint.agreement import first_on_rank_0
 from distap.config.recipe import Recipe
+from distap.data.loading.indexed import IndexedImages
 from distap.data.loading.share import ShareOfBatch
+from distap.data.sampling import MinedSampling
 from distap.errors import CAUSES, FINISHED, RESTART, DistapError, logger
 from distap.evaluation.evaluation_set import DescribedSet
 from distap.evaluation.extraction.extracting import BrokenOffError
@@ -27,7 +29,8 @@ from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.runlog import NOT_FINITE_LOG
 from distap.telemetry.terminal import origin, set_up_run_logging
 from distap.telemetry.tracing import traced
-from distap.training.build import describing_of_set, fitting_of, learner_of, loss_of, step_of
+from distap.training.build import describing_of, describing_of_set, fitting_of, learner_of, loss_of, step_of
+from distap.training.mining import NearestClasses
 from distap.training.run_report import RunReport
 from distap.training.run_state import Figures, RunState, is_begun, score_of
 from distap.training.schedule import Length
@@ -92,7 +95,10 @@ class Trainer:
         loss = loss_of(recipe, self.images, self.network, world)
         self.step = step_of(recipe, self.learner, loss, world, self.images.size, self.stopwatch)
         self.report.metrics.replay_drift_limit.set(self.step.stages.max_drift)
-        self.state = RunState(recipe, world, self.images, self.step)
+        self.nearest: NearestClasses | None = None
+        if isinstance(self.images, IndexedImages) and isinstance(recipe.sampling, MinedSampling):
+            self.nearest = NearestClasses(self.images, recipe.sampling)
+        self.state = RunState(recipe, world, self.images, self.step, self.nearest)
         self.done = 0  # steps that have led to the present parameters
         self.not_finite = 0  # steps in a row whose loss or gradient was not finite
 
@@ -126,7 +132,7 @@ class Trainer:
     def _train(self, stop: StopRequest) -> int:
         lap, first, stopping, tracing = time.perf_counter(), self.done, False, False
         steps, folder = self.length.steps, self.recipe.run / TRACES
-        for share in self.images.shares(range(self.done, steps)):
+        for share in self._shares(stop):
             origin.step = share.step + 1
             self.learner.held = ("backbone",) if share.step < self.length.head_only else ()
             with traced(folder, self.world.rank, share.step + 1) if tracing else nullcontext():
@@ -151,10 +157,27 @@ class Trainer:
             self._save_if_due(figures)
             lap = time.perf_counter()  # an evaluation and a checkpoint do not count for the next step
         self._finish_checkpoint()
-        if stopping and (self.done < steps or self._owes_evaluation()):
+        if self.done < steps or (stopping and self._owes_evaluation()):
             logger.warning("stopped after step %d of %d, with a checkpoint", self.done, steps)
             return RESTART
         return FINISHED
+
+    def _shares(self, stop: StopRequest) -> Iterator[ShareOfBatch]:
+        """Yield this rank's shares of all steps that are left; mine near classes when it is time to."""
+        steps = self.length.steps
+        every = steps if self.nearest is None else self.recipe.sampling.every
+        while self.done < steps:
+            if self.nearest is not None and self.done % every == 0:
+                self.world.note(f"mining after step {self.done}")
+                try:
+                    with self.learner.replica.describing():
+                        how = describing_of(self.recipe, self.network, self.world)
+                        self.nearest.renew(replace(how, is_asked_to_stop=lambda: stop.requested))
+                except BrokenOffError:  # it is mined after the restart
+                    if self.done:
+                        self._save()
+                    return
+            yield from self.images.shares(range(self.done, min((self.done // every + 1) * every, steps)), steps)
 
     def _owes_evaluation(self) -> bool:
         return bool(self.sets) and self.length.is_due(self.recipe.evaluation, self.done)

@@ -227,6 +227,8 @@ class Recipe(NetworkRecipe):
                 f"data.reading is streamed, which gives images in the order of the shards, but sampling.name is "
                 f"{sampling}; set it to random, or data.reading to indexed"
             )
+        if self.data.is_described and sampling == "mined":
+            raise ValueError("sampling.name is mined, which describes images again, but data.train holds descriptors")
         if name_of("engine", self.engine) == "deepspeed":
             self._fits_deepspeed()
         is_alone = self.model.projection is not None and self.model.adapter is None

@@ -5,6 +5,7 @@ is the same on any number of ranks, and resumes at any step without losing or re
 """
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Protocol
@@ -24,8 +25,11 @@ class Classes:
     """Samples by class, and classes by coarser classes.
 
     `labels` is the (N,) class of each sample, 0 .. K-1, and `levels` the (K, L - 1) names of the coarser classes that
-    hold each class, finer first; "" for none. Classes `with_pairs` can hold a query.
+    hold each class, finer first; "" for none. Classes `with_pairs` can hold a query. `nearest` is None, or (K, m) the
+    m classes nearest to each by descriptors of an earlier step, itself first.
     """
+
+    nearest: NDArray[np.int64] | None = None
 
     def __init__(self, labels: NDArray[np.int64], levels: NDArray[np.str_] | None = None) -> None:
         self.labels = labels
@@ -46,6 +50,12 @@ class Classes:
     def nth(self, labels: NDArray[np.int64], places: NDArray[np.int64]) -> Samples:
         """Return the sample at a place within a class, for arrays of classes (`labels`) and `places`."""
         return self._order[self._ends[labels] + places]
+
+    def with_nearest(self, nearest: NDArray[np.int64]) -> "Classes":
+        """Return the same classes with this table; plans of the two draw different batches."""
+        classes = copy(self)
+        classes.nearest = nearest
+        return classes
 
     def available(self, labels: NDArray[np.int64], images: int) -> int:
         """Return how many images these classes provide if each gives at most `images`."""

@@ -150,6 +150,31 @@ class PByKSampling(SomeOfEach):
 
 
 @dataclass(frozen=True)
+class MinedSampling(SomeOfEach):
+    """Take P classes in groups that lie near each other, so that negatives are hard, and K images of each.
+
+    Classes take turns as in `p_by_k`, and each brings those whose mean descriptors are nearest to its own. As Gordo
+    et al. 2017 and Radenović et al. 2019 mine negatives from a pool that is described again from time to time, the
+    training describes all its images before the first step and after every `every` steps.
+    """
+
+    near: Annotated[int, Field(ge=2)] = 8
+    """Number of classes of a group."""
+    every: PositiveInt = 100
+    """Number of steps after which the training describes its images again."""
+
+    def check(self, data: Classes) -> None:
+        PByKSampling(self.classes, self.images).check(data)
+
+    def batch(self, data: Classes, seed: int, step: int) -> Samples:
+        """Return (B,) sample numbers, class by class; those of p_by_k before any images are described."""
+        nearest = np.arange(data.count)[:, None] if data.nearest is None else data.nearest
+        places = turns(len(data.with_pairs), -(-self.classes // nearest.shape[1]), step, CLASSES, seed)
+        order = (nearest[data.with_pairs[chosen]].reshape(-1) for chosen in places)
+        return _some_of_each(data, order, self.images, self.size, seed, step)
+
+
+@dataclass(frozen=True)
 class SuperPByKSampling(SomeOfEach):
     """Take P classes and K images of each from two super-categories, so that negatives are hard to tell apart.
 

@@ -17,11 +17,11 @@ from distap.data.loading.share import TrainingImages
 from distap.errors import CAUSES, DistapError, logger
 from distap.evaluation.saved import FOLDER as EVALUATIONS
 from distap.model.backbone import SOURCES, built_again
-from distap.ranking.memory import CrossBatchMemory
 from distap.registry import by_path
 from distap.storage.files import Storage
 from distap.telemetry.runlog import NOT_FINITE_LOG, RUN_LOG, STARTS_LOG
-from distap.training.learner import Learner, TrainingStep, local, without_prefix
+from distap.training.learner import TrainingStep, local, without_prefix
+from distap.training.mining import NearestClasses
 from distap.world import World
 
 # Files of the run folder that go to a store together with checkpoints.
@@ -48,12 +48,18 @@ def _storage_of(recipe: Recipe) -> Storage:
 class RunState:
     """State of a training on one rank, in memory and in the run's checkpoints, on disk or in a store."""
 
-    def __init__(self, recipe: Recipe, world: World, images: TrainingImages, step: TrainingStep) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        world: World,
+        images: TrainingImages,
+        step: TrainingStep,
+        nearest: NearestClasses | None = None,
+    ) -> None:
         self.recipe, self.world, self.images, self.learner = recipe, world, images, step.learner
         # Other parts that have a state, by the prefix of the names of their tensors.
-        self._parts: dict[str, CrossBatchMemory | Learner] = {"memory": step.stages.memory}
-        if step.loss_learner is not None:
-            self._parts["loss"] = step.loss_learner
+        parts = {"memory": step.stages.memory, "loss": step.loss_learner, "mined": nearest}
+        self._parts = {name: part for name, part in parts.items() if part is not None}
         self._settings = recipe.model_dump(mode="json")
         self.score: float | None = None  # validation mAP of the checkpoint that the run goes on from
         section, storage = recipe.checkpoint, _storage_of(recipe)

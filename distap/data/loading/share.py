@@ -189,12 +189,13 @@ class TrainingImages(ABC):
     def chunks(self, steps: range) -> Generator[Chunk]:
         """Yield this rank's images of all these steps."""
 
-    def shares(self, steps: range) -> Generator[ShareOfBatch]:
+    def shares(self, steps: range, of: int | None = None) -> Generator[ShareOfBatch]:
         """Return this rank's shares of each step's global batch; use a share up before taking the next.
 
-        Raise a DistapError at once if there is no room for the pixels. The training ends with the last step.
+        Raise a DistapError at once if there is no room for the pixels. The training has `of` steps; None: it ends
+        with the last of these.
         """
-        self.job = job = replace(self.job, steps=steps.stop)
+        self.job = job = replace(self.job, steps=of or steps.stop)
         count, size, width = len(self.slots), max(size for _, size, _ in job.sizes), job.dimensions
         shape, dtype = ((count, 3, size, size), torch.uint8) if width is None else ((count, width), torch.float32)
         held = HeldPixels(job.pixels, shape, dtype, pinned=self.world.device.type == "cuda")

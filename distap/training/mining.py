@@ -1,0 +1,55 @@
+"""Find the classes that are nearest to each other, from which `sampling: mined` makes batches."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from distap.data.loading.indexed import IndexedImages
+from distap.data.loading.reader import open_images
+from distap.data.sampling import MinedSampling
+from distap.errors import logger
+from distap.evaluation.extraction.extracting import Describing, Extraction, extract_descriptors
+
+ROWS = 1024  # classes whose similarities to all others are computed at once
+
+
+class NearestClasses:
+    """The table of nearest classes by descriptors of an earlier step, a part of the state of a run.
+
+    With it a batch is still a function of data set, seed and step, on any number of ranks and after a restart.
+    """
+
+    def __init__(self, images: IndexedImages, sampling: MinedSampling) -> None:
+        self.images, self._near = images, sampling.near
+
+    def renew(self, describing: Describing) -> None:
+        """Describe all training images, and compare the mean descriptors of their classes; all ranks call this."""
+        started, classes = time.perf_counter(), self.images.plan.classes
+        samples, descriptors, _ = extract_descriptors(Extraction(describing, open_images(self.images.job.source)))
+        sums = torch.zeros(classes.count, descriptors.shape[1])
+        sums.index_add_(0, torch.from_numpy(classes.labels[samples]), torch.from_numpy(descriptors))
+        means, usable = normalize(sums), torch.from_numpy(classes.with_pairs)
+        nearest = torch.arange(classes.count)[:, None].repeat(1, min(self._near, len(usable)))
+        for rows in usable.split(ROWS):
+            similarities = means[rows] @ means[usable].T
+            similarities[rows[:, None] == usable] = torch.inf  # a class comes first in its own row
+            nearest[rows] = usable[similarities.topk(nearest.shape[1], dim=1).indices]
+        # A sum may differ in its last bit between hosts, so rank 0's table counts.
+        self._use(describing.world.broadcast(nearest.to(describing.world.device)).cpu())
+        logger.info("mined classes near each other in %.1f s", time.perf_counter() - started)
+
+    def _use(self, nearest: Tensor) -> None:
+        plan = self.images.plan
+        self.images.plan = replace(plan, classes=plan.classes.with_nearest(nearest.numpy().astype(np.int64)))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        nearest = self.images.plan.classes.nearest
+        return {} if nearest is None else {"nearest": torch.from_numpy(nearest)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._use(state["nearest"])

@@ -1,0 +1,100 @@
+"""Batches of classes that lie near each other by descriptors of the training itself."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from ranks import on_ranks
+from small_trainings import DESCENT, losses, parameters, recipe, train
+
+from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER
+from distap.data.plan import Classes, Plan
+from distap.data.sampling import MinedSampling, PByKSampling
+from distap.data.shards.index import load_index
+from distap.errors import DistapError
+from distap.evaluation.extraction.extracting import BrokenOffError
+from distap.evaluation.sets import open_set
+from distap.trainer import Trainer
+from distap.training.build import describing_of, network_of
+from distap.world import World
+
+MINED = {"name": "mined", "classes": 4, "images": 2, "near": 2, "every": 2}
+SETTINGS = {"sampling": MINED, "steps": 5, "optimizer": DESCENT, "checkpoint": {"every": 3, "keep": 9}}
+
+
+def train_on_ranks(world, run, shards):
+    train(world, run, shards, **SETTINGS)
+
+
+def test_each_class_brings_those_that_are_nearest_to_it():
+    classes, sampling = Classes(np.repeat(np.arange(12), 3)), MinedSampling(classes=6, images=2, near=3)
+    pairs = np.arange(12) // 3 * 3  # four groups of three, each nearest to the others of its own
+    nearest = np.stack(
+        [np.roll(group + np.arange(3), -own) for own, group in zip(np.arange(12) % 3, pairs, strict=True)]
+    )
+    nearest = np.array([[own, *(one for one in row if one != own)] for own, row in enumerate(nearest.tolist())])
+    plan = Plan(classes.with_nearest(nearest), sampling, 0)
+    batches = [plan.batch(step) for step in range(40)]
+    for batch in batches:
+        taken = classes.labels[batch]
+        assert len(set(batch.tolist())) == 12 and np.bincount(taken).max() == 2
+        assert sorted(np.bincount(np.unique(taken) // 3).tolist())[-2:] == [3, 3]  # two whole groups
+    assert {label for batch in batches for label in classes.labels[batch].tolist()} == set(range(12))
+    assert np.array_equal(plan.batch(3), Plan(classes.with_nearest(nearest), sampling, 0).batch(3))
+    before = Plan(classes, sampling, 0).batch(3)
+    assert np.array_equal(before, Plan(classes, PByKSampling(classes=6, images=2), 0).batch(3))
+
+
+def test_it_mines_by_its_own_descriptors_resumes_between_and_is_the_same_on_two_ranks(tmp_path, training_shards):
+    whole, resumed = tmp_path / "1", tmp_path / "resumed"
+    for ranks in (1, 2):
+        on_ranks(ranks, train_on_ranks, tmp_path / str(ranks), training_shards)
+    assert losses(tmp_path / "2") == pytest.approx(losses(whole), abs=1e-5) and len(losses(whole)) == 5
+    checkpoint = f"{CHECKPOINTS_FOLDER}/step-00000003"  # the classes were mined after step 2
+    shutil.copytree(whole / checkpoint, resumed / checkpoint)
+    train(World(), resumed, training_shards, **SETTINGS)
+    assert losses(resumed) == losses(whole)[3:]
+    assert all(torch.equal(parameters(whole)[name], parameters(resumed)[name]) for name in parameters(whole))
+
+
+def test_the_table_holds_the_classes_of_the_nearest_means(tmp_path, training_shards):
+    settings = recipe(tmp_path, training_shards, **SETTINGS | {"steps": 1})
+    trainer = Trainer(settings, World())
+    trainer.train()
+    found, index = trainer.images.plan.classes.nearest, load_index(training_shards[0])
+    network = network_of(settings, World())
+    described = open_set(str(training_shards[0])).describe(describing_of(settings, network, World()))
+    means = np.stack([described.queries[index.label == label].mean(0) for label in range(len(index.class_name))])
+    means /= np.linalg.norm(means, axis=1, keepdims=True)
+    usable = index.classes.with_pairs
+    for label in usable:
+        others = [other for other in usable if other != label]
+        assert found[label].tolist() == [label, max(others, key=lambda other: float(means[label] @ means[other]))]
+
+
+def test_a_request_to_stop_while_it_mines_ends_with_a_checkpoint(tmp_path, training_shards):
+    trainer = Trainer(recipe(tmp_path / "run", training_shards, **SETTINGS), World())
+    renew = trainer.nearest.renew
+
+    def renew_once(describing):
+        if trainer.done:
+            raise BrokenOffError
+        renew(describing)
+
+    trainer.nearest.renew = renew_once
+    assert trainer.train() == 75
+    assert (tmp_path / "run" / CHECKPOINTS_FOLDER / "step-00000002").exists()
+    train(World(), tmp_path / "run", training_shards, **SETTINGS)
+    train(World(), tmp_path / "whole", training_shards, **SETTINGS)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_descriptors_cannot_be_mined(tmp_path, training_shards):
+    with pytest.raises(DistapError, match="which describes images again"):
+        recipe(
+            tmp_path,
+            ("described:somewhere",),
+            **SETTINGS,
+            model={"backbone": "test_resnet", "weights": {"name": "random"}, "projection": 8},
+        )
