@@ -34,6 +34,8 @@ FAMILIES = (  # beginnings of a backbone's name, Adam's rate, and what it rests 
     (r"vit|deit|swin|beit|eva|cait|xcit", 1e-5, "the rate of Ramzi et al. 2021 for DeiT on SOP"),
 )
 SMALLEST_SIDE, STEP_OF_SIDE = 64, 32  # pixels; networks pretrained on photographs see little in fewer
+LARGER = 1.25  # sides of images in evaluations, next to random crops in training (Touvron et al. 2019)
+TAKES_ANY_SIZE = r"(tf_)?(efficientnet|mobilenet|regnet|resnet|convnext)"
 GPU_DEVICES = ("nvidiactl", "nvmap", "dxg", "kfd")  # of NVIDIA's driver, on Jetsons, in WSL, of AMD's driver
 LARGEST_SIDE = {"cpu": 128, "cuda": 224}
 DEFAULT_BACKBONE = {"cpu": "tf_efficientnet_lite0", "cuda": "resnet50"}
@@ -123,6 +125,9 @@ def recipe_for(seen: Look, run: str, backbone: str | None, weights: str, size: i
     side = size or multiple * int(np.clip(round(seen.side / multiple), least, most))
     name = "" if weights == "random" else Path(backbone).name
     source, rate = next(((why, rate) for names, rate, why in FAMILIES if re.match(names, name)), ("", RANDOM_RATE))
+    larger = side
+    if re.match(TAKES_ANY_SIZE, Path(backbone).name):
+        larger = -int(-LARGER * side // STEP_OF_SIDE) * STEP_OF_SIDE
     # Fitted to few classes, pretrained features tell others apart less well.
     is_careful = weights != "random" and is_small and not seen.shared and not source
     if name and not source:
@@ -141,6 +146,7 @@ def recipe_for(seen: Look, run: str, backbone: str | None, weights: str, size: i
         every=steps // EVALUATIONS,
         warmup=steps // WARMUP_SHARE,
         side=side,
+        larger=larger,
         backbone=backbone,
         weights=weights,
         is_careful=is_careful,

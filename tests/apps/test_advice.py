@@ -26,7 +26,7 @@ def test_the_recipe_of_a_folder_trains_as_it_is_and_evaluates(tmp_path, monkeypa
     loaded, images = load_recipe(recipe), sum(train.values())
     assert loaded.sampling.classes == (len(train) if len(train) < 100 else min(images // 8, 96) // 3)
     assert loaded.steps * loaded.sampling.size >= 10 * images - loaded.sampling.size
-    assert loaded.data.image_size == 64
+    assert (loaded.data.image_size, loaded.sizing) == (64, "crop 96")
     assert loaded.optimizer.learning_rate == (
         1e-4 if len(train) < 100 else 3e-4
     )  # few classes spoil what is pretrained
