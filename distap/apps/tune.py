@@ -19,6 +19,7 @@ from distap.apps.advice import HELD_OUT, LEAST_TO_HOLD_OUT
 from distap.apps.search_space import as_yaml, default_space, is_list, parsed_space
 from distap.apps.trainings import last_error, start_training
 from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER
+from distap.checkpoint.lease import Lease
 from distap.config.reading import changed_settings, load_recipe, recipe_file
 from distap.config.recipe import Recipe
 from distap.data.shards.index import load_index
@@ -28,6 +29,7 @@ from distap.pages.page import write_page
 from distap.registry import by_path
 from distap.retrieval.figures import figures_named
 from distap.storage.atomic import write_whole
+from distap.storage.files import Storage
 from distap.storage.locations import part_of
 from distap.storage.texts import read_text
 from distap.telemetry.runlog import RUN_LOG, read_run_log
@@ -66,6 +68,8 @@ class Tuning:
         if (count := self.index.classes.count) < LEAST_TO_HOLD_OUT:
             told = f"{count} classes, of which none can be held out to judge trials by"
             raise DistapError(f"{self.recipe.data.train}: {told}; expected at least {LEAST_TO_HOLD_OUT}")
+        own = self.of_trial(self.folder, self.with_values({}, self.share))
+        load_recipe(own, where=f"{self.config}, in a trial")
         file = self.file or self.folder / SPACE_FILE
         if self.file is None and not file.exists():
             write_whole(file, default_space(self.recipe, self.index))
@@ -121,8 +125,16 @@ class Tuning:
         """Run trials, each in processes of its own, while there is time; write recipe and page after each.
 
         Raises:
-            DistapError: no trial came to its end.
+            DistapError: no trial came to its end, or another search runs in the folder.
         """
+        lease = Lease("--output", Storage(str(self.folder)))
+        lease.take()
+        try:
+            self._search(minutes)
+        finally:
+            lease.release()
+
+    def _search(self, minutes: float) -> None:
         for interrupted in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
             self.study.enqueue_trial(interrupted.params)  # which goes on from its checkpoint
             self.study.tell(interrupted.number, state=TrialState.FAIL)
@@ -173,12 +185,12 @@ class Tuning:
         if self.whole:
             self.write()
 
-    def train(self, run: Path, settings: dict[str, Any]) -> Iterator[float]:
-        """Train on the classes that are not held out; yield the figure of the others after each part of the steps."""
+    def of_trial(self, run: Path, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return settings that train on the classes that are not held out, and judge by the others."""
         judged = max(LEAST_JUDGED, JUDGED * self.share * self.images) / len(self.index)
         judged = max(judged, LEAST_CLASSES / self.index.classes.count)
         every, train, first = ceil(settings["steps"] / RUNGS), str(self.recipe.data.train), 1 - HELD_OUT
-        of_trial = {
+        of_trial: dict[str, Any] = {
             "run": str(run),
             "data.train": part_of(train, 0, first),
             "data.validation": part_of(train, first, min(1.0, first + judged)),
@@ -186,9 +198,12 @@ class Tuning:
             "evaluation": {"every": every, "unit": "steps", "at_start": False, "figures": [self.figure]},
             "checkpoint": {"every": every, "unit": "steps", "keep": 1, "store": None},
         }
+        return changed_settings(settings, [of_trial, "evaluation.also={}", "loggers=[]", "metrics.port=null"])
+
+    def train(self, run: Path, settings: dict[str, Any]) -> Iterator[float]:
+        """Train a trial; yield the figure of the held-out classes after each part of the steps."""
         file, log, told, running = run / "trial.yaml", run / OUTPUT, 0, True
-        of_trial_alone = ["evaluation.also={}", "loggers=[]", "metrics.port=null"]
-        write_whole(file, yaml.safe_dump(changed_settings(settings, [of_trial, *of_trial_alone])))
+        write_whole(file, yaml.safe_dump(self.of_trial(run, settings)))
         process = start_training(file, self.ranks, log)
         try:
             while running:

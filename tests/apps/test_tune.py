@@ -42,6 +42,8 @@ def test_a_search_writes_a_recipe_and_a_page_and_goes_on_after_a_kill(folder, mo
     trials = folder / "tuned/trials"
     with started(["distap", *search], folder) as job:  # which kills it at the end
         job.wait_until(lambda: [*trials.glob("*/*/checkpoints/*/manifest.json")])
+        assert distap(monkeypatch, *search) == 2
+        assert "--output: " in (told := capfd.readouterr().err) and "another training runs here" in told
     (first,) = trials.glob("*/*")
     own = load_recipe(first / "trial.yaml")
     assert (own.steps, own.sampling.size, own.schedule.warmup, own.evaluation.every) == (20, 8, 2, 5)
@@ -67,6 +69,11 @@ def test_a_search_writes_a_recipe_and_a_page_and_goes_on_after_a_kill(folder, mo
     assert tuned.data.image_sizes or tuned.steps * tuned.sampling.size == 320
     page = (folder / "tuned/tuning.html").read_text()
     assert "<svg" in page and page.count("<tr>") > 1
+
+
+def test_what_no_trial_could_do_is_refused_before_any(folder, monkeypatch, capfd):
+    assert distap(monkeypatch, "tune", "recipe.yaml", "data.reading=streamed", "sampling=random") == 2
+    assert "recipe.yaml, in a trial: data.reading is streamed" in capfd.readouterr().err
 
 
 def test_few_classes_are_refused(folder, monkeypatch, capfd):
