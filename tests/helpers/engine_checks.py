@@ -35,6 +35,7 @@ ADAM, PLAIN = TimmOptimizer("adam"), TimmOptimizer("momentum", momentum=0.0)
 DECAY = 0.7  # of the average of the parameters
 # Steps of training: the engine, and how many micro-batches of a rank keep their graph.
 TRAININGS = {name: (name, 0) for name in ENGINES} | {
+    "ddp, two graphs kept": ("ddp", 2),
     "fsdp, one graph kept": ("fsdp", 1),
     "fsdp, all graphs kept": ("fsdp", 4),
     "zero 2, two graphs kept": ("zero 2", 2),
