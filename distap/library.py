@@ -106,6 +106,7 @@ def load(
     """
     try:
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        # torch.device accepts the number of a GPU that is not there; only an allocation tells.
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError) as error:
         raise DistapError(f"device: {device!r} cannot be used: {shorten(str(error), 200)}") from error

@@ -169,6 +169,7 @@ class Multistage(RankingModule):
                 sizes=self.sizes if alike else MicroBatchSizes(1),
                 mode=self.mode,
                 memory_bytes=self.memory_bytes,
+                # A loss on validation images must neither fill the training's memory nor be ranked against it.
                 memory=self.memory if self.training else CrossBatchMemory(0),
                 max_drift=forward.default_drift if self.max_drift is None else self.max_drift,
                 skip_below=self.skip_below,
@@ -193,6 +194,7 @@ class Multistage(RankingModule):
         def replay(upstream: Tensor) -> Sequence[Tensor | None]:
             if trained:
                 scaled = replace(ranking, gradient=gradient * (upstream * times))
+                # Autograd runs a Function's backward without building a graph, but replay needs one.
                 with torch.enable_grad(), evaluating(network, _BatchNorm):
                     self.replay_drift, _, _ = stages.replay(batch, described, scaled)
             return *replica.gradients, *(one * upstream for one in ranking.by_parameters)
@@ -239,5 +241,7 @@ class Multistage(RankingModule):
         mine = [len(known) if known.ndim else 0, are_alike(parts), int(torch.randint(2**62, ()))]
         lengths, alike, seeds = zip(*agreed(world, problem, kind_of(known, others), mine), strict=True)
         self._calls += 1
+        # All ranks cut as many micro-batches, since FSDP gathers parameters in each: a shorter share is padded to the
+        # longest, and if one rank's images differ in size, all ranks describe theirs one by one.
         batch = GivenBatch(parts, known.cpu().long(), numbers, max(lengths), world, self._calls - 1)
         return batch, world, all(alike), seeds[0], others

@@ -51,6 +51,7 @@ def trained(recipe: Recipe) -> Iterator[int]:
     rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
     set_up_run_logging(recipe.logs.format, recipe.run_id, rank)
     port = None if recipe.metrics.port is None else recipe.metrics.port + local_rank
+    # The endpoint comes first: the ranks may wait for each other for minutes, in which probes need an answer.
     with (
         Endpoint(rank).served(port, recipe.metrics.address) as endpoint,
         joined_world(recipe.timeout_seconds, recipe.device) as world,
@@ -148,6 +149,7 @@ class Trainer:
             if result.skipped is not None:
                 self._tell_not_finite(share, result.skipped)
             figures = None
+            # After a request to stop, an evaluation may take longer than the grace time: the next start owes it.
             if self._owes_evaluation() and not stopping:
                 figures = self.evaluate(stop)
                 stopping = figures is None  # the evaluation is done after the restart
@@ -177,6 +179,7 @@ class Trainer:
                     if self.done:
                         self._save()
                     return
+            # Up to the next multiple of `every`, also after a restart in between, which has its checkpoint's table.
             yield from self.images.shares(range(self.done, min((self.done // every + 1) * every, steps)), steps)
 
     def _owes_evaluation(self) -> bool:

@@ -67,6 +67,7 @@ class Searcher:
             raise DistapError(f"an index of kind {kind} has no descriptor of {key!r}: search by the image") from error
         # An index that keeps codes gives an approximation, whose length is not 1.
         descriptor = descriptor / max(float(np.linalg.norm(descriptor)), np.finfo(np.float32).tiny)
+        # One more than asked for: the image itself is among them, but with codes or equal images not always first.
         hits = self.index.search(descriptor[None].astype(np.float32), k + 1)[0]
         return [hit for hit in hits if hit.row != row][:k]
 

@@ -113,6 +113,7 @@ class Tuning:
         images = share * self.images * mean_pixels(self.recipe) / mean_pixels(recipe)
         changes: dict[str, Any] = {"steps": max(RUNGS, round(images / recipe.sampling.size))}
         by = images / self.images
+        # In epochs, lengths shrink with the images that are seen; in steps, also with a batch that has grown.
         if getattr(recipe.schedule, "unit", "steps") == "steps":
             by *= self.recipe.sampling.size / recipe.sampling.size
         written = dict(by_path(settings, "."))
@@ -207,6 +208,7 @@ class Tuning:
         process = start_training(file, self.ranks, log)
         try:
             while running:
+                # Asked before the log is read, so that lines written just before the end are read in a last round.
                 running = process.poll() is None
                 entries = read_run_log(run) if (run / RUN_LOG).exists() else []
                 scores = [entry["validation"].get(self.figure) for entry in entries if "validation" in entry]

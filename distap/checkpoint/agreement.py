@@ -59,4 +59,5 @@ def _kind(problem: BaseException) -> int:
         return 3
     if isinstance(problem, DistapError):
         return 2 if problem.status == FAILED else 1
+    # A disk's error is told like a mistake that a person can mend; any other is a fault of the program.
     return 1 if isinstance(problem, OSError) else 0

@@ -137,6 +137,7 @@ class Checkpoints:
 
     def publish(self, name: str, manifest: Manifest) -> None:
         """Write the manifest, which makes the checkpoint exist, once all ranks' files are there with their sizes."""
+        # Each host finds its own files where it wrote them. Only this look shows that all wrote to one place.
         present = self.storage.sizes(f"{self.folder}/{name}")
         for file, identity in sorted(manifest.files.items()):
             size = present.get(f"{self.folder}/{name}/{file}")

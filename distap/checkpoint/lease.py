@@ -100,6 +100,7 @@ class Lease:
         return f"not renewed for {watched_seconds:.0f} s" if is_stale else ""
 
     def _is_of_this_host(self, other: Mapping[str, Any]) -> bool:
+        # Where there is no /proc both are "": then the other counts as one of another host, and is watched.
         return bool(other) and other["process"].rpartition(" ")[0] == self._own["process"].rpartition(" ")[0] != ""
 
     def _is_own(self, lease: Mapping[str, Any] | None) -> bool:
@@ -143,6 +144,8 @@ def _process(pid: int) -> str:
     """Identify a process beyond its id: by boot, container and start time. "" if it has ended."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # The program's name stands in parentheses and may hold some itself, so count from the last one. Field 22
+        # (see man proc_pid_stat) is the time of the start: a later process with this id has another.
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if state in "ZX" else f"{boot} {Path('/proc/self/ns/pid').readlink()} {fields[18]}"
     return ""

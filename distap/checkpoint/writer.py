@@ -140,6 +140,7 @@ class CheckpointWriter:
         with checkpoints.place(name, self.spool) as folder:
             write_tensors(folder, tensors, ranks.group)
             shares = on_all(ranks, lambda: self._send(checkpoints, name, folder, state))
+        # `on_all` is the barrier too: the manifest follows once all ranks' files are on the disk or in the store.
         files = {file: FileIdentity(**identity) for share in shares for file, identity in share.items()}
         on_all(ranks, lambda: checkpoints.publish(name, replace(manifest, files=files)), mine=is_first)
         if is_first:

@@ -37,6 +37,7 @@ def train_rank(config: RECIPE_ARGUMENT, overrides: OVERRIDES = None, take_over: 
     from distap.trainer import trained
 
     with trained(recipe) as status:
+        # Only leaving is left, and a signal now would turn a finished training's exit status into another.
         go_deaf()
     sys.exit(status)
 

@@ -96,6 +96,7 @@ def recorded_recipe(
         folder: resolves relative paths in the record; None keeps them as they are.
         overrides: changes, such as `data.image_size=320`.
     """
+    # Random weights, since trained tensors replace them, and the pretrained ones may not be there any more.
     kept: dict[str, Any] = {"model": {**settings["model"], "weights": "random"}}
     for name, section in (("data", ImagesSection), ("evaluation", DescribingSection)):
         kept[name] = {key: value for key, value in settings.get(name, {}).items() if key in fields_of(section)}
@@ -152,6 +153,7 @@ def _merge(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
     for key, value in changes.items():
         *parents, last = str(key).split(".")
         section = _section(settings, parents, key)
+        # A sum of losses replaces the loss chosen before; merged into it, the old terms would stay.
         is_sum = last == "loss" and isinstance(value, Mapping) and value.keys() & REGISTRY["loss"].keys()
         is_section = isinstance(value, Mapping) and all(isinstance(each, str) for each in value)
         if is_section and "name" not in value and not is_sum:

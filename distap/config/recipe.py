@@ -147,6 +147,7 @@ class NetworkRecipe(Section):
 
     seed: NonNegativeInt = 0
     """Seed of everything random: weights, batches, augmentation."""
+    # Made when a recipe is read: a section made here would import torch together with this module.
     model: sections.ModelSection = Field(default_factory=dict, validate_default=True)
     data: ImagesSection = ImagesSection()
     evaluation: DescribingSection = DescribingSection()

@@ -60,6 +60,7 @@ def class_numbers(labels: Iterable[Any]) -> NDArray[np.int64]:
         values, places = np.unique(values, return_inverse=True)
     names = np.array([class_name(value) for value in values.tolist()], dtype=np.str_)
     classes, numbers = np.unique(names, return_inverse=True)
+    # The empty name sorts first. If it is there, one less makes it -1 and the first class 0.
     return (numbers.reshape(-1).astype(np.int64) - ("" in classes))[places.reshape(-1)]
 
 

@@ -254,6 +254,7 @@ def _some_of_each(
         longer = np.concatenate([needed, next(order)])
         needed = longer[np.sort(np.unique(longer, return_index=True)[1])]  # each class once, in this order
     sizes = data.sizes[needed]
+    # A class of fewer than K images repeats its last place up to K, which the mask in the last line drops.
     places = np.minimum(np.arange(images), sizes[:, None] - 1)
     drawn = shuffled(sizes, places, WITHIN_CLASS, seed, step, of=(needed,))
     return data.nth(needed[:, None], drawn)[np.arange(images) < sizes[:, None]][:total]

@@ -85,6 +85,7 @@ class Sizing:
             raise DamagedImageError("missing_field", f"nothing of its {width} x {height} pixels is in the box {box}")
         if self.resize and self.pixels is not None:
             shape = bottom - top, right - left
+            # With its shorter side scaled to r, an image has r * r * longer / shorter pixels: a strip has too many.
             if len(self.resize) == 1 and self.resize[0] ** 2 * max(shape) > MAX_PIXELS * min(shape):
                 raise DamagedImageError("too_large", f"too narrow for `{self}`: {shape[1]} x {shape[0]} pixels")
             whole = F.resize(image.crop((left, top, right, bottom), shape), [*self.resize], antialias=True)

@@ -185,6 +185,7 @@ class DescribedSet:
             fingerprint="+".join(images.index.fingerprint for images in of.image_sets),
             images=images,
             queries=int((result.first_positive > 0).sum()),
+            # A query whose own image could not be described has no record, and counts as left out too.
             left_out=max(result.left_out.values()) + (len(of.truth.queries) - len(self.records) if of.truth else 0),
             left_out_of=result.left_out if len(result.left_out) > 1 else {},
             figures=figures,
@@ -204,6 +205,7 @@ class DescribedSet:
         classes = self.classes[self.rows]
         for draw in range(self.of.draws):
             order = permutation(len(classes), GALLERY, draw)
+            # The first image of each class in a random order of all is a random one of the class.
             chosen = order[np.unique(classes[order], return_index=True)[1]]
             yield np.setdiff1d(order, chosen), chosen
 

@@ -84,6 +84,7 @@ def evaluate(
     parts = np.array([] if domains is None else domains, np.str_)  # of the queries
     if domain is not None:
         of_levels = domain[:, None] if classes.ndim == 2 else domain
+        # One number for class and domain: domains are numbered below N + 1, so no two pairs share one.
         classes = (classes * (len(rows) + 1) + of_levels).masked_fill((classes < 0) | (of_levels < 0), -1)
         parts[domain.cpu().numpy() < 0] = ""
     figures = figures or LABELLED_FIGURES

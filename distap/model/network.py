@@ -96,6 +96,7 @@ class RetrievalNetwork(nn.Module):
         self.head = nn.Identity() if projection is None else linear(pooled, projection)
         self._prefix = int(getattr(backbone, "num_prefix_tokens", 0))
         self._normalisers = [m for m in backbone.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        # Pixels come from 0 to 255, but timm's mean and std count white as 1.
         self.register_buffer("mean", 255 * torch.tensor(mean).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", 255 * torch.tensor(std).view(1, 3, 1, 1), persistent=False)
 

@@ -61,6 +61,7 @@ class TrainedNetwork:
         state, unchanged = network.state_dict(), {} if base is None else base["sha256"]
         kept = {name: one for name, one in state.items() if name.replace(".base_layer.", ".") in unchanged}
         if model.get("projection") is None:
+            # A recipe may add a projection to a network that was trained without one; it stays as it was built.
             kept |= network.head.state_dict(prefix="head.")
         try:
             # An engine may have saved a vector of one number without dimensions.

@@ -86,6 +86,8 @@ def evaluate_descriptors(
     queries = gallery if is_same else _resident(queries, dtype, counts.device, "query")
     neighbours, others = min(neighbours, others), others + (0 if distractors is None else len(distractors))
     order = truth.order[counts[truth.order].argsort(descending=True, stable=True)]  # least padding in blocks
+    # A half of the tiles suffices only if all queries are counted in one pass, since a tile counts for queries of two
+    # blocks. So the tables of all queries must fit into memory at once, as the last condition asks.
     is_symmetric = (
         truth.is_symmetric
         and is_same
@@ -102,6 +104,7 @@ def evaluate_descriptors(
     names = [*graded, *(f"{group} {name}".strip() for group in truth.groups for name in computed)]
     values = {name: counts.new_zeros(total, dtype=torch.float64) for name in names}
     first, nearest = torch.zeros_like(counts), counts.new_zeros(total, neighbours)
+    # The inverse of `order`: the row to which each image has moved, if the gallery is sorted like the queries.
     place = order.argsort()
     for passed in filter(None, _passes(counts[order], len(gallery), gallery.shape[1], is_symmetric)):
         blocks = []

@@ -117,6 +117,7 @@ def hierarchical_average_precision(ranked: Ranked, _: int) -> Float64[Tensor, " 
     numbers = torch.arange(1, len(levels) + 1, device=levels.device).double()
     weights = numbers[:, None] / levels.sum(2).clamp(min=1)
     relevance = (levels * weights[:, :, None]).sum(0)
+    # Hrank(k), level by level: its positives up to k, each times the smaller of rel(k) and the level's relevance.
     up_to = torch.minimum(relevance, weights[:, :, None]) * levels.cumsum(2)
     return (up_to.sum(0) / ranked.ranks.clamp(min=1) * (relevance > 0)).sum(1) / relevance.sum(1)
 
@@ -131,9 +132,11 @@ def discounted_gain(ranked: Ranked, _: int) -> Float64[Tensor, " q"]:
 
 def set_intersection(ranked: Ranked, _: int) -> Float64[Tensor, " q"]:
     levels, places = ranked.levels.long(), torch.arange(1, ranked.ranks.shape[1] + 1, device=ranked.ranks.device)
+    # Column 0 takes padding and ranks beyond the last place, and is cut off after the sum.
     shown = torch.where(ranked.ranks > len(places), 0, ranked.ranks).expand(levels.shape)
     first = levels.new_zeros(*levels.shape[:2], len(places) + 1).scatter_add_(2, shown, levels)[:, :, 1:].cumsum(2)
     above = levels.sum(2).flip(0).cumsum(0).flip(0)[:, :, None]  # positives of this level or a higher one
+    # The ideal ranking has higher levels first: a level gets what they leave of the first k, up to all that it has.
     ideal = (places - above + levels.sum(2)[:, :, None]).clamp(min=0).minimum(levels.sum(2)[:, :, None])
     shares = first.minimum(ideal).sum(0) / places.double()
     return shares.masked_fill(places > ranked.count[:, None], 0).sum(1) / ranked.count

@@ -101,6 +101,7 @@ class SearchIndex:
             if ivf is not None and not isinstance(self.index, faiss.IndexRefine):
                 if isinstance(faiss.downcast_index(ivf), faiss.IndexIVFFastScan):  # Faiss 1.15 would crash
                     raise RuntimeError("packed codes cannot be reconstructed")
+                # An inverted file finds a row's code by a map from rows to lists, which Faiss makes on demand.
                 ivf.make_direct_map()
             return np.asarray(self.index.reconstruct(row), np.float32)
 
@@ -268,6 +269,7 @@ def measure_recall(index: Any, values: Float[np.ndarray, "N C"]) -> dict[str, An
     at = min(RECALL_AT, len(values) - 1)
     if at < 1 or not len(asked):
         raise DistapError(f"recall: {len(asked)} queries against {len(values)} descriptors leave nothing to find")
+    # One result more than wanted, since each query is in the index and finds itself.
     exact, _ = without_rows(*nearest(asked, values, at + 1), own)
     installed_faiss()
     similar, rows = index.search(asked, at + 1)

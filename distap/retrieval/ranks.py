@@ -97,6 +97,7 @@ class Block:
         order = grades.argsort(dim=1, stable=True, descending=ties == "for")
         is_none = self.tables.positives == NONE
         widest = self.width.masked_fill(is_none, 0).amax(1, keepdim=True)
+        # Counted in tie widths, ties become equal up to rounding, and the stable sort keeps their order by grade.
         widths = (self.similarities / widest).round().masked_fill(is_none, -torch.inf)
         order = order.gather(1, widths.gather(1, order).argsort(dim=1, stable=True, descending=True))
         return grades.gather(1, order)
@@ -235,4 +236,5 @@ def _count_rare(
     rows = places % queries if is_transposed else places // similarities.shape[1]
     reached = (in_memory(similarities)[places] >= bounds.T[:, rows]).sum(0)  # of its row's bounds
     counts = np.bincount(rows * (most + 1) + reached, minlength=queries * (most + 1)).reshape(queries, most + 1)
+    # Bounds ascend, so a similarity that reaches r of them reaches the first r: bound j counts all with r above j.
     return counts[:, :0:-1].cumsum(1)[:, ::-1].copy()

@@ -101,6 +101,7 @@ def learned_whitening(
         raise DistapError("whitening: there is no descriptor to learn from")
     sums = (block.sum(axis=0) for _, block in row_blocks(values, np.float64))
     mean = sum(sums, np.zeros(values.shape[1])) / total
+    # A second pass, once the mean is known: E[x²] - E[x]² may subtract numbers that are nearly equal.
     covariance = np.zeros((values.shape[1],) * 2)
     for _, block in row_blocks(values, np.float64):
         block -= mean

@@ -28,11 +28,13 @@ def write_whole(path: Path, data: bytes | str) -> None:
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a new file that replaces `path` on leaving the context; after an OSError the old file stays."""
+    # In the same folder, since a rename is atomic within one file system only.
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     make_folder(path.parent)
     try:
         with aside.open("wb") as file:
             yield file
+            # The rename may reach the disk before the data, and a loss of power in between would leave an empty file.
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)

@@ -74,6 +74,7 @@ class Source:
         """Name of the index file; each pattern in a folder has its own."""
         if self.pattern is None:
             return SHARDS_INDEX
+        # Two patterns may read alike without their signs, so a hash keeps their indexes apart.
         readable = re.sub(r"[^A-Za-z0-9]+", "-", self.pattern.removesuffix(".tar")).strip("-")[:60]
         return f"{readable}.{hashlib.sha256(self.pattern.encode()).hexdigest()[:8]}.{SHARDS_INDEX}"
 

@@ -55,6 +55,7 @@ def file_system(scheme: str) -> Any:
             options.setdefault("requests_timeout", TIMEOUT_SECONDS)
         if scheme == "file":
             options["auto_mkdir"] = True
+        # A cached listing would hide checkpoints that other hosts have written since.
         files = fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False, **options)
     except ImportError as error:
         remedy = f": pip install 'distap[{EXTRAS[scheme]}]'" if scheme in EXTRAS else ""

@@ -135,6 +135,7 @@ def memory_used(control_group: Path = Path("/sys/fs/cgroup")) -> float:
     """Return the share of a container's memory limit in use, without file caches; NaN without a limit."""
     try:
         limit = int((control_group / "memory.max").read_text())  # `max` is no number
+        # memory.current would count file caches too, which the kernel gives up before it kills anything.
         used = dict(line.split() for line in (control_group / "memory.stat").read_text().splitlines())
         return (int(used["anon"]) + int(used["shmem"])) / limit
     except (OSError, ValueError, KeyError, ZeroDivisionError):

@@ -70,6 +70,7 @@ if not results.is_terminal:
 def print_result(*parts: object) -> None:
     """Print a command's results (lines and tables) to standard output."""
     for part in parts:
+        # A text may hold brackets, such as a class called [red], which rich would take for markup.
         results.print(part, markup=not isinstance(part, str))
 
 

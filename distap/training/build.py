@@ -81,6 +81,7 @@ def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> Retr
         return build_network(model.backbone, chosen, model.pooling, model.projection, model.batchnorm, **options)
 
     network = first_on_rank_0(world, build).to(world.device)
+    # Collectives take contiguous memory alone, and convolutions' weights are channels-last: copy_ keeps that layout.
     for tensor in network.state_dict().values():
         tensor.copy_(world.broadcast(tensor.contiguous()))
     return network

@@ -127,6 +127,8 @@ class DescriptorNetwork(
         if changes_only:
             if network.adapters:
                 network.backbone.peft_config["default"].save_pretrained(folder)
+            # Matrices that adapters were merged into are not among the changes. So only reading the folder back shows
+            # whether the base, as it can be fetched today, and the adapters still give them.
             if self.from_pretrained(folder).describer.described_by != described.described_by:
                 raise DistapError("the base has changed since it was trained: export with --format safetensors")
 

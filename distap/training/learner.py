@@ -176,6 +176,8 @@ class TrainingStep:
         try:
             ranking = stages.rank(described.gathering, gathered, batch.step)
         except NothingToRankError:
+            # Positives may be missing because descriptors that are not finite were left out: skip such a step. If no
+            # rank has left any out, the batch itself has no pairs, which a person has to mend.
             if not stages.world.sum(torch.tensor(len(not_finite), device=stages.world.device)):
                 raise
             described.buffers.restore()
@@ -222,4 +224,5 @@ def like(present: Any, given: Tensor) -> Any:
         given = given.reshape(present.shape)
     if not isinstance(present, DTensor):
         return given
+    # Every rank has read the whole tensor and cuts its shard out of that; without None, rank 0 would send them all.
     return distribute_tensor(given.to(present.device), present.device_mesh, present.placements, src_data_rank=None)

@@ -44,6 +44,7 @@ class NearestClasses:
         logger.info("mined classes near each other in %.1f s", time.perf_counter() - started)
 
     def _use(self, nearest: Tensor) -> None:
+        # Batches that were drawn are cached by plan and classes, so both must be new objects.
         plan = self.images.plan
         self.images.plan = replace(plan, classes=plan.classes.with_nearest(nearest.numpy().astype(np.int64)))
 

@@ -122,6 +122,7 @@ def whiten_projection(recipe: Recipe, network: RetrievalNetwork, world: World, o
     wanted = model.whitening if images.index is None else min(model.whitening, len(images.index))
     steps, layer = -(-wanted // images.size), network.head
     assert isinstance(layer, torch.nn.Linear)
+    # n images differ from their mean in n - 1 directions at most.
     if dimensions > (most := min(layer.in_features, steps * images.size - 1)):
         raise DistapError(
             f"model.projection: {steps * images.size} images of {layer.in_features} features give a whitening of at "
@@ -152,6 +153,7 @@ def whiten_projection(recipe: Recipe, network: RetrievalNetwork, world: World, o
         told = DescriptorSet(found, names, names, described_by, f"model.projection: {recipe.data.train}")
         mean, directions = learned_whitening(told, dimensions=dimensions).tensors
         with torch.no_grad():
+            # A whitening is W (x - mean) and a linear layer W x + b, so b = -W mean.
             layer.weight.copy_(directions)
             layer.bias.copy_(-directions @ mean)
         logger.info("the projection begins as the whitening of %d images", len(found))

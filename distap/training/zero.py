@@ -92,6 +92,7 @@ def load_zero_state(zero: Any, network: nn.Module, trained: Named, state: Named)
         tensors = without_prefix("network.", state)
         present = network.state_dict()
         network.load_state_dict({name: like(present.get(name), tensor) for name, tensor in tensors.items()})
+    # ZeRO moves a float32 copy of each parameter and then overwrites the parameter with it, so load into both.
     for name, parameter in trained.items():
         _set(parameter, state[f"network.{name}"], None)
     moments: dict[str, dict[str, Tensor]] = {}  # key -> name of a parameter -> tensor

@@ -51,6 +51,7 @@ def serve(
                     server_header=False,
                     proxy_headers=False,
                     ws="none",
+                    # A request may take this long to arrive, and as long again to be searched for.
                     timeout_graceful_shutdown=int(2 * settings.timeout_seconds) + 1,
                 )
             ).run([listener])

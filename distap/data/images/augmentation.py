@@ -76,6 +76,7 @@ class TorchvisionSteps:
             vary = CropAndVary(image_size, first, tuple(rest))
         else:
             vary = CropAndVary(image_size, None, tuple(steps))
+        # Upright and wide: `Resize: N`, of the shorter side, gives a square only of a square.
         for width, height in ((3, 2), (2, 3)):
             blank = torch.zeros(3, height * image_size, width * image_size, dtype=torch.uint8)
             seeded(vary, EncodedImage(image_file(blank)), 0)
@@ -150,6 +151,7 @@ class CropAndVary:
 
 def seeded(transform: Transform, image: EncodedImage, seed: int) -> Tensor:
     """Transform an image with the randomness of `seed`; keep torch's global random state."""
+    # Without GPUs' states: reading them would initialise CUDA, which fails in a forked worker.
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would seed GPUs as well, and take longer than a crop.
         torch.default_generator.manual_seed(seed)

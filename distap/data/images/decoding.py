@@ -92,6 +92,8 @@ def image_file(image: Any) -> bytes:
         raise DistapError(
             f"{type(image).__name__} is no image; expected a PIL image, a path, bytes, an array or a tensor"
         )
+    # Pillow empties `tile` when it decodes. Of an image that is only opened, the file itself is taken: a PNG of its
+    # pixels would be larger, and a JPEG can be decoded at reduced scale.
     file, has_pixels = getattr(image, "fp", None), not getattr(image, "tile", None)
     if file is not None and not has_pixels and image.format in readable_formats():
         place = file.tell()
@@ -228,6 +230,7 @@ def _turns(image: Image.Image) -> Turns:
 def _rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
         values = np.asarray(image).astype(np.uint32)
+        # 65,535 is 255 times 257, so this rounds to the nearest of 256 values, and white stays white.
         return Image.fromarray(((values + 128) // 257).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
         raise DamagedImageError("decode_error", "32 bits a value, and no value is known to be white")

@@ -87,6 +87,8 @@ def mended(data: bytes) -> bytes:
         kind, end = data[at + 4 : at + 8], at + 12 + int.from_bytes(data[at : at + 4])
         has_metadata = data[at + 8 : at + 48].startswith(METADATA) and end - at < LARGEST_COMMENT
         is_comment = kind in COMMENTS and not has_metadata
+        # A small first letter marks a chunk without which pixels can be shown (PNG specification, 5.4). So can they
+        # without tRNS, but it says which are transparent.
         is_optional = kind[:1].islower() and kind != b"tRNS"
         is_wrong = is_optional and zlib.crc32(view[at + 4 : end - 4]) != int.from_bytes(data[end - 4 : end])
         if not (is_comment or is_wrong):

@@ -76,6 +76,7 @@ def batches_of_one_shape(
 
     for sample, pixels in images:
         shape = (pixels.shape[1], pixels.shape[2])
+        # A copy, since the worker reuses the pixels' memory for its next answers while these wait.
         waiting[shape].append((sample, pixels.clone()))
         if area(shape, more=1) > most_pixels:
             yield take(shape)

@@ -75,6 +75,7 @@ def _chunk(job: LoadingJob, images: ImageSet, plan: Plan, requests: list[Request
             else:
                 samples[row], names[row] = sample, images.where(sample)
                 break
+    # A missing image, -1, gets the last sample's labels for a moment, until the next line makes them -1.
     labels = plan.classes.numbers[plan.classes.labels[samples]]
     labels[np.array(samples) == NO_SAMPLE] = -1
     return Chunk(pixels, samples, labels, names, failures, images.storage.meter - before)

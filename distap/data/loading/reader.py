@@ -150,6 +150,7 @@ def same_bytes(index: Index) -> NDArray[np.int64]:
 
     Not all are equal: PNG files hold checksums of their own, so theirs meet a few times in 10,000 images.
     """
+    # Equal files become neighbours, those of one class next to each other, so comparing neighbours suffices.
     order = np.lexsort((index.label, index.size, index.crc32))
     first, second = order[:-1], order[1:]
     same = (index.crc32[first] == index.crc32[second]) & (index.size[first] == index.size[second])

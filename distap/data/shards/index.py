@@ -67,6 +67,7 @@ class Index:
         digest = hashlib.sha256()
         for name in COLUMNS:
             if name != "path":  # it says where images came from, and not what they are
+                # With types and lengths: bytes alone could be cut into other columns and give the same hash.
                 column = np.ascontiguousarray(getattr(self, name))
                 digest.update(f"{name} {column.dtype.str} {len(column)} ".encode())
                 digest.update(column.view(np.uint8).data if column.size else b"")
@@ -87,6 +88,7 @@ class Index:
         count = len(self.class_name)
         chosen = np.sort(permutation(count, 0)[round(begin * count) : round(end * count)])
         kept = np.isin(self.label, chosen)
+        # Columns of samples are those without an underscore. All shards stay, since samples point to them by number.
         columns = {name: getattr(self, name)[kept] for name in COLUMNS if "_" not in name}
         columns |= {name: getattr(self, name)[chosen] for name in COLUMNS if name.startswith("class_")}
         return replace(self, **columns | {"label": np.searchsorted(chosen, columns["label"])})

@@ -116,16 +116,20 @@ def _write_shard(
             try:
                 if image.box is not None:
                     data, path = _cut_out(data, image.box), path.with_suffix(".jpg")
+                # Decoding every image would take long, so only one without its end marker is, which may be cut.
+                # `distap data check` finds damage elsewhere in a file.
                 decode(data, name=str(path)) if seems_cut(data) else image_size(data)
             except DamagedImageError as error:
                 skipped.append(Skipped(str(path), str(error)))
                 continue
+            # For WebDataset a key ends at the first dot of a name, so the stem must not have any.
             stem = re.sub(r"[^A-Za-z0-9_-]+", "_", path.stem)[:60]
             suffix, known = path.suffix.lower(), format_of(data)
             if suffix not in IMAGE_SUFFIXES and known is not None:
                 suffix = known.suffixes[0]
             fields = {suffix.removeprefix("."): data, LABEL_FIELD: labels[image.class_name]}
             for field, content in sorted(fields.items()):
+                # Its times and owners stay 0, so that the same images give the same bytes on any day and host.
                 member = tarfile.TarInfo(f"{position:08d}-{stem}.{field}")
                 member.size, member.mode = len(content), 0o444
                 member.uname = member.gname = "bigdata"  # as webdataset writes it, which would wait for torch

@@ -106,6 +106,7 @@ def in_processes(
         process = context.Process(target=_work, args=(os.getpid(), function, theirs, rooms), daemon=True)
         processes.append(process)
         process.start()
+        # With the worker alone holding its end, its death is the end of the pipe, and recv raises EOFError.
         theirs.close()
         return Worker(process, pipe, cycle(rooms or [None]))
 
@@ -151,6 +152,7 @@ def _work(parent: int, function: Callable[[Any], Any], pipe: Connection, rooms: 
     die_with_parent(parent)
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
+    # Parent and worker take the rooms in turn from the first, so an answer need not say which one it is in.
     for number in count():
         request = pipe.recv()
         answer: tuple[Any, Exception | None]

@@ -111,6 +111,7 @@ def _read_part(output: Path, number: int, *names: str) -> list[Any]:
 
 def _begin(output: Path, plan: dict[str, Any]) -> int:
     """Write the plan into a new or empty folder, or require the same plan there; return the images per part."""
+    # Through JSON, as the earlier plan comes: a tuple would not equal the list that it becomes there.
     path, plan = output / EXTRACTION_FILE, json.loads(json.dumps(plan))
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         write_whole(path, json.dumps(plan, indent=2) + "\n")
@@ -130,6 +131,7 @@ def _begin(output: Path, plan: dict[str, Any]) -> int:
 def _require_shared(output: Path, extraction: Extraction) -> None:
     """Raise a DistapError on all ranks if a rank does not see the plan that rank 0 wrote."""
     try:
+        # Two hosts may each have a folder of this name; number and time of the file tell them apart.
         status = (output / EXTRACTION_FILE).stat()
         seen = [status.st_ino, status.st_size, status.st_mtime_ns]
     except OSError:
