@@ -96,7 +96,8 @@ def train_on_a_rank(world, run, described, shards):
 
 def test_the_head_joins_its_backbone_wherever_the_run_is_read(described, trained, training_shards, tmp_path):
     known, layer = read_descriptors(described / "test"), of_head(trained)
-    assert all(torch.equal(each, parameters(trained)[name]) for name, each in parameters(described / "run").items())
+    joined = parameters(trained)
+    assert all(torch.equal(each, joined[name]) for name, each in parameters(described / "run").items())
     expected = normalize(torch.tensor(known.descriptors) @ layer["weight"].T + layer["bias"])
     with pytest.MonkeyPatch.context() as patch:
         assert distap(patch, "extract", training_shards[1], tmp_path / "out", "--checkpoint", trained) == 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 from commands import distap
 from ranks import on_ranks
-from small_trainings import losses, parameters, recipe, train
+from small_trainings import are_same, losses, parameters, recipe, train
 from stores import checkpoints_of, list_checkpoints, rewrite_manifest
 
 import distap as library
@@ -105,7 +105,7 @@ def test_a_second_stage_at_a_larger_size_goes_on_without_the_first(tmp_path, tra
     shutil.copytree(newest, resumed / "checkpoints" / newest.name)
     train(World(), resumed, training_shards, **second)
     assert losses(resumed) == losses(whole)[2:]
-    assert all(torch.equal(parameters(whole)[name], value) for name, value in parameters(resumed).items())
+    assert are_same(whole, resumed)
     with pytest.raises(DistapError, match=r"^model\.weights: .*/one: no checkpoint there"):
         train(World(), tmp_path / "anew", training_shards, **second)
 

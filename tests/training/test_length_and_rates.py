@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ranks import on_ranks
-from small_trainings import losses, parameters, recipe, train
+from small_trainings import losses, recipe, train
 from stores import found_checkpoint, list_checkpoints
 
 import distap as library
@@ -141,13 +141,13 @@ def test_the_average_is_evaluated_judged_saved_and_read(tmp_path, training_shard
     rate = {"name": "sgd", "learning_rate": 3.0}  # high, so that the average is far from the parameters
     train(World(), tmp_path, training_shards, **changes, optimizer=rate, checkpoint={"every": 1, "keep": 9})
     average = {key.removeprefix("ema."): t for key, t in tensors(tmp_path).items() if key.startswith("ema.")}
-    expected = tensors(tmp_path, 1)
+    first, *later = (tensors(tmp_path, step) for step in (1, 2, 3, 4))
     for name in average:
-        mean = expected[f"ema.{name}"]
-        for step in (2, 3, 4):
-            mean = 0.5 * mean + 0.5 * tensors(tmp_path, step)[f"network.{name}"]
+        mean = first[f"ema.{name}"]
+        for step in later:
+            mean = 0.5 * mean + 0.5 * step[f"network.{name}"]
         torch.testing.assert_close(average[name], mean)
-    assert not all(torch.equal(average[name], parameters(tmp_path)[f"network.{name}"]) for name in average)
+    assert not all(torch.equal(average[name], later[-1][f"network.{name}"]) for name in average)
     loaded = library.load(tmp_path, device="cpu").describer.retrieval_network.state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in average.items())
     scores = {e["step"]: e["validation"]["mAP"] for e in read_run_log(tmp_path) if "validation" in e}

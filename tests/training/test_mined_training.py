@@ -4,9 +4,8 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
 from ranks import on_ranks
-from small_trainings import DESCENT, losses, parameters, recipe, train
+from small_trainings import DESCENT, are_same, losses, recipe, train
 
 from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER
 from distap.data.plan import Classes, Plan
@@ -55,7 +54,7 @@ def test_it_mines_by_its_own_descriptors_resumes_between_and_is_the_same_on_two_
     shutil.copytree(whole / checkpoint, resumed / checkpoint)
     train(World(), resumed, training_shards, **SETTINGS)
     assert losses(resumed) == losses(whole)[3:]
-    assert all(torch.equal(parameters(whole)[name], parameters(resumed)[name]) for name in parameters(whole))
+    assert are_same(whole, resumed)
 
 
 def test_the_table_holds_the_classes_of_the_nearest_means(tmp_path, training_shards):
