@@ -1,5 +1,9 @@
 """Whole trainings under each engine: evaluation, checkpoints, going on under another engine."""
 
+import logging
+import signal
+import threading
+
 import pytest
 import torch
 from ranks import on_ranks
@@ -29,10 +33,19 @@ def settings(shards, **changes):
 
 
 def train_until(world, run, shards, steps, **changes):
-    """Train to a step, of as many as the schedule has."""
-    trainer = Trainer(recipe(run, shards, **settings(shards, **changes)), world)
-    images = trainer.images.shares
-    trainer.images.shares = lambda asked: images(range(asked.start, min(asked.stop, steps)))
+    """Train to a step, of as many as the schedule has, where a signal asks to stop."""
+    trainer, asked = Trainer(recipe(run, shards, **settings(shards, **changes)), world), threading.Event()
+    shares = trainer.images.shares
+    logging.getLogger("distap").addFilter(lambda record: "stopping" not in str(record.msg) or not asked.set())
+
+    def stopping(wanted, of):
+        for share in shares(wanted, of):
+            if share.step + 1 == steps < of:
+                signal.raise_signal(signal.SIGTERM)
+                assert asked.wait(60)  # for the thread that hears signals to say so
+            yield share
+
+    trainer.images.shares = stopping
     trainer.train()
 
 
