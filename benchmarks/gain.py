@@ -1,4 +1,4 @@
-"""What recipes gain on unseen classes, beside plain loops of pytorch-metric-learning in the same processor time."""
+"""What recipes gain on unseen classes, next to plain loops of pytorch-metric-learning in the same processor time."""
 
 import json
 import tempfile
@@ -19,12 +19,14 @@ from benchmarks import harness
 from benchmarks.fetch.command import SIZES, fetch_command
 from benchmarks.photos import pack
 from benchmarks.study.results import Interval, interval
+from distap import __version__
 from distap.apps.advice import DEFAULT_BACKBONE, look, recipe_for
 from distap.config.reading import load_recipe
 from distap.config.recipe import Recipe
 from distap.data.images.augmentation import seeded
 from distap.data.loading.reader import ImageSet
 from distap.data.shards.index import load_index
+from distap.errors import DistapError, suggestion
 from distap.evaluation.sets import open_set
 from distap.model.network import RetrievalNetwork
 from distap.randomness import seed_for
@@ -63,7 +65,7 @@ Line = dict[str, Any]  # of the output: what was trained, and what it reached
 
 
 class GainBenchmark(harness.Benchmark):
-    """Print what `distap init`'s recipe gains on unseen classes, beside plain loops of pytorch-metric-learning.
+    """Print what `distap init`'s recipe gains on unseen classes, next to plain loops of pytorch-metric-learning.
 
     Each contender has the same processor time, and takes the best of some rates, chosen with seed 0 by classes that
     are held out from training; then each seed trains on all training classes, and the test classes are reported.
@@ -79,7 +81,9 @@ class GainBenchmark(harness.Benchmark):
     variant: Annotated[
         list[str], Option(help="A further contender: 'NAME: KEY=VALUE; KEY=VALUE' changes init's recipe.")
     ] = []
-    recipe: Annotated[list[str], Option(help="A further contender: 'NAME: FILE', a recipe.")] = []
+    recipe: Annotated[
+        list[str], Option(help="A further contender: 'NAME: FILE', a recipe; rate and length are the judge's.")
+    ] = []
     rate: Annotated[list[float], Option(help="A learning rate to choose from; repeat for several.")] = RATES
     seconds: Annotated[float, Option(help="Processor time of each training.", min=1)] = 60
     seeds: Annotated[int, Option(help="Trainings of each, from seed 0 on.", min=1)] = 3
@@ -91,6 +95,14 @@ class GainBenchmark(harness.Benchmark):
         torch.set_flush_denormal(True)
         self.output.parent.mkdir(parents=True, exist_ok=True)
         lines = [json.loads(line) for line in self.output.read_text().splitlines()] if self.output.exists() else []
+        for option, name, known in (
+            *(("--set", name, [*SIZES]) for name in self.set),
+            *(("--contender", name, [INIT, *LOOPS]) for name in self.contender),
+        ):
+            if name not in known:
+                raise DistapError(f"{option}: there is no {name!r}; {suggestion(name, known)}")
+        if wrong := [one for one in (*self.variant, *self.recipe) if ": " not in one]:
+            raise DistapError(f"{wrong[0]!r}: expected a name, a colon and a space, and what it stands for")
         about = dict.fromkeys(self.contender, "") | dict(one.split(": ", 1) for one in (*self.variant, *self.recipe))
         each = [(name, contender) for name in self.set for contender in about]
         trainings = chain.from_iterable(self.trained(name, one, about[one], lines) for name, one in each)
@@ -111,14 +123,14 @@ class GainBenchmark(harness.Benchmark):
             yield self.line(judge, name, best["rate"], seed, False, lines)
 
     def is_of(self, line: Line, name: str, contender: str, about: str) -> bool:
-        asked = (name, contender, about, self.seconds)
-        is_asked = (line["set"], line["contender"], line["about"], line["seconds"]) == asked
+        asked = {"set": name, "contender": contender, "about": about, "seconds": self.seconds}
+        is_asked = {**asked, "distap": __version__, "threads": self.threads}.items() <= line.items()
         return is_asked and line["rate"] in self.rate
 
     def line(self, judge: "Judge", name: str, rate: float, seed: int, held_out: bool, lines: list[Line]) -> Line:
         """Return the line of a training; train and append it if it is not there."""
         job = {"set": name, "contender": judge.contender, "about": judge.about, "seconds": self.seconds}
-        job |= {"rate": rate, "seed": seed, "held_out": held_out}
+        job |= {"rate": rate, "seed": seed, "held_out": held_out, "distap": __version__, "threads": self.threads}
         if (known := next((line for line in lines if job.items() <= line.items()), None)) is not None:
             return known
         lines.append({**job, **judge(rate, seed, held_out), "made": harness.machine()})
@@ -178,15 +190,18 @@ class Judge:
 
     def _recipe(self, rate: float, seed: int, held_out: bool, steps: int, folder: Path) -> Recipe:
         train, test = self._parts[held_out]
-        file, changes = folder / "recipe.yaml", []
-        if Path(self.about).is_file():
+        file, changes, is_own = folder / "recipe.yaml", [], Path(self.about).is_file()
+        if is_own:
             file = Path(self.about)
         else:
             changes = [one.strip() for one in self.about.split(";") if one.strip()]
             file.write_text(recipe_for(look(train), "run", DEFAULT_BACKBONE["cpu"], WEIGHTS, None))
         own = [f"data.train={train}", f"data.validation={test}", f"optimizer.learning_rate={rate}", f"seed={seed}"]
         own += [f"steps={steps}", f"run={folder}/run", "data.workers=0", "evaluation.every=0"]
-        own += ["checkpoint.every=1000000", f"schedule={{name: linear, warmup: {steps // 10}}}"]
+        own += [
+            "checkpoint.every=1000000",
+            *([] if is_own else [f"schedule={{name: linear, warmup: {steps // 10}}}"]),
+        ]
         return load_recipe(file, [*own, *changes])
 
 

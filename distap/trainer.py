@@ -100,7 +100,7 @@ class Trainer:
         if isinstance(self.images, IndexedImages) and isinstance(recipe.sampling, MinedSampling):
             self.nearest = NearestClasses(self.images, recipe.sampling)
         self.state = RunState(recipe, world, self.images, self.step, self.nearest)
-        self.done = 0  # steps that have led to the present parameters
+        self.done = self._saved = 0  # steps that have led to the present parameters, and to the newest checkpoint
         self.not_finite = 0  # steps in a row whose loss or gradient was not finite
 
     def train(self) -> int:
@@ -109,7 +109,7 @@ class Trainer:
         If a rank is asked to stop, write a checkpoint and return RESTART.
         """
         with self.state.leased(), StopRequest(self.recipe.stop.grace_seconds) as stop:
-            self.done = self.state.resume()
+            self.done = self._saved = self.state.resume()
             if self.is_begun and self.done == 0:
                 raise DistapError(
                     f"{self.recipe.run}: its checkpoints were removed meanwhile; start the training again"
@@ -131,9 +131,10 @@ class Trainer:
                 return self._train(stop)
 
     def _train(self, stop: StopRequest) -> int:
-        lap, first, stopping, tracing = time.perf_counter(), self.done, False, False
+        first, stopping, tracing = self.done, False, False
         steps, folder = self.length.steps, self.recipe.run / TRACES
         for share in self._shares(stop):
+            lap = time.perf_counter()  # mining, an evaluation and a checkpoint do not count for the next step
             origin.step = share.step + 1
             self.learner.held = ("backbone",) if share.step < self.length.head_only else ()
             with traced(folder, self.world.rank, share.step + 1) if tracing else nullcontext():
@@ -157,26 +158,27 @@ class Trainer:
                 self._save()
                 break
             self._save_if_due(figures)
-            lap = time.perf_counter()  # an evaluation and a checkpoint do not count for the next step
         self._finish_checkpoint()
         if self.done < steps or (stopping and self._owes_evaluation()):
-            logger.warning("stopped after step %d of %d, with a checkpoint", self.done, steps)
+            kept = ", with a checkpoint" if self.done else ""
+            logger.warning("stopped after step %d of %d%s", self.done, steps, kept)
             return RESTART
         return FINISHED
 
     def _shares(self, stop: StopRequest) -> Iterator[ShareOfBatch]:
-        """Yield this rank's shares of all steps that are left; mine near classes when it is time to."""
+        """Yield this rank's shares of all steps that are left; every `sampling.every` steps, mine first."""
         steps = self.length.steps
         every = steps if self.nearest is None else self.recipe.sampling.every
         while self.done < steps:
             if self.nearest is not None and self.done % every == 0:
                 self.world.note(f"mining after step {self.done}")
+                self._average_statistics()
                 try:
                     with self.learner.replica.describing():
                         how = describing_of(self.recipe, self.network, self.world)
                         self.nearest.renew(replace(how, is_asked_to_stop=lambda: stop.requested))
                 except BrokenOffError:  # it is mined after the restart
-                    if self.done:
+                    if self.done != self._saved:
                         self._save()
                     return
             # Up to the next multiple of `every`, also after a restart in between, which has its checkpoint's table.
@@ -268,6 +270,7 @@ class Trainer:
         self.world.note(f"checkpoint after step {self.done}")
         self._average_statistics()
         self.state.save(self.done, figures)
+        self._saved = self.done
 
     def _report_checkpoints(self) -> None:
         while self.state.writer.outcomes:

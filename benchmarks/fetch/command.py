@@ -22,13 +22,13 @@ def fetch_command(
     output: Annotated[Path | None, typer.Argument(help=OUTPUT, show_default="data/SET/images")] = None,
     size: Annotated[int | None, typer.Option(help=SIZE, min=16, show_default="by the set, 32 to 128")] = None,
 ) -> None:
-    """Draw a retrieval set from packages of the npm registry, which need npm, or from a seed.
+    """Draw a retrieval set: emoji, glyphs and fashion from packages of the npm registry, which need npm.
 
     Writes OUTPUT/{train,test}/CLASS/NAME.png. `emoji`: each emoji drawn by five to nine vendors. `glyphs`: each
     character drawn by two to nine open fonts, as many images as Stanford Online Products has. `digits`:
-    scikit-learn's. `fashion`: 300 images of each class of Fashion-MNIST. `products`: ten drawn photographs of each of
-    300 products, among others. Half of the classes train, the others test. An interrupted fetch continues when called
-    again.
+    those of scikit-learn, if that is installed. `fashion`: 300 images of each class of Fashion-MNIST. `products`: ten drawn photographs of each of
+    300 products, among others. Half of the classes train, the others test. An interrupted fetch of emoji or
+    glyphs continues when called again.
     """
     from benchmarks.fetch.emoji import fetch_emoji
     from benchmarks.fetch.glyphs import fetch_glyphs

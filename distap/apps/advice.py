@@ -35,6 +35,7 @@ FAMILIES = (  # beginnings of a backbone's name, Adam's rate, and what it rests 
 )
 SMALLEST_SIDE, STEP_OF_SIDE = 64, 32  # pixels; networks pretrained on photographs see little in fewer
 LARGER = 1.25  # sides of images in evaluations, next to random crops in training (Touvron et al. 2019)
+# Families whose networks take images of any size; others, such as Swin, are built for one.
 TAKES_ANY_SIZE = r"(tf_)?(efficientnet|mobilenet|regnet|resnet|convnext)"
 GPU_DEVICES = ("nvidiactl", "nvmap", "dxg", "kfd")  # of NVIDIA's driver, on Jetsons, in WSL, of AMD's driver
 LARGEST_SIDE = {"cpu": 128, "cuda": 224}

@@ -19,6 +19,7 @@ from distap.apps.advice import HELD_OUT, LEAST_TO_HOLD_OUT
 from distap.apps.search_space import as_yaml, default_space, is_list, parsed_space
 from distap.apps.trainings import last_error, start_training
 from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER
+from distap.checkpoint.lease import FILE as LEASE_FILE
 from distap.checkpoint.lease import Lease
 from distap.config.reading import changed_settings, load_recipe, recipe_file
 from distap.config.recipe import Recipe
@@ -128,7 +129,7 @@ class Tuning:
         Raises:
             DistapError: no trial came to its end, or another search runs in the folder.
         """
-        lease = Lease("--output", Storage(str(self.folder)))
+        lease = Lease("--output", Storage(str(self.folder)), "search", f"remove {self.folder / LEASE_FILE}")
         lease.take()
         try:
             self._search(minutes)

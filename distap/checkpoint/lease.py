@@ -31,10 +31,15 @@ TAKE_OVER = "DISTAP_TAKE_OVER"  # set in the environment of all ranks by --take-
 
 
 class Lease:
-    """Lock a run against other trainings, on rank 0. Its checkpoints are at `place`, which recipes call `key`."""
+    """Lock a run against other trainings, on rank 0. Its checkpoints are at `place`, which recipes call `key`.
 
-    def __init__(self, key: str, place: Storage) -> None:
-        self._key, self._place = key, place
+    `holder` and `remedy` are what an error calls the other process, and what to do if that is gone.
+    """
+
+    def __init__(
+        self, key: str, place: Storage, holder: str = "training", remedy: str = "start this one with --take-over"
+    ) -> None:
+        self._key, self._place, self._holder, self._remedy = key, place, holder, remedy
         self.problem = ""  # why this training may no longer write
         self._own: dict[str, Any] = {
             **{"host": socket.gethostname(), "pid": os.getpid(), "process": _process(os.getpid())},
@@ -80,9 +85,8 @@ class Lease:
             # Whether the file changes tells more than the time in it: two hosts' clocks may differ.
             if self._is_of_this_host(other) or _read(place) not in (other, None):
                 raise DistapError(
-                    f"{self._key}: {place.base}: another training runs here: {_named(other)}. Stop it or wait for "
-                    f"its end, or choose another {self._key}; if you know that it is gone, start this one with "
-                    "--take-over"
+                    f"{self._key}: {place.base}: another {self._holder} runs here: {_named(other)}. Stop it or wait "
+                    f"for its end, or choose another {self._key}; if you know that it is gone, {self._remedy}"
                 )
             logger.info("%s: waiting to see whether %s still runs", place.base, _named(other))
             time.sleep(RENEW_SECONDS / 4)

@@ -22,7 +22,7 @@ TRUTH = "JSON file that says for each query which images are right; see the guid
 DRAWS = "Draw a gallery of one image per class this many times, query the others, and average the figures."
 QUERY_EXPANSION = "Move each query towards its neighbours, weighted by similarity to this power; 0 weighs all alike."
 DATABASE_AUGMENTATION = "Move each gallery image towards its neighbours, weighted by similarity to this power."
-RERANK = "Re-rank each query's first results by so many reciprocal neighbours, about the number of images per class."
+RERANK = "Number of k-reciprocal neighbours to re-rank the first results by: about the images per class."
 NEIGHBOURS_HELP = "Number of neighbours used by --query-expansion and --database-augmentation."
 FIGURES_HELP = "Figures to compute, such as mAP@R,R@1,R@20,mAP@1000,mP@5/min. Each has its definition in the guide."
 RESULTS_FOLDER = "Folder to write results.json to, and for each data set result.json, queries and neighbours."
@@ -35,7 +35,7 @@ def eval_command(
     data: Annotated[list[str] | None, data_option(help=DATA, show_default="the recipe's validation set")] = None,
     distractors: Annotated[
         list[str] | None,
-        data_option(help="Shards or descriptors, right for no query, to add to the gallery."),
+        data_option(help="Shards, to a set with a ground truth, or descriptors, to any: right for no query."),
     ] = None,
     gallery: Annotated[str | None, data_option(help=GALLERY_SET, show_default="all others of its own images")] = None,
     gallery_draws: Annotated[int, data_option(help=DRAWS, min=0)] = 0,

@@ -220,6 +220,8 @@ class Recipe(NetworkRecipe):
         if (self.steps is None) == (self.epochs is None):
             given = "neither is set" if self.steps is None else f"steps is {self.steps} and epochs {self.epochs:g}"
             raise ValueError(f"set either steps or epochs; {given}")
+        if len(names := [name_of("logger", one) for one in self.loggers]) > len(set(names)):
+            raise ValueError(f"loggers: one of {', '.join(names)} is there twice")
         reading, sampling = name_of("source", self.data.reading), name_of("sampling", self.sampling)
         if reading == "streamed" and self.data.train_source.is_part:
             raise ValueError(f"data.reading is streamed, which gives all classes of {self.data.train}, not a part")

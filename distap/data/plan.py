@@ -1,6 +1,7 @@
 """The plan of batches: which images make the global batch of a step.
 
-The plan is a pure function of (data set, sampling, seed, step), and knows no rank, worker or history. So a training
+The plan is a pure function of (data set, sampling, seed, step), with the sampling `mined` of its table of nearest
+classes too, and knows no rank, worker or history. So a training
 is the same on any number of ranks, and resumes at any step without losing or repeating an image.
 """
 

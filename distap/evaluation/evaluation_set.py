@@ -20,7 +20,7 @@ from distap.data.shards.image_folders import warn_of
 from distap.data.sizing import Box
 from distap.errors import DistapError, logger
 from distap.evaluation.described_images import DescribedImages
-from distap.evaluation.extraction.extracting import NOT_FINITE, Describing, Extraction, extract_descriptors
+from distap.evaluation.extraction.extracting import Describing, Extraction, extract_descriptors
 from distap.evaluation.ground_truth import GroundTruth, TrueQuery
 from distap.evaluation.saved import DRAWN, LABELLED, QUERIED, Evaluation, Retrieved
 from distap.randomness import permutation
@@ -109,11 +109,6 @@ def _descriptors(
         return np.arange(len(images)), images.described_by(describing.describer)
     samples, descriptors, reasons = extract_descriptors(Extraction(describing, images, boxes))
     left_out = {str(images.keys[number]): reason for number, reason in reasons.items()}
-    if broken := [key for key, reason in left_out.items() if reason == NOT_FINITE]:
-        raise DistapError(
-            f"{images.name}: {len(broken)} of {len(images)} descriptors are not finite, such as that of {broken[0]}: "
-            "the network is broken"
-        )
     if describing.world.rank == 0:
         warn_of(images.name, images.index.left_out)
         for key in left_out.keys() - dict(images.index.left_out).keys():

@@ -47,7 +47,9 @@ class MultiScaleNetwork(nn.Module):
         if len(set(scales)) < len(scales):
             raise DistapError(f"scales {list(scales)}: one appears twice")
         if not 0 < power < float("inf"):
-            raise DistapError(f"scale power {power:g}: expected a number above 0")
+            raise DistapError(
+                f"the power of GeM is {power:g}, by which scales are averaged: expected a number above 0"
+            )
         self.network, self.power, self.antialias = network, power, antialias
         self.scales = tuple(float(scale) for scale in scales)
         mean, projection = whitening or (None, None)

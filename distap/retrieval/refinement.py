@@ -103,7 +103,7 @@ class Refinement:
 
     @property
     def names(self) -> list[str]:
-        """Names of the parts."""
+        """Return which refinements are on, as results name them."""
         parts = {"augmentation": self.augment, "query expansion": self.expand, "k-reciprocal": self.rerank}
         return [name for name, part in parts.items() if part is not None]
 

@@ -4,7 +4,7 @@ Rows come from arrays, memory maps, or parts of any number: .npy files, HDF5 as 
 extracted folders.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, ValuesView
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ def given_rows(
     Raises:
         DistapError: they have another shape or type, are not finite, or are not of length 1.
     """
+    if isinstance(values, Iterator | ValuesView):
+        values = list(values)
     values = values if isinstance(values, np.ndarray) else tensor_given(values, f"{what}s").detach()
     shape, dtype = tuple(values.shape), str(values.dtype).removeprefix("torch.")
     values = values[None] if single and len(shape) == 1 else values

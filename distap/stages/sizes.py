@@ -24,11 +24,11 @@ from distap.world import World
 ENOUGH_FASTER = 1.03
 # Seconds of a pass: one that is shorter is no reason to stop, because tiny ones can mislead.
 SOON_TRIED = 0.3
-# Of one size; short passes are repeated, because other work on the host disturbs some.
+# Most passes of one size, and seconds of them: short ones are repeated, since other work disturbs some.
 MOST_PASSES, REPEATED_SECONDS = 6, 1.0
-# Of the free memory, at most, for one micro-batch: kept graphs gain more by the rest.
+# Largest share of the free memory for one micro-batch: kept graphs gain more by the rest.
 SHARE_FOR_ONE = 0.25
-# Of the memory that is free after a step; the rest stays free for peaks within a step.
+# Share, for kept graphs, of the memory that is free after a step; the rest stays free for peaks within a step.
 SHARE_FOR_GRAPHS = 0.5
 CGROUP = Path("/sys/fs/cgroup")
 logger = logging.getLogger("distap")

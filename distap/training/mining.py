@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from distap.data.loading.indexed import IndexedImages
-from distap.data.loading.reader import open_images
 from distap.data.sampling import MinedSampling
 from distap.errors import logger
 from distap.evaluation.extraction.extracting import Describing, Extraction, extract_descriptors
@@ -21,7 +20,8 @@ ROWS = 1024  # classes whose similarities to all others are computed at once
 class NearestClasses:
     """The table of nearest classes by descriptors of an earlier step, a part of the state of a run.
 
-    With it a batch is still a function of data set, seed and step, on any number of ranks and after a restart.
+    With it a batch is still a function of data set, seed, step and this table, on any number of ranks and after a
+    restart. Each rank holds all descriptors while it is made.
     """
 
     def __init__(self, images: IndexedImages, sampling: MinedSampling) -> None:
@@ -30,7 +30,7 @@ class NearestClasses:
     def renew(self, describing: Describing) -> None:
         """Describe all training images, and compare the mean descriptors of their classes; all ranks call this."""
         started, classes = time.perf_counter(), self.images.plan.classes
-        samples, descriptors, _ = extract_descriptors(Extraction(describing, open_images(self.images.job.source)))
+        samples, descriptors, _ = extract_descriptors(Extraction(describing, self.images.read_from))
         sums = torch.zeros(classes.count, descriptors.shape[1])
         sums.index_add_(0, torch.from_numpy(classes.labels[samples]), torch.from_numpy(descriptors))
         means, usable = normalize(sums), torch.from_numpy(classes.with_pairs)

@@ -43,7 +43,7 @@ def test_a_search_writes_a_recipe_and_a_page_and_goes_on_after_a_kill(folder, mo
     with started(["distap", *search], folder) as job:  # which kills it at the end
         job.wait_until(lambda: [*trials.glob("*/*/checkpoints/*/manifest.json")])
         assert distap(monkeypatch, *search) == 2
-        assert "--output: " in (told := capfd.readouterr().err) and "another training runs here" in told
+        assert "--output: " in (told := capfd.readouterr().err) and "another search runs here" in told
     (first,) = trials.glob("*/*")
     own = load_recipe(first / "trial.yaml")
     assert (own.steps, own.sampling.size, own.schedule.warmup, own.evaluation.every) == (20, 8, 2, 5)

@@ -61,7 +61,9 @@ def on_two_ranks(tmp_path):
 
 @pytest.mark.slow
 def test_the_plain_loop_goes_from_folders_to_figures(run, photos):
-    shorter = (EXAMPLES / "plain.py").read_text().replace("steps = 64, 128, 15", "steps = 64, 48, 2")
+    written, length = (EXAMPLES / "plain.py").read_text(), "steps = 64, 128, 15"
+    assert length in written
+    shorter = written.replace(length, "steps = 64, 48, 2")
     assert "'mAP': '" in run("-c", shorter, photos / "train", photos / "test")
 
 

@@ -85,6 +85,8 @@ def _fork(pipes: Sequence[Connection], *given: Any) -> None:
     """Fork the ranks from a process that has imported what their function needs, once for all."""
     for rank in range(len(pipes)):
         get_context("fork").Process(target=_run, args=(os.getpid(), rank, pipes, *given)).start()
+    for pipe in pipes:
+        pipe.close()
 
 
 def _run(

@@ -96,7 +96,7 @@ def rank_all_cases(world):
     return {each: rank_share(world, *each) for each in RANKED} | {"traffic": traffic_of_sharded_ranking(world)}
 
 
-@pytest.fixture(scope="module", params=[3, 4])
+@pytest.fixture(scope="module", params=[2, 3])
 def ranked(request):
     """Every case on some ranks; one start of the ranks for all."""
     return on_ranks(request.param, rank_all_cases)

@@ -240,7 +240,7 @@ def test_reading_over_a_network_is_reading_from_disk(kind, workers, shards, web,
     reader = ImageSet(source, load_index(source))
     assert reader.index.fingerprint == expected.index.fingerprint
     own, images = (indexed_images(shards, 9), indexed_images(source, 9, workers=workers))
-    images._reader.storage.meter["read_bytes"] = 7  # of this process, whose counts a fork begins with
+    images.read_from.storage.meter["read_bytes"] = 7  # of this process, whose counts a fork begins with
     web.requests.clear()
     shares = [own.shares(range(1)), images.shares(range(1))]
     here, there = map(next, shares)

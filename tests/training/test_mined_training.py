@@ -1,6 +1,8 @@
 """Batches of classes that lie near each other by descriptors of the training itself."""
 
+import os
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -11,15 +13,18 @@ from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER
 from distap.data.plan import Classes, Plan
 from distap.data.sampling import MinedSampling, PByKSampling
 from distap.data.shards.index import load_index
-from distap.errors import DistapError
-from distap.evaluation.extraction.extracting import BrokenOffError
+from distap.errors import RESTART, DistapError
 from distap.evaluation.sets import open_set
+from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 from distap.training.build import describing_of, network_of
 from distap.world import World
 
 MINED = {"name": "mined", "classes": 4, "images": 2, "near": 2, "every": 2}
 SETTINGS = {"sampling": MINED, "steps": 5, "optimizer": DESCENT, "checkpoint": {"every": 3, "keep": 9}}
+
+
+RUNS = ("run", "whole")
 
 
 def train_on_ranks(world, run, shards):
@@ -72,21 +77,25 @@ def test_the_table_holds_the_classes_of_the_nearest_means(tmp_path, training_sha
         assert found[label].tolist() == [label, max(others, key=lambda other: float(means[label] @ means[other]))]
 
 
-def test_a_request_to_stop_while_it_mines_ends_with_a_checkpoint(tmp_path, training_shards):
-    trainer = Trainer(recipe(tmp_path / "run", training_shards, **SETTINGS), World())
+def test_a_request_to_stop_while_it_mines_ends_with_one_checkpoint(tmp_path, training_shards):
+    judged = {"data__validation": str(training_shards[1]), "evaluation": {"every": 2}}
+    changes = {**SETTINGS, **judged, "data__image_sizes": {0: 16, 0.5: 32}}
+    trainer = Trainer(recipe(tmp_path / "run", training_shards, **changes), World())
     renew = trainer.nearest.renew
 
-    def renew_once(describing):
+    def asked_to_stop(describing):
         if trainer.done:
-            raise BrokenOffError
+            os.kill(os.getpid(), signal.SIGTERM)
         renew(describing)
 
-    trainer.nearest.renew = renew_once
-    assert trainer.train() == 75
-    assert (tmp_path / "run" / CHECKPOINTS_FOLDER / "step-00000002").exists()
-    train(World(), tmp_path / "run", training_shards, **SETTINGS)
-    train(World(), tmp_path / "whole", training_shards, **SETTINGS)
+    trainer.nearest.renew = asked_to_stop
+    assert trainer.train() == RESTART
+    assert [path.name for path in (tmp_path / "run" / CHECKPOINTS_FOLDER).iterdir()] == ["step-00000002"]
+    train(World(), tmp_path / "run", training_shards, **changes)
+    train(World(), tmp_path / "whole", training_shards, **changes)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    evaluated = [[entry["step"] for entry in read_run_log(tmp_path / run) if "validation" in entry] for run in RUNS]
+    assert evaluated[0] == evaluated[1] == [0, 2, 4, 5]
 
 
 def test_descriptors_cannot_be_mined(tmp_path, training_shards):

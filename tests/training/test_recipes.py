@@ -27,6 +27,7 @@ NAMES = sorted(
 )
 # One of each loss, and one that reads descriptors; others of the same loss differ by data, network and rates.
 ON_TWO_RANKS = ("dinov2-own", "gldv2", "happier-sop", "ilias-linear", "recall-sop", "roadmap-sop", "simix-cub")
+ON_TWO_RANKS += ("guie-64", "landmarks-clean", "smooth-ap-sop", "suprank-h-gldv2")
 FIGURES = {"roxford5k": "Hard mAP/trapezoids", "rparis6k": "Hard mAP/trapezoids", "medium": "R@1", "large": "R@1"}
 
 

@@ -40,10 +40,10 @@ class IndexedImages(TrainingImages):
         self.index: Index | None = index
         self.fingerprint, self.order = index.fingerprint, PLAN_VERSION
         self.plan = Plan(index.classes, job.sampling, job.seed)
-        self._images = ImageSet(job.source, index)
+        self.read_from = ImageSet(job.source, index)
 
     def chunks(self, steps: range) -> Generator[Chunk]:
-        job, images, plan = self.job, self._images, self.plan
+        job, images, plan = self.job, self.read_from, self.plan
 
         def requests() -> Iterator[list[Request]]:
             for step in steps:

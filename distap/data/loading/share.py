@@ -184,6 +184,7 @@ class TrainingImages(ABC):
         self.job, self.world, self.stopwatch = job, world, stopwatch
         self.size = job.sampling.size  # B, images of a global batch
         self.slots = world.slots(self.size)
+        self._held: HeldPixels | None = None
 
     @abstractmethod
     def chunks(self, steps: range) -> Generator[Chunk]:
@@ -198,7 +199,8 @@ class TrainingImages(ABC):
         self.job = job = replace(self.job, steps=of or steps.stop)
         count, size, width = len(self.slots), max(size for _, size, _ in job.sizes), job.dimensions
         shape, dtype = ((count, 3, size, size), torch.uint8) if width is None else ((count, width), torch.float32)
-        held = HeldPixels(job.pixels, shape, dtype, pinned=self.world.device.type == "cuda")
+        pinned = self.world.device.type == "cuda"
+        self._held = held = self._held or HeldPixels(job.pixels, shape, dtype, pinned=pinned)
 
         def shares() -> Generator[ShareOfBatch]:
             with closing(self.chunks(steps)) as chunks:

@@ -142,6 +142,11 @@ def extract_descriptors(extraction: Extraction) -> tuple[NDArray[np.int64], NDAr
             values[start : start + SUMMED_ROWS] = world.sum(rows).cpu().numpy()
     told = world.gather_values(list(own_left_out.items()))
     left_out = dict(sorted(tuple(pair) for of_rank in told for pair in of_rank))
+    if broken := [str(images.keys[number]) for number, reason in left_out.items() if reason == NOT_FINITE]:
+        raise DistapError(
+            f"{images.name}: {len(broken)} of {len(images)} descriptors are not finite, such as that of {broken[0]}: "
+            "the network is broken"
+        )
     samples = np.flatnonzero(is_described)
     if not len(samples):
         raise DistapError(f"{images.name}: none of its {len(images)} images can be described: {left_out.get(0)}")
