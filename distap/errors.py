@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("distap")  # of the whole package
 F = TypeVar("F", bound=Callable[..., Any])
-FINISHED = 0
-FAILED = 1
-MISTAKE = 2
-RESTART = 75
+FINISHED, FAILED, MISTAKE, RESTART = 0, 1, 2, 75
 CAUSES = "too high a learning rate, or damaged weights"  # of numbers that are not finite, and of a collapse
+LENGTH_TOLERANCE = 0.02  # of descriptors: bfloat16 rounds their length by up to 0.4%
 # Expected values, by the beginning of the type of pydantic's error.
 WANTED = {
     **{"int": "a whole number", "float": "a number", "bool": "true or false"},

@@ -48,9 +48,8 @@ REGISTRY: dict[str, dict[str, str]] = {
         **_in("ranking.losses.simix", simix="SiMix"),
     },
     "sampling": {
-        **_in("data.sampling", random="RandomSampling", classes="ClassesSampling"),
+        **_in("data.sampling", random="RandomSampling", classes="ClassesSampling", mined="MinedSampling"),
         **_in("data.sampling", p_by_k="PByKSampling", super_p_by_k="SuperPByKSampling"),
-        **_in("data.sampling", mined="MinedSampling"),
     },
     "augmentation": _in(
         "data.images.augmentation", crop_flip_colour="CropFlipColour", torchvision="TorchvisionSteps"

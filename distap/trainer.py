@@ -15,9 +15,7 @@ import torch
 
 from distap.checkpoint.agreement import first_on_rank_0
 from distap.config.recipe import Recipe
-from distap.data.loading.indexed import IndexedImages
 from distap.data.loading.share import ShareOfBatch
-from distap.data.sampling import MinedSampling
 from distap.errors import CAUSES, FINISHED, RESTART, DistapError, logger
 from distap.evaluation.evaluation_set import DescribedSet
 from distap.evaluation.extraction.extracting import BrokenOffError
@@ -30,7 +28,6 @@ from distap.telemetry.runlog import NOT_FINITE_LOG
 from distap.telemetry.terminal import origin, set_up_run_logging
 from distap.telemetry.tracing import traced
 from distap.training.build import describing_of, describing_of_set, fitting_of, learner_of, loss_of, step_of
-from distap.training.mining import NearestClasses
 from distap.training.run_report import RunReport
 from distap.training.run_state import Figures, RunState, is_begun, score_of
 from distap.training.schedule import Length
@@ -96,10 +93,7 @@ class Trainer:
         loss = loss_of(recipe, self.images, self.network, world)
         self.step = step_of(recipe, self.learner, loss, world, self.images.size, self.stopwatch)
         self.report.metrics.replay_drift_limit.set(self.step.stages.max_drift)
-        self.nearest: NearestClasses | None = None
-        if isinstance(self.images, IndexedImages) and isinstance(recipe.sampling, MinedSampling):
-            self.nearest = NearestClasses(self.images, recipe.sampling)
-        self.state = RunState(recipe, world, self.images, self.step, self.nearest)
+        self.state = RunState(recipe, world, self.images, self.step)
         self.done = self._saved = 0  # steps that have led to the present parameters, and to the newest checkpoint
         self.not_finite = 0  # steps in a row whose loss or gradient was not finite
 
@@ -167,16 +161,16 @@ class Trainer:
 
     def _shares(self, stop: StopRequest) -> Iterator[ShareOfBatch]:
         """Yield this rank's shares of all steps that are left; every `sampling.every` steps, mine first."""
-        steps = self.length.steps
-        every = steps if self.nearest is None else self.recipe.sampling.every
+        steps, nearest = self.length.steps, self.state.nearest
+        every = steps if nearest is None else self.recipe.sampling.every
         while self.done < steps:
-            if self.nearest is not None and self.done % every == 0:
+            if nearest is not None and self.done % every == 0:
                 self.world.note(f"mining after step {self.done}")
                 self._average_statistics()
                 try:
                     with self.learner.replica.describing():
                         how = describing_of(self.recipe, self.network, self.world)
-                        self.nearest.renew(replace(how, is_asked_to_stop=lambda: stop.requested))
+                        nearest.renew(replace(how, is_asked_to_stop=lambda: stop.requested))
                 except BrokenOffError:  # it is mined after the restart
                     if self.done != self._saved:
                         self._save()

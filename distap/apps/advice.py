@@ -126,37 +126,26 @@ def recipe_for(seen: Look, run: str, backbone: str | None, weights: str, size: i
     side = size or multiple * int(np.clip(round(seen.side / multiple), least, most))
     name = "" if weights == "random" else Path(backbone).name
     source, rate = next(((why, rate) for names, rate, why in FAMILIES if re.match(names, name)), ("", RANDOM_RATE))
-    larger = side
-    if re.match(TAKES_ANY_SIZE, Path(backbone).name):
-        larger = -int(-LARGER * side // STEP_OF_SIDE) * STEP_OF_SIDE
+    takes_any = re.match(TAKES_ANY_SIZE, Path(backbone).name)
+    larger = -int(-LARGER * side // STEP_OF_SIDE) * STEP_OF_SIDE if takes_any else side
     # Fitted to few classes, pretrained features tell others apart less well.
     is_careful = weights != "random" and is_small and not seen.shared and not source
     if name and not source:
         rate = CAREFUL_RATE if is_careful else PRETRAINED_RATE
     gpus, takes_bf16 = gpus_here()
-    return RECIPE_TEMPLATES.get_template("recipe.yaml").render(
-        seen=seen,
-        run=run,
-        count=count,
-        a_class=a_class,
-        is_small=is_small,
-        classes=classes,
-        images=images,
-        batch=batch,
-        steps=steps,
-        every=steps // EVALUATIONS,
-        warmup=steps // WARMUP_SHARE,
-        side=side,
-        larger=larger,
-        backbone=backbone,
-        weights=weights,
-        is_careful=is_careful,
-        rate=rate,
-        source=source,
-        gpus=gpus,
-        takes_bf16=takes_bf16,
-        workers=max(2, usable_cores() // max(1, gpus) - 1),
-    )
+    of_images = {
+        "seen": seen,
+        "count": count,
+        "a_class": a_class,
+        "is_small": is_small,
+        "side": side,
+        "larger": larger,
+    }
+    of_steps = {"classes": classes, "images": images, "batch": batch, "steps": steps, "warmup": steps // WARMUP_SHARE}
+    of_network = {"backbone": backbone, "weights": weights, "rate": rate, "source": source, "is_careful": is_careful}
+    of_machine = {"gpus": gpus, "takes_bf16": takes_bf16, "workers": max(2, usable_cores() // max(1, gpus) - 1)}
+    values = {"run": run, "every": steps // EVALUATIONS, **of_images, **of_steps, **of_network, **of_machine}
+    return RECIPE_TEMPLATES.get_template("recipe.yaml").render(values)
 
 
 def _sets_in(folder: Path) -> dict[str, str]:

@@ -69,8 +69,7 @@ class Tuning:
         if (count := self.index.classes.count) < LEAST_TO_HOLD_OUT:
             told = f"{count} classes, of which none can be held out to judge trials by"
             raise DistapError(f"{self.recipe.data.train}: {told}; expected at least {LEAST_TO_HOLD_OUT}")
-        own = self.of_trial(self.folder, self.with_values({}, self.share))
-        load_recipe(own, where=f"{self.config}, in a trial")
+        load_recipe(self.of_trial(self.folder, self.with_values({}, self.share)), where=f"{self.config}, in a trial")
         file = self.file or self.folder / SPACE_FILE
         if self.file is None and not file.exists():
             write_whole(file, default_space(self.recipe, self.index))
@@ -132,22 +131,21 @@ class Tuning:
         lease = Lease("--output", Storage(str(self.folder)), "search", f"remove {self.folder / LEASE_FILE}")
         lease.take()
         try:
-            self._search(minutes)
+            for interrupted in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
+                self.study.enqueue_trial(interrupted.params)  # which goes on from its checkpoint
+                self.study.tell(interrupted.number, state=TrialState.FAIL)
+            if not self.study.trials:
+                own = {
+                    key: as_yaml(self.own(key)) if is_list(of) else self.own(key) for key, of in self.space.items()
+                }
+                self.study.enqueue_trial({key: value for key, value in own.items() if value is not None})
+            self.end = time.monotonic() + 60 * minutes
+            self.study.optimize(self.score, timeout=60 * minutes, catch=[DistapError], callbacks=[self.report])
+            if not self.whole:
+                problems = [trial.user_attrs.get("problem", "ended early") for trial in self.study.trials]
+                raise DistapError(f"{self.folder}: none of {len(problems)} trials came to its end: {problems[-1]}")
         finally:
             lease.release()
-
-    def _search(self, minutes: float) -> None:
-        for interrupted in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
-            self.study.enqueue_trial(interrupted.params)  # which goes on from its checkpoint
-            self.study.tell(interrupted.number, state=TrialState.FAIL)
-        if not self.study.trials:
-            own = {key: as_yaml(self.own(key)) if is_list(of) else self.own(key) for key, of in self.space.items()}
-            self.study.enqueue_trial({key: value for key, value in own.items() if value is not None})
-        self.end = time.monotonic() + 60 * minutes
-        self.study.optimize(self.score, timeout=60 * minutes, catch=[DistapError], callbacks=[self.report])
-        if not self.whole:
-            problems = [trial.user_attrs.get("problem", "ended early") for trial in self.study.trials]
-            raise DistapError(f"{self.folder}: none of {len(problems)} trials came to its end: {problems[-1]}")
 
     @property
     def whole(self) -> list[FrozenTrial]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from distap.cli.options import JSON, App, print_json
+from distap.cli.options import INDEX_OPTION, JSON, App, print_json
 from distap.data.shards.parallel import usable_cores
 from distap.errors import DistapError
 from distap.storage.locations import parse_source
@@ -25,9 +25,6 @@ SHOWN = 5  # classes that are named
 data = App(help="Convert, pack, index, check and count images.")
 
 SHARDS = Annotated[str, typer.Argument(help="Folder, glob or brace pattern of WebDataset shards, or a URL of them.")]
-INDEX_OPTION = Annotated[
-    Path | None, typer.Option("--index", help="Index file of the shards.", show_default="next to the shards")
-]
 WORKERS = Annotated[int, typer.Option(help="Number of worker processes.", min=1, show_default="one for each core")]
 CORES = usable_cores()
 IMAGES_PER_SHARD = Annotated[int, typer.Option(help="Maximum number of images in a shard.", min=1)]

@@ -32,9 +32,7 @@ def extract_command(
     checkpoint: Annotated[str, options.CHECKPOINT],
     overrides: options.OVERRIDES = None,
     best: options.BEST = False,
-    index: Annotated[
-        Path | None, typer.Option(help="Index file of the shards.", show_default="next to the shards")
-    ] = None,
+    index: options.INDEX_OPTION = None,
     dtype: Annotated[
         Literal["float32", "float16"], options.output(help="Number format of the stored descriptors.")
     ] = "float32",

@@ -18,6 +18,7 @@ DATA = (
     "option for several."
 )
 GALLERY_SET = "Shards to search in; the images of each data set are the queries."
+DISTRACTORS = "Shards, to a set with a ground truth, or descriptors, to any: right for no query."
 TRUTH = "JSON file that says for each query which images are right; see the guide on retrieval."
 DRAWS = "Draw a gallery of one image per class this many times, query the others, and average the figures."
 QUERY_EXPANSION = "Move each query towards its neighbours, weighted by similarity to this power; 0 weighs all alike."
@@ -33,10 +34,7 @@ def eval_command(
     overrides: OVERRIDES = None,
     best: options.BEST = False,
     data: Annotated[list[str] | None, data_option(help=DATA, show_default="the recipe's validation set")] = None,
-    distractors: Annotated[
-        list[str] | None,
-        data_option(help="Shards, to a set with a ground truth, or descriptors, to any: right for no query."),
-    ] = None,
+    distractors: Annotated[list[str] | None, data_option(help=DISTRACTORS)] = None,
     gallery: Annotated[str | None, data_option(help=GALLERY_SET, show_default="all others of its own images")] = None,
     gallery_draws: Annotated[int, data_option(help=DRAWS, min=0)] = 0,
     truth: Annotated[Path | None, data_option(help=TRUTH, show_default="images of a query's class are right")] = None,

@@ -10,6 +10,7 @@ from distap.telemetry.terminal import print_result, print_warning, set_up_loggin
 
 TRAINED_RUN = "Trained network: a run folder, one of its checkpoints, or a URL of either."
 EXPORT_FOLDER = "Folder to write; it must be new or of an earlier export, which is replaced."
+DYNAMIC_SIZE = "Let exported programs take images of any size."
 FORMAT_HELP = "Format: pt2 (torch.export), onnx, safetensors (distap.load, timm) or adapter. Repeat for several."
 
 
@@ -20,9 +21,7 @@ def export_command(
     best: BEST = False,
     format: Annotated[list[str] | None, typer.Option(help=FORMAT_HELP, show_default="pt2, onnx, safetensors")] = None,
     whitening: WHITENING = None,
-    dynamic_size: Annotated[
-        bool, typer.Option("--dynamic-size", help="Let exported programs take images of any size.")
-    ] = False,
+    dynamic_size: Annotated[bool, typer.Option("--dynamic-size", help=DYNAMIC_SIZE)] = False,
 ) -> None:
     """Write a network for programs without distap: from uint8 pixels to descriptors, with a model card.
 

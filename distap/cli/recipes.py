@@ -11,6 +11,9 @@ from distap.cli.options import OVERRIDES, RECIPE_ARGUMENT
 from distap.errors import DistapError
 from distap.telemetry.terminal import print_result, print_warning
 
+RUN_FOLDER = "Folder that the recipe's run writes into."
+ARCHITECTURE = "Architecture of timm to train."
+WEIGHTS_HELP = "Weights to begin with: timm, random, or a mapping as in a recipe."
 INPUT_SIZE = "Width and height of the network's input, pixels."
 RECIPE_HEAD = ("paper", "data", "expected")  # of the comment that each of distap's recipes begins with
 IMAGES_HELP = "Folder with a sub-folder per class, shards, or a folder whose `train` and `test` are one of these."
@@ -19,16 +22,9 @@ IMAGES_HELP = "Folder with a sub-folder per class, shards, or a folder whose `tr
 def init_command(
     images: Annotated[str, typer.Argument(help=IMAGES_HELP, show_default=False)],
     output: Annotated[Path, typer.Option(help="File to write the recipe to.")] = Path("recipe.yaml"),
-    run: Annotated[
-        str | None,
-        typer.Option(help="Folder that the recipe's run writes into.", show_default="runs/, then the name"),
-    ] = None,
-    backbone: Annotated[
-        str | None, typer.Option(help="Architecture of timm to train.", show_default="by the machine")
-    ] = None,
-    weights: Annotated[
-        str, typer.Option(help="Weights to begin with: timm, random, or a mapping as in a recipe.")
-    ] = "timm",
+    run: Annotated[str | None, typer.Option(help=RUN_FOLDER, show_default="runs/, then the name")] = None,
+    backbone: Annotated[str | None, typer.Option(help=ARCHITECTURE, show_default="by the machine")] = None,
+    weights: Annotated[str, typer.Option(help=WEIGHTS_HELP)] = "timm",
     image_size: Annotated[
         int | None, typer.Option(help=INPUT_SIZE, min=1, show_default="by images and machine")
     ] = None,

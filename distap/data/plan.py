@@ -1,12 +1,11 @@
 """The plan of batches: which images make the global batch of a step.
 
-The plan is a pure function of (data set, sampling, seed, step), with the sampling `mined` of its table of nearest
-classes too, and knows no rank, worker or history. So a training
-is the same on any number of ranks, and resumes at any step without losing or repeating an image.
+The plan is a pure function of (data set, sampling, seed, step), with `mined` also of its table of nearest classes.
+It knows no rank, worker or history. So a training is the same on any number of ranks, and resumes at any step without
+losing or repeating an image.
 """
 
 from collections.abc import Iterator
-from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Protocol
@@ -30,10 +29,13 @@ class Classes:
     m classes nearest to each by descriptors of an earlier step, itself first.
     """
 
-    nearest: NDArray[np.int64] | None = None
-
-    def __init__(self, labels: NDArray[np.int64], levels: NDArray[np.str_] | None = None) -> None:
-        self.labels = labels
+    def __init__(
+        self,
+        labels: NDArray[np.int64],
+        levels: NDArray[np.str_] | None = None,
+        nearest: NDArray[np.int64] | None = None,
+    ) -> None:
+        self.labels, self.nearest = labels, nearest
         self.sizes = np.bincount(labels)  # (K,) number of samples of each class
         self.count = len(self.sizes)
         self.levels = np.full((self.count, 0), "") if levels is None else levels
@@ -51,12 +53,6 @@ class Classes:
     def nth(self, labels: NDArray[np.int64], places: NDArray[np.int64]) -> Samples:
         """Return the sample at a place within a class, for arrays of classes (`labels`) and `places`."""
         return self._order[self._ends[labels] + places]
-
-    def with_nearest(self, nearest: NDArray[np.int64]) -> "Classes":
-        """Return the same classes with this table; plans of the two draw different batches."""
-        classes = copy(self)
-        classes.nearest = nearest
-        return classes
 
     def available(self, labels: NDArray[np.int64], images: int) -> int:
         """Return how many images these classes provide if each gives at most `images`."""

@@ -29,11 +29,11 @@ from torch.distributed import TCPStore
 
 from distap.errors import FAILED, FINISHED, MISTAKE, RESTART, logger
 from distap.processes.forks import die_with_parent, forking_context
+from distap.processes.meeting import POLL_SECONDS
 from distap.processes.stopping import MARGIN_SECONDS, SIGNALS, TRACE_SIGNAL, call_on_signal, go_deaf
 
 LOOPBACK = "127.0.0.1"  # a host's own name may be one that nobody can resolve
 LEAVE_SECONDS = 10  # for the other ranks, after one has left with an error
-POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distap.errors import DistapError
+from distap.errors import LENGTH_TOLERANCE, DistapError
 from distap.world import World
 
 Extra = Mapping[str, Tensor]  # further tensors of images, (b, ...)
-LENGTH_TOLERANCE = 0.02  # bfloat16 rounds a descriptor's length by up to 0.4%
 MOST_ROWS = 10
 
 

@@ -14,13 +14,12 @@ from jaxtyping import Float32, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distap.errors import DistapError, tensor_given
+from distap.errors import LENGTH_TOLERANCE, DistapError, tensor_given
 from distap.retrieval.descriptor_files import ABOUT_FILE, EXTRACTION_FILE, DescribedBy, read_descriptors, reading
 
 BLOCK_NUMBERS = 2**24  # numbers of a block: 64 MB in float32
 Descriptors = Any  # descriptors (N, C): a tensor, an array or memory map, or `DescriptorParts`
 FLOATS = ("float16", "float32", "float64", "bfloat16", "f2", "f4", "f8")
-LENGTH_TOLERANCE = 0.02  # bfloat16 rounds a descriptor's length by up to 0.4%
 GPU_RESULTS = 2048  # most for a query that Faiss finds on a GPU
 HDF5_SUFFIXES = (".h5", ".hdf5")
 PART_SUFFIXES = (".npy", *HDF5_SUFFIXES)

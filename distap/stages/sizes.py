@@ -20,16 +20,11 @@ from distap.stages.micro_batches import is_out_of_memory
 from distap.stages.replica import Replica
 from distap.world import World
 
-# Doubling a micro-batch must make an image at least this much faster to be worth its memory.
-ENOUGH_FASTER = 1.03
-# Seconds of a pass: one that is shorter is no reason to stop, because tiny ones can mislead.
-SOON_TRIED = 0.3
-# Most passes of one size, and seconds of them: short ones are repeated, since other work disturbs some.
-MOST_PASSES, REPEATED_SECONDS = 6, 1.0
-# Largest share of the free memory for one micro-batch: kept graphs gain more by the rest.
-SHARE_FOR_ONE = 0.25
-# Share, for kept graphs, of the memory that is free after a step; the rest stays free for peaks within a step.
-SHARE_FOR_GRAPHS = 0.5
+ENOUGH_FASTER = 1.03  # doubling a micro-batch must make an image at least this much faster to be worth its memory
+SOON_TRIED = 0.3  # seconds of a pass; so short a pass is no reason to stop, because tiny ones can mislead
+MOST_PASSES, REPEATED_SECONDS = 6, 1.0  # of one size; short passes are repeated, since other work disturbs some
+SHARE_FOR_ONE = 0.25  # most of the free memory for one micro-batch: kept graphs gain more by the rest
+SHARE_FOR_GRAPHS = 0.5  # of the memory that is free after a step; the rest stays free for peaks within a step
 CGROUP = Path("/sys/fs/cgroup")
 logger = logging.getLogger("distap")
 

@@ -213,12 +213,7 @@ def fitting_of(recipe: Recipe, replica: Replica, world: World, batch: int) -> Fi
 
 
 def step_of(
-    recipe: Recipe,
-    learner: Learner,
-    loss: Loss,
-    world: World,
-    batch: int,
-    stopwatch: Stopwatch | None = None,
+    recipe: Recipe, learner: Learner, loss: Loss, world: World, batch: int, stopwatch: Stopwatch | None = None
 ) -> TrainingStep:
     """Build the recipe's step for global batches of `batch` images; measure micro-batch sizes that are `auto`."""
     replica = learner.replica

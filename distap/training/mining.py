@@ -4,17 +4,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from distap.data.loading.indexed import IndexedImages
+from distap.data.plan import Classes
 from distap.data.sampling import MinedSampling
 from distap.errors import logger
 from distap.evaluation.extraction.extracting import Describing, Extraction, extract_descriptors
-
-ROWS = 1024  # classes whose similarities to all others are computed at once
+from distap.retrieval.row_blocks import nearest
 
 
 class NearestClasses:
@@ -33,24 +32,23 @@ class NearestClasses:
         samples, descriptors, _ = extract_descriptors(Extraction(describing, self.images.read_from))
         sums = torch.zeros(classes.count, descriptors.shape[1])
         sums.index_add_(0, torch.from_numpy(classes.labels[samples]), torch.from_numpy(descriptors))
-        means, usable = normalize(sums), torch.from_numpy(classes.with_pairs)
-        nearest = torch.arange(classes.count)[:, None].repeat(1, min(self._near, len(usable)))
-        for rows in usable.split(ROWS):
-            similarities = means[rows] @ means[usable].T
-            similarities[rows[:, None] == usable] = torch.inf  # a class comes first in its own row
-            nearest[rows] = usable[similarities.topk(nearest.shape[1], dim=1).indices]
+        usable = torch.from_numpy(classes.with_pairs)
+        means = normalize(sums[usable])
+        found = nearest(means, means, self._near - 1, exclude_self=True)[1]
+        table = torch.arange(classes.count)[:, None].repeat(1, 1 + found.shape[1])  # a class itself comes first
+        table[usable, 1:] = usable[torch.from_numpy(found)]
         # A sum may differ in its last bit between hosts, so rank 0's table counts.
-        self._use(describing.world.broadcast(nearest.to(describing.world.device)).cpu())
+        self._use(describing.world.broadcast(table.to(describing.world.device)).cpu())
         logger.info("mined classes near each other in %.1f s", time.perf_counter() - started)
 
-    def _use(self, nearest: Tensor) -> None:
+    def _use(self, table: Tensor) -> None:
         # Batches that were drawn are cached by plan and classes, so both must be new objects.
-        plan = self.images.plan
-        self.images.plan = replace(plan, classes=plan.classes.with_nearest(nearest.numpy().astype(np.int64)))
+        plan, of = self.images.plan, self.images.plan.classes
+        self.images.plan = replace(plan, classes=Classes(of.labels, of.levels, table.numpy()))
 
     def state_dict(self) -> dict[str, Tensor]:
-        nearest = self.images.plan.classes.nearest
-        return {} if nearest is None else {"nearest": torch.from_numpy(nearest)}
+        table = self.images.plan.classes.nearest
+        return {} if table is None else {"nearest": torch.from_numpy(table)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._use(state["nearest"])

@@ -13,7 +13,9 @@ from distap.checkpoint.lease import Lease
 from distap.checkpoint.manifest import DamagedCheckpointError
 from distap.checkpoint.writer import CheckpointWriter
 from distap.config.recipe import Recipe
+from distap.data.loading.indexed import IndexedImages
 from distap.data.loading.share import TrainingImages
+from distap.data.sampling import MinedSampling
 from distap.errors import CAUSES, DistapError, logger
 from distap.evaluation.saved import FOLDER as EVALUATIONS
 from distap.model.backbone import SOURCES, built_again
@@ -48,17 +50,13 @@ def _storage_of(recipe: Recipe) -> Storage:
 class RunState:
     """State of a training on one rank, in memory and in the run's checkpoints, on disk or in a store."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        world: World,
-        images: TrainingImages,
-        step: TrainingStep,
-        nearest: NearestClasses | None = None,
-    ) -> None:
+    def __init__(self, recipe: Recipe, world: World, images: TrainingImages, step: TrainingStep) -> None:
         self.recipe, self.world, self.images, self.learner = recipe, world, images, step.learner
+        self.nearest: NearestClasses | None = None
+        if isinstance(images, IndexedImages) and isinstance(recipe.sampling, MinedSampling):
+            self.nearest = NearestClasses(images, recipe.sampling)
         # Other parts that have a state, by the prefix of the names of their tensors.
-        parts = {"memory": step.stages.memory, "loss": step.loss_learner, "mined": nearest}
+        parts = {"memory": step.stages.memory, "loss": step.loss_learner, "mined": self.nearest}
         self._parts = {name: part for name, part in parts.items() if part is not None}
         self._settings = recipe.model_dump(mode="json")
         self.score: float | None = None  # validation mAP of the checkpoint that the run goes on from

@@ -38,14 +38,15 @@ def test_each_class_brings_those_that_are_nearest_to_it():
         [np.roll(group + np.arange(3), -own) for own, group in zip(np.arange(12) % 3, pairs, strict=True)]
     )
     nearest = np.array([[own, *(one for one in row if one != own)] for own, row in enumerate(nearest.tolist())])
-    plan = Plan(classes.with_nearest(nearest), sampling, 0)
+    near = Classes(classes.labels, nearest=nearest)
+    plan = Plan(near, sampling, 0)
     batches = [plan.batch(step) for step in range(40)]
     for batch in batches:
         taken = classes.labels[batch]
         assert len(set(batch.tolist())) == 12 and np.bincount(taken).max() == 2
         assert sorted(np.bincount(np.unique(taken) // 3).tolist())[-2:] == [3, 3]  # two whole groups
     assert {label for batch in batches for label in classes.labels[batch].tolist()} == set(range(12))
-    assert np.array_equal(plan.batch(3), Plan(classes.with_nearest(nearest), sampling, 0).batch(3))
+    assert np.array_equal(plan.batch(3), Plan(near, sampling, 0).batch(3))
     before = Plan(classes, sampling, 0).batch(3)
     assert np.array_equal(before, Plan(classes, PByKSampling(classes=6, images=2), 0).batch(3))
 
@@ -81,14 +82,14 @@ def test_a_request_to_stop_while_it_mines_ends_with_one_checkpoint(tmp_path, tra
     judged = {"data__validation": str(training_shards[1]), "evaluation": {"every": 2}}
     changes = {**SETTINGS, **judged, "data__image_sizes": {0: 16, 0.5: 32}}
     trainer = Trainer(recipe(tmp_path / "run", training_shards, **changes), World())
-    renew = trainer.nearest.renew
+    renew = trainer.state.nearest.renew
 
     def asked_to_stop(describing):
         if trainer.done:
             os.kill(os.getpid(), signal.SIGTERM)
         renew(describing)
 
-    trainer.nearest.renew = asked_to_stop
+    trainer.state.nearest.renew = asked_to_stop
     assert trainer.train() == RESTART
     assert [path.name for path in (tmp_path / "run" / CHECKPOINTS_FOLDER).iterdir()] == ["step-00000002"]
     train(World(), tmp_path / "run", training_shards, **changes)

@@ -65,22 +65,14 @@ def model_card(
         model_name=Path(settings["run"]).name if results else None,
         eval_results=results or None,
     )
-    card = ModelCard.from_template(
-        fields,
-        template_str=files(__package__).joinpath("card.md").read_text("utf-8"),
-        origin=origin,
-        describer=describer,
-        programs=programs,
-        formats=formats,
-        dynamic_size=dynamic_size,
-        pretrained=pretrained,
-        mean=mean,
-        std=std,
-        loss=" + ".join(f"{weight:g} {part['name']}" for weight, part in terms),
-        recipe_yaml=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).strip(),
-        version=distap.__version__,
-        torch=torch.__version__,
-    )
+    recipe_yaml = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).strip()
+    named = " + ".join(f"{weight:g} {part['name']}" for weight, part in terms)
+    of_run: dict[str, Any] = {"origin": origin, "recipe_yaml": recipe_yaml, "loss": named}
+    of_network: dict[str, Any] = {"describer": describer, "pretrained": pretrained, "mean": mean, "std": std}
+    of_files: dict[str, Any] = {"programs": programs, "formats": formats, "dynamic_size": dynamic_size}
+    versions = {"version": distap.__version__, "torch": torch.__version__}
+    template = files(__package__).joinpath("card.md").read_text("utf-8")
+    card = ModelCard.from_template(fields, template_str=template, **of_run, **of_network, **of_files, **versions)
     return without_secrets(f"{str(card).rstrip()}\n")
 
 

@@ -199,8 +199,8 @@ class TrainingImages(ABC):
         self.job = job = replace(self.job, steps=of or steps.stop)
         count, size, width = len(self.slots), max(size for _, size, _ in job.sizes), job.dimensions
         shape, dtype = ((count, 3, size, size), torch.uint8) if width is None else ((count, width), torch.float32)
-        pinned = self.world.device.type == "cuda"
-        self._held = held = self._held or HeldPixels(job.pixels, shape, dtype, pinned=pinned)
+        on_gpu = self.world.device.type == "cuda"
+        self._held = held = self._held or HeldPixels(job.pixels, shape, dtype, pinned=on_gpu)
 
         def shares() -> Generator[ShareOfBatch]:
             with closing(self.chunks(steps)) as chunks:

@@ -1,7 +1,7 @@
 """Turn encoded images into descriptors, in the same way for a data set and for one image."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +18,7 @@ from distap.model.multiscale import MultiScaleNetwork, required_size
 from distap.model.network import RetrievalNetwork, fingerprint
 from distap.retrieval.descriptor_files import DescribedBy
 from distap.retrieval.whitening import Whitening
+from distap.stages.exactness import evaluating
 from distap.stages.micro_batches import is_out_of_memory
 from distap.stages.replica import autocast
 
@@ -108,15 +109,9 @@ class ImageDescriber:
             raise
         return descriptors
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """Put the network into evaluation mode, and restore its mode afterwards."""
-        training = self.retrieval_network.training
-        self.network.eval()
-        try:
-            yield
-        finally:
-            self.retrieval_network.train(training)
+        return evaluating(self.network)
 
 
 def describer_like(
