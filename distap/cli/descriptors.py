@@ -14,7 +14,6 @@ from distap.telemetry.terminal import print_result, print_warning, set_up_loggin
 
 EXTRACTED_IMAGES = "Folder, pattern or URL of shards, or any folder with images."
 EXTRACTED_FOLDER = "New folder to write, or the folder of a stopped extraction to continue."
-PART_IMAGES = "Number of images in a part file; a rank that is stopped loses at most one part."
 GRACE_SECONDS = 10.0  # for ranks to leave after a signal: finished parts are on the disk already
 DESCRIPTORS = Annotated[Path, typer.Argument(help="Folder that `distap extract` wrote.", show_default=False)]
 METHOD = "Scale principal components (pca), or shrink directions in which a class differs (lw)."
@@ -39,9 +38,6 @@ def extract_command(
     precision: Annotated[
         Literal["float32", "bf16"], options.network(help="Number format in which the network computes.")
     ] = "float32",
-    part_images: Annotated[
-        int | None, options.output(help=PART_IMAGES, min=1, show_default="a 1024th, 128 to 4096")
-    ] = None,
     ranks: options.RANKS = "1",
     whitening: options.WHITENING = None,
 ) -> None:
@@ -81,7 +77,7 @@ def extract_command(
 
             describer, images = first_on_rank_0(world, opened)
             extraction = Extraction(Describing(describer, world, data.workers, shown=True), images)
-            written = extract_to_folder(extraction, output, dtype=dtype, part_images=part_images)
+            written = extract_to_folder(extraction, output, dtype=dtype)
             is_first = world.rank == 0
     except SystemExit:
         print_warning(f"stopped: the same command continues from the parts in {output}")

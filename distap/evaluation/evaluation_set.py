@@ -21,7 +21,7 @@ from distap.data.sizing import Box
 from distap.errors import DistapError, logger
 from distap.evaluation.described_images import DescribedImages
 from distap.evaluation.extraction.extracting import Describing, Extraction, extract_descriptors
-from distap.evaluation.ground_truth import GroundTruth, TrueQuery
+from distap.evaluation.ground_truth import GroundTruth
 from distap.evaluation.saved import DRAWN, LABELLED, QUERIED, Evaluation, Retrieved
 from distap.randomness import permutation
 from distap.retrieval.evaluate import Evaluated, evaluate_descriptors
@@ -85,7 +85,7 @@ class EvaluationSet:
         boxes = {} if truth is None else truth.boxes(self.name, names[: sum(map(len, self.queries))])
         asking, queries = described(self.queries, boxes)
         among, gallery = described(self.gallery, {}) if self.gallery else (asking, queries)
-        records, listed, device = list[TrueQuery](), None, describing.describer.device
+        listed, device = None, describing.describer.device
         if truth is not None and truth.queries:
             asked, others = ([names[number] for number in own] for own in (asking, among))
             lost = {*names}.difference(asked, others)
@@ -94,7 +94,7 @@ class EvaluationSet:
             listed = truth.of_gallery(records, of_gallery, device, self.is_of_itself, lost)
         elif truth is not None:
             listed = truth.of_classes(classes, asking, among, device)
-        return DescribedSet(self, queries, gallery, asking, among, keys, classes, records, listed, describing)
+        return DescribedSet(self, queries, gallery, asking, among, keys, classes, listed, describing)
 
 
 def _descriptors(
@@ -121,13 +121,12 @@ class DescribedSet:
     """Descriptors of a set's images, without failed ones: Q queries, and a gallery of N images."""
 
     of: EvaluationSet
-    queries: Descriptors  # (Q, C), in the order of `records` if there are any
+    queries: Descriptors  # (Q, C), in the order of the ground truth if it lists queries
     gallery: Descriptors  # (N, C); the queries, if they are retrieved
     asking: NDArray[np.int64]  # numbers of the queries' images, which count on from set to set
     among: NDArray[np.int64]  # numbers of the gallery's images
     keys: NDArray[np.str_]  # of all images
     classes: NDArray[np.str_]  # of all images, "" for none
-    records: list[TrueQuery]  # of the ground truth
     listed: Truth | None  # that the ground truth tells
     describing: Describing
 
@@ -159,18 +158,9 @@ class DescribedSet:
         found = [self._ranked(asking, among, refinement) for asking, among in self._rows()]
         result, summaries = found[0], [one.summary() for one in found]
         figures = {name: float(np.mean([own[name] for own in summaries])) for name in summaries[0]}
-        found_by: dict[str, Any] = {}
-        if of.truth:
-            columns = {group: result.values[name].tolist() for group, name in result.leading.items()}
-            found_by["average_precision"] = {
-                str(query.name): {group: own[place] for group, own in columns.items()}
-                for place, query in enumerate(self.records)
-            }
-        elif not of.draws:
-            found_by["hits"] = self._retrieved(result)
         among = [*(images.name for images in of.gallery), *of.distractors]
         among += [f"an image a class, drawn {len(found)} times"] if of.draws else []
-        images = len(self.queries) + (len(self.gallery) if of.gallery else 0)
+        asked = len(self.queries)
         whitened = [] if self.describing.describer.whitening is None else ["whitening"]
         return Evaluation(
             data=of.name if of.truth else of.queries[0].name,
@@ -178,13 +168,13 @@ class DescribedSet:
             protocol=of.kind,
             refinement=" + ".join([*whitened, *refinement.names]) or "plain",
             fingerprint="+".join(images.index.fingerprint for images in of.image_sets),
-            images=images,
+            images=asked + (len(self.gallery) if of.gallery else 0),
             queries=int((result.first_positive > 0).sum()),
-            # A query whose own image could not be described has no record, and counts as left out too.
-            left_out=max(result.left_out.values()) + (len(of.truth.queries) - len(self.records) if of.truth else 0),
+            # A listed query whose own image could not be described counts as left out too.
+            left_out=max(result.left_out.values()) + max(len(of.truth.queries if of.truth else ()) - asked, 0),
             left_out_of=result.left_out if len(result.left_out) > 1 else {},
             figures=figures,
-            **found_by,
+            hits=None if of.truth or of.draws else self._retrieved(result),
         )
 
     def _retrieved(self, result: Evaluated) -> Retrieved:

@@ -57,7 +57,6 @@ class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
     left_out: int = 0  # queries without a positive, in the group with most
     left_out_of: dict[str, int] = {}  # by group, if there are several
     figures: Figures  # means over the queries, from 0 to 1
-    average_precision: dict[str, Figures] = {}  # of each query of a ground truth, by group
 
     def save(self, folder: Path, **about: Any) -> None:
         """Write the evaluation to a folder, with `about` in result.json; raise a DistapError if that fails.

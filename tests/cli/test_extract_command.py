@@ -26,7 +26,7 @@ def run(tmp_path_factory, training_shards) -> Path:
 
 def test_the_command_describes_a_folder_and_says_what_it_wrote(tmp_path, monkeypatch, capsys, run, photos):
     out = tmp_path / "out"
-    options = "--checkpoint", run, "--dtype", "float16", "--part-images", 8
+    options = "--checkpoint", run, "--dtype", "float16"
     keys = "evaluation.sizing=side 40", "evaluation.scales=[1,0.5]", "data.workers=0"
     assert distap(monkeypatch, "extract", *options, photos, out, *keys) == 0
     printed = "".join(capsys.readouterr())
@@ -72,10 +72,10 @@ def test_a_wrong_command_says_what_is_wrong(tmp_path, monkeypatch, capsys, run, 
 def test_ranks_that_are_asked_to_stop_leave_whole_parts_to_go_on_from(tmp_path, monkeypatch, run, photos, capsys):
     out, images = tmp_path / "out", tmp_path / "images"
     images.mkdir()
-    for number in range(20):
+    for number in range(100):
         for path in photos.rglob("*.png"):
             (images / f"{number}-{path.name}").write_bytes(path.read_bytes())
-    options = ["--checkpoint", str(run), "--part-images", "8", str(images), str(out)]
+    options = ["--checkpoint", str(run), str(images), str(out)]
     options += ["evaluation.sizing=original", "data.workers=1"]
     with started(Program(("-m", "distap.cli", "extract", "--ranks", "2", *options)), tmp_path) as job:
         job.wait_until(lambda: len(list((out / "parts").glob("*.npz"))) >= 4)
@@ -87,5 +87,5 @@ def test_ranks_that_are_asked_to_stop_leave_whole_parts_to_go_on_from(tmp_path, 
     parts = {path.name for path in (out / "parts").iterdir()}
     assert all(name.endswith(".npz") and name[0] != "." for name in parts)
     assert distap(monkeypatch, "extract", *options) == 0
-    assert f"{len(parts) * 8} of 600 images are described already" in capsys.readouterr().err
-    assert len(read_descriptors(out)) == 600 and not (out / "parts").exists()
+    assert f"{len(parts) * 128} of 3000 images are described already" in capsys.readouterr().err
+    assert len(read_descriptors(out)) == 3000 and not (out / "parts").exists()

@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from benchmarks.photos import photo
 from distap.data.images.decoding import EncodedImage
 from distap.data.loading.reader import open_images
 from distap.data.sizing import Sizing
+from distap.evaluation.extraction import extracting
 from distap.evaluation.extraction.extracted_folder import extract_to_folder
 from distap.evaluation.extraction.extracting import Describing, Extraction
 from distap.evaluation.extraction.image_describer import ImageDescriber
@@ -51,10 +53,10 @@ def write_photos(folder: Path) -> Path:
     return folder
 
 
-def extract(source, output, world=World(), maker=None, workers=0, boxes=None, **settings):  # noqa: B008 - it is frozen
+def extract(source, output, world=World(), maker=None, part_images=128, workers=0):  # noqa: B008 - it is frozen
     how = Describing(maker or describer("original"), world, workers)
-    extraction = Extraction(how, open_images(source), boxes or {})
-    return extract_to_folder(extraction, output, **settings)
+    with patch.object(extracting, "FEWEST", part_images):
+        return extract_to_folder(Extraction(how, open_images(source)), output)
 
 
 def one_by_one(maker, source: Path, keys) -> np.ndarray:

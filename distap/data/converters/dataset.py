@@ -41,10 +41,10 @@ class Split:
 
 
 class Dataset:
-    """A published data set; `site` is where its authors offer it, and `folders` of the source may hold its lists."""
+    """A published data set; `folders` of the source may hold its lists."""
 
-    def __init__(self, site: str, *splits: Split, folders: tuple[str, ...] = ("",)) -> None:
-        self.site, self.splits, self.folders = site, splits, folders
+    def __init__(self, *splits: Split, folders: tuple[str, ...] = ("",)) -> None:
+        self.splits, self.folders = splits, folders
 
 
 DATASETS: dict[str, Dataset] = {}  # by name; the other modules here add theirs
@@ -93,11 +93,10 @@ def convert(
         only: names of the splits to convert; by default all.
         layout: see `pack_parts`.
     """
-    guide = "docs/guides/data-sets.md says which files are needed and where they have to lie"
     if name not in DATASETS:
         raise DistapError(f"no data set is called {name!r}; {suggestion(name, DATASETS)}")
     dataset = DATASETS[name]
-    remedy = f"{name} is offered at {dataset.site}; {guide}"
+    remedy = f"docs/guides/data-sets.md says where {name} is offered, which files are needed and where they must lie"
     if not source.is_dir():
         raise DistapError(f"{source}: no such folder; {remedy}")
     names = [split.name for split in dataset.splits]

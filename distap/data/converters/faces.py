@@ -36,7 +36,6 @@ def _vgg_faces(source: Path, file: Path) -> Iterator[ImageFile]:
 
 
 DATASETS["vggface2"] = Dataset(  # Cao et al. 2018
-    "https://github.com/ox-vgg/vgg_face2",
     Split("train", "loose_bb_train.csv", _vgg_faces, (Count(3_141_890, 8_631),)),
     Split("test", "loose_bb_test.csv", _vgg_faces, (Count(169_396, 500),)),
     folders=("bb_landmark", "meta/bb_landmark", "meta", ""),
@@ -87,7 +86,6 @@ def _same_subject(file: Path) -> dict[str, Any]:
 
 
 DATASETS["ijb-c"] = Dataset(  # Maze et al. 2018, with the protocol of retrieval of Brown et al. 2020
-    "https://nigos.nist.gov/datasets/ijbc",
     Split("test", "ijbc_metadata.csv", _ijb_c, truth=_same_subject),
     folders=("protocols", "protocols/archive", ""),
 )

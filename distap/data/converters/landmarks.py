@@ -40,7 +40,6 @@ def _path(line: ListLine, source: Path) -> Path:
 
 
 DATASETS["landmarks-clean"] = Dataset(  # Gordo et al. 2016, of the Landmarks of Babenko et al. 2014
-    "http://download.europe.naverlabs.com/Computer-Vision-CodeandModels/ (annotations_landmarks)",
     Split("train", "annotation_clean_train.txt", _images, (Count(42_410),)),
     Split("validation", "annotation_clean_val.txt", _images, (Count(6_382),)),
     folders=("annotations_landmarks", "annotations", ""),
@@ -94,7 +93,6 @@ def _identifier(line: ListLine, name: str) -> str:
 
 
 DATASETS["gldv2"] = Dataset(  # Weyand et al. 2020; the queries are those of ground truth 2.1
-    "https://github.com/cvdfoundation/google-landmark",
     Split("train", "train_clean.csv", _clean, (Count(1_580_470, 81_313),)),
     Split("index", "index.csv", _unlabelled, (Count(761_757, 761_757),)),
     Split("query", "retrieval_solution_v2.1.csv", _queries, truth=_ground_truth),
@@ -113,7 +111,6 @@ def _in_hierarchy(source: Path, file: Path) -> Iterator[ImageFile]:
 
 
 DATASETS["h-gldv2"] = Dataset(  # Ramzi et al. 2023; counts: elias-ramzi/SupRank, config/dataset/gldv2_hier.yaml
-    DATASETS["gldv2"].site,
     Split("train", "train_clean.csv", _in_hierarchy, (Count(970_981, 46_593),)),
     folders=FOLDERS,
 )

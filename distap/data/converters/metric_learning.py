@@ -19,7 +19,6 @@ def _stanford(source: Path, file: Path) -> Iterator[ImageFile]:
 
 
 DATASETS["sop"] = Dataset(  # Song et al. 2016
-    "https://cvgl.stanford.edu/projects/lifted_struct",
     Split("train", "Ebay_train.txt", _stanford, (Count(59_551, 11_318),)),
     Split("test", "Ebay_test.txt", _stanford, (Count(60_502, 11_316),)),
 )
@@ -42,7 +41,6 @@ def _by_number(file: Path, column: str) -> dict[int, str]:
 
 # Wah et al. 2011; as usual in metric learning, the first hundred classes train and the others test.
 DATASETS["cub"] = Dataset(
-    "https://www.vision.caltech.edu/datasets/cub_200_2011",
     Split("train", "images.txt", partial(_cub, classes=range(1, 101)), (Count(5_864, 100),)),
     Split("test", "images.txt", partial(_cub, classes=range(101, 201)), (Count(5_924, 100),)),
 )
@@ -69,7 +67,6 @@ def _cars(source: Path, file: Path, classes: range) -> Iterator[ImageFile]:
 
 
 DATASETS["cars-196"] = Dataset(  # Krause et al. 2013; split by classes like CUB, not by the list's own column `test`
-    "https://ai.stanford.edu/~jkrause/cars/car_dataset.html",
     Split("train", "cars_annos.mat", partial(_cars, classes=range(1, 99)), (Count(8_054, 98),)),
     Split("test", "cars_annos.mat", partial(_cars, classes=range(99, 197)), (Count(8_131, 98),)),
 )
@@ -97,8 +94,6 @@ def _inaturalist(source: Path, file: Path) -> Iterator[ImageFile]:
 
 
 DATASETS["inaturalist"] = Dataset(  # Van Horn et al. 2018, with the split of Brown et al. 2020, also of ROADMAP
-    "https://github.com/visipedia/inat_comp/tree/master/2018 (images) and "
-    "https://github.com/Andrew-Brown1/Smooth_AP (Inat_dataset_splits)",
     Split("train", "Inaturalist_train_set1.txt", _inaturalist, (Count(325_846, 5_690),)),
     Split("test", "Inaturalist_test_set1.txt", _inaturalist, (Count(136_093, 2_452),)),
     folders=("Inat_dataset_splits", ""),
@@ -112,7 +107,6 @@ def _vehicle_id(source: Path, file: Path) -> Iterator[ImageFile]:
 
 
 DATASETS["vehicleid"] = Dataset(  # Liu et al. 2016
-    "https://www.pkuml.org/resources/pku-vehicleid.html",
     # The counts of the paper, and those of the files, which were corrected afterwards as their README tells.
     Split("train", "train_list.txt", _vehicle_id, (Count(113_346, 13_164), Count(110_178, 13_134))),
     Split("test_small", "test_list_800.txt", _vehicle_id, (Count(classes=800),)),
@@ -140,7 +134,6 @@ def _in_shop(source: Path, file: Path, status: str) -> Iterator[ImageFile]:
 
 
 DATASETS["inshop"] = Dataset(  # Liu et al. 2016
-    "https://mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html",
     *(
         Split(status, "list_eval_partition.txt", partial(_in_shop, status=status), (count,))
         for status, count in IN_SHOP_COUNTS.items()
@@ -170,7 +163,7 @@ def _dyml(source: Path, file: Path) -> Iterator[ImageFile]:
 def _dynamic(classes: int, **tests: str) -> Dataset:
     lists = {"train": "train/label.csv", **tests}
     splits = (Split(name, file, _dyml, (Count(classes=classes),) * (name == "train")) for name, file in lists.items())
-    return Dataset("https://github.com/SupetZYK/DynamicMetricLearning", *splits)
+    return Dataset(*splits)
 
 
 # Sun et al. 2021; the numbers of classes are those of elias-ramzi/HAPPIER, happier/config/dataset.

@@ -52,7 +52,6 @@ def _ilias(file: Path) -> dict[str, Any]:
 
 
 DATASETS["ilias"] = Dataset(  # Kordopatis-Zilos et al. 2025; distractors are shards of their own
-    "https://vrg.fel.cvut.cz/ilias",
     Split("query", "image_query_ids.txt", _listed, (Count(1_232, 1_232),), truth=_ilias),
     Split("gallery", "positive_ids.txt", _listed, (Count(4_715, 4_715),)),
     folders=("image_ids", ""),
@@ -112,7 +111,7 @@ def _met_again(file: Path, gallery: str) -> dict[str, Any]:
     return ground_truth(queries, dataset="re-identification", figures=OF_PEOPLE)
 
 
-def _reidentification(site: str, lists: tuple[str, str, str], *counts: Count) -> Dataset:
+def _reidentification(lists: tuple[str, str, str], *counts: Count) -> Dataset:
     train, query, gallery = lists
     own = partial(_people, by_identity=False)
     splits = (
@@ -120,21 +119,18 @@ def _reidentification(site: str, lists: tuple[str, str, str], *counts: Count) ->
         Split("query", query, own, counts[1:2], truth=partial(_met_again, gallery=gallery)),
         Split("gallery", gallery, own, counts[2:]),
     )
-    return Dataset(site, *splits)
+    return Dataset(*splits)
 
 
 DATASETS["market-1501"] = _reidentification(  # Zheng et al. 2015; 3,819 images of nobody (-1) are left out
-    "https://zheng-lab.cecs.anu.edu.au/Project/project_reid.html",
     ("bounding_box_train", "query", "bounding_box_test"),
     *(Count(12_936, 751), Count(3_368, 3_368), Count(15_913, 15_913)),
 )
 DATASETS["msmt17"] = _reidentification(  # Wei et al. 2018
-    "https://www.pkuvmc.com/dataset.html",
     ("list_train.txt", "list_query.txt", "list_gallery.txt"),
     *(Count(30_248, 1_041), Count(11_659, 11_659), Count(82_161, 82_161)),
 )
 DATASETS["veri-776"] = _reidentification(  # Liu et al. 2016
-    "https://vehiclereid.github.io/VeRi",
     ("name_train.txt", "name_query.txt", "name_test.txt"),
     *(Count(37_778, 576), Count(1_678, 1_678), Count(11_579, 11_579)),
 )
@@ -158,7 +154,6 @@ def _places(file: Path) -> dict[str, Any]:
 
 
 DATASETS["places"] = Dataset(  # the layout of Berton et al. 2022 for Pitts30k, MSLS, Tokyo 24/7, SF-XL and others
-    "https://github.com/gmberton/VPR-datasets-downloader",
     Split("query", "queries", _views, truth=_places),
     Split("gallery", "database", _views),
     folders=("", "images/test", "test"),
@@ -190,7 +185,6 @@ def _of_domains(name: str, file: str, domains: tuple[str, ...], *counts: Count, 
 
 
 DATASETS["uned"] = Dataset(  # Ypsilantis et al. 2023: one index of eight domains
-    "https://cmp.felk.cvut.cz/univ_emb",
     _of_domains("train", "train", OF_THEMSELVES + OF_AN_INDEX, Count(2_831_222, 316_446)),
     _of_domains("test", "test", OF_THEMSELVES, Count(225_636), truth=_by_classes),
     _of_domains("query", "test", OF_AN_INDEX, Count(16_350)),

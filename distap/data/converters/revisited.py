@@ -24,7 +24,6 @@ from distap.data.shards.image_files import ImageFile
 from distap.data.shards.tables import ListLine
 from distap.errors import DistapError, problems_of
 
-SITE = "http://cmp.felk.cvut.cz/revisitop"
 OF_REVISITED = ["mAP/trapezoids", "mP@1/last", "mP@5/last", "mP@10/last"]
 DIFFICULTIES = {"Easy": [1], "Medium": [1, 2], "Hard": [2]}  # grades of easy and hard images; the other is junk
 
@@ -88,12 +87,12 @@ def _revisited(dataset: str, gallery: int) -> Dataset:
     file, truth = f"gnd_{dataset}.pkl", partial(_ground_truth, dataset=dataset)
     queries = Split("query", file, partial(_images, key="qimlist"), (Count(70, 70),), truth=truth)
     images = Split("gallery", file, partial(_images, key="imlist"), (Count(gallery, gallery),))
-    return Dataset(SITE, queries, images)
+    return Dataset(queries, images)
 
 
 DATASETS["roxford5k"] = _revisited("roxford5k", 4_993)
 DATASETS["rparis6k"] = _revisited("rparis6k", 6_322)
-DATASETS["revisitop1m"] = Dataset(SITE, Split("distractors", "revisitop1m.txt", _distractors, (Count(1_001_001, 1),)))
+DATASETS["revisitop1m"] = Dataset(Split("distractors", "revisitop1m.txt", _distractors, (Count(1_001_001, 1),)))
 
 
 class Models(BaseModel):
@@ -118,7 +117,6 @@ def _sfm_images(source: Path, file: Path, part: str) -> Iterator[ImageFile]:
 
 
 DATASETS["sfm-120k"] = Dataset(  # Radenović et al. 2019: a class is a 3D model
-    "http://cmp.felk.cvut.cz/cnnimageretrieval",
     Split("train", "retrieval-SfM-120k.pkl", partial(_sfm_images, part="train"), (Count(91_642, 551),)),
     Split("validation", "retrieval-SfM-120k.pkl", partial(_sfm_images, part="val"), (Count(6_403, 162),)),
 )

@@ -37,9 +37,7 @@ REMEDY = "give what it was begun with, remove the folder, or choose another one"
 DType = Literal["float32", "float16"]
 
 
-def extract_to_folder(
-    extraction: Extraction, output: Path, *, dtype: DType = "float32", part_images: int | None = None
-) -> DescriptorSet:
+def extract_to_folder(extraction: Extraction, output: Path, *, dtype: DType = "float32") -> DescriptorSet:
     """Describe every image of a data set into a folder that `read_descriptors` reads.
 
     Each rank writes the parts that it describes, and rank 0 joins them. Called again with the same images, describer
@@ -48,8 +46,6 @@ def extract_to_folder(
     Args:
         output: a new or empty folder that all ranks see, or that of a stopped extraction.
         dtype: number format of the stored descriptors.
-        part_images: images of a part, which is described again if it is interrupted; by default a 1024th of all,
-            from 128 to 4096.
     Returns:
         The descriptors, on every rank.
     """
@@ -61,28 +57,28 @@ def extract_to_folder(
         **asdict(describer.described_by),
         "precision": describer.precision,
         "dtype": dtype,
-        "part_images": part_images or extraction.part_size,
+        "part_images": extraction.part_size,
     }
+    count = -(-len(images) // extraction.part_size)
 
     def begin() -> list[Any]:
-        size = _begin(output, plan)
+        _begin(output, plan)
         with suppress(DistapError):
             read_descriptors(output)
             shutil.rmtree(output / PARTS_FOLDER, ignore_errors=True)
-            return [size, [], True]
-        count = -(-len(images) // size)
-        return [size, [number for number in range(count) if not _part_path(output, number).exists()], False]
+            return [[], True]
+        return [[number for number in range(count) if not _part_path(output, number).exists()], False]
 
-    size, missing, is_complete = on_all(world, begin, mine=world.rank == 0)[0]
+    missing, is_complete = on_all(world, begin, mine=world.rank == 0)[0]
     _require_shared(output, extraction)
-    parts = extraction.parts(size)
+    parts = extraction.parts()
     before = len(images) - sum(len(parts[number]) for number in missing)
     if before and world.rank == 0:
         logger.info("%s: %d of %d images are described already", output, before, len(images))
     for number, part in extraction.described(parts, missing):
         write_whole(_part_path(output, number), part_file(part, dtype))
     if not is_complete:
-        on_all(world, lambda: _join_parts(extraction, output, len(parts), dtype), mine=world.rank == 0)
+        on_all(world, lambda: _join_parts(extraction, output, count, dtype), mine=world.rank == 0)
     return read_descriptors(output)
 
 
@@ -109,23 +105,21 @@ def _read_part(output: Path, number: int, *names: str) -> list[Any]:
         raise DistapError(f"{error}; remove it, and the same command describes this part again") from error
 
 
-def _begin(output: Path, plan: dict[str, Any]) -> int:
-    """Write the plan into a new or empty folder, or require the same plan there; return the images per part."""
+def _begin(output: Path, plan: dict[str, Any]) -> None:
+    """Write the plan into a new or empty folder, or require the same plan there."""
     # Through JSON, as the earlier plan comes: a tuple would not equal the list that it becomes there.
     path, plan = output / EXTRACTION_FILE, json.loads(json.dumps(plan))
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         write_whole(path, json.dumps(plan, indent=2) + "\n")
-        return int(plan["part_images"])
+        return
     if not path.exists():
         raise DistapError(f"{output}: holds something that is no extraction; choose another folder")
     with reading(path, "distap extract"):
         earlier = read_json(path)
-        part_images = plan["part_images"] = max(int(earlier["part_images"]), 1)
     different = [name for name, value in plan.items() if earlier.get(name) != value]
     if different:
         told = "; ".join(f"{name} was {earlier.get(name)!r} and is {plan[name]!r}" for name in different)
         raise DistapError(f"{output}: an extraction of something else was begun there: {told}; {REMEDY}")
-    return part_images
 
 
 def _require_shared(output: Path, extraction: Extraction) -> None:

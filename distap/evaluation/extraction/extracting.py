@@ -87,14 +87,14 @@ class Extraction:
         gathered = world.gather_rows(torch.from_numpy(shapes).to(world.device), len(self.images))
         return np.asarray(gathered.cpu())
 
-    def parts(self, size: int) -> list[NDArray[np.int64]]:
-        """Return the image numbers of each part of `size` images.
+    def parts(self) -> list[NDArray[np.int64]]:
+        """Return the image numbers of each part.
 
         Images that are all cropped to one shape keep their order, since neighbours in a shard are read fastest
         together. Whole images are sorted from the largest to the smallest, so that images of one shape are together
         and too little memory is noticed soon.
         """
-        height, width = self.shapes.T
+        (height, width), size = self.shapes.T, self.part_size
         order = np.lexsort((np.arange(len(self.images)), width, height, -height * width))
         return [order[start : start + size] for start in range(0, len(order), size)]
 
@@ -128,7 +128,7 @@ def extract_descriptors(extraction: Extraction) -> tuple[NDArray[np.int64], NDAr
         reason by number for each of the others.
     """
     images, world = extraction.images, extraction.how.world
-    parts = extraction.parts(extraction.part_size)
+    parts = extraction.parts()
     descriptors = np.zeros((len(images), extraction.how.describer.dimensions), np.float32)
     is_described = np.zeros((len(images), 1), np.float32)
     own_left_out: dict[int, str] = {}

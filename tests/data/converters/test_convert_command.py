@@ -49,8 +49,8 @@ def test_splits_the_size_of_shards_and_their_order_are_chosen(run, tmp_path):
     ("arguments", "message"),
     [
         (["sopp", "."], "no data set is called 'sopp'; did you mean sop?"),
-        (["sop", "nowhere"], "nowhere: no such folder; sop is offered at https://cvgl"),
-        (["cub", "."], "images.txt: no such file; cub is offered at https://www.vision.caltech.edu"),
+        (["sop", "nowhere"], "nowhere: no such folder; docs/guides/data-sets.md says where sop is"),
+        (["cub", "."], "images.txt: no such file; docs/guides/data-sets.md says where cub is"),
     ],
 )
 def test_a_mistake_is_answered_with_what_to_do(arguments, message, run, tmp_path, monkeypatch):
