@@ -39,16 +39,11 @@ LEFT_OUT = Annotated[
 ]
 ORDER = "Shuffle the images with this seed. Training needs it only if data.reading is streamed."
 SHUFFLE_OPTION = Annotated[int | None, typer.Option(help=ORDER, min=0, show_default="as listed, class by class")]
-NAMES = (
-    "sop, cub, cars-196, inaturalist, vehicleid, inshop, dyml-animal, dyml-vehicle, dyml-product, landmarks-clean, "
-    "sfm-120k, gldv2, h-gldv2, roxford5k, rparis6k, revisitop1m, ilias, market-1501, msmt17, veri-776, places, "
-    "uned, vggface2, ijb-c"
-)
 
 
 @data.command("convert")
 def convert_command(
-    name: Annotated[str, typer.Argument(help=f"Data set: {NAMES}.")],
+    name: Annotated[str, typer.Argument(help="Name of the data set, such as sop or gldv2.")],
     source: Annotated[Path, typer.Argument(help="Folder with the downloaded files of the data set.")],
     output: Annotated[Path, typer.Argument(help="Folder to write the shards to, with a sub-folder per split.")],
     split: Annotated[
@@ -61,8 +56,8 @@ def convert_command(
 ) -> None:
     """Convert a published benchmark data set, as downloaded from its authors, into shards in OUTPUT/SPLIT.
 
-    docs/guides/data-sets.md tells which files to download, where to put them, and their licences. Listed images that
-    are missing are counted.
+    docs/guides/data-sets.md names all data sets, the files to download, where to put them, and their licences. Listed
+    images that are missing are counted.
     """
     from distap.data.converters import convert
 

@@ -17,7 +17,6 @@ from distap.randomness import permutation, shuffled
 # First words of random keys; no two uses share one.
 IMAGE_ORDER, TURN, EXTRA_TURN = 11, 14, 15
 CLASSES, WITHIN_CLASS, PAIRS, GROUP, MIXED = 18, 12, 16, 17, 19
-COUNTED = 65_536  # pairs of super-categories
 
 
 @dataclass(frozen=True)
@@ -206,10 +205,7 @@ class SuperPByKSampling(SomeOfEach):
         """Return (B,) sample numbers, class by class, one super-category after the other."""
         pairs = _pairs(self, data)
         epoch, turn = divmod(step, len(pairs))
-        # Where there are very many pairs, how often a super-category had its turn before is not counted.
-        is_counted = len(pairs) <= COUNTED
-        places = np.arange(0 if is_counted else turn, turn + 1)[None]
-        order = shuffled(np.array([len(pairs)]), places, PAIRS, seed, epoch)[0]
+        order = shuffled(np.array([len(pairs)]), np.arange(turn + 1)[None], PAIRS, seed, epoch)[0]
         before, pair = pairs[order[:-1]], pairs[order[-1]].tolist()
         available = _available(self, data)
         from_first = min(available[pair[0]], max(self.classes // 2 * self.images, self.size - available[pair[1]]))
@@ -219,7 +215,7 @@ class SuperPByKSampling(SomeOfEach):
             # A super-category goes on with the next `cut` of its classes.
             cut = min(-(-self.classes // 2), len(members))
             # `met` counts the batches before this one that had this super-category: an epoch has all of its pairs.
-            met = int(epoch * np.sum(pairs == group) + np.sum(before == group)) if is_counted else step
+            met = int(epoch * np.sum(pairs == group) + np.sum(before == group))
             following = (members[places] for places in turns(len(members), cut, met, GROUP, seed, group))
             chosen.append(_some_of_each(data, following, self.images, images, seed, step))
         return np.concatenate(chosen)

@@ -12,17 +12,12 @@ from pydantic import BaseModel, BeforeValidator, Field
 from distap.errors import DistapError
 from distap.retrieval.descriptor_files import reading
 from distap.storage.atomic import write_whole
-from distap.storage.columns import columns_file, read_columns
+from distap.storage.columns import columns_file
 from distap.storage.texts import read_json
 
 FOLDER, RESULT_FILE, RETRIEVED_FILE = "evaluations", "result.json", "retrieved.npz"
 LABELLED, QUERIED = "labelled set", "queries and another gallery"  # the protocols of which neighbours are kept
 DRAWN = "queries and a gallery that is drawn"
-HIT_COLUMNS = {
-    **{"sample": "int64", "key": "str", "class_name": "str"},
-    **{"average_precision": "float64", "first_positive": "int64", "neighbours": "ids"},
-}
-
 
 Figures = Annotated[
     dict[str, float], BeforeValidator(lambda own: {name: own[name] for name in own if own[name] is not None})
@@ -76,8 +71,9 @@ class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
         """Read the hits of each image; return None for a protocol that keeps none."""
         if self.protocol not in (LABELLED, QUERIED) or self.folder is None:
             return self.hits
-        with reading(path := self.folder / RETRIEVED_FILE, "distap eval"):
-            return Retrieved(**read_columns(path.read_bytes(), HIT_COLUMNS))
+        path = self.folder / RETRIEVED_FILE
+        with reading(path, "distap eval"), np.load(path, allow_pickle=False) as columns:
+            return Retrieved(**columns)
 
 
 def read_evaluation(folder: Path) -> Evaluation:

@@ -36,7 +36,7 @@ def read_columns(data: Buffer, dtypes: dict[str, str]) -> dict[str, Column]:
 
     Args:
         data: contents of the file.
-        dtypes: numpy type by name: "str" or "U" is text, "scalar" one int64, "table" text, "ids" int64 of two axes.
+        dtypes: numpy type by name: "str" or "U" is text, "scalar" one int64, "table" text of two axes.
     """
     columns, where = {}, ""
     try:
@@ -66,7 +66,7 @@ def _column(contents: memoryview, expected: str) -> Column:
     head = io.BytesIO(contents[:LONGEST_HEADER])
     npy.read_magic(head)
     shape, _, dtype = npy.read_array_header_1_0(head)
-    name, dimensions = {"scalar": ("int64", 0), "table": ("str", 2), "ids": ("int64", 2)}.get(expected, (expected, 1))
+    name, dimensions = {"scalar": ("int64", 0), "table": ("str", 2)}.get(expected, (expected, 1))
     text = np.dtype(name).kind == "U"
     if dtype.hasobject or (dtype.kind != "U" if text else dtype.newbyteorder("=") != np.dtype(name)):
         raise ValueError(f"of type {dtype}, expected {name}")
