@@ -20,9 +20,9 @@ import yaml
 from benchmarks.study.grid import Grid, Job, Point
 from benchmarks.study.results import Result, Results, read_results
 from distap import __version__
-from distap.apps.trainings import last_error, start_training
 from distap.data.shards.parallel import usable_cores
 from distap.errors import FINISHED, DistapError
+from distap.processes.forks import last_error, start_training
 from distap.registry import by_path
 from distap.storage.atomic import write_whole
 from distap.telemetry.runlog import append_line, read_run_log

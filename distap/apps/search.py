@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from distap.data.images.decoding import DamagedImageError, EncodedImage
-from distap.data.images.whole_images import Thumbnails, thumbnail
+from distap.data.images.whole_images import Thumbnails, thumbnail, thumbnails_of
 from distap.data.loading.reader import open_images
 from distap.data.shards.index import index_of_folder
 from distap.errors import DistapError, logger
@@ -113,26 +113,25 @@ def open_searcher(
 
 
 def open_thumbnails(index: SearchIndex, source: str | None = None) -> Thumbnails:
-    """Return thumbnails by row of the index, and warn if some or all of them are missing.
+    """Return what makes thumbnails by row of the index, and warn if some or all of them are missing.
 
     Args:
         source: where the data set is now; None if it has not moved since its images were described.
     """
     where = source or index.data
-    samples = np.full(len(index), -1, dtype=np.int64)
     try:
         images = open_images(where)
     except DistapError as error:
         logger.warning("hits are shown without pictures: %s; name the data set with --images", error)
-        return Thumbnails(None, samples, THUMBNAIL)
+        return lambda row: None
     numbers = {key: sample for sample, key in enumerate(images.keys.tolist())}
-    samples[:] = [numbers.get(key, -1) for key in index.keys.tolist()]
-    if missing := int((samples < 0).sum()):
+    sample_of = {row: numbers[key] for key, row in index.rows.items() if key in numbers}
+    if missing := len(index) - len(sample_of):
         text = (
             "%s has no image for %d of the %d keys of the index, shown without pictures: was it the indexed data set?"
         )
         logger.warning(text, where, missing, len(index))
-    return Thumbnails(images.encoded, samples, THUMBNAIL)
+    return thumbnails_of(lambda row: images.encoded(sample_of[row]) if row in sample_of else None, THUMBNAIL)
 
 
 def queries_from(texts: Sequence[str], index: SearchIndex) -> list[Query]:
@@ -163,7 +162,7 @@ def write_search_page(path: Path, results: Sequence[Query], index: SearchIndex, 
 
     def query_picture(query: Query) -> bytes | None:
         if query.file is None:
-            return thumbnails.jpeg(index.row_of(query.key))
+            return thumbnails(index.row_of(query.key))
         try:
             return thumbnail(EncodedImage(query.file.read_bytes()), THUMBNAIL)
         except (OSError, DamagedImageError):
@@ -174,7 +173,5 @@ def write_search_page(path: Path, results: Sequence[Query], index: SearchIndex, 
         "search.html",
         title="Search results",
         index=index,
-        results=[
-            (each, query_picture(each), [(hit, thumbnails.jpeg(hit.row)) for hit in each.hits]) for each in results
-        ],
+        results=[(each, query_picture(each), [(hit, thumbnails(hit.row)) for hit in each.hits]) for each in results],
     )

@@ -17,7 +17,6 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from distap.apps.advice import HELD_OUT, LEAST_TO_HOLD_OUT
 from distap.apps.search_space import as_yaml, default_space, is_list, parsed_space
-from distap.apps.trainings import last_error, start_training
 from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER
 from distap.checkpoint.lease import FILE as LEASE_FILE
 from distap.checkpoint.lease import Lease
@@ -27,6 +26,7 @@ from distap.data.shards.index import load_index
 from distap.errors import FINISHED, DistapError
 from distap.pages.charts import Chart
 from distap.pages.page import write_page
+from distap.processes.forks import last_error, start_training
 from distap.registry import by_path
 from distap.retrieval.figures import figures_named
 from distap.storage.atomic import write_whole

@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -71,9 +72,8 @@ class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
         """Read the hits of each image; return None for a protocol that keeps none."""
         if self.protocol not in (LABELLED, QUERIED) or self.folder is None:
             return self.hits
-        path = self.folder / RETRIEVED_FILE
-        with reading(path, "distap eval"), np.load(path, allow_pickle=False) as columns:
-            return Retrieved(**columns)
+        with reading(path := self.folder / RETRIEVED_FILE, "distap eval"):
+            return Retrieved(**np.load(BytesIO(path.read_bytes()), allow_pickle=False))
 
 
 def read_evaluation(folder: Path) -> Evaluation:

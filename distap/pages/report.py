@@ -16,7 +16,7 @@ import distap
 from distap.checkpoint.lease import FILE, RENEW_SECONDS, STALE_RENEWALS
 from distap.config.reading import parsed_yaml
 from distap.data.images.decoding import EncodedImage
-from distap.data.images.whole_images import Thumbnails
+from distap.data.images.whole_images import Thumbnails, thumbnails_of
 from distap.data.loading.reader import open_images
 from distap.errors import DistapError
 from distap.evaluation.saved import Evaluation, Retrieved, folder_of_step, read_evaluation, saved_steps
@@ -212,7 +212,7 @@ def contact_sheets(evaluations: dict[str, Evaluation]) -> tuple[Sheets, str]:
         retrieved = {name: each for name, each in read.items() if each is not None}
         if len(retrieved) < len(evaluations):
             return {}, "neighbours are kept neither of galleries that are drawn nor of sets with a ground truth"
-        return sheets_of(retrieved, _thumbnails(next(iter(evaluations.values()))).jpeg), ""
+        return sheets_of(retrieved, _thumbnails(next(iter(evaluations.values())))), ""
     except DistapError as error:
         return {}, str(error)
 
@@ -228,7 +228,7 @@ def _thumbnails(evaluation: Evaluation) -> Thumbnails:
         is_of_gallery = sample >= len(sets[0])
         return sets[is_of_gallery].encoded(sample - is_of_gallery * len(sets[0]))
 
-    return Thumbnails(encoded, np.arange(sum(map(len, sets))), THUMBNAIL)
+    return thumbnails_of(encoded, THUMBNAIL)
 
 
 def training_charts(run: Run) -> dict[str, Chart]:

@@ -1,14 +1,16 @@
-"""Forks, which start at once with everything that this process has imported, and daemon threads."""
+"""Forks, which start at once with everything that this process has imported, other trainings, and daemon threads."""
 
 import ctypes
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from distap.errors import FAILED
@@ -29,6 +31,19 @@ def die_with_parent(parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if parent not in (None, os.getppid()):
             os._exit(FAILED)
+
+
+def start_training(recipe: Path, ranks: int, output: Path, **more: str) -> subprocess.Popen[bytes]:
+    """Start `distap train` on a recipe; it ends with this process, and what it prints is appended to `output`."""
+    command = [sys.executable, "-m", "distap.cli", "train", str(recipe), "--ranks", str(ranks)]
+    with output.open("ab") as file:
+        return subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | more, preexec_fn=die_with_parent)
+
+
+def last_error(output: Path) -> str:
+    """Return the last line about an error that a training printed."""
+    lines = output.read_text(errors="replace").splitlines()
+    return next((line for line in reversed(lines) if "error" in line.lower()), "no error was printed")
 
 
 def in_daemon(work: Callable[[], T], name: str, here: bool = False) -> Future[T]:

@@ -101,9 +101,9 @@ def test_queries_are_files_folders_and_keys(tmp_path, gallery, searcher, monkeyp
 
 def test_thumbnails_are_those_of_the_rows(gallery, searcher, caplog):
     thumbnails = open_thumbnails(searcher.index)
-    first = thumbnails.jpeg(0)
-    assert first.startswith(b"\xff\xd8") and first != thumbnails.jpeg(1)
-    assert thumbnails.jpeg(-1) is None and thumbnails.jpeg(40) is None
+    first = thumbnails(0)
+    assert first.startswith(b"\xff\xd8") and first != thumbnails(1)
+    assert thumbnails(-1) is None and thumbnails(40) is None
     assert not caplog.text
 
 
@@ -117,16 +117,16 @@ def test_a_name_cannot_command_the_terminal_that_shows_hits(tmp_path, gallery, m
 
 
 def test_a_data_set_that_moved_is_named_and_missing_pictures_are_told(tmp_path, gallery, searcher, caplog):
-    assert open_thumbnails(searcher.index, str(tmp_path / "nothing")).jpeg(0) is None
+    assert open_thumbnails(searcher.index, str(tmp_path / "nothing"))(0) is None
     assert "shown without pictures" in caplog.text and "--images" in caplog.text
     shutil.copytree(gallery.shards, tmp_path / "moved")
-    assert open_thumbnails(searcher.index, str(tmp_path / "moved")).jpeg(0)
+    assert open_thumbnails(searcher.index, str(tmp_path / "moved"))(0)
     caplog.clear()
-    assert open_thumbnails(searcher.index, str(gallery.images)).jpeg(0)  # images are called by their paths
+    assert open_thumbnails(searcher.index, str(gallery.images))(0)  # images are called by their paths
     assert not caplog.text
     (tmp_path / "others").mkdir()
     (tmp_path / "others" / "0.png").write_bytes(upload(1))
-    assert open_thumbnails(searcher.index, str(tmp_path / "others")).jpeg(0) is None
+    assert open_thumbnails(searcher.index, str(tmp_path / "others"))(0) is None
     assert "no image for 40 of the 40 keys" in caplog.text
 
 

@@ -65,7 +65,7 @@ class Service:
         return await self._found(self._searcher.by_key, read, k)
 
     async def picture(self, row: int) -> bytes:
-        jpeg = await run_in_threadpool(self._thumbnails.jpeg, row)
+        jpeg = await run_in_threadpool(self._thumbnails, row)
         if jpeg is None:
             raise RefusedError(404, "not_found", f"there is no picture of row {row}")
         return jpeg

@@ -23,6 +23,7 @@ PREFETCH = 2  # chunks that each worker reads ahead
 HELD = 4  # batches whose pixels may wait for others of their shape, all shapes together
 QUALITY = 82  # of a thumbnail, from 1 to 95
 THUMBNAILS_KEPT = 1024  # thumbnails in memory, of about 10 kB each
+Thumbnails = Callable[[int], bytes | None]  # by row
 
 
 class SizedChunk(NamedTuple):
@@ -86,38 +87,28 @@ def batches_of_one_shape(
         yield take(shape)
 
 
-class Thumbnails:
-    """JPEG thumbnails of a data set's images, at most `longer_side` pixels; several threads may ask at once.
+def thumbnails_of(encoded: Callable[[int], EncodedImage | None], longer_side: int) -> Thumbnails:
+    """Return what makes JPEG thumbnails, at most `longer_side` pixels, of the images that `encoded` returns by row.
 
-    Args:
-        encoded: returns an image by its number in the data set; None if there is no data set, and so no thumbnail.
-        samples: (N,) number in the data set of each row's image, -1 for a missing image.
-        longer_side: longest side of a thumbnail, pixels.
+    Where it returns None, or an image that cannot be read, there is no thumbnail. Several threads may ask at once.
     """
 
-    def __init__(
-        self, encoded: Callable[[int], EncodedImage] | None, samples: NDArray[np.int64], longer_side: int
-    ) -> None:
-        self._encoded, self._samples, self._longer_side = encoded, samples, longer_side
-        self._kept = lru_cache(THUMBNAILS_KEPT)(self._made)
-
-    def jpeg(self, row: int) -> bytes | None:
-        """Return the thumbnail of a row; None if there is no such row or its image cannot be read."""
+    @lru_cache(THUMBNAILS_KEPT)
+    def made(row: int) -> bytes | None:
         try:
-            return self._kept(row) if 0 <= row < len(self._samples) else None
+            return None if (image := encoded(row)) is None else thumbnail(image, longer_side)
+        except DamagedImageError as error:
+            logger.warning("no thumbnail of row %d: %s", row, error)
+            return None
+
+    def jpeg(row: int) -> bytes | None:
+        try:
+            return made(row)
         except (DistapError, OSError) as error:  # it may pass, so the cache does not keep it
             logger.warning("no thumbnail of row %d for now: %s", row, error)
             return None
 
-    def _made(self, row: int) -> bytes | None:
-        sample = int(self._samples[row])
-        if self._encoded is None or sample < 0:
-            return None
-        try:
-            return thumbnail(self._encoded(sample), self._longer_side)
-        except DamagedImageError as error:
-            logger.warning("no thumbnail of image %d: %s", sample, error)
-            return None
+    return jpeg
 
 
 def thumbnail(image: EncodedImage, longer_side: int, form: str = "JPEG", quality: int = QUALITY) -> bytes:
