@@ -30,9 +30,7 @@ CORES = usable_cores()
 IMAGES_PER_SHARD = Annotated[int, typer.Option(help="Maximum number of images in a shard.", min=1)]
 NESTED = "Name classes in nested folders by the top folder, the leaf, equal leaves merged, the path, or a level each."
 SPLIT = "Pack this share of the classes into OUTPUT/validation, and the others into OUTPUT/train."
-COLUMNS_HELP = (
-    "Names of the list's columns for path, label, level1 to level9, split, query, gallery: label=sku,level1=kind"
-)
+COLUMNS_HELP = "Names of the list's columns for path, label, level1 to level9 and split: label=sku,level1=kind"
 KEYS = "Keys of samples' .json members that name the coarser classes of their class, finer first."
 LEFT_OUT = Annotated[
     Path | None, typer.Option(help="CSV file to write of what is left out, and why.", show_default="only counted")
@@ -88,9 +86,9 @@ def pack_command(
 
     A CSV (with commas, semicolons or tabs) or a Parquet file has columns by these names: path or filename, relative
     to the file; label or class; and optionally level1 (or group) to level9, ever coarser classes that hold the class,
-    and split, each packed as OUTPUT/SPLIT, or is_query or is_gallery, as OUTPUT/SPLIT-query and -gallery. Images are
-    packed byte for byte. Every file that is left out, such as an image that is cut short or missing, is counted by
-    the reason. OUTPUT appears when it is complete.
+    and split, each packed as OUTPUT/SPLIT, such as train, test-query and test-gallery. Images are packed byte for
+    byte. Every file that is left out, such as an image that is cut short or missing, is counted by the reason. OUTPUT
+    appears when it is complete.
     """
     from distap.data.shards.image_files import list_images
     from distap.data.shards.packing import pack_parts

@@ -78,24 +78,23 @@ def test_what_data_pack_wrote_is_seen_and_a_list_is_to_be_packed(tmp_path, monke
     recipe, listed = tmp_path / "recipe.yaml", tmp_path / "photos/list.csv"
     photos = write_images(tmp_path / "photos", {"cat": 4, "dog": 4, "hen": 4, "pig": 4}, size=32)
     rows = [
-        f"{path.relative_to(photos)},{name},{int(train or path.stem == '0')},{int(train or path.stem != '0')}"
-        for name, train in (("cat", True), ("dog", True), ("hen", False), ("pig", False))
+        f"{path.relative_to(photos)},{name},{part or ('test-query' if path.stem == '0' else 'test-gallery')}"
+        for name, part in (("cat", "train"), ("dog", "train"), ("hen", ""), ("pig", ""))
         for path in sorted((photos / name).iterdir())
     ]
-    listed.write_text("\n".join(["path,label,is_query,is_gallery", *rows, ""]))
+    listed.write_text("\n".join(["path,label,split", *rows, ""]))
     assert distap(monkeypatch, "init", listed, "--output", recipe) == 2
     assert f"`distap data pack {listed} shards` packs its images" in capfd.readouterr().err
-    listed.write_text(listed.read_text().replace("cat,1,1", "cat,0,0").replace("dog,1,1", "dog,0,0"))
     assert distap(monkeypatch, "data", "pack", listed, tmp_path / "shards") == 0
     assert distap(monkeypatch, "init", tmp_path / "shards", "--output", recipe, "--run", tmp_path / "run") == 0
     data = load_recipe(recipe).data
     assert [Path(each).name for each in (data.train, data.validation, data.gallery)] == [
-        *("train", "validation-query", "validation-gallery")
+        *("train", "test-query", "test-gallery")
     ]
     assert distap(monkeypatch, "train", recipe, "--dry-run", *QUICK, "steps=5") == 0
     assert "the rate reaches 0.25 of optimizer.learning_rate" in capfd.readouterr().err
     assert distap(monkeypatch, "train", recipe, "--dry-run", *QUICK, "data.gallery=null") == 2
-    assert "validation-query: give its gallery, " in capfd.readouterr().err
+    assert "test-query: give its gallery, " in capfd.readouterr().err
 
 
 def test_names_that_mean_something_else_are_taken_as_they_are(tmp_path, monkeypatch, capfd):

@@ -153,12 +153,8 @@ HEADING = "path,label\n"
         ("image,category\napple/0.png,1\n", "the columns found are image, category; expected path or filename"),
         ("path,label,Label\napple/0.png,1,2\n", "2 columns are called label; expected one"),
         ("apple/0.png\n", "the columns found are apple/0.png; expected"),
-        ("path,label,is_query,is_gallery\napple/0.png,1,maybe,1\n", "line 2: is_query is 'maybe'; expected true or"),
+        ("path,label,is_query\napple/0.png,1,1\n", "column is_query is not read: name the parts in the column split"),
         ("path,label,split\napple/0.png,1,../x\n", r"line 2: split '../x' cannot name a folder"),
-        (
-            "path,label,is_query,is_gallery\napple/0.png,1,1,1\napple/1.png,1,0,1\n",
-            "split 'validation' some images are both is_query and is_gallery.* would retrieve itself",
-        ),
         ("path,label,split\napple/0.png,1,a\napple/1.png,1,b\n", r"several parts \(a, b\); pack each by itself"),
     ],
 )
@@ -170,14 +166,14 @@ def test_a_wrong_line_or_column_of_a_list_is_named(tmp_path, image_folder, text,
 
 
 ROWS = [
-    ("apple/0.png", "apple", "train", "", ""),
-    ("apple/1.png", "apple", "train", "", ""),
-    ("bear/0.png", "bear", "test", "True", "False"),
-    ("bear/1.png", "bear", "test", "False", "True"),
-    ("bear/2.png", "bear", "test", "False", "True"),
-    ("car/9.png", "car", "test", "False", "True"),
+    ("apple/0.png", "apple", "train"),
+    ("apple/1.png", "apple", "train"),
+    ("bear/0.png", "bear", "test-query"),
+    ("bear/1.png", "bear", "test-gallery"),
+    ("bear/2.png", "bear", "test-gallery"),
+    ("car/9.png", "car", "test-gallery"),
 ]
-NAMES = ["path", "label", "split", "is_query", "is_gallery"]
+NAMES = ["path", "label", "split"]
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet"])
@@ -189,8 +185,7 @@ def test_a_list_is_packed_by_its_parts_and_missing_files_are_counted(
         table.write_text("\n".join(";".join(row) for row in (NAMES, *ROWS)) + "\n")
     else:
         columns = dict(zip(NAMES, zip(*ROWS, strict=True), strict=True))
-        flags = {name: [{"True": True, "False": False}.get(flag) for flag in columns[name]] for name in NAMES[3:]}
-        parquet.write_table(pyarrow.table({**columns, **flags, "image": [b"bytes"] * len(ROWS)}), table)
+        parquet.write_table(pyarrow.table({**columns, "image": [b"bytes"] * len(ROWS)}), table)
     assert distap(monkeypatch, "data", "pack", table, tmp_path / "out") == 0
     assert "1 listed images that are not there" in capfd.readouterr().err
     found = {folder.name: load_index(folder).path.tolist() for folder in sorted((tmp_path / "out").iterdir())}
@@ -203,30 +198,13 @@ def test_a_list_is_packed_by_its_parts_and_missing_files_are_counted(
     assert "leave --split out" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("flags", "rows", "expected"),
-    [
-        ("is_query,is_gallery", (",", "1,1"), ["train", "validation"]),
-        ("is_query,is_gallery", (",", "1,0"), ["train", "validation-query"]),
-        ("is_query", ("True", "false"), ["validation-gallery", "validation-query"]),
-        ("is_query", ("nan", "1"), ["train", "validation-query"]),
-        ("is_gallery", ("0", "yes"), ["validation-gallery", "validation-query"]),
-        ("split,is_query", ("a,False", "b,True"), ["a", "b-query"]),
-    ],
-)
-def test_flags_make_queries_gallery_and_what_is_trained_on(image_folder, flags, rows, expected):
-    table = image_folder / "list.csv"
-    table.write_text(f"path,label,{flags}\napple/0.png,1,{rows[0]}\napple/1.png,1,{rows[1]}\n")
-    assert list(list_images(table).by_part()) == expected
-
-
 def test_a_list_s_own_names_of_columns_are_given(tmp_path, image_folder, monkeypatch, capfd, caplog):
     table = image_folder / "shop.csv"
-    table.write_text("file,sku,path,asks\napple/0.png,012,x,1\napple/1.png,12,y,0\n")
-    columns = ("--columns", "path=file,label=sku,query=asks")
+    table.write_text("file,sku,path,part\napple/0.png,012,x,test-query\napple/1.png,12,y,test-gallery\n")
+    columns = ("--columns", "path=file,label=sku,split=part")
     assert distap(monkeypatch, "data", "pack", table, tmp_path / "out", *columns) == 0
     assert "labels that differ by zeros in front are different classes, such as 012 and 12" in caplog.text
-    assert load_index(tmp_path / "out" / "validation-query").class_name.tolist() == ["012"]
+    assert load_index(tmp_path / "out" / "test-query").class_name.tolist() == ["012"]
     assert distap(monkeypatch, "data", "pack", table, tmp_path / "other", "--columns", "label=brand") == 2
     assert "no column path or filename" not in (told := capfd.readouterr().err) and "no column brand" in told
     assert distap(monkeypatch, "data", "pack", table, tmp_path / "other", "--columns", "sku=label") == 2

@@ -12,10 +12,10 @@ from itertools import chain
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from distap.data.images.formats import readable_formats
-from distap.data.labels import NO_CLASS, class_name_at, nesting
+from distap.data.labels import class_name_at, nesting
 from distap.data.shards.image_folders import Skipped, counted, walk_images
 from distap.data.shards.tables import read_list
 from distap.data.sizing import Box
@@ -26,7 +26,6 @@ from distap.storage.texts import as_line, is_line
 Nested = Literal["top", "leaf", "merge", "path", "levels"]
 STAT_THREADS, STAT_CHUNK = 32, 256
 NOT_THERE = "listed images that are not there"
-TRUE, FALSE = ("true", "1", "1.0", "yes"), ("false", "0", "0.0", "no")
 
 
 class ImageFile(NamedTuple):
@@ -98,15 +97,15 @@ def list_images(
     """List the images of a folder with a sub-folder per class, or of a CSV or Parquet file.
 
     The columns are found by their names: path or filename, label or class, and optionally level1 (or group),
-    level2 and so on (coarser classes that hold the class), split, and is_query and is_gallery, which cut the images
-    into parts; others are ignored. A CSV has commas, semicolons or tabs between them. Paths are relative to the file.
-    Files without a class (see `class_name`) are left out; whether a listed file is there is seen when it is packed.
+    level2 and so on (coarser classes that hold the class), and split, which cuts the images into parts; others are
+    ignored. A CSV has commas, semicolons or tabs between them. Paths are relative to the file. Files without a class
+    (see `class_name`) are left out; whether a listed file is there is seen when it is packed.
 
     Args:
         nested: what names the class of an image deeper in a folder: `top`, its folder in `source`; `leaf`, the
             innermost folder, no two of which may have one name; `merge`, the same, but folders of one name are one
             class; `path`, all folders; `levels`, as `leaf`, in coarser classes that those above name. None refuses.
-        renamed: the list's own names of columns, such as {"label": "sku", "query": "is_query"}.
+        renamed: the list's own names of columns, such as {"label": "sku"}.
     """
     if source.is_dir():
         listing, expected = _in_folders(source, nested), "one sub-folder a class, with images in it"
@@ -170,8 +169,7 @@ def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
     """List the images of a CSV or Parquet file by its columns, without those that have no class."""
     columns, rows = read_list(source, renamed)
     wanted = ["label", "split", *(column for column in columns if column.startswith("level"))]
-    found, roles, lines = list[ImageFile](), list[_Role](), dict[Path, str]()
-    left_out = list[Skipped]()
+    found, left_out, lines = list[ImageFile](), list[Skipped](), dict[Path, str]()
     for where, row in rows:
         if not is_line(str(row["path"])):
             raise DistapError(f"{where}: {str(row['path'])[:60]!r} is no path, which is one line of text")
@@ -188,55 +186,11 @@ def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
         if split and (Path(split).name != split or split.startswith(".") or not is_line(split)):
             raise DistapError(f"{where}: split {split!r} cannot name a folder of shards")
         found.append(ImageFile(path, name, tuple(above), part=split))
-        roles.append(_role(where, row))
     names = {image.class_name for image in found}
     if codes := [name for name in names if name.isdecimal() and name.startswith("0") and name.lstrip("0") in names]:
         told = f"such as {min(codes)} and {min(codes).lstrip('0')}"
         logger.warning("%s: labels that differ by zeros in front are different classes, %s", source, told)
-    if {"query", "gallery"} & set(columns):
-        parts = _parts(source, columns, [image.part for image in found], roles)
-        found = [image._replace(part=part) for image, part in zip(found, parts, strict=True)]
     return Listing(found, left_out, source.parent)
-
-
-_Role = tuple[bool, bool]  # whether an image is a query, and in the gallery
-
-
-def _role(where: str, row: Mapping[str, Any]) -> _Role:
-    """Read what a row says; of one column alone, the other is the opposite. A cell without an answer is no role."""
-    answers: dict[str, bool] = {}
-    for column, other in (("query", "gallery"), ("gallery", "query")):
-        text = str(row.get(column)).strip().lower()
-        if text not in TRUE + FALSE and text not in NO_CLASS:
-            raise DistapError(
-                f"{where}: is_{column} is {text!r}; expected true or false, or nothing in training rows"
-            )
-        if text not in NO_CLASS:
-            answers[column] = text in TRUE
-            if other not in row:
-                answers[other] = text in FALSE
-    return answers.get("query", False), answers.get("gallery", False)
-
-
-def _parts(source: Path, columns: Sequence[str], splits: Sequence[str], roles: Sequence[_Role]) -> list[str]:
-    """Name the folder of shards for each image, by its split and role.
-
-    Each image of a split is a query or in the gallery, or all are queries that retrieve each other, or the split has
-    no query and is trained on.
-    """
-    parts, with_query = list[str](), {split for split, (query, _) in zip(splits, roles, strict=True) if query}
-    for split, (query, gallery) in zip(splits, roles, strict=True):
-        if query == gallery or ("gallery" not in columns and split not in with_query):
-            parts.append(split or ("validation" if query else "train"))
-        else:
-            parts.append(f"{split or 'validation'}-{'query' if query else 'gallery'}")
-    mixed = {part for part in parts if {f"{part}-query", f"{part}-gallery"} & set(parts)}
-    if mixed:
-        raise DistapError(
-            f"{source}: in split {min(mixed)!r} some images are both is_query and is_gallery, or neither (a cell is "
-            "empty), and some only one of them; an image in both would retrieve itself, so choose one way for all"
-        )
-    return parts
 
 
 def levels_of_each_class(images: Sequence[ImageFile]) -> dict[str, tuple[str, ...]]:

@@ -12,7 +12,6 @@ from distap.errors import DistapError
 LEVELS = tuple(f"level{n}" for n in range(1, 10))  # ever coarser classes that hold the class
 COLUMN_NAMES = {
     **{"path": ("path", "filename"), "label": ("label", "class"), "split": ("split",)},
-    **{"query": ("is_query",), "gallery": ("is_gallery",)},
     **{name: (name,) for name in LEVELS},
     "level1": ("level1", "group"),
 }
@@ -86,6 +85,9 @@ def read_list(source: Path, renamed: Mapping[str, str]) -> tuple[Sequence[str], 
 def _places(source: Path, names: Sequence[str], renamed: Mapping[str, str]) -> dict[str, int]:
     """Return the place of each column in a heading; raise a DistapError if one is missing or repeated."""
     lower, places = [name.strip().lower() for name in names], dict[str, int]()
+    if foreign := {"is_query", "is_gallery"}.intersection(lower):
+        remedy = "name the parts in the column split instead, such as test-query and test-gallery"
+        raise DistapError(f"{source}: the column {min(foreign)} is not read: {remedy}")
     for column, usual in COLUMN_NAMES.items():
         found = [name for name in ((renamed[column].lower(),) if column in renamed else usual) if name in lower]
         if found and lower.count(found[0]) > 1:
@@ -96,8 +98,7 @@ def _places(source: Path, names: Sequence[str], renamed: Mapping[str, str]) -> d
             wanted = renamed.get(column) or " or ".join(usual)
             raise DistapError(
                 f"{source}: no column {wanted}; the columns found are {', '.join(names)}; expected path or filename, "
-                "and label or class, optionally level1 or group, level2 to level9, split, is_query and is_gallery, "
-                "or other names by --columns"
+                "label or class, optionally level1 or group, level2 to level9, split, or other names by --columns"
             )
     return places
 
