@@ -16,8 +16,10 @@ and a part of it: shards/train[:0.75] has three quarters of its classes, shards/
 
 import hashlib
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -33,6 +35,7 @@ SHARDS_INDEX = "index.npz"
 REMOTE = ("http", "https", "s3", "gs")
 LISTABLE = ("", "s3", "gs")  # schemes whose folders can be listed; "" is the local file system
 UNWRITABLE = {"http": "a web server", "https": "a web server", "memory": "the memory of one process"}
+MAX_SHARDS = 1_000_000
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _UNPACKED = ("imagefolder", "hf", "described", "given")
 _GLOB = "*?["
@@ -220,11 +223,19 @@ def shard_names(source: Source, storage: "Storage") -> list[str]:
     return [safe_name(name, str(source)) for name in names]
 
 
-def _expanded(source: Source) -> list[str]:
+def _expanded(source: Source) -> Iterator[str]:
+    pattern = source.pattern or ""
+    # The library holds the whole of a range before it gives the first name, so look at its ends first.
+    is_long = any(
+        abs(int(end) - int(start)) >= MAX_SHARDS for start, end in re.findall(r"\{(-?\d+)\.\.(-?\d+)", pattern)
+    )
     try:
-        return list(braceexpand(source.pattern or ""))
+        patterns = [] if is_long else list(islice(braceexpand(pattern), MAX_SHARDS + 1))
     except (ValueError, RecursionError) as error:
         raise DistapError(f"{source}: not a brace pattern: {error}; expected one such as {{000..009}}.tar") from error
+    if is_long or len(patterns) > MAX_SHARDS:
+        raise DistapError(f"{source}: the pattern names more than {MAX_SHARDS:,} shards")
+    yield from patterns
 
 
 def safe_name(name: str, where: str) -> str:

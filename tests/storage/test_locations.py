@@ -88,6 +88,7 @@ def test_braces_are_expanded_and_globs_are_listed(tmp_path):
     ("text", "message"),
     [
         ("s/{0..1}{.tar", "not a brace pattern: Unbalanced"),
+        ("s/{0..2000}{0..2000}.tar", "more than 1,000,000 shards"),
         ("s/{0,1,0}.tar", "names the shard 0.tar twice"),
         ("s/{a,..}/x.tar", r"'\.\./x\.tar' is no name of a shard"),
         ("s/{a,}/x.tar", r"'/x\.tar' is no name of a shard"),

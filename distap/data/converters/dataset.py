@@ -117,6 +117,8 @@ def convert(
                 truths[GROUND_TRUTH_FILE] = json.dumps(split.truth(file), indent=1) + "\n"
     except DistapError as error:
         raise DistapError(f"{error}; {remedy}") from error
+    except (LookupError, TypeError, ValueError) as error:
+        raise DistapError(f"{file}: not as its authors distribute it: {error!r}; {remedy}") from error
     for split in chosen:
         images = listed[split.name].images
         found, known = Count(len(images), len({image.class_name for image in images})), split.published

@@ -13,63 +13,34 @@ import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, ValidationError, model_validator
 
 from distap.data.converters.dataset import DATASETS, Count, Dataset, Split, ground_truth, read_table
 from distap.data.images.formats import IMAGE_SUFFIXES
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.tables import ListLine
-from distap.errors import DistapError, problems_of
+from distap.errors import DistapError
 
 OF_REVISITED = ["mAP/trapezoids", "mP@1/last", "mP@5/last", "mP@10/last"]
 DIFFICULTIES = {"Easy": [1], "Medium": [1, 2], "Hard": [2]}  # grades of easy and hard images; the other is junk
 
 PLAIN_TYPE = re.compile(r"[?biuf]\d{1,2}|\?|[SUO]\d{0,9}")
-Name = Annotated[str, Field(pattern=r"^[!-~]+$")]  # without spaces
-Kind = TypeVar("Kind", bound=BaseModel)
-
-
-class Judgement(BaseModel):
-    bbx: tuple[FiniteFloat, FiniteFloat, FiniteFloat, FiniteFloat]
-    easy: list[NonNegativeInt]
-    hard: list[NonNegativeInt]
-    junk: list[NonNegativeInt]
-
-
-class Revisited(BaseModel):
-    """Check the contents of gnd_roxford5k.pkl and gnd_rparis6k.pkl."""
-
-    imlist: list[Name]
-    qimlist: list[Name]
-    gnd: list[Judgement]
-
-    @model_validator(mode="after")
-    def _fits(self) -> "Revisited":
-        if len(self.gnd) != len(self.qimlist):
-            raise ValueError(f"has {len(self.qimlist)} queries, but ground truth of {len(self.gnd)}")
-        for number, one in enumerate(self.gnd):
-            if (last := max(*one.easy, *one.hard, *one.junk, -1, -1)) >= len(self.imlist):
-                raise ValueError(f"gnd.{number}: image {last} is none of the {len(self.imlist)} of imlist")
-            if one.bbx[0] >= one.bbx[2] or one.bbx[1] >= one.bbx[3]:
-                raise ValueError(f"gnd.{number}.bbx: {one.bbx}: expected left, top, right and bottom")
-        return self
 
 
 def _images(source: Path, file: Path, key: str) -> Iterator[ImageFile]:
-    for place, name in enumerate(getattr(read_plain_pickle(file, Revisited), key), 1):
+    for place, name in enumerate(plain_value(file)[key], 1):
         # Errors name the place in the pickle as a line of a list.
         yield ImageFile(ListLine(file, place, [name]).path(source / "jpg", _with_suffix(name)), name)
 
 
 def _ground_truth(file: Path, dataset: str) -> dict[str, Any]:
-    contents, truths = read_plain_pickle(file, Revisited), []
-    for query, one in zip(contents.qimlist, contents.gnd, strict=True):
-        easy, hard, junk = ([contents.imlist[place] for place in places] for places in (one.easy, one.hard, one.junk))
+    contents, truths = plain_value(file), []
+    for query, one in zip(contents["qimlist"], contents["gnd"], strict=True):
+        easy, hard, junk = ([contents["imlist"][place] for place in one[kind]] for kind in ("easy", "hard", "junk"))
         positives, grades = easy + hard, [1] * len(easy) + [2] * len(hard)
-        truths.append({"name": query, "box": one.bbx, "positives": positives, "grades": grades, "junk": junk})
+        truths.append({"name": query, "box": one["bbx"], "positives": positives, "grades": grades, "junk": junk})
     return ground_truth(truths, dataset=dataset, figures=OF_REVISITED, groups=DIFFICULTIES)
 
 
@@ -95,39 +66,18 @@ DATASETS["rparis6k"] = _revisited("rparis6k", 6_322)
 DATASETS["revisitop1m"] = Dataset(Split("distractors", "revisitop1m.txt", _distractors, (Count(1_001_001, 1),)))
 
 
-class Models(BaseModel):
-    """Images of retrieval-SfM-120k.pkl, and the 3D model that each belongs to."""
-
-    # The last six letters are folders.
-    cids: list[Annotated[str, Field(pattern=r"^[0-9A-Za-z]{6,}$")]]
-    cluster: list[NonNegativeInt]
-
-
-class StructureFromMotion(BaseModel):
-    train: Models
-    val: Models
-
-
 def _sfm_images(source: Path, file: Path, part: str) -> Iterator[ImageFile]:
-    lists = getattr(read_plain_pickle(file, StructureFromMotion), part)
-    if len(lists.cluster) != len(lists.cids):
-        raise DistapError(f"{file}: {part} has {len(lists.cids)} images, but clusters of {len(lists.cluster)}")
-    for name, model in zip(lists.cids, lists.cluster, strict=True):
-        yield ImageFile(source.joinpath("ims", name[-2:], name[-4:-2], name[-6:-4], name), str(model))
+    """Yield the images of a part, each with its 3D model. The last six letters of a name are folders."""
+    lists = plain_value(file)[part]
+    for place, (name, model) in enumerate(zip(lists["cids"], lists["cluster"], strict=True), 1):
+        path = f"{name[-2:]}/{name[-4:-2]}/{name[-6:-4]}/{name}"
+        yield ImageFile(ListLine(file, place, [name]).path(source / "ims", path), str(model))
 
 
 DATASETS["sfm-120k"] = Dataset(  # Radenović et al. 2019: a class is a 3D model
     Split("train", "retrieval-SfM-120k.pkl", partial(_sfm_images, part="train"), (Count(91_642, 551),)),
     Split("validation", "retrieval-SfM-120k.pkl", partial(_sfm_images, part="val"), (Count(6_403, 162),)),
 )
-
-
-def read_plain_pickle(path: Path, kind: type[Kind]) -> Kind:
-    """Read a pickle into a model of pydantic; raise a DistapError that names the file and the place of a problem."""
-    try:
-        return kind.model_validate(plain_value(path))
-    except ValidationError as error:
-        raise DistapError(f"{path}: {problems_of(error.errors()[:1])[0]}") from error
 
 
 class PlainUnpickler(pickle.Unpickler):

@@ -117,35 +117,22 @@ def test_uned_is_right_by_class_and_domain_in_one_index(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c.update(qimlist=["q", "r"]), "has 2 queries, but ground truth of 1"),
-        (lambda c: c["gnd"][0].update(easy=[2]), r"gnd\.0: image 2 is none of the 2 of imlist"),
-        (lambda c: c["gnd"][0].update(bbx=[1, 2, 3]), r"gnd\.0\.bbx\.3: missing"),
-        (
-            lambda c: c["gnd"][0].update(bbx=[4, 0, 4, 4]),
-            r"gnd\.0\.bbx: \(4\.0, 0\.0, 4\.0, 4\.0\): expected left, top",
-        ),
+        (lambda c: c.update(qimlist=["q", "r"]), "ValueError.*shorter"),
+        (lambda c: c["gnd"][0].update(easy=[2]), "IndexError"),
+        (lambda c: c.pop("gnd"), "KeyError.*gnd"),
     ],
 )
-def test_a_wrong_ground_truth_of_revisited_is_named(change, message, tmp_path):
+def test_a_wrong_ground_truth_of_revisited_is_refused(change, message, tmp_path):
     contents = copy.deepcopy(CONTENTS)
     change(contents)
     dump(tmp_path / "source" / "gnd_roxford5k.pkl", contents)
-    with pytest.raises(DistapError, match=rf"gnd_roxford5k\.pkl: {message}"):
+    with pytest.raises(DistapError, match=rf"gnd_roxford5k\.pkl: not as its authors distribute it: {message}"):
         convert("roxford5k", tmp_path / "source", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda c: c["train"].update(cids=["00000a", "../../etc"]), r"train\.cids\.1: '../../etc': "),
-        (lambda c: c["train"].update(cluster=[1]), "train has 2 images, but clusters of 1"),
-    ],
-)
-def test_a_wrong_list_of_sfm_is_named(change, message, tmp_path):
-    contents = {"train": copy.deepcopy(LISTS), "val": copy.deepcopy(LISTS)}
-    change(contents)
-    dump(tmp_path / "source" / "retrieval-SfM-120k.pkl", contents)
-    with pytest.raises(DistapError, match=rf"retrieval-SfM-120k\.pkl: {message}"):
+def test_a_name_of_sfm_leads_to_no_other_folder(tmp_path):
+    lists = {**LISTS, "cids": ["00000a", "../../etc"]}
+    dump(tmp_path / "source" / "retrieval-SfM-120k.pkl", {"train": lists, "val": LISTS})
+    with pytest.raises(DistapError, match=r"retrieval-SfM-120k\.pkl, line 2: path .* leaves"):
         convert("sfm-120k", tmp_path / "source", tmp_path / "out", only=["train"])
-    assert not (tmp_path / "out").exists()

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from dataset_trees import dump
 from evil import Evil
-from pydantic import BaseModel, NonNegativeInt
 
-from distap.data.converters.revisited import Name, plain_value, read_plain_pickle
+from distap.data.converters.revisited import plain_value
 from distap.errors import DistapError
 
 MARK = "written-by-a-pickle"
@@ -120,15 +119,3 @@ def test_an_array_must_have_the_bytes_of_its_shape(tmp_path):
     assert shorter != whole
     with pytest.raises(DistapError, match=r"array of shape \(5,\) with 4 values"):
         plain_value(save(tmp_path / "x.pkl", shorter))
-
-
-class Lists(BaseModel):
-    names: list[Name] = []
-    numbers: list[NonNegativeInt] = []
-
-
-def test_a_value_that_is_no_list_of_its_kind_is_named(tmp_path):
-    wrong = [("numbers", [1, -1], "numbers.1: -1: "), ("names", ["a", 1], "names.1: 1: must be text")]
-    for name, value, message in [*wrong, ("names", ["a b"], "names.0: 'a b': ")]:
-        with pytest.raises(DistapError, match=f"x.pkl: {message}"):
-            read_plain_pickle(save(tmp_path / "x.pkl", pickle.dumps({name: value})), Lists)
