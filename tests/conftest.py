@@ -13,6 +13,7 @@ from browser import Browser, chromium
 from hosts import Hosts, two_hosts
 from hypothesis import settings
 from images import write_images
+from servers import s3_server
 
 from benchmarks.photos import pack
 from distap.processes.stopping import SIGNALS, TRACE_SIGNAL
@@ -44,6 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     place = {f"test_{name}": number for number, name in enumerate(FIRST.split())}
     items.sort(key=lambda item: (place.get(item.path.stem, len(FIRST)), -slow[item.path]))
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[None]:
+    with s3_server():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

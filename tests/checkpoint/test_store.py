@@ -2,7 +2,6 @@ import socket
 
 import pytest
 from ranks import RankFailedError, on_ranks
-from servers import s3_server
 
 from distap.checkpoint.agreement import on_all
 from distap.checkpoint.lease import Lease
@@ -11,12 +10,6 @@ from distap.storage import remotes
 from distap.storage.files import Storage
 from distap.storage.locations import parse_store
 from distap.storage.remotes import UnreachableError
-
-
-@pytest.fixture(scope="module")
-def s3():
-    with s3_server():
-        yield
 
 
 def _another_store_on_each(world, folder):

@@ -18,12 +18,6 @@ TENSORS = {"network.a": torch.arange(6.0).view(2, 3), "memory.labels": torch.ara
 STATE = {"step": 3, "names": ["x"]}
 
 
-@pytest.fixture(scope="module")
-def s3():
-    with s3_server():
-        yield
-
-
 @pytest.fixture
 def store(s3, request):
     """The checkpoints of a run in a bucket."""

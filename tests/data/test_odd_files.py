@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import distap
-from images import indexed_images, write_images
+from images import indexed_images
 from PIL import Image
 
 from benchmarks.photos import pack, photo
@@ -265,20 +265,3 @@ def test_a_split_has_other_classes_on_each_side(tmp_path, monkeypatch, capsys):
     assert distap(monkeypatch, *command, 0, tmp_path / "a") == 2
     assert distap(monkeypatch, "data", "pack", tmp_path / "images", tmp_path / "d", "--split", 0.01) == 2
     assert "leaves one side without any" in capsys.readouterr().err
-
-
-def test_a_split_appears_as_a_whole_or_not_at_all(tmp_path, monkeypatch, capsys):
-    images = write_images(tmp_path / "images", {"a": 2, "b": 2})
-    validation = list_images(images).halves(0.5, 0).by_part()["validation"]
-    sound = {image.path: image.path.read_bytes() for image in validation.images}
-    command = ("data", "pack", images, tmp_path / "out", "--split", 0.5)
-    for path in sound:
-        path.write_bytes(b"damage")
-    assert distap(monkeypatch, *command) == 2
-    assert "none of the 2 images can be read" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-    assert not list(tmp_path.glob(".out.*"))
-    for path, data in sound.items():
-        path.write_bytes(data)
-    assert distap(monkeypatch, *command) == 0
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["train", "validation"]

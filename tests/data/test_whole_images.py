@@ -1,8 +1,7 @@
-import io
-
 import numpy as np
 import pytest
 import torch
+from extractions import encoded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -18,12 +17,6 @@ from distap.errors import DistapError
 
 ORIENTATION = 0x0112
 PHOTO = photo(120, 80, seed=0)
-
-
-def encoded(image, form="PNG", **options) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, form, **options)
-    return buffer.getvalue()
 
 
 def pixels(image) -> torch.Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fsspec.registry import _registry
 from images import indexed_images
-from servers import gcs_server, s3_files, s3_server, web_server
+from servers import gcs_server, s3_files, web_server
 
 from distap.data.images.decoding import DamagedImageError
 from distap.data.loading.reader import ImageSet
@@ -22,12 +22,6 @@ from distap.storage import files, remotes
 from distap.storage.files import Storage
 from distap.storage.locations import parse_source
 from distap.storage.remotes import MissingFileError, UnreachableError
-
-
-@pytest.fixture(scope="module")
-def s3():
-    with s3_server():
-        yield
 
 
 @pytest.fixture(autouse=True)

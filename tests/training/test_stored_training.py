@@ -24,12 +24,6 @@ STEPS = {"steps": 4, "checkpoint__every": 2}
 
 
 @pytest.fixture(scope="module")
-def s3():
-    with s3_server():
-        yield
-
-
-@pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, training_shards):
     """A run that keeps its checkpoints on disk and is not interrupted."""
     run = tmp_path_factory.mktemp("undisturbed")
