@@ -309,9 +309,7 @@ def test_several_sets_are_evaluated_in_one_call(converted, training_shards, tmp_
     assert list(named["oxford"]["plain"])[:2] == ["Easy R@2", "Easy mP@3/min"]
     assert distap(monkeypatch, *configured, *sets[1:], "--figures=R") == 2
     results = json.loads((tmp_path / "both/results.json").read_text())["sets"]
-    assert {name: list(variants) for name, variants in results.items()} == dict.fromkeys(
-        ("oxford", "own"), ["query expansion"]
-    )
+    assert list(results["oxford"]) == list(results["own"]) == ["query expansion"]
     assert read_evaluation(tmp_path / "both/own").figures == pytest.approx(results["own"]["query expansion"])
     assert json.loads((tmp_path / "out/result.json").read_text())["protocol"] == "roxford5k"
 
