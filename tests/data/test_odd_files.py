@@ -211,7 +211,7 @@ def test_names_are_kept_by_the_index_and_found_again(drawer, tmp_path):
     assert images.data(place) == (folder / "cat" / "кот 0.jpg").read_bytes()
     again, _ = index_shards(tmp_path / "shards")
     assert again.path.tolist() == index.path.tolist()
-    (tmp_path / "shards" / "paths.txt").unlink()
+    (tmp_path / "shards" / "index.npz").unlink()
     without, _ = index_shards(tmp_path / "shards")
     assert without.fingerprint == index.fingerprint
     assert open_images(tmp_path / "shards").keys.tolist() == index.key.tolist()

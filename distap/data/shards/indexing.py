@@ -1,7 +1,8 @@
 """Index WebDataset tar shards in one strict pass over every byte."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,17 +12,16 @@ from numpy.typing import NDArray
 
 from distap.data.labels import nesting, table_of_levels
 from distap.data.shards.image_folders import Skipped
-from distap.data.shards.index import COLUMNS, Index
+from distap.data.shards.index import COLUMNS, Index, load_index
 from distap.data.shards.parallel import Track, map_in_processes, untracked
 from distap.data.shards.tar import DamagedShardError, Sample, read_samples
-from distap.errors import DistapError, logger
+from distap.errors import DistapError
 from distap.storage.files import Storage
 from distap.storage.locations import LISTABLE, Source, parse_source, shard_names
 from distap.storage.remotes import MissingFileError
 from distap.storage.texts import is_line
 
 NAMES_FILE = "classes.txt"  # line k: the name of class k and, after tabs, those of coarser classes that hold it
-PATHS_FILE = "paths.txt"  # a line for each image: its key and, after a tab, the path of the file that was packed
 OF_SAMPLES = Sample._fields[:-1]  # columns of an index
 
 
@@ -63,7 +63,11 @@ def index_shards(
     if damaged := [scan for scan in scans if isinstance(scan, str)]:
         problem = f"{len(damaged)} of {len(scans)} shards cannot be used; make them anew, or take them out"
         raise DistapError("\n".join([f"{source}: {problem}:", *damaged]))
-    index = merge_scans(source, storage, sound)
+    known = dict[str, str]()
+    with suppress(DistapError):  # only an earlier index knows what was packed
+        before = load_index(source, compare=False)
+        known = dict(zip(before.key.tolist(), before.path.tolist(), strict=True))
+    index = merge_scans(source, storage, sound, known)
     index.save(source)
     return index, [skipped for scan in sound for skipped in scan.left_out]
 
@@ -83,8 +87,11 @@ def scan_shard(storage: Storage, name: str, levels: Sequence[str] = ()) -> Scan:
     return Scan(name, length, digest.hexdigest(), columns, rows, left_out)
 
 
-def merge_scans(source: Source, storage: Storage, scans: Sequence[Scan]) -> Index:
-    """Join the scans of a source's shards, numbering classes from 0 and naming them by classes.txt if it exists."""
+def merge_scans(source: Source, storage: Storage, scans: Sequence[Scan], paths: Mapping[str, str]) -> Index:
+    """Join the scans of a source's shards, numbering classes from 0 and naming them by classes.txt if it exists.
+
+    `paths` are those of the files that were packed, by key.
+    """
     columns: dict[str, Any] = {name: np.concatenate([scan.columns[name] for scan in scans]) for name in OF_SAMPLES}
     if not len(columns["label"]):
         raise DistapError(f"{source}: the data set is empty: no usable image in its shards")
@@ -92,7 +99,7 @@ def merge_scans(source: Source, storage: Storage, scans: Sequence[Scan]) -> Inde
     counts = [len(scan.columns["label"]) for scan in scans]
     columns["shard"] = np.repeat(np.arange(len(scans), dtype=np.int32), counts)
     columns["label"] = label.astype(np.int64)
-    columns["path"] = _paths(storage, columns["key"])
+    columns["path"] = np.array([paths.get(key, "") for key in columns["key"].tolist()])
     rows = _class_rows(storage, numbers.tolist())
     names = [name for _, name, _ in rows]
     if any(scan.levels for scan in scans):  # as the samples say
@@ -107,20 +114,6 @@ def merge_scans(source: Source, storage: Storage, scans: Sequence[Scan]) -> Inde
         class_name=np.array(names),
         class_levels=table_of_levels([known[name] for name in names]),
     )
-
-
-def _paths(storage: Storage, keys: NDArray[np.str_]) -> NDArray[np.str_]:
-    """Return the path of each key's image if all are known, otherwise an empty result."""
-    none = np.full(len(keys), "")
-    if (lines := _lines(storage, PATHS_FILE)) is None:
-        return none
-    known = {key: path for key, _, path in (line.partition("\t") for line in lines) if is_line(path)}
-    paths = np.array([known.get(key, "") for key in keys.tolist()])
-    if len(np.unique(keys)) < len(keys) or not paths.all():
-        where = f"{storage.where(PATHS_FILE)}: it does not name every image"
-        logger.warning("%s: images are called by their keys", where)
-        return none
-    return paths
 
 
 def _lines(storage: Storage, name: str) -> list[str] | None:

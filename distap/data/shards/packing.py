@@ -18,7 +18,7 @@ from distap.data.images.formats import IMAGE_SUFFIXES, format_of
 from distap.data.shards.image_files import ImageFile, Listing, levels_of_each_class, look_at_all, sort_classes
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index
-from distap.data.shards.indexing import NAMES_FILE, PATHS_FILE, Scan, merge_scans, scan_shard
+from distap.data.shards.indexing import NAMES_FILE, Scan, merge_scans, scan_shard
 from distap.data.shards.parallel import Track, map_in_processes, untracked
 from distap.data.shards.tar import LABEL_FIELD
 from distap.data.sizing import Box
@@ -95,9 +95,8 @@ def _pack(
         told = f"first: {': '.join([*gone, *left_out][0])}; paths are relative to this folder"
         raise DistapError(f"{listing.root}: none of the {len(listing.images)} images can be read; {told}")
     source = parse_source(folder)
-    paths = (f"{key}\t{listing.name_of(images[int(key.partition('-')[0])])}\n" for key in keys)
-    write_whole(folder / PATHS_FILE, "".join(paths))
-    index = merge_scans(source, Storage(source.base), scans)
+    paths = {key: listing.name_of(images[int(key.partition("-")[0])]) for key in keys}
+    index = merge_scans(source, Storage(source.base), scans, paths)
     index.save(source)
     return index, [*listing.left_out, *gone, *left_out]
 
