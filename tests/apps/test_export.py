@@ -20,7 +20,7 @@ from stores import found_checkpoint
 from torch import nn
 
 from distap.apps.export import exporting
-from distap.apps.export.card import model_card, origin_of
+from distap.apps.export.card import model_card
 from distap.apps.export.exporting import (
     cases_of,
     difference,
@@ -174,21 +174,20 @@ def test_the_card_tells_what_the_run_knows(exported, training_shards):
 
 
 def test_a_card_names_the_weights_that_training_began_with(exported):
-    origin = origin_of(found_checkpoint(exported.run), exported.recipe)
-    model = {**origin.settings["model"], "backbone": "resnet50.a1_in1k", "weights": {"name": "timm"}}
-    recipe = recorded_recipe({"model": model}, "test")
-    began = replace(origin, recipe=recipe, settings={**origin.settings, "model": model})
-    card = model_card(began, exported.describer, {}, (), False)
+    found = found_checkpoint(exported.run)
+    state = found.state()
+    state["recipe"]["model"] |= {"backbone": "resnet50.a1_in1k", "weights": {"name": "timm"}}
+    recipe = recorded_recipe(state["recipe"], "test")
+    card = model_card(state, found.manifest, recipe, exported.describer, {}, (), False)
     assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "timm/resnet50.a1_in1k"
     assert "timm's `timm/resnet50.a1_in1k`, which timm says to be under apache-2.0" in card
 
 
 def test_a_card_passes_on_no_key_to_a_storage(exported):
-    origin = origin_of(found_checkpoint(exported.run), exported.recipe)
-    train = "https://user:word@a.example/shards/train?signature=abc"
-    data = {**origin.settings["data"], "train": train}
-    trained = replace(origin, settings={**origin.settings, "data": data})
-    card = model_card(trained, exported.describer, {}, (), False)
+    found = found_checkpoint(exported.run)
+    state = found.state()
+    state["recipe"]["data"]["train"] = "https://user:word@a.example/shards/train?signature=abc"
+    card = model_card(state, found.manifest, exported.recipe, exported.describer, {}, (), False)
     assert "https://a.example/shards/train" in card and "word" not in card and "abc" not in card
 
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,47 +12,37 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 import distap
-from distap.checkpoint.checkpoints import Checkpoint
+from distap.checkpoint.manifest import Manifest
 from distap.config.recipe import NetworkRecipe
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.backbone import SOURCES
 from distap.storage.texts import without_secrets
 
 
-@dataclass(frozen=True)
-class Origin:
-    """The run that wrote a checkpoint: its figures and settings."""
-
-    step: int
-    recipe: NetworkRecipe
-    settings: dict[str, Any]  # the whole recipe as it was recorded, which another version of distap may have written
-    fingerprint: str  # of the data set that it was trained on
-    figures: dict[str, dict[str, float]]  # of this very state by data set, the validation set first
-
-
-def origin_of(checkpoint: Checkpoint, recipe: NetworkRecipe) -> Origin:
-    """Read what a checkpoint records about its run."""
-    state, fingerprint = checkpoint.state("recipe", "figures"), checkpoint.manifest.about.get("data", "not known")
-    figures = {of: {k: v for k, v in each.items() if math.isfinite(v)} for of, each in state["figures"].items()}
-    return Origin(checkpoint.step, recipe, state["recipe"], str(fingerprint), figures)
-
-
 def model_card(
-    origin: Origin, describer: ImageDescriber, programs: dict[str, float], formats: Sequence[str], dynamic_size: bool
+    state: dict[str, Any],
+    manifest: Manifest,
+    recipe: NetworkRecipe,
+    describer: ImageDescriber,
+    programs: dict[str, float],
+    formats: Sequence[str],
+    dynamic_size: bool,
 ) -> str:
     """Return the model card as Markdown, headed by the fields that the Hugging Face hub reads.
 
-    `programs` are the largest differences of a descriptor's component by file; `dynamic_size` says if these take
-    images of any size.
+    `state` is that of the checkpoint, with its figures and the whole recipe as it was recorded, which another version
+    of distap may have written. `programs` are the largest differences of a descriptor's component by file;
+    `dynamic_size` says if these take images of any size.
     """
-    settings, loss = origin.settings, origin.settings["loss"]
+    settings, loss = state["recipe"], state["recipe"]["loss"]
+    figures = {of: {k: v for k, v in each.items() if math.isfinite(v)} for of, each in state["figures"].items()}
     terms, pretrained = loss.get("terms") or [(1, loss)], _pretrained(settings["model"])
     network = describer.retrieval_network
     mean, std = ((values.flatten() / 255).tolist() for values in (network.mean, network.std))
     has_onnx = "model.onnx" in programs
     results = [
         EvalResult("image-retrieval", name, name, figure, round(value, 6))
-        for name, of_set in origin.figures.items()
+        for name, of_set in figures.items()
         for figure, value in of_set.items()
     ]
     fields = ModelCardData(
@@ -67,7 +56,8 @@ def model_card(
     )
     recipe_yaml = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).strip()
     named = " + ".join(f"{weight:g} {part['name']}" for weight, part in terms)
-    of_run: dict[str, Any] = {"origin": origin, "recipe_yaml": recipe_yaml, "loss": named}
+    of_run: dict[str, Any] = {"manifest": manifest, "settings": settings, "recipe_yaml": recipe_yaml, "loss": named}
+    of_run |= {"recipe": recipe, "figures": figures}
     of_network: dict[str, Any] = {"describer": describer, "pretrained": pretrained, "mean": mean, "std": std}
     of_files: dict[str, Any] = {"programs": programs, "formats": formats, "dynamic_size": dynamic_size}
     versions = {"version": distap.__version__, "torch": torch.__version__}

@@ -21,7 +21,7 @@ from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.nn.functional import interpolate
 
 import distap
-from distap.apps.export.card import model_card, origin_of
+from distap.apps.export.card import model_card
 from distap.checkpoint.finding import opened_checkpoint
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
@@ -237,7 +237,7 @@ def export_to_folder(
     with opened_checkpoint(checkpoint, best) as found:
         # Take this checkpoint's own path, since a training may write a newer one meanwhile.
         recipe, network = trained_network(found.path, World(), overrides=overrides)
-        origin = origin_of(found, recipe)
+        recorded = found.state("recipe", "figures"), found.manifest, recipe
     sizing = recipe.sizing if dynamic_size or "crop" in recipe.sizing else f"crop {recipe.data.image_size}"
     if dynamic_size and (required := required_size(network)) is not None:
         name = recipe.model.architecture
@@ -255,5 +255,6 @@ def export_to_folder(
                 programs[name] = difference(name, load(folder / name), cases)
         if {"adapter", "safetensors"} & set(formats):
             DescriptorNetwork(describer, recipe).write(folder, changes_only="adapter" in formats)
-        (folder / "README.md").write_text(model_card(origin, describer, programs, formats, dynamic_size), "utf-8")
+        card = model_card(*recorded, describer, programs, formats, dynamic_size)
+        (folder / "README.md").write_text(card, "utf-8")
     return describer, programs
