@@ -1,7 +1,7 @@
 """Write checkpoints in a thread while training goes on, to disk or to a store."""
 
 import json
-import os
+import shutil
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -120,12 +120,9 @@ class CheckpointWriter:
             elif self.checkpoints.is_on_disk:
                 # torch's writer hides a full disk behind an error of its own.
                 folder = self.checkpoints.path("")
-                disk = os.statvfs(next(each for each in (folder, *folder.parents) if each.is_dir()))
+                free = shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.is_dir())).free / 1e6
                 needed = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
-                free = f"{disk.f_bavail * disk.f_frsize / 1e6:,.1f} MB"
-                if disk.f_files and not disk.f_favail:  # its inodes are used up
-                    free = "no further file"
-                outcome["error"] += f" (it takes {needed:,.1f} MB; the disk has room for {free})"
+                outcome["error"] += f" (it takes {needed:,.1f} MB; the disk has room for {free:,.1f} MB)"
         seconds = time.perf_counter() - started
         where = self.checkpoints.where(f"step-{manifest.step:08d}")
         written = Written(manifest.step, where, seconds, blocked_seconds, **outcome)

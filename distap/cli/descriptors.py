@@ -138,12 +138,12 @@ def index_command(
 
     require_free_for_index(output)
     built = build_index(gallery, kind, search, track)
-    figures = measure_recall(built.index, gallery.descriptors)
-    write_index(output, built, gallery, {"measured": figures})
+    built.about["measured"] = figures = measure_recall(built.index, gallery.descriptors)
+    write_index(output, built, gallery)
     count, dimensions = gallery.descriptors.shape
     size = (output / INDEX_FILE).stat().st_size
-    told = {"output": str(output), "images": count, "dimensions": dimensions, **built.about.pop("index")}
-    told |= {**figures, "bytes": size, **built.about}
+    told = {"output": str(output), "images": count, "dimensions": dimensions, **built.about["index"]}
+    told |= {**figures, "bytes": size, "build_seconds": built.about["build_seconds"]}
     if as_json:
         print_json(told)
         return

@@ -111,18 +111,14 @@ class SearchIndex:
         return {key: row for row, key in enumerate(self.keys.tolist())}
 
 
-def write_index(
-    folder: Path, index: SearchIndex, descriptors: DescriptorSet, measured: dict[str, Any] | None = None
-) -> None:
-    """Write a folder for `read_index`. Earlier contents become invalid as soon as writing starts.
+def write_index(folder: Path, index: SearchIndex, descriptors: DescriptorSet) -> None:
+    """Write a folder for `read_index`, of an index over all descriptors, in their order.
 
-    Args:
-        index: a Faiss index over all descriptors, in their order.
-        measured: further entries for about.json, such as the recall.
+    Earlier contents become invalid as soon as writing starts.
     """
     require_free_for_index(folder)
     written = {INDEX_FILE: lambda file: faiss.write_index(index.index, file.name)}
-    files.write_described(folder, descriptors, written, **index.about, **(measured or {}))
+    files.write_described(folder, descriptors, written, **index.about)
 
 
 def require_free_for_index(folder: Path) -> None:
