@@ -134,7 +134,7 @@ def all_figures(world):
             (None, few, descriptors, landmarks, OF_LANDMARKS),
         )
     ]
-    return [{name: plain(value) for name, value in vars(one).items() if name != "leading"} for one in results]
+    return [{name: plain(value) for name, value in vars(one).items()} for one in results]
 
 
 def plain(value):

@@ -171,8 +171,7 @@ class DescribedSet:
             images=asked + (len(self.gallery) if of.gallery else 0),
             queries=int((result.first_positive > 0).sum()),
             # A listed query whose own image could not be described counts as left out too.
-            left_out=max(result.left_out.values()) + max(len(of.truth.queries if of.truth else ()) - asked, 0),
-            left_out_of=result.left_out if len(result.left_out) > 1 else {},
+            left_out=result.left_out + max(len(of.truth.queries if of.truth else ()) - asked, 0),
             figures=figures,
             hits=None if of.truth or of.draws else self._retrieved(result),
         )

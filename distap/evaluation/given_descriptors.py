@@ -122,8 +122,8 @@ def _listed(
 
 
 def _summary(found: Evaluated) -> dict[str, float]:
-    left_out = next(iter(found.left_out.values()))
-    return found.summary() | {"queries": len(found.first_positive) - left_out, "left_out": left_out}
+    queries = int((found.first_positive > 0).sum())
+    return found.summary() | {"queries": queries, "left_out": len(found.first_positive) - queries}
 
 
 def _numbers(values: ArrayLike | Tensor, what: str, count: int) -> Tensor:

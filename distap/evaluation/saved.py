@@ -51,7 +51,6 @@ class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
     images: int
     queries: int  # that have a positive
     left_out: int = 0  # queries without a positive, in the group with most
-    left_out_of: dict[str, int] = {}  # by group, if there are several
     figures: Figures  # means over the queries, from 0 to 1
 
     def save(self, folder: Path, **about: Any) -> None:

@@ -133,8 +133,7 @@ def evaluate_sets(
         found = one.evaluate(refinement)
         if describing.world.rank > 0:
             continue
-        each = ", ".join(f"{count} of {group}" for group, count in found.left_out_of.items())
-        told = f"{found.queries} queries, {each or found.left_out} without a positive left out"
+        told = f"{found.queries} queries, {found.left_out} without a positive left out"
         if printed:
             print_result(f"{name}: {told}", figures_table({found.refinement: found.figures}))
         results[name] = {found.refinement: json.loads(found.model_dump_json())["figures"]}  # without NaN

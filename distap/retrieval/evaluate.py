@@ -25,15 +25,14 @@ class Evaluated:
     """Retrieval figures of Q queries."""
 
     values: dict[str, Float64[Tensor, " Q"]]  # by figure; NaN for a query without a positive
-    leading: dict[str, str]  # by group, the figure that says which queries have no positive
     in_part: dict[str, Bool[Tensor, " Q"]]  # queries of each part, by the name that comes before the figures'
     first_positive: Int64[Tensor, " Q"]  # rank, from 1, of the best positive; 0 for a query without any
     neighbours: Int64[Tensor, "Q k"]  # the most similar images of the gallery, best first
 
     @property
-    def left_out(self) -> dict[str, int]:
-        """Return the number of queries without a positive, by group."""
-        return {group: int(self.values[name].isnan().sum()) for group, name in self.leading.items()}
+    def left_out(self) -> int:
+        """Return the number of queries without a positive, in the group with most."""
+        return max(int(values.isnan().sum()) for values in self.values.values())
 
     def summary(self) -> dict[str, float]:
         """Return mean figures, 0 to 1, over all queries, over each part, and over the parts; NaN without queries."""
@@ -67,7 +66,7 @@ def evaluate_descriptors(
         queries: (Q, C) of length 1, so that the dot product is the cosine; a tensor on any device, or an array,
             possibly a memory map of float16, which is read in blocks.
         gallery: (N, C), of the same kinds.
-        figures: names, see `figures`; the first says which queries have no positive.
+        figures: names, see `figures`.
         neighbours: number of most similar images of the gallery to report, distractors apart.
         head: rows that come first for each query, in this order, whatever their similarity; distractors from N.
         distractors: (M, C) further images, which are right for no query, read in blocks.
@@ -138,15 +137,12 @@ def evaluate_descriptors(
                 for name, figure in computed.items():
                     values[f"{group} {name}".strip()][rows] = figure(ranked)
     values = {name: own.masked_fill(counts == 0, torch.nan) for name, own in values.items()}
-    lead = next(iter(computed), figures[0])
-    groups = truth.groups if computed else ("",)
-    leading = {group or lead.removeprefix("m"): f"{group} {lead}".strip() for group in groups}
     parts = truth.parts or [""] * total
     in_part = {
         part: torch.tensor([part in ("", own) for own in parts], device=counts.device)
         for part in dict.fromkeys(["", *parts])
     }
-    return Evaluated(values, leading, in_part, first, nearest)
+    return Evaluated(values, in_part, first, nearest)
 
 
 def _passes(counts: Int64[Tensor, " Q"], images: int, dimensions: int, is_one: bool) -> list[list[slice]]:
