@@ -26,7 +26,7 @@ DATABASE_AUGMENTATION = "Move each gallery image towards its neighbours, weighte
 RERANK = "Number of k-reciprocal neighbours to re-rank the first results by: about the images per class."
 NEIGHBOURS_HELP = "Number of neighbours used by --query-expansion and --database-augmentation."
 FIGURES_HELP = "Figures to compute, such as mAP@R,R@1,R@20,mAP@1000,mP@5/min. Each has its definition in the guide."
-RESULTS_FOLDER = "Folder to write results.json to, and for each data set result.json, queries and neighbours."
+RESULTS_FOLDER = "Folder to write result.json, queries and neighbours to, or a folder of them for each data set."
 
 
 def eval_command(

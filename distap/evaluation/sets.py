@@ -16,7 +16,6 @@ from distap.evaluation.ground_truth import read_truth
 from distap.retrieval.figures import LABELLED_FIGURES, figures_named
 from distap.retrieval.refinement import Refinement
 from distap.retrieval.row_blocks import holds_descriptors
-from distap.storage.atomic import write_whole
 from distap.storage.locations import Source, parse_source
 from distap.telemetry.terminal import figures_table, print_result
 
@@ -46,8 +45,6 @@ def open_set(
     figures_named(figures)  # raises for an unknown one
     source = parse_source(where)
     name = name or Path(source.base).name or "data"
-    if name in (".", "..") or Path(name).name != name:
-        raise DistapError(f"{name!r} is no name for a data set: folders are called by it")
     shards = [path for path in distractors if not holds_descriptors(path)]
     more: dict[str, Any] = {"distractors": tuple(path for path in distractors if path not in shards)}
 
@@ -123,7 +120,7 @@ def evaluate_sets(
     """Describe and rank data sets on all ranks; on rank 0 print, write and return the figures.
 
     Args:
-        output: folder for results.json and the evaluation, or a folder for each of several; `about` is added to both.
+        output: folder for the evaluation, or for a folder of each of several; `about` is added to them.
     """
     described = {name: opened.describe(describing) for name, opened in sets.items()}
     describer = describing.describer
@@ -139,7 +136,4 @@ def evaluate_sets(
         results[name] = {found.refinement: json.loads(found.model_dump_json())["figures"]}  # without NaN
         if output is not None:
             found.save(output / name if len(sets) > 1 else output, **about)
-    about["sets"] = results
-    if output is not None and describing.world.rank == 0:
-        write_whole(output / "results.json", json.dumps(about, indent=1) + "\n")
-    return about
+    return about | {"sets": results}

@@ -54,9 +54,9 @@ def test_figures_go_to_a_file_and_progress_does_not(tmp_path, monkeypatch, capfd
     printed = capfd.readouterr().out
     assert "mAP@R" in printed and "\x1b" not in printed and "describing" not in printed
     assert distap(monkeypatch, *command, "--json") == 0
-    figures = json.loads(capfd.readouterr().out)
-    assert figures == json.loads((tmp_path / "out/results.json").read_text())
-    assert 0 < next(iter(figures["sets"].values()))["plain"]["mAP"] <= 1
+    (figures,) = json.loads(capfd.readouterr().out)["sets"].values()
+    assert figures["plain"] == json.loads((tmp_path / "out/result.json").read_text())["figures"]
+    assert 0 < figures["plain"]["mAP"] <= 1
 
 
 def test_other_results_are_json_too(tmp_path, monkeypatch, capfd, recipe, training_shards):
