@@ -222,14 +222,6 @@ def test_parts_of_something_else_are_refused(tmp_path, photos, settings, message
         extract(source, tmp_path / "out", maker=maker, **other)
 
 
-def test_a_folder_with_anything_else_in_it_is_left_alone(tmp_path, photos):
-    with pytest.raises(DistapError, match="holds something that is no extraction"):
-        extract(photos, photos)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DistapError, match="holds something"):
-        extract(photos, tmp_path / "file")
-
-
 def test_a_disk_without_room_is_told_and_the_parts_are_kept(tmp_path, photos, small_disk):
     disk = small_disk("16k")
     with pytest.raises(DistapError):

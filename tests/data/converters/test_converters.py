@@ -144,6 +144,7 @@ EXPECTED = {
     ),
 }
 
+CLEAN = "annotations_landmarks/annotation_clean_val.txt"
 # A wrong line of each list: the file, what stands there, what is put instead, and what the error says of it.
 WRONG_LINES = [
     ("sop", "Ebay_train.txt", "2 1 1 chair", "2 one 1 chair", r"line 3: class 'one' is no whole number"),
@@ -160,16 +161,12 @@ WRONG_LINES = [
     ),
     ("inshop", "Eval/list_eval_partition.txt", " query", " querry", r"line 7: .*one of train, query, gallery"),
     ("dyml-animal", "train/label.csv", "0, 3, 8\n", "0, 8\n", r"line 1: 3 columns, expected 'fname,coarse_id"),
-    ("landmarks-clean", "annotations_landmarks/annotation_clean_val.txt", "http:", "file:", "line 1: .* no address"),
+    ("landmarks-clean", CLEAN, "http:", "file:", r"line 1: .* is no address of an image on the web"),
     ("gldv2", "metadata/train_clean.csv", "a123456789", "../../x789", r"line 3: image .*expected 16 digits"),
     ("vggface2", "bb_landmark/loose_bb_test.csv", ",2,1,4,6", ",2,1,-4,6", r"line 3: expected left, top, width and"),
-]
-
-# A path that leaves the folder of the data set, in the same way.
-LEAVING = [
-    ("sop", "Ebay_train.txt", "chair_final/1_1", "../1_1", 3),
-    ("landmarks-clean", "annotations_landmarks/annotation_clean_val.txt", "a.example/val", "a.example/%2e%2e", 1),
-    ("uned", "info_files/met/index.json", "met/index/0.jpg", "../met.jpg", 1),
+    ("sop", "Ebay_train.txt", "chair_final/1_1", "../1_1", r"line 3: path '.*' leaves .*; expected one inside"),
+    ("uned", "info_files/met/index.json", "met/index/0.jpg", "../met.jpg", "line 1: path '.*' leaves"),
+    ("landmarks-clean", CLEAN, "a.example/val", "a.example/%2e%2e", "line 1: path '.*' leaves"),
 ]
 
 
@@ -278,15 +275,6 @@ def test_a_wrong_line_is_named_by_file_and_number(name, file, old, new, message,
     with pytest.raises(DistapError, match=message) as error:
         convert(name, source, tmp_path / "out")
     assert str(source) in str(error.value)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(("name", "file", "old", "new", "number"), LEAVING)
-def test_a_path_that_leaves_the_folder_is_refused(name, file, old, new, number, tree, tmp_path):
-    source = tree(name)
-    change(source / file, old, new)
-    with pytest.raises(DistapError, match=rf"line {number}: path '.*' leaves .*; expected one inside"):
-        convert(name, source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
