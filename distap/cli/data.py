@@ -78,7 +78,6 @@ def pack_command(
     ] = None,
     columns: Annotated[str | None, typer.Option(help=COLUMNS_HELP, show_default="by their usual names")] = None,
     split: Annotated[float | None, typer.Option(help=SPLIT, min=0, max=1, show_default="no split")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random choice that --split makes.", min=0)] = 0,
     left_out: LEFT_OUT = None,
     workers: WORKERS = CORES,
 ) -> None:
@@ -99,7 +98,7 @@ def pack_command(
     if split is not None:
         if any(image.part for image in listing.images):
             raise DistapError(f"{source}: its columns say how it is split; leave --split out, or the column")
-        listing = listing.halves(split, seed)
+        listing = listing.halves(split)
     parts = listing.by_part()
     packed = pack_parts(parts, output, images_per_shard, track, **layout)
     for (name, part), (index, _) in zip(parts.items(), packed, strict=True):

@@ -80,13 +80,13 @@ class Listing(NamedTuple):
             name: Listing(found[name], self.left_out if name == first else (), self.root) for name in sorted(found)
         }
 
-    def halves(self, share: float, seed: int) -> "Listing":
+    def halves(self, share: float) -> "Listing":
         """Name the parts of the images: a share of the classes, drawn at random, is `validation`, others `train`."""
         names = sort_classes(image.class_name for image in self.images)
         count = round(share * len(names))
         if not 0 < count < len(names):
             raise DistapError(f"--split {share:g} of {len(names)} classes leaves one side without any")
-        chosen = {names[place] for place in permutation(len(names), seed)[:count]}
+        chosen = {names[place] for place in permutation(len(names), 0)[:count]}
         parts = ("validation" if image.class_name in chosen else "train" for image in self.images)
         return self._replace(images=[one._replace(part=part) for one, part in zip(self.images, parts, strict=True)])
 
