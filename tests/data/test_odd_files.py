@@ -256,6 +256,5 @@ def test_a_split_has_other_classes_on_each_side(tmp_path, monkeypatch, capsys):
     assert [len(side) for side in sides] == [3, 2]
     assert sorted(sides[0] + sides[1]) == [f"class {name}" for name in range(5)]
     assert sides[1] == load_index(f"imagefolder:{tmp_path}/images[:0.4]").class_name.tolist()
-    assert not list(tmp_path.glob(".*"))
     assert distap(monkeypatch, "data", "pack", tmp_path / "images", tmp_path / "d", "--split", 0.01) == 2
     assert "leaves one side without any" in capsys.readouterr().err

@@ -118,7 +118,6 @@ def test_uned_is_right_by_class_and_domain_in_one_index(tmp_path):
     ("change", "message"),
     [
         (lambda c: c.update(qimlist=["q", "r"]), "ValueError.*shorter"),
-        (lambda c: c["gnd"][0].update(easy=[2]), "IndexError"),
         (lambda c: c.pop("gnd"), "KeyError.*gnd"),
     ],
 )
@@ -128,7 +127,6 @@ def test_a_wrong_ground_truth_of_revisited_is_refused(change, message, tmp_path)
     dump(tmp_path / "source" / "gnd_roxford5k.pkl", contents)
     with pytest.raises(DistapError, match=rf"gnd_roxford5k\.pkl: not as its authors distribute it: {message}"):
         convert("roxford5k", tmp_path / "source", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_name_of_sfm_leads_to_no_other_folder(tmp_path):
