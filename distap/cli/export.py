@@ -9,7 +9,7 @@ from distap.cli.options import BEST, OVERRIDES, WHITENING
 from distap.telemetry.terminal import print_result, print_warning, set_up_logging
 
 TRAINED_RUN = "Trained network: a run folder, one of its checkpoints, or a URL of either."
-EXPORT_FOLDER = "Folder to write; it must be new or of an earlier export, which is replaced."
+EXPORT_FOLDER = "Folder to write; it must be new or empty."
 DYNAMIC_SIZE = "Let exported programs take images of any size."
 FORMAT_HELP = "Format: pt2 (torch.export), onnx, safetensors (distap.load, timm) or adapter. Repeat for several."
 

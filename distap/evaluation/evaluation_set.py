@@ -205,7 +205,7 @@ class DescribedSet:
             made = self.describing.describer.described_by
             more = open_parts(of.distractors, queries.shape[1], described_by=made)
         gallery = queries if is_same else self.gallery[among]
-        refined, gallery, head = refinement.apply(queries, gallery, is_same, more)
+        refined, gallery, head = refinement.apply(queries, gallery, more)
         truth, neighbours = self._truth(asking, among), 0 if of.draws or of.truth else NEIGHBOURS
         head = None if head is None else head.to(self.describing.describer.device)
         rest: dict[str, Any] = {"head": head, "distractors": more, "world": self.describing.world}

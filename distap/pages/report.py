@@ -257,20 +257,11 @@ def stage_seconds(run: Run) -> dict[str, float]:
 
 
 def follow_run(folder: Path, seconds: float, write: Callable[[], Any]) -> None:
-    """Call `write` at an interval until the run in `folder` no longer trains, or until Ctrl-C."""
-    with suppress(KeyboardInterrupt):
-        while is_training(folder):
+    """Call `write` at an interval while a training renews its lease of a run's folder, or until Ctrl-C."""
+    with suppress(KeyboardInterrupt, FileNotFoundError):  # at its end a training removes the lease
+        while time.time() - (folder / FILE).stat().st_mtime < STALE_RENEWALS * RENEW_SECONDS:
             try:
                 write()
             except DistapError as error:  # its training may not have written its first line, or goes on just now
                 print_warning(f"{error}; trying again in {seconds:g} s")
             time.sleep(seconds)
-
-
-def is_training(folder: Path) -> bool:
-    """Tell whether a training holds the lease of a run folder: a training renews it, and removes it at its end."""
-    try:
-        age = time.time() - (folder / FILE).stat().st_mtime
-    except FileNotFoundError:
-        return False
-    return age < STALE_RENEWALS * RENEW_SECONDS

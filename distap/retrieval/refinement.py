@@ -108,16 +108,18 @@ class Refinement:
         return [name for name, part in parts.items() if part is not None]
 
     def apply(
-        self, queries: Descriptors, gallery: Descriptors, same: bool = False, distractors: Descriptors | None = None
+        self, queries: Descriptors, gallery: Descriptors, distractors: Descriptors | None = None
     ) -> tuple[Descriptors, Descriptors, Int64[Tensor, "Q K"] | None]:
         """Refine queries (Q, C) and gallery (N, C) of length 1. Unchanged arrays are returned themselves.
 
+        If the queries are the gallery itself, none is its own neighbour or in its own head.
+
         Args:
-            same: query i is row i of the gallery; it is neither its own neighbour nor in its own head.
             distractors: (M, C) further rows that are found too; augmentation does not take them.
         Returns:
             Queries (Q, C), gallery (N, C), and the rows that come first for each query (distractors from N), or None.
         """
+        same = queries is gallery
         if self.augment is not None and distractors is not None:
             raise DistapError("distractors given as descriptors are not augmented: leave database augmentation out")
         if self.augment is not None:

@@ -4,7 +4,7 @@ import errno
 import hashlib
 import os
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -52,25 +52,29 @@ def refuse_foreign(folder: Path, own: Collection[str]) -> None:
         raise DistapError(f"{folder}: {some} would be lost; move it elsewhere, or name a new folder")
 
 
-@contextmanager
-def replacing_folder(path: Path) -> Iterator[Path]:
-    """Make a folder that replaces `path` on leaving the context; after an error the old folder stays.
+def require_free(folder: Path) -> None:
+    """Raise a DistapError unless a folder of this name can appear by renaming another."""
+    if folder.name in ("", ".."):
+        raise DistapError(f"{folder}: give the folder to write a name of its own")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise DistapError(f"{folder}: there is something already; choose another folder or remove it")
+    if folder.is_mount():
+        raise DistapError(f"{folder}: the root of a file system cannot appear by a rename; choose a folder in it")
 
-    A crash between the two renames leaves nothing at `path`: both folders are in a hidden one next to it.
-    """
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Make a folder that appears as `path`, which is free, on leaving the context; after an error nothing does."""
+    require_free(path)
     try:
         make_folder(path.parent)
-        with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as aside, ExitStack() as undoing:
-            new, old = Path(aside, "new"), Path(aside, "old")
+        with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as aside:
+            new = Path(aside, "new")
             new.mkdir()
             yield new
             for written in (*new.rglob("*"), new):
                 sync_path(written)
-            if path.exists():
-                path.rename(old)
-                undoing.callback(old.rename, path)
-            new.rename(path)
-            undoing.pop_all()
+            new.rename(path)  # an error if another process has written there meanwhile
         sync_path(path.parent)
     except OSError as error:
         raise DistapError(f"{path}: cannot be written: {error.strerror or error}") from error

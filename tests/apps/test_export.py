@@ -208,24 +208,20 @@ def test_a_folder_with_something_else_in_it_is_left_alone(exported, tmp_path):
     output = tmp_path / "output"
     output.mkdir()
     (output / "thesis.tex").write_text("chapter 1")
-    with pytest.raises(DistapError, match=r"thesis\.tex would be lost; move it elsewhere, or name a new folder"):
+    with pytest.raises(DistapError, match="there is something already; choose another folder"):
         export_to_folder(exported.run, output, ("safetensors",))
     assert (output / "thesis.tex").read_text() == "chapter 1"
 
 
-def test_an_earlier_export_is_replaced_whole_or_not_at_all(exported, tmp_path, monkeypatch, capfd):
-    output = tmp_path / "output"
-    backbone = ("--best", "--format", "safetensors")
-    for size in (32, 40):
-        assert distap(monkeypatch, "export", exported.run, output, *backbone, f"evaluation.sizing=crop {size}") == 0
-        assert f"images as `crop {size}`" in capfd.readouterr().out
-    assert distap(monkeypatch, "export", exported.run, output, "evaluation.scales=two") == 2
-    assert distap(monkeypatch, "export", exported.run, output, "--format", "tflite") == 2
-    assert "(`crop 40`)" in (output / "README.md").read_text()
-    tensors = ["head.safetensors", "model.safetensors"]
-    assert sorted(path.name for path in output.iterdir()) == ["README.md", "config.json", *tensors]
-    assert {path.stat().st_mode & 0o777 for path in output.iterdir()} == {0o644}  # others may read all of it
-    assert [path.name for path in tmp_path.iterdir()] == ["output"]
+def test_an_export_appears_whole_or_not_at_all(exported, tmp_path, monkeypatch, capfd):
+    command = ("export", exported.run, tmp_path / "output", "--best")
+    assert distap(monkeypatch, *command, "evaluation.scales=two") == 2
+    assert distap(monkeypatch, *command, "--format", "tflite") == 2
+    assert list(tmp_path.iterdir()) == []
+    assert distap(monkeypatch, *command, "--format", "safetensors", "evaluation.sizing=crop 40") == 0
+    assert "images as `crop 40`" in capfd.readouterr().out
+    files = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "output").iterdir()}
+    assert files == dict.fromkeys(("README.md", "config.json", "head.safetensors", "model.safetensors"), 0o644)
 
 
 def test_a_whitening_of_another_network_is_refused_and_nothing_is_left(exported, tmp_path):

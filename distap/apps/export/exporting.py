@@ -26,7 +26,7 @@ from distap.checkpoint.finding import opened_checkpoint
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.multiscale import MultiScaleNetwork, required_size
-from distap.storage.atomic import refuse_foreign, replacing_folder
+from distap.storage.atomic import new_folder, require_free
 from distap.training.build import describing_of, trained_network
 from distap.training.descriptor_network import DescriptorNetwork
 from distap.world import World
@@ -192,11 +192,6 @@ PROGRAMS: dict[str, tuple[str, Any, Any]] = {  # by format: the file, what write
     "onnx": ("model.onnx", save_onnx, onnx_describer),
 }
 EXPORT_FORMATS = (*PROGRAMS, "safetensors", "adapter")
-EARLIER_EXPORT = {  # by an earlier export, which is replaced
-    *("model.pt2", "model.onnx", "model.onnx.data", "README.md"),
-    *("config.json", "head.safetensors", "model.safetensors"),
-    *("adapter_config.json", "adapter_model.safetensors", "changed.safetensors"),
-}
 
 
 def export_to_folder(
@@ -216,7 +211,7 @@ def export_to_folder(
 
     Args:
         checkpoint: a run folder, one of its checkpoints, or the URL of either.
-        output: a new folder, an empty one, or that of an earlier export, which is replaced.
+        output: a new folder or an empty one.
         formats: of EXPORT_FORMATS; none takes all but `adapter`, and onnx where it is installed.
         whitening: a file of `distap whiten`, applied last.
         best: with a run folder, take its best checkpoint, not its newest.
@@ -233,7 +228,7 @@ def export_to_folder(
         needed = f"--format onnx needs {', '.join(missing)}"
         raise DistapError(f"{needed}, not installed here: pip install 'distap[onnx]', or leave the format out")
     output = output.resolve()
-    refuse_foreign(output, EARLIER_EXPORT)
+    require_free(output)
     with opened_checkpoint(checkpoint, best) as found:
         # Take this checkpoint's own path, since a training may write a newer one meanwhile.
         recipe, network = trained_network(found.path, World(), overrides=overrides)
@@ -246,7 +241,7 @@ def export_to_folder(
     image_size, several = describer.sizing.pixels or recipe.data.image_size, describer.network.eval()
     about = {"distap": json.dumps({"version": distap.__version__, "described_by": asdict(describer.described_by)})}
     programs = dict[str, float]()
-    with replacing_folder(output) as folder:
+    with new_folder(output) as folder:
         if chosen := [PROGRAMS[each] for each in PROGRAMS if each in formats]:
             program = program_of(exportable(several), image_size, dynamic_size)
             cases = cases_of(several, image_size, dynamic_size)

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 from distap.data.shards.image_files import ImageFile, Listing
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index
-from distap.data.shards.packing import pack_parts, require_free
+from distap.data.shards.packing import pack_parts
 from distap.data.shards.parallel import Track, untracked
 from distap.data.shards.tables import ListLine, read_lines
 from distap.errors import DistapError, logger, suggestion
+from distap.storage.atomic import require_free
 from distap.storage.texts import parsed_json
 
 GROUND_TRUTH_FILE = "ground_truth.json"  # next to the splits of a data set with a list of matches for each query

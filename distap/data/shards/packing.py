@@ -24,7 +24,7 @@ from distap.data.shards.tar import LABEL_FIELD
 from distap.data.sizing import Box
 from distap.errors import DistapError
 from distap.randomness import permutation
-from distap.storage.atomic import replacing_folder, write_whole
+from distap.storage.atomic import new_folder, write_whole
 from distap.storage.files import Storage
 from distap.storage.locations import parse_source
 
@@ -51,27 +51,15 @@ def pack_parts(
         DistapError: no image is usable, levels of classes cross, the output holds something already, an image cannot
             be read, or the output cannot be written.
     """
-    require_free(output)
     for part in parts.values():
         levels_of_each_class(part.images)  # raises where classes cross, before hours of packing
-    with replacing_folder(output) as whole:
+    with new_folder(output) as whole:
         packed = [
             _pack(whole / name, part, images_per_shard, shuffle, workers, track) for name, part in parts.items()
         ]
         for name, text in files.items():
             write_whole(whole / name, text)
-        require_free(output)  # another process may have packed into it meanwhile
     return packed
-
-
-def require_free(output: Path) -> None:
-    """Raise a DistapError unless a folder of this name can appear by renaming another."""
-    if output.name in ("", ".."):
-        raise DistapError(f"{output}: give the folder to write a name of its own")
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise DistapError(f"{output}: there is something already; choose another folder or remove it")
-    if output.is_mount():
-        raise DistapError(f"{output}: the root of a file system cannot appear by a rename; choose a folder in it")
 
 
 def _pack(
