@@ -144,14 +144,6 @@ def test_images_too_small_for_the_network_are_left_out(tmp_path):
         describe_files(maker, [(tmp_path / "b.png").read_bytes()])
 
 
-def test_float16_is_the_rounded_float32(tmp_path, photos):
-    for dtype in ("float32", "float16"):
-        extract(photos, tmp_path / dtype, dtype=dtype)
-    single, half = (read_descriptors(tmp_path / dtype).descriptors for dtype in ("float32", "float16"))
-    assert half.dtype == np.float16
-    assert np.array_equal(single.astype(np.float16), half)
-
-
 class StoppedError(Exception):
     pass
 

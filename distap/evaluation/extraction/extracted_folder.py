@@ -32,7 +32,6 @@ from distap.storage.texts import read_json
 
 PARTS_FOLDER = "parts"
 EXTRACTION_VERSION = 2
-REMEDY = "give what it was begun with, remove the folder, or choose another one"
 
 DType = Literal["float32", "float16"]
 
@@ -119,7 +118,8 @@ def _begin(output: Path, plan: dict[str, Any]) -> None:
     different = [name for name, value in plan.items() if earlier.get(name) != value]
     if different:
         told = "; ".join(f"{name} was {earlier.get(name)!r} and is {plan[name]!r}" for name in different)
-        raise DistapError(f"{output}: an extraction of something else was begun there: {told}; {REMEDY}")
+        problem = f"an extraction of something else was begun there: {told}"
+        raise DistapError(f"{output}: {problem}; give what it was begun with, or choose another folder")
 
 
 def _require_shared(output: Path, extraction: Extraction) -> None:
