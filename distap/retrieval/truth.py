@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Int64
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from distap.errors import DistapError
 
@@ -140,5 +139,7 @@ def rows_by_class(classes: NDArray[Any]) -> dict[Any, NDArray[np.int64]]:
 
 def padded(rows: Sequence[Sequence[int] | NDArray[Any]], device: torch.device) -> Int64[Tensor, "q most"]:
     """Turn one list per query into one table, padded with NONE to at least one column."""
-    lists = [torch.tensor([NONE]), *map(torch.as_tensor, rows)]  # the first makes a column, and whole numbers
-    return pad_sequence(lists, batch_first=True, padding_value=NONE)[1:].to(device)
+    table = np.full((len(rows), max([1, *map(len, rows)])), NONE, dtype=np.int64)
+    for number, own in enumerate(rows):
+        table[number, : len(own)] = own
+    return torch.from_numpy(table).to(device)

@@ -66,6 +66,7 @@ def require_free(folder: Path) -> None:
 def new_folder(path: Path) -> Iterator[Path]:
     """Make a folder that appears as `path`, which is free, on leaving the context; after an error nothing does."""
     require_free(path)
+    path = path.resolve()  # where a link leads to
     try:
         make_folder(path.parent)
         with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as aside:
