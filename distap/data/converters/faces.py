@@ -17,12 +17,9 @@ SIGHTING = ("SUBJECT_ID", "FILENAME", "SIGHTING_ID", "FACE_X", "FACE_Y", "FACE_W
 
 def _extended(line: ListLine, first: int) -> Box:
     """Return the extended box of four cells: left, top, width and height."""
-    try:
-        left, top, width, height = map(float, line.cells[first : first + 4])
-        if not (0 < width < 1e6 and 0 < height < 1e6 and abs(left) + abs(top) < 1e6):
-            raise ValueError
-    except ValueError as error:
-        raise line.wrong(f"expected left, top, width and height, not {line.cells[first : first + 4]}") from error
+    left, top, width, height = map(float, line.cells[first : first + 4])
+    if not (0 < width < 1e6 and 0 < height < 1e6 and abs(left) + abs(top) < 1e6):
+        raise line.wrong(f"expected left, top, width and height, not {line.cells[first : first + 4]}")
     more = (EXTENDED - 1) / 2
     corners = left - more * width, top - more * height, left + (1 + more) * width, top + (1 + more) * height
     return tuple(map(round, corners))  # type: ignore[return-value]
