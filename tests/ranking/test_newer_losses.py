@@ -15,6 +15,7 @@ from torch.nn.functional import normalize
 from distap.errors import DistapError
 from distap.ranking.listwise import ListwiseLoss
 from distap.ranking.loss import build_loss
+from distap.ranking.losses import steps
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import rank
 
@@ -61,6 +62,30 @@ def test_duplicates_in_float32_are_ranked(name, monkeypatch):
     raw = (torch.randint(0, 2, (24, 4), generator=torch.Generator().manual_seed(3)) - 0.5).float()
     levels = levels_of(problem(5, 24, 6)[1], 3)
     assert_is(raw, levels, name, {}, lambda d: defined(name, d, levels), tolerance=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(
+    "loss",
+    [{"smooth_ap": {"tau": 0.5}}, {"smooth_ndcg": {"tau": 0.5}}, {"triplet": {"margin": None}}],
+    ids=lambda loss: next(iter(loss)),
+)
+def test_interpolated_sums_of_large_classes_equal_those_of_all_pairs(loss, dtype, tolerance, monkeypatch):
+    raw, labels = problem(0, 300, 2, dtype=dtype)
+    interpolated = []
+
+    class Spied(steps.InterpolatedSums):
+        def counts(self):
+            interpolated.append(self)
+            return super().counts()
+
+    monkeypatch.setattr(steps, "InterpolatedSums", Spied)
+    ranking, gradient = rank_raw(raw, levels_of(labels), loss)
+    assert interpolated
+    monkeypatch.setattr(steps, "SMOOTH", ())
+    plain, expected = rank_raw(raw, levels_of(labels), loss)
+    assert ranking.loss.item() == pytest.approx(plain.loss.item(), rel=tolerance)
+    assert (gradient - expected).norm() <= tolerance * expected.norm()
 
 
 def test_the_conventions_of_published_code_are_pinned_by_numbers():

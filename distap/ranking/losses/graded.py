@@ -17,7 +17,7 @@ from torch import Tensor
 from distap.ranking.loss import Presets
 from distap.ranking.losses.base import Rows, SimilarityLoss, padded_columns
 from distap.ranking.losses.smooth import BoundingStep, SigmoidStep, at_least
-from distap.ranking.losses.steps import StepSums
+from distap.ranking.losses.steps import Sums
 
 
 class OfLevel(NamedTuple):
@@ -65,7 +65,7 @@ class GradedLoss(SigmoidStep, SimilarityLoss):
 
     def _levels(
         self, rows: Rows, level: Int64[Tensor, "r N"], relevance: Float[Tensor, "r levels"]
-    ) -> Iterator[tuple[Int64[Tensor, "r M"], StepSums, Float[Tensor, "r P"], OfLevel]]:
+    ) -> Iterator[tuple[Int64[Tensor, "r M"], Sums, Float[Tensor, "r P"], OfLevel]]:
         """Yield, per level, the columns counted smoothly, their sums, how fast counts fall, and the images."""
         similarities = rows.similarities
         columns = [padded_columns(level == each, rows.queries) for each in range(1, relevance.shape[1])]

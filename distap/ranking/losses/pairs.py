@@ -16,7 +16,7 @@ from torch.nn.functional import normalize
 from distap.ranking.gathered import Gathered
 from distap.ranking.loss import Budget, KnownClasses, LossValue
 from distap.ranking.losses.base import Mask, Rows, Scores, SimilarityLoss
-from distap.ranking.losses.steps import StepSums, hinge_step, softplus, softplus_step
+from distap.ranking.losses.steps import hinge_step, softplus, softplus_step, step_sums
 
 SMALLEST = 1e-14  # squared distance, since the root has no derivative at 0
 
@@ -166,7 +166,7 @@ class Triplet(DistanceLoss):
         near = replace(rows, similarities=-distances)
         # With a tau of 1, for which the soft margin's derivative is the sigmoid.
         step, numbers = (softplus_step, ()) if self.margin is None else (hinge_step, (self.margin,))
-        sums = StepSums(step, (1.0, *numbers), rows.pairs, near.negatives, near.positives)
+        sums = step_sums(step, (1.0, *numbers), rows.pairs, near.negatives, near.positives)
         # r N P triplets, of which none is kept: their number differs by positive, and the mean is over a query's.
         losses, violating = sums.counts()
         many = (~near.negatives.isinf()).sum(1, keepdim=True) if self.margin is None else violating

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distap.ranking.loss import Presets
 from distap.ranking.losses.base import Rows, SimilarityLoss
-from distap.ranking.losses.steps import Step, StepSums, bounding_step, sigmoid_step, tie_width
+from distap.ranking.losses.steps import Step, Sums, bounding_step, sigmoid_step, step_sums, tie_width
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class SigmoidStep:
         """Return the parameters that `step` takes in addition to differences of similarities."""
         return (self.tau,)
 
-    def sums(self, rows: Rows, images: Float[Tensor, "r N"], positives: Float[Tensor, "r P"]) -> StepSums:
-        return StepSums(self.step, self.step_numbers(), rows.pairs, images, positives)
+    def sums(self, rows: Rows, images: Float[Tensor, "r N"], positives: Float[Tensor, "r P"]) -> Sums:
+        return step_sums(self.step, self.step_numbers(), rows.pairs, images, positives)
 
 
 @dataclass(frozen=True)

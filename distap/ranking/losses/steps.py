@@ -5,16 +5,18 @@ With s_j the similarities of a row and p_k those of its positives, a step h says
     count of k = sum over j of h(s_j - p_k)          slope of j = sum over k of (derivative by count k) h'(s_j - p_k)
 
 Both are sums over (j, k) for each row, r N P terms of which none is kept: a compiled function goes over all positives
-of a row while that row's similarities are in the cache.
+of a row while that row's similarities are in the cache. Of a smooth step, the sums of many positives are interpolated
+from those at fewer points.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 from torch.nn import functional
 
@@ -26,6 +28,8 @@ Step = Callable[..., tuple[Tensor, Tensor]]
 # Terms of one call. Uncompiled they are all in memory at once; so they are if a compiler turns out to be missing.
 MOST_TERMS, MOST_TERMS_COMPILED = 2**22, 2**25
 LOG2_E = math.log2(math.e)
+# Points of an interval of interpolation, and its width in temperatures.
+POINTS, WIDTH = {torch.float32: 16, torch.float64: 32}, 4
 
 
 def tie_width(similarities: Tensor) -> float:
@@ -63,7 +67,40 @@ def softplus_step(t: Tensor, sigmoid: Tensor, tau: float) -> tuple[Tensor, Tenso
     return softplus(t), sigmoid
 
 
-class StepSums:
+SMOOTH = (sigmoid_step, softplus_step)
+
+
+class Sums(ABC):
+    """The sums of a step over images, for each positive and for each image."""
+
+    @abstractmethod
+    def counts(self) -> tuple[Float[Tensor, "r P"], Float[Tensor, "r P"]]:
+        """Return the smooth count of images before each positive, and how fast it falls as the positive rises."""
+
+    @abstractmethod
+    def slopes(self, by_count: Float[Tensor, "r P"]) -> Float[Tensor, "r N"]:
+        """Turn derivatives of the loss by each count into derivatives by each similarity."""
+
+
+def step_sums(
+    step: Step,
+    numbers: tuple[float, ...],
+    pairs: int,
+    similarities: Float[Tensor, "r N"],
+    positives: Float[Tensor, "r P"],
+) -> Sums:
+    """Return the sums of a step, interpolated where that is exact and takes less than half of the terms."""
+    points, most = POINTS[positives.dtype], positives.shape[1] // 2
+    if step in SMOOTH and most >= points:
+        # An image of -inf is never counted; the interpolation needs a number in its place.
+        images = torch.where(similarities.isinf(), positives[:, :1], similarities)
+        interpolation = Interpolation(points, WIDTH * numbers[0], images, positives)
+        if interpolation.points.shape[1] <= most:
+            return InterpolatedSums(step, numbers, pairs, similarities, positives, interpolation)
+    return StepSums(step, numbers, pairs, similarities, positives)
+
+
+class StepSums(Sums):
     """Sums of a smooth step function over images, compiled if the batch is large enough.
 
     Args:
@@ -96,13 +133,11 @@ class StepSums:
             self._positives = positives, powers(positives, centre, factor)
 
     def counts(self) -> tuple[Float[Tensor, "r P"], Float[Tensor, "r P"]]:
-        """Return the smooth count of images before each positive, and how fast it falls as the positive rises."""
         parts = [self._counts(*self._images, *own, *self._numbers) for own in self._parts(*self._positives)]
         counts, falls = (torch.cat(one, dim=1) for one in zip(*parts, strict=True))
         return counts, falls
 
     def slopes(self, by_count: Float[Tensor, "r P"]) -> Float[Tensor, "r N"]:
-        """Turn derivatives of the loss by each count into derivatives by each similarity."""
         total = torch.zeros_like(self._images[0])
         for part in self._parts(*self._positives, by_count):
             # (P, r): with rows inside, the generated code goes along the gallery in vectors.
@@ -113,6 +148,75 @@ class StepSums:
         """Cut tables of positives along P, so that a part's terms, r N for each positive, fit into one call."""
         width = max(1, self._most_terms // max(1, self._images[0].numel()))
         return zip(*(one.split(width, dim=1) for one in tables), strict=True)
+
+
+class Interpolation:
+    """Polynomials through Chebyshev points, on those intervals of one width in which images or positives lie.
+
+    Args:
+        points: number of points of each interval, and of coefficients of its polynomial.
+        width: of an interval.
+    """
+
+    def __init__(
+        self, points: int, width: float, images: Float[Tensor, "r N"], positives: Float[Tensor, "r P"]
+    ) -> None:
+        least = min(float(one.amin()) for one in (images, positives))
+        places = [(one - least) / width for one in (images, positives)]
+        taken = torch.zeros(1 + int(max(float(one.amax()) for one in places)), dtype=torch.bool, device=images.device)
+        for one in places:
+            taken[one.long()] = True
+        # Rows share intervals, of which few are taken: most similarities of a row are alike but for its own, 1.
+        number = taken.cumsum(0) - 1
+        angles = torch.arange(0.5, points, dtype=torch.float64, device=images.device) * math.pi / points
+        of_intervals = least + width * (taken.nonzero() + (angles.cos() + 1) / 2)
+        self.points = of_intervals.flatten().to(images.dtype).expand(len(images), -1).contiguous()
+        # The interval of each image and positive, and its place there, from -1 to 1.
+        self.images, self.positives = ((number[one.long()], 2 * (one - one.long()) - 1) for one in places)
+        basis = torch.cos(torch.arange(points, device=images.device)[:, None] * angles) * 2 / points
+        basis[0] /= 2
+        self._basis = basis.to(images.dtype)
+
+    def __call__(
+        self, values: Float[Tensor, "r points"], interval: Int64[Tensor, "r M"], x: Float[Tensor, "r M"]
+    ) -> Float[Tensor, "r M"]:
+        """Return, at `images` or at `positives`, what has these values at `points`."""
+        coefficients = (values.view(len(values), -1, len(self._basis)) @ self._basis.t()).unbind(2)
+        last = before = torch.zeros_like(x)
+        for one in coefficients[:0:-1]:  # Clenshaw's recurrence
+            last, before = one.gather(1, interval) + 2 * x * last - before, last
+        return coefficients[0].gather(1, interval) + x * last - before
+
+
+class InterpolatedSums(Sums):
+    """The sums of `StepSums` for many positives: those at fewer points, and polynomials between.
+
+    A step of temperature tau is analytic up to pi tau off the real axis, and so are its sums. On intervals of 4 tau,
+    polynomials of n coefficients are therefore off by some 3.4^-n of the sum (Trefethen, Approximation Theory and
+    Approximation Practice, theorem 8.2): less than rounding, by the numbers in POINTS.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        numbers: tuple[float, ...],
+        pairs: int,
+        similarities: Float[Tensor, "r N"],
+        positives: Float[Tensor, "r P"],
+        interpolation: Interpolation,
+    ) -> None:
+        self._is_counted, self._interpolation = ~similarities.isinf(), interpolation
+        self._of_images = StepSums(step, numbers, pairs, similarities, interpolation.points)
+        self._of_points = StepSums(step, numbers, pairs, interpolation.points, positives)
+
+    def counts(self) -> tuple[Float[Tensor, "r P"], Float[Tensor, "r P"]]:
+        at = self._interpolation.positives
+        counts, falls = (self._interpolation(one, *at) for one in self._of_images.counts())
+        return counts, falls
+
+    def slopes(self, by_count: Float[Tensor, "r P"]) -> Float[Tensor, "r N"]:
+        at = self._interpolation.images
+        return self._interpolation(self._of_points.slopes(by_count), *at) * self._is_counted
 
 
 def powers_of_two(numbers: Tensor, centre: Float64[Tensor, "r 1"], factor: float) -> Tensor:
