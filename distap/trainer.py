@@ -27,11 +27,19 @@ from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.runlog import NOT_FINITE_LOG
 from distap.telemetry.terminal import origin, set_up_run_logging
 from distap.telemetry.tracing import traced
-from distap.training.build import describing_of, describing_of_set, fitting_of, learner_of, loss_of, step_of
+from distap.training.build import (
+    describing_of,
+    describing_of_set,
+    fitting_of,
+    images_of,
+    learner_of,
+    loss_of,
+    step_of,
+)
 from distap.training.run_report import RunReport
 from distap.training.run_state import Figures, RunState, is_begun, score_of
 from distap.training.schedule import Length
-from distap.training.start_checks import checked_data, checked_network, whiten_projection
+from distap.training.start_checks import checked_data, checked_network, described_once, whiten_projection
 from distap.world import World, joined_world
 
 TRACES = "traces"
@@ -83,6 +91,10 @@ class Trainer:
         self.is_begun = is_begun(recipe, world)
         # A checkpoint replaces the weights that the run began with, which need not be there any more.
         self.network = checked_network(recipe, world, RandomWeights() if self.is_begun else None)
+        if not only_check:
+            self.recipe = described_once(recipe, self.network, self.images, world, self.is_begun)
+        if self.recipe is not recipe:
+            recipe, self.images = self.recipe, images_of(self.recipe, world, self.stopwatch)
         if not self.is_begun:
             whiten_projection(recipe, self.network, world, only_check)
         self.network.train()

@@ -29,9 +29,20 @@ BATCHES_AN_EPOCH = 8  # at least, of many classes
 EPOCHS, LEAST_STEPS = 10, 200
 WARMUP_SHARE, EVALUATIONS = 10, 10  # a tenth of the steps, and after each tenth
 RANDOM_RATE, PRETRAINED_RATE, CAREFUL_RATE = 1e-3, 3e-4, 1e-4  # of Adam, by weights
-FAMILIES = (  # beginnings of a backbone's name, Adam's rate, and what it rests on
-    (r"(vit|eva).*(dinov[23]|siglip|clip|pe_|aimv2)|eva02", 1e-6, "the best rate of Berton et al. 2025 for DINOv2"),
-    (r"vit|deit|swin|beit|eva|cait|xcit", 1e-5, "the rate of Ramzi et al. 2021 for DeiT on SOP"),
+FAMILIES = (  # beginnings of a backbone's name, Adam's rate, layer decay, and what they rest on
+    (
+        r"(vit|eva).*(dinov[23]|siglip|clip|pe_|aimv2)|eva02",
+        1e-6,
+        None,
+        "the best rate of Berton et al. 2025 for DINOv2, the same for all layers",
+    ),
+    (
+        r"beit|.*[._]mae",
+        1e-5,
+        0.75,
+        "the rate of Ramzi et al. 2021 for DeiT on SOP, the layer decay of He et al. 2022",
+    ),
+    (r"vit|deit|swin|eva|cait|xcit", 1e-5, None, "the rate of Ramzi et al. 2021 for DeiT on SOP"),
 )
 SMALLEST_SIDE, STEP_OF_SIDE = 64, 32  # pixels; networks pretrained on photographs see little in fewer
 LARGER = 1.25  # sides of images in evaluations, next to random crops in training (Touvron et al. 2019)
@@ -125,7 +136,8 @@ def recipe_for(seen: Look, run: str, backbone: str | None, weights: str, size: i
     least, most = -(-SMALLEST_SIDE // multiple), max(1, LARGEST_SIDE[seen.device] // multiple)
     side = size or multiple * int(np.clip(round(seen.side / multiple), least, most))
     name = "" if weights == "random" else Path(backbone).name
-    source, rate = next(((why, rate) for names, rate, why in FAMILIES if re.match(names, name)), ("", RANDOM_RATE))
+    of_family = (found for names, *found in FAMILIES if re.match(names, name))
+    rate, decay, source = next(of_family, (RANDOM_RATE, None, ""))
     takes_any = re.match(TAKES_ANY_SIZE, Path(backbone).name)
     larger = -int(-LARGER * side // STEP_OF_SIDE) * STEP_OF_SIDE if takes_any else side
     # Fitted to few classes, pretrained features tell others apart less well.
@@ -142,7 +154,8 @@ def recipe_for(seen: Look, run: str, backbone: str | None, weights: str, size: i
         "larger": larger,
     }
     of_steps = {"classes": classes, "images": images, "batch": batch, "steps": steps, "warmup": steps // WARMUP_SHARE}
-    of_network = {"backbone": backbone, "weights": weights, "rate": rate, "source": source, "is_careful": is_careful}
+    of_network = {"backbone": backbone, "weights": weights, "rate": rate, "decay": decay, "source": source}
+    of_network["is_careful"] = is_careful
     of_machine = {"gpus": gpus, "takes_bf16": takes_bf16, "workers": max(2, usable_cores() // max(1, gpus) - 1)}
     values = {"run": run, "every": steps // EVALUATIONS, **of_images, **of_steps, **of_network, **of_machine}
     return RECIPE_TEMPLATES.get_template("recipe.yaml").render(values)

@@ -1,6 +1,7 @@
-"""Before the first step: find mistakes in a training's data and network, and whiten its projection.
+"""Before the first step: find mistakes in a training's data and network, and prepare its projection.
 
-The projection begins as a whitening of training images (Revaud et al. 2019: PCA).
+The projection begins as a whitening of training images (Revaud et al. 2019: PCA). Where it alone trains, on images
+that no step varies, these are described once.
 """
 
 import re
@@ -13,22 +14,28 @@ import torch
 from torch.nn.functional import normalize
 
 from distap.checkpoint.agreement import on_all
-from distap.config.recipe import Recipe
+from distap.config.recipe import EvaluationSection, Recipe
 from distap.data.images.augmentation import CropFlipColour
+from distap.data.loading.reader import open_images
 from distap.data.loading.share import TrainingImages
+from distap.data.sampling import MinedSampling
 from distap.errors import DistapError, logger
 from distap.evaluation.described_images import DescribedImages
 from distap.evaluation.evaluation_set import EvaluationSet
+from distap.evaluation.extraction.extracted_folder import extract_to_folder
+from distap.evaluation.extraction.extracting import Extraction
 from distap.model.backbone import gives_signed
-from distap.model.network import RetrievalNetwork, UnitLinear
+from distap.model.network import GivenNetwork, RetrievalNetwork, UnitLinear
 from distap.model.pooling import GeM
 from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet
 from distap.retrieval.whitening import learned_whitening
 from distap.stages.micro_batches import is_out_of_memory
 from distap.stopwatch import Stopwatch
-from distap.training.build import images_of, network_of, sets_of
+from distap.training.build import describing_of, images_of, network_of, sets_of
+from distap.training.engines import DDPSettings
 from distap.world import World, device_of
 
+DESCRIBED = "described"  # within the folder of a run: descriptors of its training images
 OF_DEVICE = re.compile("CUDA|cuDNN|NCCL|HIP")  # in errors that no network is to blame for
 
 
@@ -101,6 +108,37 @@ def checked_network(recipe: Recipe, world: World, weights: Any = None) -> Retrie
         told = "model.pooling: gem takes features below %g for %g, which loses about half of those of %s; see native"
         logger.warning(told, *[network.pooling.smallest] * 2, recipe.model.architecture)
     return network
+
+
+def described_once(
+    recipe: Recipe, network: RetrievalNetwork, images: TrainingImages, world: World, is_begun: bool
+) -> Recipe:
+    """Describe the training images into the run's folder, if the projection alone trains and no step varies them.
+
+    Return the recipe that trains on the descriptors, or the same recipe if a step needs the images themselves.
+    """
+    data, model, folder = recipe.data, recipe.model, recipe.run / DESCRIBED
+    if not (
+        model.freeze == "backbone"
+        and isinstance(network.head, UnitLinear)
+        and not any(True for _ in network.pooling.parameters())
+        and not (model.adapter or data.image_sizes or data.is_described or getattr(model.weights, "whole", False))
+        and data.augmentation == CropFlipColour(crop=1, flip=0)
+        and type(recipe.engine) is DDPSettings
+        and images.index is not None
+        and not images.index.class_levels.size  # which descriptors do not know
+        and not isinstance(recipe.sampling, MinedSampling)
+        and not isinstance(model.backbone, GivenNetwork)
+        and recipe.checkpoint.store is None  # with a store, hosts need not share the run's folder
+    ):
+        return recipe
+    if not is_begun:
+        bare = {"model": model.model_copy(update={"projection": None}), "evaluation": EvaluationSection()}
+        plain = recipe.model_copy(update=bare)
+        how = describing_of(plain, network_of(plain, world), world, shown=True)
+        extract_to_folder(Extraction(how, open_images(data.train_source)), folder)
+    described = {"train": f"described:{folder}", "train_index": None, "augmentation": CropFlipColour()}
+    return recipe.model_copy(update={"data": data.model_copy(update=described)})
 
 
 def whiten_projection(recipe: Recipe, network: RetrievalNetwork, world: World, only_check: bool = False) -> None:

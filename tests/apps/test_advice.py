@@ -124,6 +124,8 @@ def test_a_folder_of_images_is_told_from_shards_and_recipes(tmp_path, monkeypatc
         ("vit_small_patch14_dinov2.lvd142m", 1e-6, 126, "Berton"),
         ("vit_base_patch16_siglip_224.v2_webli", 1e-6, 128, "Berton"),
         ("deit_small_patch16_224.fb_in1k", 1e-5, 128, "Ramzi"),
+        ("vit_base_patch16_224.mae", 1e-5, 128, "He"),
+        ("beitv2_base_patch16_224.in1k_ft_in1k", 1e-5, 128, "He"),
         ("resnet50", 3e-4, 128, None),
         ("convnext_base.clip_laion2b", 3e-4, 128, None),
         ("mobilevitv2_100", 3e-4, 128, None),
@@ -137,6 +139,7 @@ def test_rate_and_image_size_are_those_of_the_family(tmp_path, monkeypatch, back
     assert distap(monkeypatch, "init", tmp_path / "photos", "--output", recipe, "--backbone", backbone) == 0
     loaded = load_recipe(recipe)
     assert (loaded.optimizer.learning_rate, loaded.data.image_size) == (rate, side)
+    assert loaded.optimizer.layer_decay == (0.75 if source == "He" else None)
     assert (f"{source} et al. 202" in recipe.read_text()) == (source is not None)
     assert (loaded.schedule.factor(0, 100) == 1) == (source is not None)
 

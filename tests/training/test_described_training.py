@@ -156,3 +156,28 @@ def test_a_folder_that_no_head_can_stand_on_is_named(described, training_shards,
     with pytest.raises(DistapError, match=message):
         changes = {"data__train": f"described:{tmp_path}/train", "data__validation": None}
         Trainer(head(tmp_path / "run", described, training_shards, **changes), World())
+
+
+FROZEN = MODEL | {"freeze": "backbone", "unit_length": True, "projection": 8, "pooling": "mean"}
+STILL = {
+    "model": FROZEN,
+    "schedule": "constant",
+    "data__image_size": 32,
+    "optimizer": {"name": "adam", "learning_rate": RATE},
+}
+
+
+def test_a_frozen_backbone_describes_images_that_no_step_varies_once(training_shards, tmp_path):
+    once, again = tmp_path / "once", tmp_path / "again"
+    for steps in (2, 4):  # the second training goes on from the first
+        train(World(), once, training_shards, steps=steps, data__augmentation={"crop": 1, "flip": 0}, **STILL)
+    described = read_descriptors(once / "described")
+    assert len(described) == len(open_set(str(training_shards[0])).image_sets[0])
+    # The same pixels, but for all that the trainer knows each step may flip them.
+    train(World(), again, training_shards, steps=4, data__augmentation={"crop": 1, "flip": 1e-12}, **STILL)
+    assert not (again / "described").exists()
+    expected = of_head(again)
+    for name, found in of_head(once).items():
+        torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-5)
+    images = torch.zeros(1, 3, 32, 32, dtype=torch.uint8)
+    torch.testing.assert_close(library.load(once, device="cpu")(images), library.load(again, device="cpu")(images))
