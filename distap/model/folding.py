@@ -134,9 +134,11 @@ Pair = Sequence[int]  # along height and width
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:
     """Return `conv2d(x, weight, bias, stride, padding, dilation, groups)`."""
-    in_float32 = x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    is_narrow = torch.is_autocast_enabled("cpu")
+    # In bf16, oneDNN has fast gradients for all but depthwise convolutions.
+    of_dtype = how[-1] == x.shape[1] > 1 if is_narrow else x.dtype == torch.float32
     is_usual = x.device.type == "cpu" and x.ndim == 4 and x.numel() > 0 and not isinstance(how[1], str)
-    faster = in_float32 and is_usual and torch.is_grad_enabled()
+    faster = of_dtype and weight.dtype == torch.float32 and is_usual and torch.is_grad_enabled()
     convolved: Tensor = (_Convolution.apply if faster else conv2d)(x, weight, bias, *how)
     return convolved
 
@@ -152,6 +154,7 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,), (x, weight), (stride, padding, dilation, groups) = gradients, ctx.saved_tensors, ctx.how
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
+        gradient, given, x = gradient.to(weight.dtype), x.dtype, x.to(weight.dtype)
         is_depthwise = groups == x.shape[1] == weight.shape[0] > 1 and max(weight.shape[2:]) > FAST_SIDE
         wanted = of_x, of_weight and not is_depthwise, False
         by_x, by_weight, _ = torch.ops.aten.convolution_backward(
@@ -159,6 +162,7 @@ class _Convolution(torch.autograd.Function):
         )
         if of_weight and is_depthwise:
             by_weight = depthwise_gradient(gradient, x, weight.shape[2:], stride, padding, dilation)
+        by_x = None if by_x is None else by_x.to(given)
         return by_x, by_weight, gradient.sum((0, 2, 3)) if of_bias else None, None, None, None, None
 
 

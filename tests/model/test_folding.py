@@ -155,3 +155,15 @@ def test_a_convolution_has_the_values_and_gradients_of_torchs(groups, kernel):
     weight.requires_grad_(False)
     (found,) = torch.autograd.grad(convolve(*given[0], *given[1]), x, gradient)
     torch.testing.assert_close(found, gradients[1][0])
+
+
+def test_in_bf16_the_gradient_of_a_folded_network_is_near_the_one_in_float32():
+    network = random_network("tf_efficientnet_lite0", projection=16).train()
+    other = folded(network)[0]
+    gradients = []
+    for one, is_narrow in ((network, False), (other, True)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_narrow):
+            found = one(noise())
+        found.cumsum(1).sum().backward()
+        gradients.append(torch.cat([each.grad.flatten() for each in one.parameters()]))
+    assert torch.nn.functional.cosine_similarity(*gradients, dim=0) > 0.98

@@ -45,7 +45,7 @@ def made_small(name: str) -> list[str]:
         changes.append("evaluation.every=1")
     if "resize" in evaluation.get("sizing", ""):
         changes += [f"evaluation.sizing=resize {'36x36' if 'x' in evaluation['sizing'] else 36} crop 32"]
-    if name == "gldv2":
+    if name in ("gldv2", "smooth-ap-vggface2-arcface"):
         changes += ["data.augmentation.steps=[{Resize: [32, 32]}, RandomHorizontalFlip]"]
     if name.endswith("-own"):
         changes += ["data.augmentation.steps=[{Resize: [32, 32]}, {RandAugment: {num_ops: 3}}]"]
