@@ -14,13 +14,18 @@ from docs.generated import on_page_markdown
 STUDIES = sorted((ROOT / "docs" / "studies").glob("*.yaml"))
 
 
+@pytest.fixture(scope="module")
+def page():
+    return on_page_markdown((ROOT / "docs" / "results.md").read_text())
+
+
 @pytest.mark.parametrize("file", STUDIES, ids=lambda file: file.stem)
-def test_a_published_table_and_drawing_are_those_of_the_trainings(file, tmp_path):
+def test_a_published_table_and_drawing_are_those_of_the_trainings(file, page, tmp_path):
     grid = Grid(file, tmp_path)
     published = Results(grid, grid.study.seeds, read_results(file.with_suffix(".jsonl")))
     assert len(published.rows()) == len(grid.points)
     assert all(len(row.results) == grid.study.seeds for row in published.rows())
-    assert markdown(published) in on_page_markdown((ROOT / "docs" / "results.md").read_text())
+    assert markdown(published) in page
     assert drawing(published) == file.with_suffix(".svg").read_text()
 
 
