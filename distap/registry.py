@@ -259,10 +259,10 @@ class Chosen:
             return {"name": part.name, **part.keys}
         if _can_be_named(self.kind, part):
             mode: Literal["json", "python"] = "json" if info.mode == "json" else "python"
-            return {"name": name_of(self.kind, part), **adapter_of(type(part)).dump_python(part, mode=mode)}
+            return {"name": name_of(self.kind, part), **adapter_of(part.__class__).dump_python(part, mode=mode)}
         settings: dict[str, Any] = {}
         with suppress(PydanticSchemaGenerationError, PydanticSerializationError):
-            settings = adapter_of(type(part)).dump_python(part, mode="json")
+            settings = adapter_of(part.__class__).dump_python(part, mode="json")
         return {"name": GIVEN, "of": place_of(getattr(part, "given", part)), **settings}
 
 

@@ -49,7 +49,7 @@ LARGER = 1.25  # sides of images in evaluations, next to random crops in trainin
 # Families whose networks take images of any size; others, such as Swin, are built for one.
 TAKES_ANY_SIZE = r"(tf_)?(efficientnet|mobilenet|regnet|resnet|convnext)"
 GPU_DEVICES = ("nvidiactl", "nvmap", "dxg", "kfd")  # of NVIDIA's driver, on Jetsons, in WSL, of AMD's driver
-CPU = Path("/proc/cpuinfo")
+CPU_FACTS = Path("/proc/cpuinfo")
 LARGEST_SIDE = {"cpu": 128, "cuda": 224}
 DEFAULT_BACKBONE = {"cpu": "tf_efficientnet_lite0", "cuda": "resnet50"}
 RECIPE_TEMPLATES = Environment(
@@ -80,7 +80,7 @@ class Look:
 def gpus_here() -> tuple[int, bool]:
     """Return how many GPUs torch sees, and whether they, or else the CPU, compute in bf16."""
     if not any(Path("/dev", name).exists() for name in GPU_DEVICES):  # torch, which loads for seconds, may wait
-        return 0, CPU.is_file() and "avx512_bf16" in CPU.read_text()
+        return 0, CPU_FACTS.is_file() and "avx512_bf16" in CPU_FACTS.read_text()
     from torch import cuda
 
     return cuda.device_count(), cuda.device_count() > 0 and cuda.is_bf16_supported(including_emulation=False)

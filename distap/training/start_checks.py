@@ -35,7 +35,7 @@ from distap.training.build import describing_of, images_of, network_of, sets_of
 from distap.training.engines import DDPSettings
 from distap.world import World, device_of
 
-DESCRIBED = "described"  # within the folder of a run: descriptors of its training images
+DESCRIBED_FOLDER = "described"  # within the folder of a run: descriptors of its training images
 OF_DEVICE = re.compile("CUDA|cuDNN|NCCL|HIP")  # in errors that no network is to blame for
 
 
@@ -117,7 +117,7 @@ def described_once(
 
     Return the recipe that trains on the descriptors, or the same recipe if a step needs the images themselves.
     """
-    data, model, folder = recipe.data, recipe.model, recipe.run / DESCRIBED
+    data, model, folder = recipe.data, recipe.model, recipe.run / DESCRIBED_FOLDER
     if not (
         model.freeze == "backbone"
         and isinstance(network.head, UnitLinear)
