@@ -247,6 +247,8 @@ def contenders_with_savings(task: Task, graph: float) -> tuple[dict[str, Contend
         "channels first": (task, {"change": _channels_first}),
         "activations checkpointed": (task, {"change": RetrievalNetwork.checkpoint_activations}),
         "in bf16": (in_bf16, {}),
+        "in bf16, folded": (in_bf16, {"change": fold_batchnorm}),
+        "in bf16, folded, kept": (in_bf16, {"change": fold_batchnorm, "keep": keep}),
     }
     found, omitted = dict[str, Contender](), dict[str, str]()
     for name, (own, how) in settings.items():

@@ -30,19 +30,9 @@ EPOCHS, LEAST_STEPS = 10, 200
 WARMUP_SHARE, EVALUATIONS = 10, 10  # a tenth of the steps, and after each tenth
 RANDOM_RATE, PRETRAINED_RATE, CAREFUL_RATE = 1e-3, 3e-4, 1e-4  # of Adam, by weights
 FAMILIES = (  # beginnings of a backbone's name, Adam's rate, layer decay, and what they rest on
-    (
-        r"(vit|eva).*(dinov[23]|siglip|clip|pe_|aimv2)|eva02",
-        1e-6,
-        None,
-        "the best rate of Berton et al. 2025 for DINOv2, the same for all layers",
-    ),
-    (
-        r"beit|.*[._]mae",
-        1e-5,
-        0.75,
-        "the rate of Ramzi et al. 2021 for DeiT on SOP, the layer decay of He et al. 2022",
-    ),
-    (r"vit|deit|swin|eva|cait|xcit", 1e-5, None, "the rate of Ramzi et al. 2021 for DeiT on SOP"),
+    (r"(vit|eva).*(dinov[23]|siglip|clip|pe_|aimv2)|eva02", 1e-6, None, "Berton et al. 2025, best for DINOv2"),
+    (r"beit|.*[._]mae", 1e-5, 0.75, "Ramzi et al. 2021 for DeiT on SOP; the layer decay of He et al. 2022"),
+    (r"vit|deit|swin|eva|cait|xcit", 1e-5, None, "Ramzi et al. 2021 for DeiT on SOP"),
 )
 SMALLEST_SIDE, STEP_OF_SIDE = 64, 32  # pixels; networks pretrained on photographs see little in fewer
 LARGER = 1.25  # sides of images in evaluations, next to random crops in training (Touvron et al. 2019)
@@ -172,7 +162,7 @@ def _sets_in(folder: Path) -> dict[str, str]:
         return {"train": _named(folder)}
     if (test := first(TEST)) is not None:
         return {"train": _named(train), "validation": _named(test)}
-    queries, gallery = (first(tuple(f"{name}-{part}" for name in TEST)) for part in ("query", "gallery"))
+    queries, gallery = (first((part, *(f"{name}-{part}" for name in TEST))) for part in ("query", "gallery"))
     held_out = {"validation": _named(queries), "gallery": _named(gallery)} if queries and gallery else {}
     return {"train": _named(train), **held_out}
 

@@ -41,7 +41,7 @@ def evaluate(
     Args:
         descriptors: (N, C) of length 1.
         labels: (N,) numbers or texts, see `class_name`. An image without a class is right for no query. Or (N, L),
-            the finest of L levels first: figures are of it, of each coarser one (`level 1 mAP`), and graded.
+            the finest of L levels first: figures are of each (`level 1 mAP`), graded ones if `figures` name them.
         queries: (N,) bool, which images are queries against all that are not; None ranks, for each image, all others.
         truth: in place of labels, a file that says for each query what is right, or a mapping of its keys; see
             `distap.evaluation.ground_truth`. It names images by their rows, or as `names` does.

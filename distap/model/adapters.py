@@ -23,7 +23,7 @@ class Adapter:
 
     name: str = "lora"
     rank: PositiveInt = 8
-    """Rank of the added matrices."""
+    """Rank of the added matrices, whose product is added as it is: peft's lora_alpha is the rank."""
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("qkv", "proj")
     """Last parts of the names of layers to adapt in all blocks, such as qkv, proj, fc1, fc2; or whole names."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0

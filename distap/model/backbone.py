@@ -185,7 +185,7 @@ class TimmWeights:
             raise DistapError(
                 f"model.weights: timm could not load weights of {name}: {error} Without a network, set HF_HOME to a "
                 "copy of the folder of a machine that has loaded them (and HF_HUB_OFFLINE=1, so that nothing is "
-                "asked), or model.weights to {name: file, path: FILE} or {name: package, package: NAME}"
+                "asked), or model.weights to {name: file, path: FILE} or {name: package, package: NAME}; or random"
             ) from error
         _load(backbone, pretrained.state_dict(), f"timm's weights of {name}", self.allow)
 

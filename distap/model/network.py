@@ -85,7 +85,12 @@ class RetrievalNetwork(nn.Module):
                 "choose gem, mean or max"
             )
         # Some backbones (mobilenetv3) have a head that widens the features after the last stage.
-        self.features = features or int(getattr(backbone, "head_hidden_size", None) or backbone.num_features)
+        found = features or getattr(backbone, "head_hidden_size", None) or getattr(backbone, "num_features", None)
+        if found is None:
+            raise DistapError(
+                f"model.backbone: {architecture_of(backbone)} lacks num_features, the C of what it gives"
+            )
+        self.features = int(found)
         pooled = self.features * int(getattr(pooling, "widens", 1))
         self.dimensions = projection or pooled
         self.batchnorm, self.layer_norm = batchnorm, layer_norm

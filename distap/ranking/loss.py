@@ -194,6 +194,8 @@ def build_loss(loss: AnyLoss, **options: Any) -> Loss:
         return loss
     from distap.ranking.losses.function import FunctionLoss  # which is made of what stands above
 
+    if [*signature(loss).parameters][:2] == ["similarities", "same_class"]:
+        raise DistapError(f"{loss}: a function of similarities needs @distap.loss above it")
     return FunctionLoss(loss)
 
 

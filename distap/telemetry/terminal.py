@@ -59,8 +59,8 @@ class _Console(Console):
         return super().render_str(printable(text), **options)
 
 
-console = _Console(stderr=True, highlight=False, soft_wrap=True)  # messages and progress
-results = _Console(highlight=False, soft_wrap=True)
+console = _Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)  # messages and progress
+results = _Console(highlight=False, soft_wrap=True, emoji=False)
 if not console.is_terminal:
     console.width = 140  # a log has no width of its own
 if not results.is_terminal:

@@ -78,7 +78,7 @@ def test_what_data_pack_wrote_is_seen_and_a_list_is_to_be_packed(tmp_path, monke
     recipe, listed = tmp_path / "recipe.yaml", tmp_path / "photos/list.csv"
     photos = write_images(tmp_path / "photos", {"cat": 4, "dog": 4, "hen": 4, "pig": 4}, size=32)
     rows = [
-        f"{path.relative_to(photos)},{name},{part or ('test-query' if path.stem == '0' else 'test-gallery')}"
+        f"{path.relative_to(photos)},{name},{part or ('query' if path.stem == '0' else 'gallery')}"
         for name, part in (("cat", "train"), ("dog", "train"), ("hen", ""), ("pig", ""))
         for path in sorted((photos / name).iterdir())
     ]
@@ -89,12 +89,12 @@ def test_what_data_pack_wrote_is_seen_and_a_list_is_to_be_packed(tmp_path, monke
     assert distap(monkeypatch, "init", tmp_path / "shards", "--output", recipe, "--run", tmp_path / "run") == 0
     data = load_recipe(recipe).data
     assert [Path(each).name for each in (data.train, data.validation, data.gallery)] == [
-        *("train", "test-query", "test-gallery")
+        *("train", "query", "gallery")
     ]
     assert distap(monkeypatch, "train", recipe, "--dry-run", *QUICK, "steps=5") == 0
     assert "the rate reaches 0.25 of optimizer.learning_rate" in capfd.readouterr().err
     assert distap(monkeypatch, "train", recipe, "--dry-run", *QUICK, "data.gallery=null") == 2
-    assert "test-query: give its gallery, " in capfd.readouterr().err
+    assert "query: give its gallery, " in capfd.readouterr().err
 
 
 def test_names_that_mean_something_else_are_taken_as_they_are(tmp_path, monkeypatch, capfd):

@@ -134,7 +134,9 @@ def test_the_code_on_the_card_describes_a_photo_as_distap_does(exported, monkeyp
     photo = io.BytesIO()
     exif = Image.Exif()
     exif[0x0112] = 3  # stored upside down
-    coarse.resize((91, 63)).save(photo, "PNG", exif=exif)
+    picture = coarse.resize((91, 63))
+    picture.putalpha(picture.convert("L"))  # what is transparent is white
+    picture.save(photo, "PNG", exif=exif)
     (exported.run / "photo.jpg").write_bytes(photo.getvalue())
     monkeypatch.chdir(exported.run)
     for name in ("model.pt2", "model.onnx", "model.safetensors", "config.json"):

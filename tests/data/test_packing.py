@@ -145,7 +145,7 @@ HEADING = "path,label\n"
         (f"{HEADING}apple/\0.png,1", r"line 2: 'apple/\\x00.png' is no path, which is one line of text"),
         (f'{HEADING}"apple/\nERROR forged",1', r"'apple/\\nERROR forged' is no path"),
         (f'{HEADING}"apple/0.png,1', r"line 2: not a table"),
-        (f"{HEADING}apple/0.png,\udcff", r"line \d: not a table in UTF-8"),
+        (f"{HEADING}apple/0.png,\udcff", r"line \d: not a table in UTF-8, as Excel"),
         (
             "image_id,class\n1,2\n",
             "no column path or filename; the columns found are image_id, class; expected path or",

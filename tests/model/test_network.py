@@ -5,11 +5,12 @@ import timm
 import torch
 from networks import noise, random_network
 from safetensors.torch import save_file
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from distap.errors import DistapError
 from distap.model.backbone import FileWeights, PackageWeights, TimmBackbone, file_of_package, read_state
-from distap.model.network import build_network
+from distap.model.network import RetrievalNetwork, build_network
 from distap.model.pooling import GeMPooling
 
 
@@ -124,3 +125,8 @@ def test_a_network_that_cannot_checkpoint_activations_is_refused():
         random_network("dla34").checkpoint_activations()
     with pytest.raises(DistapError, match="needs frozen BatchNorm"):
         random_network(batchnorm="batch").checkpoint_activations()
+
+
+def test_a_backbone_of_a_user_has_to_say_how_many_features_it_gives():
+    with pytest.raises(DistapError, match="Conv2d lacks num_features"):
+        RetrievalNetwork(nn.Conv2d(3, 8, 3), nn.Identity())

@@ -7,6 +7,7 @@ import torch
 from problems import problem, rank_raw, remembering
 
 from distap.errors import DistapError
+from distap.ranking.listwise import ListwiseLoss
 from distap.ranking.losses.base import SimilarityLoss
 from distap.ranking.losses.calibration import Calibration
 
@@ -66,3 +67,8 @@ def test_a_mean_where_one_value_a_query_is_expected_is_refused():
     raw, labels = problem(0, 12, 3)
     with pytest.raises(DistapError, match=r"Mean gave shape \(\); expected \(11,\): one value a query"):
         rank_raw(raw, labels, Mean())
+
+
+def test_a_function_of_similarities_has_to_be_made_a_loss():
+    with pytest.raises(DistapError, match=r"needs @distap\.loss above it"):
+        ListwiseLoss(lambda similarities, same_class: similarities.sum(1))

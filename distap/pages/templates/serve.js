@@ -54,6 +54,7 @@ async function search(query, restored = false) {
   } catch (error) {
     if (mine !== asked) return;
     at("status").textContent = "";
+    at("results").hidden = true; // they are not of the image that is chosen now
     const lost = error instanceof TypeError;
     tell(lost ? "The server cannot be reached: try again in a moment." : error.message);
   } finally {

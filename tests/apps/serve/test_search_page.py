@@ -117,16 +117,20 @@ def test_the_address_of_a_search_by_key_opens_it_anywhere(url, searcher, browser
     Page(browser, link).wait(f"Most similar to {found[0]}", 4)
 
 
-def test_the_page_says_what_is_wrong_with_a_file(url, browser, tmp_path):
-    image = tmp_path / "query.png"
-    image.write_bytes(b"no image")
+def test_the_page_says_what_is_wrong_with_a_file(url, browser, image, tmp_path):
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no image")
     page = Page(browser, f"{url}/", PHONE)
     browser.driver.find_element("id", "send").click()
     assert page.texts("#error") == ["Choose an image first."]
-    page.choose(image)
+    page.choose(broken)
     WebDriverWait(browser.driver, 20).until(lambda _: page.texts("#error")[0].startswith("this is no image"))
     assert browser.sideways() <= 0 and page.texts("#hits li") == []
     assert browser.driver.current_url == f"{url}/"
+    page.choose(image)
+    page.wait("Most similar to query.png")
+    page.choose(broken)  # hits of another image would look like its own
+    WebDriverWait(browser.driver, 20).until(lambda driver: not driver.find_element("id", "results").is_displayed())
 
 
 def test_the_page_works_below_a_path(url, browser, image):
