@@ -26,7 +26,8 @@ class OfLevel(NamedTuple):
     columns: Int64[Tensor, "r P"]
     is_real: Bool[Tensor, "r P"]  # which are no padding
     relevance: Float[Tensor, "r 1"]
-    gain: Float[Tensor, "r P"]  # sum of min(relevance of j, relevance of k) over all j not behind k, k itself too
+    # Sum of min(relevance of j, relevance of k) over all j not behind k, k itself too; 0 unless counted exactly.
+    gain: Float[Tensor, "r P"]
     rank: Float[Tensor, "r P"]  # by steps, differentiable
 
 
@@ -69,25 +70,27 @@ class GradedLoss(SigmoidStep, SimilarityLoss):
         """Yield, per level, the columns counted smoothly, their sums, how fast counts fall, and the images."""
         similarities = rows.similarities
         columns = [padded_columns(level == each, rows.queries) for each in range(1, relevance.shape[1])]
+        # min(rel(j), rel(k)) is one number for all j of a level. Sorted scores then tell how many of them are before
+        # each k: N log N for a query, where a comparison of all pairs of images would take N².
         ordered = [
             similarities.gather(1, chosen).masked_fill(~is_real, -torch.inf).sort(dim=1).values
             for chosen, is_real in columns
+            if self.counts_exactly
         ]
         for number, (chosen, is_real) in enumerate(columns, 1):
             own, of_own = similarities.gather(1, chosen), relevance[:, number, None]
-            rank, gain, others = torch.zeros_like(own), torch.zeros_like(own), similarities
-            behind = torch.arange(others.shape[1], device=others.device).expand_as(others)
-            # min(rel(j), rel(k)) is one number for all j of a level. Sorted scores then tell how many of them are
-            # before each k: N log N for a query, where a comparison of all pairs of images would take N².
-            for of_others, scores in zip(relevance[:, 1:].split(1, dim=1), ordered, strict=True):
-                before = at_least(scores, own)
-                gain += torch.minimum(of_own, of_others) * before
-                rank += before * (of_others >= of_own)
+            rank, gain = torch.zeros_like(own), torch.zeros_like(own)
             if self.counts_exactly:
+                for of_others, scores in zip(relevance[:, 1:].split(1, dim=1), ordered, strict=True):
+                    before = at_least(scores, own)
+                    gain += torch.minimum(of_own, of_others) * before
+                    rank += before * (of_others >= of_own)
                 behind, is_less = padded_columns(relevance.gather(1, level) < of_own, rows.queries)
                 others = similarities.gather(1, behind).masked_fill(~is_less, -torch.inf)
             else:
-                rank = torch.full_like(rank, 0.5)  # the image itself, which the sum of sigmoids counts by half
+                rank += 0.5  # the image itself, which the sum of sigmoids counts by half
+                others = similarities
+                behind = torch.arange(others.shape[1], device=others.device).expand_as(others)
             sums = self.sums(rows, others, own)
             counts, falls = sums.counts()
             yield behind, sums, falls, OfLevel(chosen, is_real, of_own, gain, rank + counts)

@@ -12,11 +12,12 @@ from those at fewer points.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 from torch.nn import functional
 
@@ -90,14 +91,16 @@ def step_sums(
     positives: Float[Tensor, "r P"],
 ) -> Sums:
     """Return the sums of a step, interpolated where that is exact and takes less than half of the terms."""
-    points, most = POINTS[positives.dtype], positives.shape[1] // 2
+    sums, points, most = partial(StepSums, step, numbers, pairs), POINTS[positives.dtype], positives.shape[1] // 2
     if step in SMOOTH and most >= points:
         # An image of -inf is never counted; the interpolation needs a number in its place.
-        images = torch.where(similarities.isinf(), positives[:, :1], similarities)
-        interpolation = Interpolation(points, WIDTH * numbers[0], images, positives)
-        if interpolation.points.shape[1] <= most:
-            return InterpolatedSums(step, numbers, pairs, similarities, positives, interpolation)
-    return StepSums(step, numbers, pairs, similarities, positives)
+        is_counted = ~similarities.isinf()
+        images = torch.where(is_counted, similarities, positives[:, :1])
+        between = Interpolation(points, WIDTH * numbers[0], images, positives)
+        if between.points.shape[1] <= most:
+            of_points = sums(similarities, between.points), sums(between.points, positives)
+            return InterpolatedSums(*of_points, between, is_counted)
+    return sums(similarities, positives)
 
 
 class StepSums(Sums):
@@ -188,6 +191,7 @@ class Interpolation:
         return coefficients[0].gather(1, interval) + x * last - before
 
 
+@dataclass(frozen=True)
 class InterpolatedSums(Sums):
     """The sums of `StepSums` for many positives: those at fewer points, and polynomials between.
 
@@ -196,27 +200,17 @@ class InterpolatedSums(Sums):
     Approximation Practice, theorem 8.2): less than rounding, by the numbers in POINTS.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        numbers: tuple[float, ...],
-        pairs: int,
-        similarities: Float[Tensor, "r N"],
-        positives: Float[Tensor, "r P"],
-        interpolation: Interpolation,
-    ) -> None:
-        self._is_counted, self._interpolation = ~similarities.isinf(), interpolation
-        self._of_images = StepSums(step, numbers, pairs, similarities, interpolation.points)
-        self._of_points = StepSums(step, numbers, pairs, interpolation.points, positives)
+    of_images: Sums  # of all images before each point
+    of_points: Sums  # of each point before all positives
+    between: Interpolation
+    is_counted: Bool[Tensor, "r N"]  # which images are not -inf
 
     def counts(self) -> tuple[Float[Tensor, "r P"], Float[Tensor, "r P"]]:
-        at = self._interpolation.positives
-        counts, falls = (self._interpolation(one, *at) for one in self._of_images.counts())
+        counts, falls = (self.between(one, *self.between.positives) for one in self.of_images.counts())
         return counts, falls
 
     def slopes(self, by_count: Float[Tensor, "r P"]) -> Float[Tensor, "r N"]:
-        at = self._interpolation.images
-        return self._interpolation(self._of_points.slopes(by_count), *at) * self._is_counted
+        return self.between(self.of_points.slopes(by_count), *self.between.images) * self.is_counted
 
 
 def powers_of_two(numbers: Tensor, centre: Float64[Tensor, "r 1"], factor: float) -> Tensor:
