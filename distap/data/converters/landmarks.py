@@ -14,6 +14,7 @@ from distap.data.shards.tables import ListLine, read_lines
 ADDRESS = re.compile(r"(?i:https?)://([^/?#]+[^#]*)(?:#.*)?")
 IDENTIFIER = re.compile(r"[0-9a-f]{16}")
 OF_LANDMARKS = ["mAP@100", "mP@10"]
+USAGES = ("Public", "Private", "Ignored")
 FOLDERS = ("", "metadata", "ground_truth")  # the lists lie next to the images, or as in the authors' addresses
 
 
@@ -74,6 +75,8 @@ def _ground_truth(file: Path) -> dict[str, Any]:
 def _solutions(file: Path) -> Iterator[ListLine]:
     """Yield the lines of test images that count: most are ignored, since they show no landmark of the index."""
     for line in read_table(file, ("id", "images", "Usage"), ","):
+        if line.cells[2] not in USAGES:
+            raise line.wrong(f"usage {line.cells[2][:60]!r}, expected one of {', '.join(USAGES)}")
         if line.cells[2] != "Ignored":
             yield line
 

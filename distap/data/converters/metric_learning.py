@@ -56,7 +56,9 @@ def _cars(source: Path, file: Path, classes: range) -> Iterator[ImageFile]:
         raise DistapError(f"{file}: no MATLAB file with annotations (relative_im_path, class): {error}") from error
     for place, row in enumerate(rows, 1):
         line = ListLine(file, place, list(map(str, row)))
-        if (label := line.integer(1, "class")) in classes:
+        if not 1 <= (label := line.integer(1, "class")) <= 196:
+            raise line.wrong(f"class {label} is none of 1 to 196")
+        if label in classes:
             yield ImageFile(line.path(source, line.cells[0]), str(label))
 
 

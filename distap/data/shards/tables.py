@@ -87,7 +87,7 @@ def _places(source: Path, names: Sequence[str], renamed: Mapping[str, str]) -> d
     """Return the place of each column in a heading; raise a DistapError if one is missing or repeated."""
     lower, places = [name.strip().lower() for name in names], dict[str, int]()
     if foreign := {"is_query", "is_gallery"}.intersection(lower):
-        remedy = "name the parts in the column split instead, such as test-query and test-gallery"
+        remedy = "name the parts in the column split instead, such as query and gallery"
         raise DistapError(f"{source}: the column {min(foreign)} is not read: {remedy}")
     for column, usual in COLUMN_NAMES.items():
         found = [name for name in ((renamed[column].lower(),) if column in renamed else usual) if name in lower]

@@ -163,6 +163,7 @@ WRONG_LINES = [
     ("dyml-animal", "train/label.csv", "0, 3, 8\n", "0, 8\n", r"line 1: 3 columns, expected 'fname,coarse_id"),
     ("landmarks-clean", CLEAN, "http:", "file:", r"line 1: .* is no address of an image on the web"),
     ("gldv2", "metadata/train_clean.csv", "a123456789", "../../x789", r"line 3: image .*expected 16 digits"),
+    ("gldv2", "ground_truth/retrieval_solution_v2.1.csv", "Private", "Hidden", r"line 4: usage 'Hidden', expected"),
     ("vggface2", "bb_landmark/loose_bb_test.csv", ",2,1,4,6", ",2,1,-4,6", r"line 3: expected left, top, width and"),
     ("sop", "Ebay_train.txt", "chair_final/1_1", "../1_1", r"line 3: path '.*' leaves .*; expected one inside"),
     ("uned", "info_files/met/index.json", "met/index/0.jpg", "../met.jpg", "line 1: path '.*' leaves"),
@@ -330,6 +331,7 @@ def test_a_name_in_a_pickle_that_leaves_the_folder_is_refused(key, tmp_path):
     [
         (("../1.jpg", 1), r"line 1: path '\.\./1\.jpg' leaves"),
         (("car_ims/1.jpg", 1.5), r"line 1: class '1\.5' is no whole number"),
+        (("car_ims/1.jpg", 197), "line 1: class 197 is none of 1 to 196"),
     ],
 )
 def test_a_wrong_row_of_a_matlab_file_is_named_by_its_place(row, message, tmp_path):
