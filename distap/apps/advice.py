@@ -136,19 +136,13 @@ def recipe_for(seen: Look, run: str, backbone: str | None, weights: str, size: i
     if name and not source:
         rate = CAREFUL_RATE if is_careful else PRETRAINED_RATE
     gpus, takes_bf16 = gpus_here()
-    of_images = {
-        "seen": seen,
-        "count": count,
-        "a_class": a_class,
-        "is_small": is_small,
-        "side": side,
-        "larger": larger,
-    }
+    of_images = {"seen": seen, "count": count, "a_class": a_class, "is_small": is_small, "is_careful": is_careful}
+    of_sizes = {"side": side, "larger": larger}
     of_steps = {"classes": classes, "images": images, "batch": batch, "steps": steps, "warmup": steps // WARMUP_SHARE}
     of_network = {"backbone": backbone, "weights": weights, "rate": rate, "decay": decay, "source": source}
-    of_network["is_careful"] = is_careful
     of_machine = {"gpus": gpus, "takes_bf16": takes_bf16, "workers": max(2, usable_cores() // max(1, gpus) - 1)}
-    values = {"run": run, "every": steps // EVALUATIONS, **of_images, **of_steps, **of_network, **of_machine}
+    of_run = {"run": run, "every": steps // EVALUATIONS}
+    values = of_run | of_images | of_sizes | of_steps | of_network | of_machine
     return RECIPE_TEMPLATES.get_template("recipe.yaml").render(values)
 
 
