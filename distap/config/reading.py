@@ -198,7 +198,7 @@ def _written_keys(location: tuple[int | str, ...], settings: dict[str, Any]) -> 
     keys: list[str] = []
     here: Any = settings
     for part in loc:
-        if isinstance(here, dict) and (part in here or part == loc[-1] != "chosen"):
+        if isinstance(here, dict) and (part in here or (part == loc[-1] != "chosen" and "[" not in str(part))):
             keys.append(str(part))
             here = here.get(part)
         elif isinstance(here, list) and isinstance(part, int):

@@ -100,6 +100,7 @@ def test_a_loss_is_a_name_or_options_or_a_preset_or_a_sum(recipe, text, loss):
         ("precision=bf61", r"precision: 'bf61': must be 'float32' or 'bf16'; did you mean bf16\?"),
         ("replay.size=many", "replay.size: 'many': must be a whole number or 'auto'$"),
         ("replay.keep=-1", "replay.keep: -1: must be .* or 'auto'$"),
+        ("model.freeze={blocks: x}", "model.freeze.blocks: 'x': must be a whole number$"),
         ("steps", "expected key=value"),
         ("steps.more=3", "steps is a value, it has no keys"),
     ],
