@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from distap.data.images.decoding import DamagedImageError
 from distap.data.loading.reader import ImageSet
 from distap.data.plan import Classes
 from distap.data.shards.index import Index, load_index
@@ -174,7 +176,10 @@ def _side(source: str, index: Index) -> int:
     known = index.width > 0
     if known.any():
         return int(np.median(np.minimum(index.width, index.height)[known]))
-    images, some = ImageSet(source, index), permutation(len(index), 0)[:SIZES_LOOKED_AT].tolist()
-    if not (sides := list(filter(None, (min(images.size(sample)) for sample in some)))):
+    images, sides = ImageSet(source, index), list[int]()
+    for sample in permutation(len(index), 0)[:SIZES_LOOKED_AT].tolist():
+        with suppress(DamagedImageError):
+            sides.append(min(images.encoded(sample).size))
+    if not sides:
         raise DistapError(f"{source}: none of {SIZES_LOOKED_AT} images that were looked at can be read")
     return int(np.median(sides))

@@ -6,7 +6,6 @@ read all of them. Arrays are .npy files, never a pickle.
 """
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -77,7 +76,7 @@ class DescriptorSet:
 
 
 def write_described(
-    folder: Path, descriptors: DescriptorSet, files: Mapping[str, Callable[[BinaryIO], Any] | None], **about: Any
+    folder: Path, descriptors: DescriptorSet, files: Mapping[str, Callable[[BinaryIO], Any]], **about: Any
 ) -> None:
     """Write files with keys and classes of descriptors, and finally their record.
 
@@ -85,7 +84,7 @@ def write_described(
 
     Args:
         folder: created if missing.
-        files: by name, what writes to the opened file; None for a file that is there.
+        files: by name, what writes to the opened file.
         about: more entries for the record.
     """
     columns = {KEYS_FILE: descriptors.keys, CLASSES_FILE: descriptors.classes}
@@ -95,9 +94,8 @@ def write_described(
         (folder / ABOUT_FILE).unlink(missing_ok=True)
         for name, write in {**files, **texts}.items():
             path = folder / name
-            if write is not None:
-                with replacing(path) as file:
-                    write(file)
+            with replacing(path) as file:
+                write(file)
             is_mapped = name == DESCRIPTORS_FILE
             identities[name] = {"bytes": path.stat().st_size} if is_mapped else asdict(file_identity(path))
     except (OSError, RuntimeError) as error:  # the latter is Faiss's
@@ -161,22 +159,3 @@ def read_descriptors(folder: Path) -> DescriptorSet:
         if (values.shape, str(values.dtype)) != (shape, about["dtype"]):
             raise ValueError(f"{values.dtype} of shape {values.shape}, not as {ABOUT_FILE} says")
     return DescriptorSet(values, keys, classes, described_by, about["data"], about["left_out"])
-
-
-def new_descriptors(path: Path, shape: tuple[int, int], dtype: Any) -> "np.memmap[Any, Any]":
-    """Create a .npy file as a writable memory map with reserved disk space.
-
-    Without the reservation, a write to the map on a full disk would kill the process.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        array = np.lib.format.open_memmap(path, "w+", np.dtype(dtype), shape)
-        if hasattr(os, "posix_fallocate"):
-            with path.open("r+b") as file:
-                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-    except OSError as error:
-        raise DistapError(
-            f"{path}: no room for descriptors of shape {shape} in {np.dtype(dtype)}: {error.strerror or error}; the "
-            "finished parts are kept, and the same command continues from them"
-        ) from error
-    return array

@@ -53,14 +53,10 @@ class NoReaderError(DamagedImageError):
     """Raised for an image format whose reader is not installed; the message says how to install it."""
 
 
-def image_size(data: bytes, max_pixels: int = MAX_PIXELS, upright: bool = False) -> tuple[int, int]:
-    """Read an image's width and height, pixels, from its file's header. `EncodedImage` lists the errors.
-
-    `upright` applies EXIF's orientation, if EXIF stands before the pixels.
-    """
+def image_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+    """Read the stored width and height of an image, pixels, from its header. `EncodedImage` lists the errors."""
     with _damage_told(data):
-        image = _open(mended(data), max_pixels)
-        return image.size[::-1] if upright and _turns(image)[2] else image.size
+        return _open(mended(data), max_pixels).size
 
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS, name: str = "an image") -> Image.Image:

@@ -2,7 +2,7 @@
 
 import io
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,7 +35,7 @@ class SizedChunk(NamedTuple):
 
 
 def sized_chunks(
-    images: "ImageSet", sizing: Sizing, boxes: Mapping[int, Box], requests: Iterable[list[int]], workers: int
+    images: "ImageSet", sizing: Sizing, boxes: Mapping[int, Box], requests: Iterable[Sequence[int]], workers: int
 ) -> Generator[SizedChunk]:
     """Yield the images of each request in order; one worker (or, with 0, this process) reads a whole request.
 
@@ -45,7 +45,7 @@ def sized_chunks(
     return in_processes(read, requests, workers, PREFETCH, LONGEST_WAIT, lends=True)
 
 
-def _chunk(images: "ImageSet", sizing: Sizing, boxes: Mapping[int, Box], samples: list[int]) -> SizedChunk:
+def _chunk(images: "ImageSet", sizing: Sizing, boxes: Mapping[int, Box], samples: Sequence[int]) -> SizedChunk:
     present, damaged = dict[int, NDArray[np.uint8]](), dict[int, str]()
     for sample in samples:
         try:

@@ -2,7 +2,6 @@
 
 import hashlib
 import zlib
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from distap.data.images.decoding import DamagedImageError, EncodedImage, image_size
+from distap.data.images.decoding import DamagedImageError, EncodedImage
 from distap.data.map_style import DatasetRows, rows_behind
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index, index_of_folder, load_index
@@ -21,8 +20,6 @@ from distap.errors import DistapError
 from distap.storage.files import Storage
 from distap.storage.locations import LISTABLE, Source, parse_source, shard_names
 from distap.storage.remotes import MissingFileError, UnreachableError
-
-HEADER_BYTES = 1 << 16  # the header of nearly every image fits in them
 
 
 class ImageSet:
@@ -77,27 +74,6 @@ class ImageSet:
             return self.storage.where(int(self.index.shard[sample]))
         shard, name = self.index.shard_name[self.index.shard[sample]], self.index.names[sample]
         return name if self.source.kind == "imagefolder" else f"{shard}:{name}"
-
-    def size(self, sample: int) -> tuple[int, int]:
-        """Read width and height of the decoded image from the file's header; (0, 0) if unknown."""
-        try:
-            if self.source.kind == "imagefolder" and self.index.size[sample] > HEADER_BYTES:
-                name = str(self.index.shard_name[self.index.shard[sample]])
-                with suppress(DamagedImageError, DistapError):  # then all of it may tell
-                    return image_size(self.storage.read(name, 0, HEADER_BYTES), upright=True)
-            return image_size(self.data(sample), upright=True)
-        except DamagedImageError:
-            return 0, 0
-
-    def sizes(self, samples: Sequence[int]) -> NDArray[np.int64]:
-        """Read (n, 2) width and height in pixels from headers; they may be wrong and serve planning only.
-
-        Those of shards are as stored, before EXIF's orientation; (0, 0) is unknown.
-        """
-        if self.source.kind == "shards":
-            index, rows = self.index, np.asarray(samples, dtype=np.int64)
-            return np.stack([index.width[rows], index.height[rows]], axis=1).astype(np.int64)
-        return np.array([self.size(sample) for sample in samples], dtype=np.int64).reshape(-1, 2)
 
     def _damage(self, sample: int, data: bytes) -> DamagedImageError | None:
         size = int(self.index.size[sample])

@@ -10,7 +10,7 @@ import shutil
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from distap.retrieval.descriptor_files import (
     DESCRIPTORS_FILE,
     EXTRACTION_FILE,
     DescriptorSet,
-    new_descriptors,
     read_descriptors,
     reading,
     write_described,
@@ -31,7 +30,7 @@ from distap.storage.columns import columns_file
 from distap.storage.texts import read_json
 
 PARTS_FOLDER = "parts"
-EXTRACTION_VERSION = 2
+EXTRACTION_VERSION = 3
 
 DType = Literal["float32", "float16"]
 
@@ -58,7 +57,7 @@ def extract_to_folder(extraction: Extraction, output: Path, *, dtype: DType = "f
         "dtype": dtype,
         "part_images": extraction.part_size,
     }
-    count = -(-len(images) // extraction.part_size)
+    count = len(extraction.parts)
 
     def begin() -> list[Any]:
         _begin(output, plan)
@@ -70,11 +69,10 @@ def extract_to_folder(extraction: Extraction, output: Path, *, dtype: DType = "f
 
     missing, is_complete = on_all(world, begin, mine=world.rank == 0)[0]
     _require_shared(output, extraction)
-    parts = extraction.parts()
-    before = len(images) - sum(len(parts[number]) for number in missing)
+    before = len(images) - sum(len(extraction.parts[number]) for number in missing)
     if before and world.rank == 0:
         logger.info("%s: %d of %d images are described already", output, before, len(images))
-    for number, part in extraction.described(parts, missing):
+    for number, part in extraction.described(missing):
         write_whole(_part_path(output, number), part_file(part, dtype))
     if not is_complete:
         on_all(world, lambda: _join_parts(extraction, output, count, dtype), mine=world.rank == 0)
@@ -83,7 +81,6 @@ def extract_to_folder(extraction: Extraction, output: Path, *, dtype: DType = "f
 
 def part_file(part: DescribedPart, dtype: str) -> bytes:
     return columns_file(
-        samples=part.samples,
         descriptors=part.descriptors.astype(dtype, copy=False),
         left_out=np.array(list(part.left_out), dtype=np.int64),
         reasons=np.array(list(part.left_out.values()), dtype=np.str_),
@@ -136,27 +133,31 @@ def _require_shared(output: Path, extraction: Extraction) -> None:
 
 
 def _join_parts(extraction: Extraction, output: Path, parts: int, dtype: DType) -> None:
-    """Join one array of all parts in the order of the data set, in a file rather than in memory."""
+    """Join the arrays of all parts, which are in the order of the data set, in a file rather than in memory."""
     describer, images = extraction.how.describer, extraction.images
     left_out: dict[int, str] = {}
-    present = np.zeros(len(images), dtype=bool)
     for number in range(parts):
-        samples, lost, reasons = _read_part(output, number, "samples", "left_out", "reasons")
-        present[samples] = True
+        lost, reasons = _read_part(output, number, "left_out", "reasons")
         left_out.update(zip(lost.tolist(), reasons.tolist(), strict=True))
-    if not present.any():
+    if len(left_out) == len(images):
         shutil.rmtree(output / PARTS_FOLDER, ignore_errors=True)
-        first = next(iter(left_out.values()), "")
-        raise DistapError(f"{images.name}: none of its {len(images)} images can be described; first: {first}")
-    row = np.cumsum(present) - 1
-    array = new_descriptors(output / DESCRIPTORS_FILE, (int(present.sum()), describer.dimensions), dtype)
-    for number in range(parts):
-        samples, descriptors = _read_part(output, number, "samples", "descriptors")
-        array[row[samples]] = descriptors
-    array.flush()
+        raise DistapError(
+            f"{images.name}: none of its {len(images)} images can be described; first: {min(left_out.items())[1]}"
+        )
+    shape = len(images) - len(left_out), describer.dimensions
+
+    def write(file: BinaryIO) -> None:
+        header = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(file, header)
+        for number in range(parts):
+            file.write(_read_part(output, number, "descriptors")[0].tobytes())
+
+    present = np.delete(np.arange(len(images)), [*left_out])
     told = {str(images.keys[sample]): reason for sample, reason in sorted(left_out.items())}
     told |= dict(images.index.left_out)
-    keys, classes = images.keys[present], images.classes[present]
-    joined = DescriptorSet(array, keys, classes, describer.described_by, images.name, told)
-    write_described(output, joined, {DESCRIPTORS_FILE: None})
+    of_images = images.keys[present], images.classes[present], describer.described_by, images.name, told
+    # The record takes shape and type alone from the array, which the parts fill in the file.
+    write_described(
+        output, DescriptorSet(np.broadcast_to(np.zeros(1, dtype), shape), *of_images), {DESCRIPTORS_FILE: write}
+    )
     shutil.rmtree(output / PARTS_FOLDER, ignore_errors=True)

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import islice
 
 import numpy as np
@@ -32,7 +31,7 @@ NOT_FINITE = "its descriptor is not finite"
 class DescribedPart:
     """Descriptors of a part's n images, without failed ones, and the reason for each failure."""
 
-    samples: NDArray[np.int64]  # (n,) image numbers
+    samples: NDArray[np.int64]  # (n,) image numbers, ascending
     descriptors: NDArray[np.float32]  # (n, D)
     left_out: dict[int, str]  # reason by image number
 
@@ -71,42 +70,20 @@ class Extraction:
         """Number of images in a part, the same for any number of ranks."""
         return min(max(-(-len(self.images) // PARTS), FEWEST), MOST)
 
-    @cached_property
-    def shapes(self) -> NDArray[np.int64]:
-        """Return (N, 2) expected height and width of each image, (0, 0) if unknown; each rank reads a share."""
-        sizing, world = self.how.describer.sizing, self.how.world
-        if sizing.kind == "crop":
-            return np.full((len(self.images), 2), sizing.shape(1, 1), dtype=np.int64)
-        mine = world.slots(len(self.images))
-        shapes = np.zeros((len(mine), 2), dtype=np.int64)
-        for row, (sample, (width, height)) in enumerate(zip(mine, self.images.sizes(mine).tolist(), strict=True)):
-            if sample in self.boxes:
-                left, top, right, bottom = self.boxes[sample]
-                width, height = right - left, bottom - top
-            shapes[row] = sizing.shape(width, height) if width and height else (0, 0)
-        gathered = world.gather_rows(torch.from_numpy(shapes).to(world.device), len(self.images))
-        return np.asarray(gathered.cpu())
+    @property
+    def parts(self) -> list[range]:
+        """Return the image numbers of each part, in order: neighbours in a shard are read fastest together."""
+        size, count = self.part_size, len(self.images)
+        return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
-    def parts(self) -> list[NDArray[np.int64]]:
-        """Return the image numbers of each part.
-
-        Images that are all cropped to one shape keep their order, since neighbours in a shard are read fastest
-        together. Whole images are sorted from the largest to the smallest, so that images of one shape are together
-        and too little memory is noticed soon.
-        """
-        (height, width), size = self.shapes.T, self.part_size
-        order = np.lexsort((np.arange(len(self.images)), width, height, -height * width))
-        return [order[start : start + size] for start in range(0, len(order), size)]
-
-    def described(
-        self, parts: Sequence[NDArray[np.int64]], missing: Sequence[int]
-    ) -> Iterator[tuple[int, DescribedPart]]:
+    def described(self, missing: Sequence[int]) -> Iterator[tuple[int, DescribedPart]]:
         """Describe this rank's share of the parts numbered `missing`; workers read ahead from part to part."""
-        how, images = self.how, self.images
+        how, images, parts = self.how, self.images, self.parts
         describer, world = how.describer, how.world
         limit = max(int(describer.batch_pixels / max(1.0, *describer.network.scales) ** 2), 1)
-        mine, areas = missing[world.rank :: world.size], self.shapes.prod(axis=1)
-        requests = [worker_requests(parts[number], areas, limit) for number in mine]
+        mine = missing[world.rank :: world.size]
+        size = HANDED_OVER if describer.sizing.kind == "crop" else 1  # whole images may be large
+        requests = [[part[at : at + size] for at in range(0, len(part), size)] for part in (parts[n] for n in mine)]
         every = (request for part in requests for request in part)
         chunks = sized_chunks(images, describer.sizing, self.boxes, every, how.workers)
         done = len(images) - sum(len(parts[number]) for number in missing)
@@ -128,18 +105,15 @@ def extract_descriptors(extraction: Extraction) -> tuple[NDArray[np.int64], NDAr
         reason by number for each of the others.
     """
     images, world = extraction.images, extraction.how.world
-    parts = extraction.parts()
     descriptors = np.zeros((len(images), extraction.how.describer.dimensions), np.float32)
-    is_described = np.zeros((len(images), 1), np.float32)
     own_left_out: dict[int, str] = {}
-    for _, part in extraction.described(parts, range(len(parts))):
-        descriptors[part.samples], is_described[part.samples] = part.descriptors, 1
+    for _, part in extraction.described(range(len(extraction.parts))):
+        descriptors[part.samples] = part.descriptors
         own_left_out |= part.left_out
     # Each row is zero on all ranks but one, so the sum over the ranks is exact.
-    for values in (descriptors, is_described):
-        for start in range(0, len(images) if world.size > 1 else 0, SUMMED_ROWS):
-            rows = torch.from_numpy(values[start : start + SUMMED_ROWS]).to(world.device)
-            values[start : start + SUMMED_ROWS] = world.sum(rows).cpu().numpy()
+    for start in range(0, len(images) if world.size > 1 else 0, SUMMED_ROWS):
+        rows = torch.from_numpy(descriptors[start : start + SUMMED_ROWS]).to(world.device)
+        descriptors[start : start + SUMMED_ROWS] = world.sum(rows).cpu().numpy()
     told = world.gather_values(list(own_left_out.items()))
     left_out = dict(sorted(tuple(pair) for of_rank in told for pair in of_rank))
     if broken := [str(images.keys[number]) for number, reason in left_out.items() if reason == NOT_FINITE]:
@@ -147,16 +121,10 @@ def extract_descriptors(extraction: Extraction) -> tuple[NDArray[np.int64], NDAr
             f"{images.name}: {len(broken)} of {len(images)} descriptors are not finite, such as that of {broken[0]}: "
             "the network is broken"
         )
-    samples = np.flatnonzero(is_described)
+    samples = np.setdiff1d(np.arange(len(images)), [*left_out])
     if not len(samples):
         raise DistapError(f"{images.name}: none of its {len(images)} images can be described: {left_out.get(0)}")
     return samples, descriptors if len(samples) == len(images) else descriptors[samples], left_out
-
-
-def worker_requests(samples: NDArray[np.int64], areas: NDArray[np.int64], limit: int) -> list[list[int]]:
-    """Split a part's images into requests for workers, of one to HANDED_OVER images, `limit` pixels at most."""
-    count = min(max(limit // max(int(areas[samples].max()), 1), 1), HANDED_OVER)
-    return [samples[start : start + count].tolist() for start in range(0, len(samples), count)]
 
 
 class SharedProgress:
@@ -212,7 +180,8 @@ def _described(
             left_out.update(dict.fromkeys(numbers, str(error)))
         report(len(numbers))
     rows = torch.cat(descriptors).cpu().numpy() if descriptors else np.empty((0, describer.dimensions), np.float32)
-    finite = np.isfinite(rows).all(axis=1)
     described = np.array(samples, dtype=np.int64)
-    left_out.update(dict.fromkeys(described[~finite].tolist(), NOT_FINITE))
-    return DescribedPart(described[finite], rows[finite], left_out)
+    left_out.update(dict.fromkeys(described[~np.isfinite(rows).all(axis=1)].tolist(), NOT_FINITE))
+    order = np.argsort(described)  # as in the data set, which the batches of one shape mix
+    order = order[~np.isin(described[order], [*left_out])]
+    return DescribedPart(described[order], rows[order], left_out)
