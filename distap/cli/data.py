@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from distap.cli.options import INDEX_OPTION, JSON, App, print_json
+from distap.cli.options import JSON, App, print_json
 from distap.data.shards.parallel import usable_cores
 from distap.errors import DistapError
-from distap.storage.locations import parse_source
 from distap.telemetry.terminal import print_result, print_warning, text_table, track
 
 if TYPE_CHECKING:
@@ -109,7 +108,6 @@ def pack_command(
 @data.command("index")
 def index_shards_command(
     source: SHARDS,
-    path: INDEX_OPTION = None,
     levels: Annotated[str, typer.Option(help=KEYS, show_default="from classes.txt, if it names some")] = "",
     workers: WORKERS = CORES,
 ) -> None:
@@ -120,22 +118,20 @@ def index_shards_command(
     """
     from distap.data.shards.indexing import index_shards
 
-    index, skipped = index_shards(
-        parse_source(source, path), track, workers, levels=levels.split(",") if levels else ()
-    )
+    index, skipped = index_shards(source, track, workers, levels=levels.split(",") if levels else ())
     _print_indexed(source, index)
     _print_left_out(skipped)
 
 
 @data.command("check")
-def check_command(source: SHARDS, path: INDEX_OPTION = None, workers: WORKERS = CORES) -> None:
+def check_command(source: SHARDS, workers: WORKERS = CORES) -> None:
     """Compare every shard and image with the index, and decode every image; exit status 1 if anything is damaged.
 
     The data set is not changed. The check lists damaged or missing shards and continues.
     """
     from distap.data.loading.reader import check
 
-    index, damaged = check(parse_source(source, path), workers, track)
+    index, damaged = check(source, workers, track)
     _print_left_out(index.left_out)
     for damage in damaged:
         print_result(f"{damage.name}: {damage.reason}")
@@ -149,11 +145,11 @@ def check_command(source: SHARDS, path: INDEX_OPTION = None, workers: WORKERS = 
 
 
 @data.command("stats")
-def stats_command(source: SHARDS, path: INDEX_OPTION = None, as_json: JSON = False) -> None:
+def stats_command(source: SHARDS, as_json: JSON = False) -> None:
     """Count the images, classes, images per class, bytes and left-out files of a data set."""
     from distap.data.shards.index import load_index, statistics
 
-    index = load_index(parse_source(source, path))
+    index = load_index(source)
     _print_left_out(index.left_out)
     figures = statistics(index)
     if as_json:

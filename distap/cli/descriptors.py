@@ -31,7 +31,6 @@ def extract_command(
     checkpoint: Annotated[str, options.CHECKPOINT],
     overrides: options.OVERRIDES = None,
     best: options.BEST = False,
-    index: options.INDEX_OPTION = None,
     dtype: Annotated[
         Literal["float32", "float16"], options.output(help="Number format of the stored descriptors.")
     ] = "float32",
@@ -54,7 +53,6 @@ def extract_command(
     from distap.evaluation.extraction.extracting import Describing, Extraction
     from distap.evaluation.extraction.image_describer import ImageDescriber
     from distap.processes.stopping import leave_when_asked
-    from distap.storage.locations import parse_source
     from distap.training.build import describing_of, trained_network
     from distap.world import joined_world
 
@@ -72,7 +70,7 @@ def extract_command(
 
             def opened() -> tuple[ImageDescriber, ImageSet]:
                 own = describing_of(recipe, network, world, whitening=whitening).describer
-                images = open_images(parse_source(source, index))
+                images = open_images(source)
                 return replace(own, precision=precision), images
 
             describer, images = first_on_rank_0(world, opened)

@@ -42,10 +42,6 @@ CHANGES = "Changes to the recipe, such as evaluation.sizing='side 1024' or optim
 RECIPE_ARGUMENT = Annotated[Path, typer.Argument(help=RECIPE_HELP, show_default=False)]
 OVERRIDES = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help=CHANGES, show_default=False)]
 
-INDEX_OPTION = Annotated[
-    Path | None, typer.Option("--index", help="Index file of the shards.", show_default="next to the shards")
-]
-
 # Options of one panel of --help.
 network = partial(typer.Option, rich_help_panel="Network")
 refinement = partial(typer.Option, rich_help_panel="Refinement of descriptors")

@@ -38,8 +38,6 @@ class DataSection(ImagesSection):
     train: Shards
     """Shards to train on: a folder, a pattern or a URL; or descriptors on which model.projection trains alone,
     described:FOLDER that `distap extract` wrote."""
-    train_index: Path | None = None
-    """Index file of the training shards; null takes the one next to the shards."""
     reading: Annotated[Any, Chosen("source")] = "indexed"
     """Read image by image (`indexed`), or shard by shard with weaker promises (`streamed`)."""
     image_sizes: dict[Annotated[float, Field(ge=0, lt=1)], PositiveInt] = Field({})
@@ -67,7 +65,7 @@ class DataSection(ImagesSection):
 
     @property
     def train_source(self) -> Source:
-        return parse_source(self.train, self.train_index)
+        return parse_source(self.train)
 
     @property
     def sizes(self) -> list[tuple[float, int]]:

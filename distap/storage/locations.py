@@ -48,12 +48,11 @@ _EXPECTED = (
 
 @dataclass(frozen=True)
 class Source:
-    """The shards of a data set, and the place of their index."""
+    """The shards of a data set, with their index next to them."""
 
     text: str  # as it was written
     base: str  # a folder, or the URL of one without the last slash
     pattern: str | None  # of the shards' names within the base; None means every .tar file in it
-    kept_index: Path | None = None  # a local file that takes the place of the index next to the shards
     kind: str = "shards"  # or imagefolder, hf, described, given
     rows: Any = field(default=None, compare=False, repr=False)  # the images of a data set in Python
     part: tuple[float, float] = (0.0, 1.0)  # of its classes in a fixed random order: begin and end, as shares
@@ -80,7 +79,7 @@ class Source:
 
     @property
     def index(self) -> str:
-        return str(self.kept_index) if self.kept_index else joined(self.base, self.index_name)
+        return joined(self.base, self.index_name)
 
 
 def joined(base: str, name: str) -> str:
@@ -103,11 +102,8 @@ def scheme_of(base: str) -> str:
     return url[1] if url else ""
 
 
-def parse_source(source: "str | Path | Source", index: Path | None = None) -> Source:
-    """Parse the path, glob, URL or name of a data set into a Source; return a Source unchanged.
-
-    `index` is a local file for the index, if it cannot lie next to the shards.
-    """
+def parse_source(source: "str | Path | Source") -> Source:
+    """Parse the path, glob, URL or name of a data set into a Source; return a Source unchanged."""
     if isinstance(source, Source):
         return source
     text = str(source)
@@ -118,22 +114,20 @@ def parse_source(source: "str | Path | Source", index: Path | None = None) -> So
         part = float(begin or 0), float(end or 1)
         if not 0 <= part[0] < part[1] <= 1 or whole.startswith("described:"):
             raise DistapError(f"{text}: expected images, and shares of their classes such as {whole}[:0.75]")
-        return replace(parse_source(whole, index), text=text, part=part)
+        return replace(parse_source(whole), text=text, part=part)
     kind, colon, place = text.partition(":")
     is_packed = not colon or kind not in _UNPACKED
     if text == "" or "\0" in text or not (is_packed or place):
         raise DistapError(f"data set {text!r}: expected {_EXPECTED}")
     if not is_packed:
-        if index is not None:
-            raise DistapError(f"{text}: images that are not packed need no index; leave {index} out")
         return Source(text, place.rstrip("/") or "/", None, kind=kind)
     if _URL.match(text) is None:
-        return _local_source(text, text, index)
+        return _local_source(text, text)
     scheme, host, rest = _split_url(text)
     if scheme == "file":
         if host not in ("", "localhost") or not rest:
             raise DistapError(f"{text}: a file: URL has three slashes and a whole path, such as file:///data/train")
-        return _local_source(text, unquote(rest.removeprefix("localhost")), index)
+        return _local_source(text, unquote(rest.removeprefix("localhost")))
     if scheme not in REMOTE:
         raise DistapError(f"{text}: {scheme}:// is unknown; expected {_EXPECTED}")
     is_web = scheme.startswith("http")
@@ -146,7 +140,7 @@ def parse_source(source: "str | Path | Source", index: Path | None = None) -> So
         )
     base, pattern = _split_pattern(rest)
     # The URL has the escapes of a browser; the names in the index have none.
-    return Source(text, f"{scheme}://{base}", unquote(pattern) if pattern and is_web else pattern, index)
+    return Source(text, f"{scheme}://{base}", unquote(pattern) if pattern and is_web else pattern)
 
 
 def part_of(text: str, begin: float, end: float) -> str:
@@ -179,13 +173,13 @@ def _split_url(text: str) -> tuple[str, str, str]:
     return scheme.lower(), host, rest
 
 
-def _local_source(text: str, path: str, index: Path | None) -> Source:
+def _local_source(text: str, path: str) -> Source:
     whole, parts = 0, path.split("/")  # folders that exist, whose names may hold the signs of a pattern
     with suppress(OSError):  # such as that of a pattern that is too long for a path
         while whole < len(parts) and Path("/".join(parts[: whole + 1]) or "/").is_dir():
             whole += 1
     base, pattern = _split_pattern(path, whole)
-    return Source(text, base or ("/" if path.startswith("/") else "."), pattern, index)
+    return Source(text, base or ("/" if path.startswith("/") else "."), pattern)
 
 
 def _split_pattern(path: str, whole: int = 0) -> tuple[str, str | None]:

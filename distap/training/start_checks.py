@@ -137,7 +137,7 @@ def described_once(
         plain = recipe.model_copy(update=bare)
         how = describing_of(plain, network_of(plain, world), world, shown=True)
         extract_to_folder(Extraction(how, open_images(data.train_source)), folder)
-    described = {"train": f"described:{folder}", "train_index": None, "augmentation": CropFlipColour()}
+    described = {"train": f"described:{folder}", "augmentation": CropFlipColour()}
     return recipe.model_copy(update={"data": data.model_copy(update=described)})
 
 

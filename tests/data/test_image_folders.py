@@ -12,7 +12,6 @@ from distap.data.loading.reader import check
 from distap.data.shards.index import load_index
 from distap.data.shards.indexing import index_shards
 from distap.errors import DistapError
-from distap.storage.locations import parse_source
 from distap.telemetry.runlog import read_run_log
 from distap.world import World
 
@@ -78,5 +77,3 @@ def test_what_needs_shards_or_an_index_is_refused(folders):
     source = f"imagefolder:{folders / 'test'}"
     with pytest.raises(DistapError, match="not packed are no shards"):
         index_shards(source)
-    with pytest.raises(DistapError, match="need no index"):
-        parse_source(source, folders / "index.npz")

@@ -1,4 +1,3 @@
-from pathlib import Path
 
 import pytest
 
@@ -70,7 +69,6 @@ def test_patterns_of_one_folder_have_indexes_of_their_own():
     names = [parse_source(text).index_name for text in texts]
     assert len(set(names)) == len(names)
     assert all("/" not in name and name.endswith(".index.npz") for name in names)
-    assert parse_source("s/x.tar", Path("kept.npz")).index == "kept.npz"
 
 
 def test_braces_are_expanded_and_globs_are_listed(tmp_path):

@@ -11,7 +11,7 @@ from servers import s3_files, s3_server
 from small_trainings import losses, parameters, recipe, train
 
 from distap.checkpoint.finding import opened_checkpoint
-from distap.cli import main
+from distap.data.shards.indexing import index_shards
 from distap.errors import FINISHED, RESTART, DistapError
 from distap.evaluation.saved import saved_steps
 from distap.telemetry.endpoint import Endpoint
@@ -101,23 +101,17 @@ def test_the_images_of_a_loss_that_is_not_finite_are_in_the_store_though_no_chec
     assert len(json.loads((tmp_path / "store/not_finite.jsonl").read_text())["samples"]) == 25
 
 
-def test_training_and_evaluating_over_s3_is_training_from_disk(tmp_path, training_shards, monkeypatch, capsys):
+def test_training_and_evaluating_over_s3_is_training_from_disk(tmp_path, training_shards):
     with s3_server():
         for part, folder in zip(("train", "test"), training_shards, strict=True):
             s3_files().put(f"{folder}/", f"s3://shards/{part}/", recursive=True)
         remote = {
             "train": "s3://shards/train/*.tar",
-            "train_index": str(tmp_path / "train.npz"),
             "validation": "s3://shards/test",
             "image_size": 32,
             "workers": 2,
         }
-        monkeypatch.setattr(
-            "sys.argv", ["distap", "data", "index", remote["train"], "--index", remote["train_index"]]
-        )
-        with pytest.raises(SystemExit) as end:
-            main()
-        assert not end.value.code, capsys.readouterr().err
+        index_shards(remote["train"])
         changes = {"steps": 2, "evaluation": {"every": 2}}
         local = {
             "train": str(training_shards[0]),

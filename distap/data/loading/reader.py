@@ -88,9 +88,7 @@ def open_images(source: Source | Path | str) -> ImageSet:
     """Open the images of shards, or of a local folder without index and shards."""
     source = parse_source(source)
     folder = Path(source.base)
-    is_named = (
-        source.pattern is not None or source.kept_index is not None or source.kind != "shards" or source.is_part
-    )
+    is_named = source.pattern is not None or source.kind != "shards" or source.is_part
     holds_shards = Path(source.index).exists() or next(folder.glob("*.tar"), None) is not None
     if not (source.scheme or is_named or holds_shards) and folder.is_dir():
         return ImageSet(replace(source, kind="imagefolder"), index_of_folder(source, labelled=False))

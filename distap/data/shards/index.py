@@ -94,10 +94,11 @@ class Index:
         return replace(self, **columns | {"label": np.searchsorted(chosen, columns["label"])})
 
     def save(self, source: Source | Path | str) -> None:
-        """Write the index atomically to the place that its source defines."""
-        storage, name = index_place(parse_source(source))
+        """Write the index atomically next to the shards of its source."""
+        source = parse_source(source)
         columns = {column: getattr(self, column) for column in COLUMNS}
-        storage.write(name, columns_file(version=np.array(INDEX_VERSION), **columns))
+        data = columns_file(version=np.array(INDEX_VERSION), **columns)
+        Storage(source.base).write(source.index_name, data)
 
 
 def statistics(index: Index) -> dict[str, Any]:
@@ -120,13 +121,6 @@ def statistics(index: Index) -> dict[str, Any]:
 TYPES = {name: get_args(hint)[-1] for name, hint in get_type_hints(Index).items() if name != "left_out"}
 COLUMNS = {name: np.dtype((get_args(of) or (of,))[0]).name for name, of in TYPES.items()}
 COLUMNS["class_levels"] = "table"
-
-
-def index_place(source: Source) -> tuple[Storage, str]:
-    """Return the storage that holds a data set's index, and the name of the index in this storage."""
-    if source.kept_index is None:
-        return Storage(source.base), source.index_name
-    return Storage(str(source.kept_index.parent)), source.kept_index.name
 
 
 def parse_index(data: Buffer, where: str) -> Index:
@@ -204,17 +198,16 @@ def _index_of_whole(source: Source, compare: bool) -> Index:
         return index_of_folder(source)
     if not source.scheme and Path(source.base).is_file():
         raise DistapError(f"{source}: a file, and no folder of shards; `distap data pack` packs the images of a list")
-    storage, name = index_place(source)
     try:
-        index = parse_index(storage.mapped(name), source.index)
+        index = parse_index(Storage(source.base).mapped(source.index_name), source.index)
     except MissingFileError as error:
         if not source.scheme and not Path(source.base).is_dir():
             raise DistapError(f"{source}: no such data set: there is no folder {source.base}") from error
         if not source.scheme and source.pattern is None and not any(Path(source.base).glob("*.tar")):
             remedy = f"a folder with a sub-folder a class is imagefolder:{source}, or is packed by `distap data pack`"
             raise DistapError(f"{source}: no .tar file is in it; {remedy}") from error
-        missing = f"{source.index}: no such file" if source.kept_index else f"{source}: no {name} in it"
-        raise DistapError(f"{missing}; `distap data index {source}` makes one from its shards") from error
+        remedy = f"`distap data index {source}` makes one from its shards"
+        raise DistapError(f"{source}: no {source.index_name} in it; {remedy}") from error
     if compare:
         _require_shards(source, index)
     return index

@@ -48,8 +48,9 @@ def index_shards(
         DistapError: there are no shards, or some cannot be used; the message lists all such shards.
     """
     source = parse_source(source)
-    if source.kept_index is None and source.scheme not in LISTABLE:
-        raise DistapError(f"{source}: nothing can be written behind {source.scheme}://; say where with --index PATH")
+    if source.scheme not in LISTABLE:
+        remedy = "index the same pattern on disk, and put the index next to the shards"
+        raise DistapError(f"{source}: nothing can be written behind {source.scheme}://; {remedy}")
     storage = Storage(source.base)
     names = shard_names(source, storage)
     folders = sorted({name.rpartition("/")[0] for name in names} - {""})
