@@ -5,7 +5,6 @@ from servers import web_server
 from streamed import SAMPLING, SPOILT, STEPS, png, seen, streamed, write_by_webdataset
 
 from distap.config.reading import load_recipe
-from distap.data.loading.streamed import StreamedSource
 from distap.data.sampling import RandomSampling
 from distap.data.shards.tar import DamagedShardError
 from distap.errors import DistapError
@@ -105,44 +104,3 @@ def settings_of(source, **data):
         "data": {"train": source, **data},
         "sampling": {"name": "random", "batch_size": 4},
     }
-
-
-def labels(folder, **settings):
-    """Labels and failures of a batch of every image of a folder of one shard."""
-    sampling, reading, failures = RandomSampling(batch_size=4), StreamedSource(shuffle=1, **settings), []
-    (batch,) = seen(streamed(folder, sampling=sampling, reading=reading), range(1), 4, failures)
-    return {name[-2:]: label for name, label, _ in batch}, failures
-
-
-def test_classes_are_read_from_text_json_and_keys(tmp_path):
-    annotated = {
-        0: {"txt": "cat", "json": b'{"object": {"class": "cat"}, "id": 7}'},
-        1: {"txt": "12\n", "json": b'{"object": {"class": "dog"}, "id": 12}'},
-        2: {"txt": "cat", "json": b'{"object": {"class": "cat"}, "id": 7}'},
-        3: {"txt": "dog", "json": b'{"object": {"class": "eel"}, "id": 0}'},
-    }
-    spoil = {(0, number): {**members, "cls": None} for number, members in annotated.items()}
-    folder = write_by_webdataset(tmp_path / "annotated", shards=1, images=4, spoil=spoil.items())
-
-    by_text, _ = labels(folder, label="txt")
-    assert by_text["01"] == 12
-    assert by_text["00"] == by_text["02"] != by_text["03"]
-    assert by_text["00"] == 843_079_001_574_132_759  # in every run
-    assert labels(folder, label="json", label_key="id") == ({"00": 7, "01": 12, "02": 7, "03": 0}, [])
-    nested, _ = labels(folder, label="json", label_key="object.class")
-    assert nested["00"] == nested["02"] == by_text["00"] and len(set(nested.values())) == 3
-    assert len(set(labels(folder, label="__key__")[0].values())) == 4
-
-
-def test_a_sample_without_its_class_is_left_out_and_counted(tmp_path):
-    spoil = {
-        (0, 1): {"json": b"{}"},
-        (0, 2): {"json": b"{"},
-        (0, 4): {"json": b'{"id": 1.5}'},
-        (0, 5): {"json": None},
-    }
-    rest = {(0, number): {"json": {"id": number}} for number in (0, 3, 6, 7)}
-    folder = write_by_webdataset(tmp_path / "json", shards=1, images=8, spoil=(spoil | rest).items())
-    found, failures = labels(folder, label="json", label_key="id")
-    assert found == {"00": 0, "03": 3, "06": 6, "07": 7}
-    assert failures == [(f"000.tar:{key:02d}", "missing_field") for key in (1, 2, 4, 5)]

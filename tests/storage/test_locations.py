@@ -1,4 +1,3 @@
-
 import pytest
 
 from distap.errors import DistapError

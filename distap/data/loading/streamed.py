@@ -20,7 +20,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import count
-from typing import Any
 
 import numpy as np
 import webdataset
@@ -28,21 +27,18 @@ from numpy.typing import NDArray
 from pydantic import PositiveInt
 
 from distap.data.images.decoding import DamagedImageError, EncodedImage
-from distap.data.labels import class_name
 from distap.data.loading.share import Chunk, LoadingJob, TrainingImages, failure
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import load_index
 from distap.data.shards.parallel import in_processes
-from distap.data.shards.tar import LABEL_FIELD, MAX_DIGITS, TarMember, labelled_image, read_groups
+from distap.data.shards.tar import TarMember, labelled_image, read_groups
 from distap.errors import DistapError
 from distap.randomness import permutation, seed_for
 from distap.stopwatch import Stopwatch
 from distap.storage.files import Storage
 from distap.storage.locations import shard_names
-from distap.storage.texts import parsed_json
 from distap.world import World
 
-KEY = "__key__"  # webdataset's name for the name of a sample
 SHARD_ORDER, WITHIN_SHARD = 18, 19  # first words of random keys; no two uses share one
 
 Members = dict[str, TarMember]  # the files of a sample by their endings
@@ -53,31 +49,11 @@ Found = tuple[str, str, Members]  # shard and key of a sample, its key alone, it
 class StreamedSource:
     """Read shard by shard, from first to last byte; needs no index."""
 
-    label: str = LABEL_FIELD
-    """Member of a sample that holds its class, such as cls, txt or json; or __key__, the sample's own name. A whole
-    number is the number of the class; any other text (but in cls) is the name of one."""
-    label_key: str | None = None
-    """Key of the class in a member that is JSON, with dots between the keys of nested objects."""
     shuffle: PositiveInt = 128
     """Number of a shard's images that are held in memory, as files, to draw the next from; 1 keeps their order."""
 
     def open(self, job: LoadingJob, world: World, stopwatch: Stopwatch) -> "StreamedImages":
         return StreamedImages(self, job, world, stopwatch)
-
-    def labelled(self, key: str, members: Members) -> Members:
-        """Return a sample's members with the number of its class in `cls`, as in distap's own shards."""
-        if (self.label, self.label_key) == (LABEL_FIELD, None):
-            return members
-        try:
-            value: Any = key if self.label == KEY else members[self.label].data.decode().strip()
-            if self.label_key is not None:
-                value = parsed_json(value, object)
-                for part in self.label_key.split("."):
-                    value = value[part]
-            return members | {LABEL_FIELD: TarMember("", 0, str(_class_number(value)).encode())}
-        except (KeyError, TypeError, ValueError) as error:
-            detail = f"key {key!r} has no class ({type(error).__name__}: {error})"
-            raise DamagedImageError("missing_field", detail) from error
 
 
 class StreamedImages(TrainingImages):
@@ -174,7 +150,7 @@ def _chunk(streams: list[Stream], parts: list[range], number: int) -> Chunk:
     for slot in parts[part]:
         for name, key, members in stream.candidates(step):
             try:
-                label, image, _ = labelled_image(key, stream.source.labelled(key, members))
+                label, image, _ = labelled_image(key, members)
                 pixels.append(stream.job.augmented(EncodedImage(image.data, name=name), step, slot).numpy())
             except DamagedImageError as error:
                 failures.append(failure(name, error))
@@ -191,12 +167,3 @@ def _chunk(streams: list[Stream], parts: list[range], number: int) -> Chunk:
 def number_of(name: str) -> int:
     """Hash a name to 63 bits, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(name.encode(errors="backslashreplace"), digest_size=8).digest()) >> 1
-
-
-def _class_number(value: Any) -> int:
-    """Return a class's number: a whole number itself, or a number for its name, the same in every run."""
-    name = class_name(value)
-    if not name:
-        raise ValueError(f"its label {value!r:.40} stands for no class")
-    is_number = name == "0" or (name.isdecimal() and name.isascii() and name[0] != "0" and len(name) <= MAX_DIGITS)
-    return int(name) if is_number else number_of(name) % 10**MAX_DIGITS
