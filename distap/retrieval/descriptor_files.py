@@ -88,7 +88,9 @@ def write_described(
         about: more entries for the record.
     """
     columns = {KEYS_FILE: descriptors.keys, CLASSES_FILE: descriptors.classes}
-    texts = {name: partial(np.save, arr=column, allow_pickle=False) for name, column in columns.items()}
+    texts: dict[str, Callable[[BinaryIO], Any]] = {
+        name: partial(np.save, arr=column, allow_pickle=False) for name, column in columns.items()
+    }
     identities: dict[str, dict[str, Any]] = {}
     try:
         (folder / ABOUT_FILE).unlink(missing_ok=True)

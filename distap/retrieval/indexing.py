@@ -1,14 +1,12 @@
 """Build, write, read and search Faiss indexes over descriptors, and compare them with exact search.
 
 A factory string such as `OPQ64,IVF4096,PQ64` lists the parts of an index from its first transformation to its codes
-(https://github.com/facebookresearch/faiss/wiki/The-index-factory). A named kind of index is a factory string, with
-search parameters, whose numbers follow from the size of the gallery.
+(https://github.com/facebookresearch/faiss/wiki/The-index-factory). A named kind is one, with search parameters.
 
 Faiss trusts its files, and a damaged one can crash the process. So size and SHA-256 are compared before Faiss reads a
 byte.
 """
 
-import math
 import re
 import threading
 import time
@@ -143,24 +141,10 @@ def read_index(folder: Path) -> SearchIndex:
     return SearchIndex(index, keys, classes, described_by, about["data"], about)
 
 
-def ivf_pq(images: int, dimensions: int) -> tuple[str, str]:
-    """Return the settings of the smallest index: product-quantised codes (Jégou et al. 2011) in inverted lists.
-
-    About 4 √N lists have at least 39 descriptors each; a search reads a sixteenth of them, at least 8. A code has one
-    part for every two dimensions, at most 256, of 8 bits, or fewer if there are under 1,024 descriptors.
-    """
-    lists = 2 ** int(math.log2(max(min(4 * math.sqrt(images), images / 39), 1)))
-    parts = max(part for part in range(1, max(min(dimensions // 2, 256), 1) + 1) if dimensions % part == 0)
-    bits = min(8, max(int(math.log2(max(images, 2) / 4)), 1))
-    # np: without polysemous training, a slow preparation for a filter that we do not use
-    return f"IVF{lists},PQ{parts}x{bits}np", f"nprobe={min(max(lists // 16, 8), lists)}"
-
-
-# Factory string and search parameters by the number of images and of dimensions.
-KINDS: dict[str, Callable[[int, int], tuple[str, str]]] = {
-    "flat": lambda *_: ("Flat", ""),  # exact: all descriptors in float32
-    "ivf-pq": ivf_pq,
-    "hnsw": lambda *_: ("HNSW32", "efConstruction=100,efSearch=64"),  # graph of neighbours (Malkov and Yashunin 2018)
+# Factory string and search parameters.
+KINDS = {
+    "flat": ("Flat", ""),  # exact: all descriptors in float32
+    "hnsw": ("HNSW32", "efConstruction=100,efSearch=64"),  # graph of neighbours (Malkov and Yashunin 2018)
 }
 
 
@@ -181,7 +165,7 @@ def build_index(
     images, dimensions = values.shape
     if not images or not dimensions:
         raise DistapError(f"there is nothing to index in descriptors of shape {values.shape}")
-    factory, derived = KINDS[kind](images, dimensions) if kind in KINDS else (kind, "")
+    factory, derived = KINDS.get(kind, (kind, ""))
     search = ",".join(part for part in (derived, search) if part)
     started = time.perf_counter()
     installed_faiss()
@@ -193,9 +177,6 @@ def build_index(
             faiss.ParameterSpace().set_index_parameters(index, search)  # it takes text
         ivf: Any = faiss.try_extract_index_ivf(index)
         sample = max(SAMPLE_ROWS, SAMPLE_ROWS_OF_A_LIST * (ivf.nlist if ivf else 0))
-        if kind == "ivf-pq":  # its settings suit a small gallery, so Faiss need not warn of it
-            codes: Any = faiss.downcast_index(ivf)
-            codes.cp.min_points_per_centroid = codes.pq.cp.min_points_per_centroid = 1
         if not index.is_trained:
             rows = np.sort(permutation(images, 0)[: min(sample, max(SAMPLE_NUMBERS // dimensions, 1))])
             index.train(on_device(values[rows], what="sampled descriptor").numpy())
@@ -230,7 +211,7 @@ def search_index(
     Args:
         keys: (N,) names of the images; None takes the numbers of the rows.
         classes: (N,) names of their classes; None for none.
-        kind: `flat`, `hnsw`, `ivf-pq` or a factory string of Faiss; `search` has its parameters, see `build_index`.
+        kind: `flat`, `hnsw` or a factory string of Faiss; `search` has its parameters, see `build_index`.
         dot_product: take descriptors of any length, and rank by the dot product.
     Raises:
         DistapError: the shapes do not fit, a descriptor is not finite or has another length, or Faiss cannot build

@@ -46,7 +46,7 @@ def test_hits_are_those_of_all_similarities(gallery, searcher):
         assert (hit.key, hit.class_name) == (described.keys[hit.row], described.classes[hit.row])
 
 
-@pytest.mark.parametrize("kind", ["flat", "ivf-pq", "IVF1,PQ48x3np,Refine(SQfp16)"])
+@pytest.mark.parametrize("kind", ["flat", "IVF1,PQ48x3np,Refine(SQfp16)"])
 def test_a_key_finds_what_its_image_finds_but_for_itself(tmp_path, gallery, kind):
     searcher = open_searcher(index_to(gallery, tmp_path / "index", kind), gallery.run, world=World())
     key = str(searcher.index.keys[3])

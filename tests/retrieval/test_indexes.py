@@ -105,14 +105,6 @@ def test_any_of_exact_duplicates_is_found(gallery):
     assert measure_recall(build_index(described(values), "flat").index, values)["recall"] == 1
 
 
-@pytest.mark.parametrize("images", [2, 5, 40, 300])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_settings_of_a_kind_fit_any_gallery(capfd, images, kind):
-    values = clustered(images, 12, 5)
-    assert build_index(values, kind).index.search(values.descriptors[:1], 1)[1].shape == (1, 1)
-    assert not capfd.readouterr().err  # Faiss warns of too few descriptors
-
-
 def test_search_parameters_override_those_of_a_kind(gallery):
     built = build_index(gallery, "hnsw", "efSearch=17")
     assert (built.index.hnsw.efSearch, built.index.hnsw.efConstruction) == (17, 100)
