@@ -18,7 +18,7 @@ DATA = (
     "option for several."
 )
 GALLERY_SET = "Shards to search in; the images of each data set are the queries."
-DISTRACTORS = "Shards, to a set with a ground truth, or descriptors, to any: right for no query."
+DISTRACTORS = "Descriptors to add to the gallery, right for no query: files, or folders of `distap extract`."
 TRUTH = "JSON file that says for each query which images are right; see the guide on retrieval."
 DRAWS = "Draw a gallery of one image per class this many times, query the others, and average the figures."
 QUERY_EXPANSION = "Move each query towards its neighbours, weighted by similarity to this power; 0 weighs all alike."

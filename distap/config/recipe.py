@@ -112,8 +112,6 @@ class EvaluatedSet(Section):
     """File that says for each image of `data` which ones are right, as `distap eval --truth` reads it."""
     figures: tuple[str, ...] = ()
     """Names of the figures to compute, such as [mAP, R@1, H-AP]; none takes those of the set's protocol."""
-    distractors: tuple[str, ...] = ()
-    """Shards to add to the gallery of a data set with a ground truth."""
     sizing: SizingText | None = None
     """Scale images in this way; null takes evaluation.sizing."""
     scales: Scales | None = None

@@ -36,7 +36,7 @@ def open_set(
 
     Args:
         name: name of the set in results; None takes the last part of `where`.
-        distractors: shards to add to a gallery with a ground truth, or descriptors (see `open_parts`) to any gallery.
+        distractors: files and folders of descriptors to add to the gallery, see `open_parts`.
         gallery: shards with classes to search in; None searches all other images of the set itself.
         truth: file that says for each query what is right, see `distap.evaluation.ground_truth`.
         gallery_draws: draw a gallery of one image per class this many times, and query the others; 0 draws none.
@@ -45,8 +45,11 @@ def open_set(
     figures_named(figures)  # raises for an unknown one
     source = parse_source(where)
     name = name or Path(source.base).name or "data"
-    shards = [path for path in distractors if not holds_descriptors(path)]
-    more: dict[str, Any] = {"distractors": tuple(path for path in distractors if path not in shards)}
+    if others := [path for path in distractors if not holds_descriptors(path)]:
+        raise DistapError(
+            f"{others[0]}: no descriptors in it; as distractors, give what `distap extract` writes of it"
+        )
+    more: dict[str, Any] = {"distractors": tuple(distractors)}
 
     def opened(part: Source | str) -> ImageSet:
         own = parse_source(part)
@@ -65,13 +68,11 @@ def open_set(
     if gallery_draws and (known or among):
         raise DistapError(f"{source}: its gallery is known, so that none is drawn: leave gallery_draws out")
     if known:
-        of_part = {part: opened(part) for part in (*asked, *among, *shards)}
-        queries, parts = ([of_part[part] for part in own] for own in (asked, [*among, *shards]))
+        of_part = {part: opened(part) for part in (*asked, *among)}
+        queries, parts = ([of_part[part] for part in own] for own in (asked, among))
         if truth is not None and (not among or parts[0].index.fingerprint == queries[0].index.fingerprint):
-            parts = [*queries, *parts[len(among) :]]
+            parts = queries
         return EvaluationSet(name, tuple(queries), tuple(figures) or known.figures, tuple(parts), known, **more)
-    if shards:
-        raise DistapError(f"{source}: distractors need a ground truth, but {truth_file} is not there")
     pair = folder.with_name(f"{folder.name.removesuffix('query')}gallery")  # as `distap data pack` names them
     if folder.name.endswith("query") and is_whole and pair.is_dir() and not among and not gallery_draws:
         raise DistapError(

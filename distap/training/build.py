@@ -137,7 +137,7 @@ def sets_of(recipe: Recipe) -> dict[str, EvaluationSet]:
         return {}
     of_own: dict[str, Any] = {name: getattr(data, name) for name in ("gallery", "gallery_draws")}
     own = open_set(data.validation, **of_own, figures=recipe.evaluation.figures)
-    keys = *of_own, "figures", "distractors", "truth"
+    keys = *of_own, "figures", "truth"
     return {str(data.validation): own} | {
         name: open_set(other.data, name, **{key: getattr(other, key) for key in keys})
         for name, other in recipe.evaluation.also.items()
