@@ -193,23 +193,21 @@ class FilesBeside:
     storage: Storage
     run: Path
     patterns: tuple[str, ...]
-    _sent: dict[str, tuple[int, int]] = field(default_factory=dict)  # size and time of each file, as sent
+    _sent: set[str] = field(default_factory=set)  # names of the files that are there
 
     def send(self) -> None:
-        """Upload changed files and remove deleted ones from the store; only log a failure."""
+        """Upload the files and remove deleted ones from the store; only log a failure."""
         try:
             here = {f.relative_to(self.run).as_posix() for pattern in self.patterns for f in self.run.glob(pattern)}
             for name in sorted(here):
                 # The training replaces its evaluations meanwhile.
                 with suppress(FileNotFoundError, MissingFileError):
-                    version = _version(self.run / name)
-                    if self._sent.get(name) != version:
-                        self.storage.upload(name, self.run / name)
-                        self._sent[name] = version
+                    self.storage.upload(name, self.run / name)
+                    self._sent.add(name)
             # Remove only what came from here: others may use the same folder.
-            for name in sorted(self._sent.keys() - here):
+            for name in sorted(self._sent - here):
                 self.storage.remove(name)
-                del self._sent[name]
+                self._sent.remove(name)
         except (OSError, DistapError) as error:
             logger.warning("not in the store, but in %s: %s", self.run, error)
 
@@ -219,9 +217,4 @@ class FilesBeside:
             if ".." in name.split("/"):
                 continue
             write_whole(self.run / name, self.storage.read_whole(name))
-            self._sent[name] = _version(self.run / name)
-
-
-def _version(file: Path) -> tuple[int, int]:
-    status = file.stat()
-    return status.st_size, status.st_mtime_ns
+            self._sent.add(name)
