@@ -312,7 +312,7 @@ class GPUBenchmark(harness.Benchmark):
             on_device, truth = others.to(device), Truth(gallery, rows_of, parts=parts, device=device)
             actions: dict[str, Callable[[], object]] = {
                 f"all pairs of {images:,}": partial(
-                    evaluate_descriptors, own, own, class_truth(theirs), LABELLED_FIGURES, 10
+                    evaluate_descriptors, own, own, class_truth(theirs), LABELLED_FIGURES
                 ),
                 f"70 queries, {gallery:,} images": partial(
                     evaluate_descriptors, queries, on_device, truth, OF_LANDMARKS

@@ -20,7 +20,7 @@ from distap.randomness import permutation
 from distap.storage.locations import part_of
 
 TRAIN, TEST = ("train", "training"), ("test", "validation", "val", "valid")  # names of folders
-LISTS = (".csv", ".tsv", ".parquet")  # of images, which `distap data pack` reads
+LISTS = (".csv", ".tsv")  # of images, which `distap data pack` reads
 HELD_OUT, LEAST_TO_HOLD_OUT = 0.25, 20  # share of the classes that is held out if no set is, and of how many
 SIZES_LOOKED_AT = 200  # images whose size is looked at if the index does not say it
 MANY_CLASSES = 100  # with fewer, a batch of every class has many images of each

@@ -67,7 +67,7 @@ def convert_command(
 
 @data.command("pack")
 def pack_command(
-    source: Annotated[Path, typer.Argument(help="A folder with a sub-folder per class, or a CSV or Parquet file.")],
+    source: Annotated[Path, typer.Argument(help="A folder with a sub-folder per class, or a CSV file.")],
     output: Annotated[Path, typer.Argument(help="Folder to write; it must be new or empty.")],
     images_per_shard: IMAGES_PER_SHARD = 1000,
     shuffle: SHUFFLE_OPTION = None,
@@ -82,8 +82,8 @@ def pack_command(
 ) -> None:
     """Pack images into WebDataset tar shards with an index next to them.
 
-    A CSV (with commas, semicolons or tabs) or a Parquet file has columns by these names: path or filename, relative
-    to the file; label or class; and optionally level1 (or group) to level9, ever coarser classes that hold the class,
+    A CSV (with commas, semicolons or tabs) has columns by these names: path or filename, relative to the file; label
+    or class; and optionally level1 (or group) to level9, ever coarser classes that hold the class,
     and split, each packed as OUTPUT/SPLIT, such as train, test-query and test-gallery. Images are packed byte for
     byte. Every file that is left out, such as an image that is cut short or missing, is counted by the reason. OUTPUT
     appears when it is complete.

@@ -178,8 +178,9 @@ class DescribedSet:
 
     def _retrieved(self, result: Evaluated, neighbours: NDArray[np.int64]) -> Retrieved:
         first = len(self.asking) if self.of.gallery else 0  # row of the gallery's first image
-        found = (own.cpu().numpy() for own in (result.values["mAP"], result.first_positive))
-        return Retrieved(self.rows, self.keys[self.rows], self.classes[self.rows], *found, neighbours + first)
+        found = result.values["mAP"].cpu().numpy(), result.first_positive.cpu().numpy()
+        of_images = self.rows, self.keys[self.rows], self.classes[self.rows]
+        return Retrieved(*of_images, *found, neighbours + first)
 
     def _rows(self) -> Iterator[tuple[Any, Any]]:
         """Yield the rows of queries and of the gallery in each draw."""

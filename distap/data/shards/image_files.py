@@ -1,4 +1,4 @@
-"""List images to pack into shards: a folder with a sub-folder per class, or a CSV or Parquet file.
+"""List images to pack into shards: a folder with a sub-folder per class, or a CSV file.
 
 Every file that is found is either listed as an image or reported as left out, with the reason.
 """
@@ -94,7 +94,7 @@ class Listing(NamedTuple):
 def list_images(
     source: Path, nested: Nested | None = None, renamed: Mapping[str, str] = MappingProxyType({})
 ) -> Listing:
-    """List the images of a folder with a sub-folder per class, or of a CSV or Parquet file.
+    """List the images of a folder with a sub-folder per class, or of a CSV file.
 
     The columns are found by their names: path or filename, label or class, and optionally level1 (or group),
     level2 and so on (coarser classes that hold the class), and split, which cuts the images into parts; others are
@@ -112,7 +112,7 @@ def list_images(
     elif source.is_file():
         listing, expected = _in_list(source, renamed), "lines of path,label"
     else:
-        raise DistapError(f"{source}: no such folder, CSV or Parquet file")
+        raise DistapError(f"{source}: no such folder or CSV file")
     return _not_empty(listing, f"{source}: the data set is empty; expected {expected}")
 
 
@@ -166,7 +166,7 @@ def _in_folders(source: Path, nested: Nested | None) -> Listing:
 
 
 def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
-    """List the images of a CSV or Parquet file by its columns, without those that have no class."""
+    """List the images of a CSV file by its columns, without those that have no class."""
     columns, rows = read_list(source, renamed)
     wanted = ["label", "split", *(column for column in columns if column.startswith("level"))]
     found, left_out, lines = list[ImageFile](), list[Skipped](), dict[Path, str]()

@@ -1,4 +1,4 @@
-"""Read lists of images: lines of cells, and named columns of a CSV or Parquet file."""
+"""Read lists of images: lines of cells, and named columns of a CSV file."""
 
 import csv
 import sys
@@ -78,9 +78,19 @@ def read_list(source: Path, renamed: Mapping[str, str]) -> tuple[Sequence[str], 
     """
     if unknown := sorted(set(renamed) - set(COLUMN_NAMES)):
         raise DistapError(f"--columns {unknown[0]}: no such column; expected some of {', '.join(COLUMN_NAMES)}")
-    with source.open("rb") as file:
-        is_parquet = file.read(4) == b"PAR1"
-    return _parquet(source, renamed) if is_parquet else _csv(source, renamed)
+    with source.open(errors="replace") as file:
+        first = file.readline()
+    lines = read_lines(source, max(",;\t", key=first.count))
+    heading = next(lines, ListLine(source, 1, ["path", "label"])).cells
+    places, width = _places(source, heading, renamed), len(heading)
+
+    def rows() -> Iterator[Row]:
+        for line in lines:
+            if len(line.cells) != width:
+                raise line.wrong(f"{len(line.cells)} columns, expected {width}: {','.join(heading)}")
+            yield line.where, {column: line.cells[place] for column, place in places.items()}
+
+    return list(places), rows()
 
 
 def _places(source: Path, names: Sequence[str], renamed: Mapping[str, str]) -> dict[str, int]:
@@ -102,35 +112,3 @@ def _places(source: Path, names: Sequence[str], renamed: Mapping[str, str]) -> d
                 "label or class, optionally level1 or group, level2 to level9, split, or other names by --columns"
             )
     return places
-
-
-def _csv(source: Path, renamed: Mapping[str, str]) -> tuple[Sequence[str], Iterator[Row]]:
-    with source.open(errors="replace") as file:
-        first = file.readline()
-    lines = read_lines(source, max(",;\t", key=first.count))
-    heading = next(lines, ListLine(source, 1, ["path", "label"])).cells
-    places, width = _places(source, heading, renamed), len(heading)
-
-    def rows() -> Iterator[Row]:
-        for line in lines:
-            if len(line.cells) != width:
-                raise line.wrong(f"{len(line.cells)} columns, expected {width}: {','.join(heading)}")
-            yield line.where, {column: line.cells[place] for column, place in places.items()}
-
-    return list(places), rows()
-
-
-def _parquet(source: Path, renamed: Mapping[str, str]) -> tuple[Sequence[str], Iterator[Row]]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise DistapError(f"{source}: reading Parquet needs pyarrow: pip install 'distap[parquet]'") from error
-    try:
-        names = parquet.read_schema(source).names
-        places = _places(source, names, renamed)
-        table = parquet.read_table(source, columns=[names[place] for place in places.values()])
-    except (ArrowException, OSError) as error:
-        raise DistapError(f"{source}: not a Parquet file that can be read: {error}") from error
-    rows = zip(*(table.column(names[place]).to_pylist() for place in places.values()), strict=True)
-    named = (dict(zip(places, row, strict=True)) for row in rows)
-    return list(places), ((f"{source}, row {number}", row) for number, row in enumerate(named, 1))
