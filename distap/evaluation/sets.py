@@ -15,7 +15,7 @@ from distap.evaluation.extraction.extracting import Describing
 from distap.evaluation.ground_truth import read_truth
 from distap.retrieval.figures import LABELLED_FIGURES, figures_named
 from distap.retrieval.refinement import Refinement
-from distap.retrieval.row_blocks import holds_descriptors
+from distap.retrieval.row_blocks import open_parts
 from distap.storage.locations import Source, parse_source
 from distap.telemetry.terminal import figures_table, print_result
 
@@ -45,10 +45,7 @@ def open_set(
     figures_named(figures)  # raises for an unknown one
     source = parse_source(where)
     name = name or Path(source.base).name or "data"
-    if others := [path for path in distractors if not holds_descriptors(path)]:
-        raise DistapError(
-            f"{others[0]}: no descriptors in it; as distractors, give what `distap extract` writes of it"
-        )
+    open_parts(distractors, None)  # raises for what holds none
     more: dict[str, Any] = {"distractors": tuple(distractors)}
 
     def opened(part: Source | str) -> ImageSet:

@@ -201,12 +201,15 @@ class DescriptorParts:
 
 
 def open_parts(
-    paths: Sequence[Path | str], dimensions: int, dot_product: bool = False, described_by: DescribedBy | None = None
+    paths: Sequence[Path | str],
+    dimensions: int | None,
+    dot_product: bool = False,
+    described_by: DescribedBy | None = None,
 ) -> DescriptorParts | None:
     """Open files of descriptors, and folders of such files; return None if there is no path.
 
     Args:
-        dimensions: C, which all must have.
+        dimensions: C, which all must have; None takes any.
         dot_product: see `given_rows`.
         described_by: what folders of `distap extract` must have been described by; None takes any.
     Raises:
@@ -216,15 +219,9 @@ def open_parts(
     for name, rows in parts:
         if len(rows.shape) != 2 or rows.dtype.name not in FLOATS:
             raise DistapError(f"{name}: {rows.dtype} of shape {rows.shape}; expected descriptors (N, C)")
-        if rows.shape[1] != dimensions:
+        if dimensions not in (None, rows.shape[1]):
             raise DistapError(f"{name}: descriptors of {rows.shape[1]} dimensions, expected {dimensions}")
     return DescriptorParts(parts, dot_product) if parts else None
-
-
-def holds_descriptors(path: Path | str) -> bool:
-    """Return whether a path is a file of descriptors, or a folder that holds some."""
-    path = Path(path)
-    return path.suffix in PART_SUFFIXES or (path / ABOUT_FILE).exists() or bool(_files(path))
 
 
 def _files(folder: Path) -> list[Path]:

@@ -350,7 +350,7 @@ def test_a_folder_of_photographs_is_evaluated_by_a_truth_of_a_few_lines(
 
 
 def test_what_cannot_be_evaluated_says_why(converted, training_shards, tmp_path):
-    with pytest.raises(DistapError, match="no descriptors in it; as distractors, give what `distap extract` writes"):
+    with pytest.raises(DistapError, match=r"no descriptors in it; expected \.npy"):
         open_set(str(training_shards[1]), distractors=[str(training_shards[0])])
     with pytest.raises(DistapError, match="says nothing of classes"):
         open_set(str(converted / "source/roxford5k/jpg"))
