@@ -14,18 +14,15 @@ import numpy as np
 import pytest
 import webdataset
 from PIL import Image
-from servers import web_server
 
 from benchmarks.photos import pack
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import COLUMNS, load_index
-from distap.data.shards.indexing import index_shards, scan_shard
+from distap.data.shards.indexing import index_shards
 from distap.data.shards.tar import TAR_BLOCK, read_samples
 from distap.errors import DistapError
 from distap.storage import files
-from distap.storage.files import Storage
-from distap.storage.remotes import UnreachableError
 
 FORMATS = {"pax": tarfile.PAX_FORMAT, "gnu": tarfile.GNU_FORMAT, "ustar": tarfile.USTAR_FORMAT}
 LONG = "a-folder-with-a-name-of-some-length/" * 3
@@ -290,15 +287,6 @@ def test_all_damaged_shards_are_listed(shards):
 )
 def test_an_incomplete_sample_is_refused_by_shard_and_key(members, message):
     assert message in refusal(archive(members))
-
-
-def test_what_cannot_be_reached_is_not_called_damaged(shards):
-    with web_server(shards) as server:
-        server.faults = ["503"] * 100
-        with pytest.raises(UnreachableError, match="5 attempts failed"):
-            scan_shard(Storage(server.url), "000000.tar")
-        server.faults = []
-        assert len(scan_shard(Storage(server.url), "000000.tar").columns["key"]) == 4
 
 
 def test_samples_without_a_readable_image_are_left_out_and_listed(tmp_path):

@@ -1,7 +1,6 @@
 import json
 import sys
 from collections import Counter
-from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -193,11 +192,6 @@ def counts(folder):
     return dict(Counter(index.class_name[index.label].tolist()))
 
 
-def some_image(source):
-    """One image of the tree that a list names."""
-    return sorted(path for path in source.rglob("*") if path.is_file() and path.read_bytes()[:2] == b"\xff\xd8")[0]
-
-
 def test_every_data_set_has_a_tree():
     assert set(TREES) == set(EXPECTED) == set(DATASETS)
 
@@ -258,15 +252,6 @@ def test_the_species_of_inaturalist_have_their_whole_tree_if_it_lies_there(tree,
         (source / "categories.json").write_text(json.dumps(left))
         with pytest.raises(DistapError, match=message):
             convert("inaturalist", source, tmp_path / "other", only=["test"])
-
-
-@pytest.mark.parametrize("name", ["sop", "landmarks-clean"])
-def test_a_missing_image_is_counted_and_listed(name, tree, tmp_path):
-    source, output = tree(name), tmp_path / "out"
-    lost = some_image(source)
-    lost.unlink()
-    left_out = [skipped for _, others in convert(name, source, output).values() for skipped in others]
-    assert [(unquote(path), reason) for path, reason in left_out] == [(str(lost), "listed images that are not there")]
 
 
 @pytest.mark.parametrize(("name", "file", "old", "new", "message"), WRONG_LINES)
