@@ -8,7 +8,7 @@ from pathlib import Path
 
 from distap.checkpoint.agreement import on_all
 from distap.checkpoint.checkpoints import NAME, Checkpoint, Checkpoints
-from distap.checkpoint.manifest import DamagedCheckpointError, verify_files
+from distap.checkpoint.manifest import MANIFEST_FILE, DamagedCheckpointError
 from distap.errors import DistapError, logger
 from distap.storage.files import Storage
 from distap.storage.locations import parse_store, scheme_of
@@ -103,7 +103,9 @@ def _verified(checkpoints: Checkpoints, name: str, download: Path, world: World)
                 checkpoints.fetch(name, names, folder)
             except OSError as error:
                 raise DistapError(f"{folder}: no checkpoint can be downloaded to there: {error}; see run") from error
-        verify_files(folder, manifest, names, where)
+        for file in names:
+            if told := manifest.files[file].difference(folder / file, MANIFEST_FILE):
+                raise DamagedCheckpointError(where, f"{file} is not the file that was written: {told}")
 
     on_all(world, verify, mine=is_on_disk or world.local_rank == 0)
     return Checkpoint(folder, checkpoints.manifest(name), where)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,13 +77,6 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         return Manifest(files=files, **content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(where, f"{MANIFEST_FILE}: {type(error).__name__}: {error}") from error
-
-
-def verify_files(folder: Path, manifest: Manifest, names: Iterable[str], where: str) -> None:
-    """Raise a DamagedCheckpointError at the first of these files that is not as the manifest says."""
-    for name in names:
-        if told := manifest.files[name].difference(folder / name, MANIFEST_FILE):
-            raise DamagedCheckpointError(where, f"{name} is not the file that was written: {told}")
 
 
 def _text(content: dict[str, Any]) -> str:

@@ -26,7 +26,6 @@ from distap.randomness import permutation
 from distap.retrieval import descriptor_files as files
 from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet, Texts, read_described, reading
 from distap.retrieval.row_blocks import given_rows, installed_faiss, nearest, on_device, row_blocks, without_rows
-from distap.storage.atomic import refuse_foreign
 
 faiss = installed_faiss()
 INDEX_FILE = "index.faiss"
@@ -121,10 +120,14 @@ def write_index(folder: Path, index: SearchIndex, descriptors: DescriptorSet) ->
 
 def require_free_for_index(folder: Path) -> None:
     """Raise a DistapError if a folder holds descriptors, whose files an index would replace, or other files."""
-    if (folder / files.DESCRIPTORS_FILE).exists():
+    held = folder.iterdir() if folder.is_dir() else [folder] if folder.exists() else []
+    found = {path.name for path in held}
+    if files.DESCRIPTORS_FILE in found:
         raise DistapError(f"{folder}: holds descriptors; name another folder for the index")
-    if not (folder / INDEX_FILE).exists():
-        refuse_foreign(folder, {INDEX_FILE, files.KEYS_FILE, files.CLASSES_FILE, files.ABOUT_FILE})
+    foreign = sorted(found - {INDEX_FILE, files.KEYS_FILE, files.CLASSES_FILE, files.ABOUT_FILE})
+    if foreign and INDEX_FILE not in found:
+        some = ", ".join(foreign[:3])
+        raise DistapError(f"{folder}: {some} would be lost; move it elsewhere, or name a new folder")
 
 
 def read_index(folder: Path) -> SearchIndex:

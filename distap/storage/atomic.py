@@ -3,7 +3,7 @@
 import errno
 import hashlib
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,14 +42,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         aside.unlink(missing_ok=True)
         raise
     sync_path(path.parent)
-
-
-def refuse_foreign(folder: Path, own: Collection[str]) -> None:
-    """Raise a DistapError if a folder to be replaced holds other files than `own`, or is a file."""
-    found = folder.iterdir() if folder.is_dir() else [folder] if folder.exists() else []
-    if foreign := sorted({path.name for path in found}.difference(own)):
-        some = f"{', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}"
-        raise DistapError(f"{folder}: {some} would be lost; move it elsewhere, or name a new folder")
 
 
 def require_free(folder: Path) -> None:

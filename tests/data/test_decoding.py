@@ -13,7 +13,7 @@ from PIL import Image, ImageFile, ImageOps
 
 from benchmarks.photos import jpeg, photo
 from distap.data.images import decoding
-from distap.data.images.decoding import DamagedImageError, EncodedImage, NoReaderError, decode, image_size
+from distap.data.images.decoding import DamagedImageError, EncodedImage, NoReaderError, image_size
 from distap.data.images.formats import readable_formats
 from distap.data.loading.share import failure
 from distap.data.sizing import reduction
@@ -33,6 +33,10 @@ def turned(orientation: int) -> Image.Exif:
     exif = Image.Exif()
     exif[ORIENTATION] = orientation
     return exif
+
+
+def decode(data: bytes, **limits) -> Image.Image:
+    return EncodedImage(data, **limits).whole()
 
 
 def pixels(image) -> np.ndarray:

@@ -59,11 +59,6 @@ def image_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
         return _open(mended(data), max_pixels).size
 
 
-def decode(data: bytes, max_pixels: int = MAX_PIXELS, name: str = "an image") -> Image.Image:
-    """Decode an image file, upright and RGB; `EncodedImage` lists the errors."""
-    return EncodedImage(data, max_pixels, name).whole()
-
-
 def image_file(image: Any) -> bytes:
     """Return the bytes of an image's file; pixels become a PNG, which is lossless.
 

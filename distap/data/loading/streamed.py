@@ -155,15 +155,12 @@ def _chunk(streams: list[Stream], parts: list[range], number: int) -> Chunk:
             except DamagedImageError as error:
                 failures.append(failure(name, error))
             else:
-                samples.append(number_of(name))
+                # A number of 63 bits, the same on every machine.
+                hashed = hashlib.blake2b(name.encode(errors="backslashreplace"), digest_size=8)
+                samples.append(int.from_bytes(hashed.digest()) >> 1)
                 labels.append(label)
                 names.append(name)
                 break
     traffic = stream.storage.meter.copy()
     stream.storage.meter.clear()
     return Chunk(np.stack(pixels), samples, np.array(labels), names, failures, traffic)
-
-
-def number_of(name: str) -> int:
-    """Hash a name to 63 bits, the same on every machine."""
-    return int.from_bytes(hashlib.blake2b(name.encode(errors="backslashreplace"), digest_size=8).digest()) >> 1

@@ -92,7 +92,10 @@ class Listing(NamedTuple):
 
 
 def list_images(
-    source: Path, nested: Nested | None = None, renamed: Mapping[str, str] = MappingProxyType({})
+    source: Path,
+    nested: Nested | None = None,
+    renamed: Mapping[str, str] = MappingProxyType({}),
+    labelled: bool = True,
 ) -> Listing:
     """List the images of a folder with a sub-folder per class, or of a CSV file.
 
@@ -106,27 +109,21 @@ def list_images(
             innermost folder, no two of which may have one name; `merge`, the same, but folders of one name are one
             class; `path`, all folders; `levels`, as `leaf`, in coarser classes that those above name. None refuses.
         renamed: the list's own names of columns, such as {"label": "sku"}.
+        labelled: whether images have a class; False lists all in a folder and below.
     """
-    if source.is_dir():
+    if not labelled:
+        paths, left_out = walk_images(source)
+        listing = Listing([ImageFile(path, "") for path in paths], left_out, source)
+        expected = f"{', '.join(readable_formats())} files or shards"
+    elif source.is_dir():
         listing, expected = _in_folders(source, nested), "one sub-folder a class, with images in it"
     elif source.is_file():
         listing, expected = _in_list(source, renamed), "lines of path,label"
     else:
         raise DistapError(f"{source}: no such folder or CSV file")
-    return _not_empty(listing, f"{source}: the data set is empty; expected {expected}")
-
-
-def list_unlabelled(folder: Path) -> Listing:
-    """List the images in a folder and below, which have no class."""
-    paths, left_out = walk_images(folder)
-    listing = Listing([ImageFile(path, "") for path in paths], left_out, folder)
-    expected = f"expected {', '.join(readable_formats())} files"
-    return _not_empty(listing, f"{folder}: no image in it, nor shards; {expected}")
-
-
-def _not_empty(listing: Listing, problem: str) -> Listing:
     if not listing.images:
-        raise DistapError(problem + "".join(f"\nleft out: {line}" for line in counted(listing.left_out)))
+        told = "".join(f"\nleft out: {line}" for line in counted(listing.left_out))
+        raise DistapError(f"{source}: the data set is empty; expected {expected}{told}")
     return listing
 
 

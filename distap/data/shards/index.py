@@ -20,7 +20,6 @@ from distap.data.shards.image_files import (
     ImageFile,
     levels_of_each_class,
     list_images,
-    list_unlabelled,
     look_at_all,
     sort_classes,
 )
@@ -218,7 +217,7 @@ def index_of_folder(source: Source, labelled: bool = True) -> Index:
     folder = Path(source.base)
     if not folder.is_dir():
         raise DistapError(f"{source}: no such folder")
-    listing = list_images(folder, "levels") if labelled else list_unlabelled(folder)
+    listing = list_images(folder, "levels", labelled=labelled)
     sound, broken = look_at_all(listing.images)
     of_name = {image.path.relative_to(folder).as_posix(): (image, look) for image, look in sound}
     names, unfit = ([name for name in of_name if is_line(name) is fits] for fits in (True, False))

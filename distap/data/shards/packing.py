@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 
-from distap.data.images.decoding import DamagedImageError, decode, image_file, image_size, seems_cut
+from distap.data.images.decoding import DamagedImageError, EncodedImage, image_file, image_size, seems_cut
 from distap.data.images.formats import IMAGE_SUFFIXES, format_of
 from distap.data.shards.image_files import ImageFile, Listing, levels_of_each_class, look_at_all, sort_classes
 from distap.data.shards.image_folders import Skipped
@@ -105,7 +105,7 @@ def _write_shard(
                     data, path = _cut_out(data, image.box), path.with_suffix(".jpg")
                 # Decoding every image would take long, so only one without its end marker is, which may be cut.
                 # `distap data check` finds damage elsewhere in a file.
-                decode(data, name=str(path)) if seems_cut(data) else image_size(data)
+                EncodedImage(data, name=str(path)).whole() if seems_cut(data) else image_size(data)
             except DamagedImageError as error:
                 skipped.append(Skipped(str(path), str(error)))
                 continue
@@ -126,7 +126,7 @@ def _write_shard(
 
 def _cut_out(data: bytes, box: Box) -> bytes:
     """Return a part of an image as JPEG, of quality 95 and with all of its colour."""
-    image, buffer = decode(data), io.BytesIO()
+    image, buffer = EncodedImage(data).whole(), io.BytesIO()
     left, top, right, bottom = box
     inside = max(left, 0), max(top, 0), min(right, image.width), min(bottom, image.height)
     if inside[0] >= inside[2] or inside[1] >= inside[3]:

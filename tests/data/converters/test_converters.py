@@ -9,7 +9,7 @@ from dataset_trees import PEOPLE, TREES, cars, dump, photo
 from distap.data.converters import DATASETS
 from distap.data.converters.dataset import convert
 from distap.data.converters.protocols import OF_AN_INDEX, OF_THEMSELVES
-from distap.data.images.decoding import decode
+from distap.data.images.decoding import EncodedImage
 from distap.data.loading.reader import ImageSet
 from distap.data.shards.index import load_index
 from distap.errors import DistapError
@@ -223,8 +223,8 @@ def test_a_face_is_cut_out_by_its_box_and_three_tenths_more(tree, tmp_path):
     ((index, _),) = convert("vggface2", source, tmp_path / "out", only=["train"]).values()
     # Photographs are 10 x 8: boxes of 4 x 4 at (2, 1) give 1.4 to 6.6 by 0.4 to 5.6, and others are cut at the edge.
     assert [index.width.tolist(), index.height.tolist()] == [[6] * 4, [6, 8, 8, 8]]
-    packed = decode(ImageSet(tmp_path / "out/train", index).data(0))
-    whole = decode((source / "train/n000002/0001_01.jpg").read_bytes()).crop((1, 0, 7, 6))
+    packed = ImageSet(tmp_path / "out/train", index).encoded(0).whole()
+    whole = EncodedImage((source / "train/n000002/0001_01.jpg").read_bytes()).whole().crop((1, 0, 7, 6))
     assert np.abs(np.asarray(packed, int) - np.asarray(whole, int)).mean() < 4
     change(source / "bb_landmark/loose_bb_test.csv", ",2,1,4,4", ",20,1,4,4")
     ((_, left_out),) = convert("vggface2", source, tmp_path / "cut", only=["test"]).values()
