@@ -154,7 +154,7 @@ def test_an_image_that_has_gone_or_cannot_be_read_is_damaged(folder):
 
 
 def test_a_folder_without_images_is_refused(tmp_path):
-    with pytest.raises(DistapError, match="the data set is empty; expected JPEG, .* files or shards"):
+    with pytest.raises(DistapError, match=r"the data set is empty; expected JPEG, .* files or shards"):
         open_images(tmp_path)
 
 

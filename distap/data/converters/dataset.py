@@ -60,17 +60,14 @@ def read_table(
     file: Path, columns: Sequence[str], separator: str | None = None, *, heading: int = 1
 ) -> Iterator[ListLine]:
     """Yield the lines of a table below its heading, a line of this number, which has to begin with these columns."""
-    expected, width = (separator or " ").join(columns), len(columns)
+    found = columns
     for place, line in enumerate(read_lines(file, separator), 1):
         if place == heading:
-            if list(line.cells[:width]) != list(columns):
-                raise line.wrong(f"expected the heading {expected!r}")
-            width = len(line.cells)
-        if place <= heading:
-            continue
-        if len(line.cells) != width:
-            raise line.wrong(f"{len(line.cells)} columns, expected {width}: {expected!r}")
-        yield line
+            found = line.cells
+            if list(found[: len(columns)]) != list(columns):
+                raise line.wrong(f"expected the heading {(separator or ' ').join(columns)!r}")
+        if place > heading:
+            yield line.of_width(found)
 
 
 def read_objects(file: Path, *keys: str) -> Iterator[tuple[Any, ...]]:

@@ -164,24 +164,25 @@ def _in_folders(source: Path, nested: Nested | None) -> Listing:
 
 def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
     """List the images of a CSV file by its columns, without those that have no class."""
-    columns, rows = read_list(source, renamed)
-    wanted = ["label", "split", *(column for column in columns if column.startswith("level"))]
-    found, left_out, lines = list[ImageFile](), list[Skipped](), dict[Path, str]()
-    for where, row in rows:
-        if not is_line(str(row["path"])):
-            raise DistapError(f"{where}: {str(row['path'])[:60]!r} is no path, which is one line of text")
-        path, line = source.parent / str(row["path"]), where.rpartition(", ")[2]
-        name, split, *above = (class_name_at(where, row.get(column)) for column in wanted)
-        if path in lines:
+    places, lines = read_list(source, renamed)
+    wanted = ["label", "split", *(column for column in places if column.startswith("level"))]
+    found, left_out, numbers = list[ImageFile](), list[Skipped](), dict[Path, int]()
+    for line in lines:
+        row = {column: line.cells[place] for column, place in places.items()}
+        if not is_line(row["path"]):
+            raise line.wrong(f"{row['path'][:60]!r} is no path, which is one line of text")
+        path = source.parent / row["path"]
+        name, split, *above = (class_name_at(line.where, row.get(column)) for column in wanted)
+        if path in numbers:
             problem = "an image that is packed twice would be its own positive"
-            raise DistapError(f"{where}: {path} is on {lines[path]} already; {problem}")
-        lines[path] = line
+            raise line.wrong(f"{path} is on line {numbers[path]} already; {problem}")
+        numbers[path] = line.number
         if not name:
-            told = as_line(str(row["label"]))
-            left_out.append(Skipped(str(path), f"images without a class: the label on {line} is {told!r}"))
+            told = f"images without a class: the label on line {line.number} is {as_line(row['label'])!r}"
+            left_out.append(Skipped(str(path), told))
             continue
         if split and (Path(split).name != split or split.startswith(".") or not is_line(split)):
-            raise DistapError(f"{where}: split {split!r} cannot name a folder of shards")
+            raise line.wrong(f"split {split!r} cannot name a folder of shards")
         found.append(ImageFile(path, name, tuple(above), part=split))
     names = {image.class_name for image in found}
     if codes := [name for name in names if name.isdecimal() and name.startswith("0") and name.lstrip("0") in names]:

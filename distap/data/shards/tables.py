@@ -4,7 +4,7 @@ import csv
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from distap.errors import DistapError
 
@@ -15,8 +15,6 @@ COLUMN_NAMES = {
     **{name: (name,) for name in LEVELS},
     "level1": ("level1", "group"),
 }
-
-Row = tuple[str, dict[str, Any]]  # its place, for messages, and its cells by column
 
 
 class ListLine(NamedTuple):
@@ -30,6 +28,12 @@ class ListLine(NamedTuple):
 
     def wrong(self, problem: str) -> DistapError:
         return DistapError(f"{self.where}: {problem}")
+
+    def of_width(self, heading: Sequence[str]) -> "ListLine":
+        """Return this line; a DistapError tells one of more or fewer cells than the heading has."""
+        if len(self.cells) != len(heading):
+            raise self.wrong(f"{len(self.cells)} columns, expected {len(heading)}: {','.join(heading)}")
+        return self
 
     def integer(self, column: int, meaning: str) -> int:
         text = self.cells[column]
@@ -71,8 +75,8 @@ def read_lines(file: Path, separator: str | None = None) -> Iterator[ListLine]:
         raise DistapError(f"{file}: cannot be read: {error.strerror or error}") from error
 
 
-def read_list(source: Path, renamed: Mapping[str, str]) -> tuple[Sequence[str], Iterator[Row]]:
-    """Read a list of images, and return the columns that it has and its rows.
+def read_list(source: Path, renamed: Mapping[str, str]) -> tuple[dict[str, int], Iterator[ListLine]]:
+    """Return the place of each column of a list of images, and its lines.
 
     `renamed` has the list's own names of columns. A DistapError shows the list's columns if some lack.
     """
@@ -82,15 +86,7 @@ def read_list(source: Path, renamed: Mapping[str, str]) -> tuple[Sequence[str], 
         first = file.readline()
     lines = read_lines(source, max(",;\t", key=first.count))
     heading = next(lines, ListLine(source, 1, ["path", "label"])).cells
-    places, width = _places(source, heading, renamed), len(heading)
-
-    def rows() -> Iterator[Row]:
-        for line in lines:
-            if len(line.cells) != width:
-                raise line.wrong(f"{len(line.cells)} columns, expected {width}: {','.join(heading)}")
-            yield line.where, {column: line.cells[place] for column, place in places.items()}
-
-    return list(places), rows()
+    return _places(source, heading, renamed), (line.of_width(heading) for line in lines)
 
 
 def _places(source: Path, names: Sequence[str], renamed: Mapping[str, str]) -> dict[str, int]:

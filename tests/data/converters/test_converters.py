@@ -147,7 +147,7 @@ CLEAN = "annotations_landmarks/annotation_clean_val.txt"
 # A wrong line of each list: the file, what stands there, what is put instead, and what the error says of it.
 WRONG_LINES = [
     ("sop", "Ebay_train.txt", "2 1 1 chair", "2 one 1 chair", r"line 3: class 'one' is no whole number"),
-    ("sop", "Ebay_train.txt", "2 1 1 chair", "2 1 chair", r"line 3: 3 columns, expected 4: 'image_id class_id"),
+    ("sop", "Ebay_train.txt", "2 1 1 chair", "2 1 chair", r"line 3: 3 columns, expected 4: image_id,class_id"),
     ("sop", "Ebay_train.txt", "2 1 1 chair", "2 1 1 chair\x1b", r"line 3: path .* is no printable text"),
     ("sop", "Ebay_test.txt", "image_id class_id", "id class", r"line 1: expected the heading 'image_id class_id"),
     ("cub", "image_class_labels.txt", "3 100", "3 77", r"images\.txt: not as its authors .*: KeyError\(77\)"),
