@@ -119,24 +119,6 @@ def test_a_mutated_index_is_refused_or_sound(data):
     read(bytes(whole))
 
 
-ARRAYS = st.one_of(
-    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4).map(lambda v: np.array(v, dtype=np.int64)),
-    st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4).map(lambda v: np.array(v, dtype=np.int32)),
-    st.lists(st.integers(0, 2**32 - 1), max_size=4).map(lambda v: np.array(v, dtype=np.uint32)),
-    st.lists(st.text(max_size=5), min_size=1, max_size=4).map(np.array),
-    st.lists(st.binary(max_size=5), min_size=1, max_size=4).map(np.array),
-    st.lists(st.floats(allow_subnormal=False), max_size=4).map(np.array),
-    st.integers(-(2**63), 2**63 - 1).map(np.array),
-    st.sampled_from([np.zeros((2, 2), np.int64), np.array(True), np.array([], "U3"), np.zeros(3, "i4,i8"), None]),
-)
-
-
-@given(st.dictionaries(st.sampled_from(sorted(COLUMNS)), ARRAYS, min_size=1, max_size=3))
-@quick
-def test_columns_of_any_type_shape_and_range_are_refused_or_sound(changes):
-    read(packed(**changes))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from distap.data.loading.reader import ImageSet
 
 PREFETCH = 2  # chunks that each worker reads ahead
-HELD = 4  # batches whose pixels may wait for others of their shape, all shapes together
+HELD = 16  # batches whose pixels may wait for others of their shape, all shapes together
 QUALITY = 82  # of a thumbnail, from 1 to 95
 THUMBNAILS_KEPT = 1024  # thumbnails in memory, of about 10 kB each
 Thumbnails = Callable[[int], bytes | None]  # by row
