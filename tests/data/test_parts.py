@@ -26,7 +26,7 @@ def test_two_parts_hold_all_images_and_share_no_class(tmp_path, kind):
     numbers = {key: number for number, key in enumerate(images.keys)}
     for sample, (key, name) in enumerate(zip(others.keys, others.classes, strict=True)):
         assert images.classes[numbers[key]] == name
-        assert others.size(sample) == (24, 24)
+        assert others.encoded(sample).size == (24, 24)
         assert others.where(sample) == images.where(numbers[key])
         assert others.encoded(sample).whole() == images.encoded(numbers[key]).whole()
 
