@@ -21,6 +21,7 @@ from distap.evaluation.evaluation_set import DescribedSet
 from distap.evaluation.extraction.extracting import BrokenOffError
 from distap.model.backbone import RandomWeights
 from distap.processes.stopping import StopRequest
+from distap.stages.sizes import kept_graphs
 from distap.stopwatch import Stopwatch
 from distap.storage.remotes import UnreachableError
 from distap.telemetry.endpoint import Endpoint
@@ -30,7 +31,6 @@ from distap.telemetry.tracing import traced
 from distap.training.build import (
     describing_of,
     describing_of_set,
-    fitting_of,
     images_of,
     learner_of,
     loss_of,
@@ -103,7 +103,7 @@ class Trainer:
         self.learner = learner_of(recipe, self.network, world)
         # Step: the three stages over this rank's replica, then one update.
         loss = loss_of(recipe, self.images, self.network, world)
-        self.step = step_of(recipe, self.learner, loss, world, self.images.size, self.stopwatch)
+        self.step = step_of(recipe, self.learner, loss, world, self.stopwatch)
         self.report.metrics.replay_drift_limit.set(self.step.stages.max_drift)
         self.state = RunState(recipe, world, self.images, self.step)
         self.done = self._saved = 0  # steps that have led to the present parameters, and to the newest checkpoint
@@ -149,7 +149,7 @@ class Trainer:
             stopping, tracing = self._agree_on_requests(share, stop, images=(self.done - first) * self.images.size)
             # Only a step shows what optimiser and activations take, and so what is left for kept graphs.
             if self.done == first + 1:
-                self._after_first_step()
+                self._after_first_step(share)
             self.report.step(self.done, share, result, self.stopwatch, time.perf_counter() - lap)
             self._report_checkpoints()
             self.not_finite = 0 if result.skipped is None else self.not_finite + 1
@@ -193,12 +193,12 @@ class Trainer:
     def _owes_evaluation(self) -> bool:
         return bool(self.sets) and self.length.is_due(self.recipe.evaluation, self.done)
 
-    def _after_first_step(self) -> None:
+    def _after_first_step(self, share: ShareOfBatch) -> None:
         """Keep as many graphs as memory allows, if the recipe wants it; log the time since the start."""
-        if self.recipe.keep == "auto" and self.learner.replica.keeps_graphs:
-            fitting = fitting_of(self.recipe, self.learner.replica, self.world, self.images.size)
-            sizes = self.step.stages.sizes
-            sizes.keep = fitting.kept_graphs(sizes.replay)
+        replica, sizes, count = self.learner.replica, self.step.stages.sizes, len(share.present)
+        if self.recipe.keep == "auto" and replica.keeps_graphs:
+            images = share.images(slice(0, min(sizes.replay, count))).to(self.world.device)
+            sizes.keep = kept_graphs(replica, self.world, images, count)
         logger.info("the first step was done after %.1f s of preparation", time.perf_counter() - self._began)
 
     def _agree_on_requests(self, share: ShareOfBatch, stop: StopRequest, images: int) -> tuple[bool, bool]:

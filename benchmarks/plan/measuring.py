@@ -19,7 +19,7 @@ from distap.ranking.gather import gather
 from distap.ranking.rank import rank_descriptors
 from distap.stages.sizes import free_memory
 from distap.stopwatch import Stopwatch
-from distap.training.build import fitting_of, learner_of, network_of, step_of
+from distap.training.build import learner_of, network_of, step_of
 from distap.training.learner import TrainingStep
 from distap.world import World
 
@@ -37,17 +37,14 @@ class Trial:
         self.learner = learner_of(self.recipe, module, world)
         self._classes = getattr(self.recipe.loss, "classes", None) or CLASSES
         self._loss = self.recipe.loss.sized(self._classes, module.dimensions, self.recipe.seed)
-        size = self.recipe.replay.size
-        if size == "auto":
-            size = fitting_of(self.recipe, self.learner.replica, world, batch).replay_size()
         # Describe takes the same micro-batches; low precision may drift more than trainings tolerate.
-        self.recipe = changed(self.recipe, replay={"size": size, "max_drift": math.inf}, describe={"size": None})
+        self.recipe = changed(self.recipe, replay={"max_drift": math.inf}, describe={"size": None})
 
     def step(self, total: int, keep: int = 0) -> tuple[TrainingStep, Any]:
         """Return a step, and a global batch of random pixels with two images a class."""
         recipe, world = changed(self.recipe, replay={"keep": keep}), self._world
         stopwatch, samples = Stopwatch(world.device), torch.tensor(world.slots(total))
-        step = step_of(recipe, self.learner, self._loss, world, total, stopwatch=stopwatch)
+        step = step_of(recipe, self.learner, self._loss, world, stopwatch=stopwatch)
         shape = (len(samples), 3, recipe.data.image_size, recipe.data.image_size)
         pixels = torch.randint(0, 256, shape, dtype=torch.uint8)
         labels, present = samples // 2 % self._classes, torch.ones(len(samples), dtype=torch.bool)

@@ -13,7 +13,6 @@ from distap.ranking.histogram.passes import HistogramLoss
 from distap.ranking.loss import GPU_TILE_PAIRS, TENSORS_A_PAIR, Loss
 from distap.ranking.losses.sums import WeightedSum
 from distap.registry import name_of
-from distap.stages.sizes import ENOUGH_FASTER, SHARE_FOR_ONE
 
 FLOAT32 = 4  # bytes
 
@@ -97,20 +96,12 @@ class StepCost:
         return ceil(self.batch / self.ranks)
 
     @cached_property
-    def replay_size(self) -> int:  # images of a micro-batch with a graph; `auto` doubles it while that fits and pays
-        wanted, size = self.recipe.replay.size, 1
-        if isinstance(wanted, int):
-            return int(min(self.share, wanted))
-        seconds = lambda n: self.machine.forward_with_graph(n) + self.machine.backward(n)  # noqa: E731
-        most = min(self.greatest_replay_size, SHARE_FOR_ONE * self.machine.memory / self.network.graph.each)
-        while 2 * size <= most and 2 * seconds(size) >= ENOUGH_FASTER * seconds(2 * size):
-            size *= 2
-        return size
+    def replay_size(self) -> int:  # images of a micro-batch with a graph
+        return int(min(self.share, self.recipe.replay.size))
 
     @property
-    def describe_size(self) -> int:  # images of a micro-batch without a graph; `auto` takes as many as with one
-        wanted = self.recipe.describe.size
-        return int(min(self.share, wanted if isinstance(wanted, int) else self.replay_size))
+    def describe_size(self) -> int:  # images of a micro-batch without a graph
+        return int(min(self.share, self.recipe.describe.size or self.replay_size))
 
     @cached_property
     def kept(self) -> int:  # micro-batches that keep their graph; `auto` takes as many as fit

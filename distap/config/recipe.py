@@ -11,7 +11,6 @@ from distap.data.sizing import PixelSettings
 from distap.registry import Chosen, Part, name_of, sum_in_full
 from distap.storage.locations import Source, parse_source
 
-LOADER_CHUNK = 16  # images that a worker hands over at once if micro-batches are `auto`
 PrecisionName = Literal["float32", "bf16"]
 DeviceName = Literal["auto", "cuda", "cpu"]
 Scales = Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
@@ -190,8 +189,8 @@ class Recipe(NetworkRecipe):
 
     @property
     def loader_chunk(self) -> int:
-        """Number of images that a loader worker hands over at once: a micro-batch, if its size is known."""
-        return next((size for size in (self.describe.size, self.replay.size) if isinstance(size, int)), LOADER_CHUNK)
+        """Number of images that a loader worker hands over at once: a micro-batch."""
+        return self.describe.size or self.replay.size
 
     @property
     def keep(self) -> int | Literal["auto"]:

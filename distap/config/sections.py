@@ -86,8 +86,8 @@ class RankSection(Section):
 class ReplaySection(Section):
     """Stage three: describe each image again with a graph, and send its descriptor's gradient back."""
 
-    size: PositiveInt | Literal["auto"] = 16
-    """Number of images in a micro-batch, which sets the peak memory; auto finds the fastest size."""
+    size: PositiveInt = 16
+    """Number of images in a micro-batch, which sets the peak memory. It is halved if memory runs out."""
     keep: NonNegativeInt | Literal["auto"] = 0
     """Number of a rank's micro-batches that keep their graph from describe; auto takes half of the memory free
     after a step, and so does 0 if model.freeze is backbone."""

@@ -31,7 +31,6 @@ from distap.retrieval.whitening import load_whitening
 from distap.stages.exactness import default_drift
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.replica import Replica, refuse_unusable
-from distap.stages.sizes import Fitting
 from distap.stages.step import ThreeStages
 from distap.stopwatch import Stopwatch
 from distap.training.learner import Learner, TrainingStep
@@ -207,19 +206,11 @@ def loss_learner_of(recipe: Recipe, loss: Loss, world: World) -> Learner | None:
     return Learner(Replica(loss.learned, World(device=world.device)), recipe.optimizer.chosen.build(groups))
 
 
-def fitting_of(recipe: Recipe, replica: Replica, world: World, batch: int) -> Fitting:
-    width = replica.network.get_parameter("head.weight").shape[1] if recipe.data.is_described else 0
-    return Fitting(replica, world, recipe.data.image_size, len(world.slots(batch)), width)
-
-
 def step_of(
-    recipe: Recipe, learner: Learner, loss: Loss, world: World, batch: int, stopwatch: Stopwatch | None = None
+    recipe: Recipe, learner: Learner, loss: Loss, world: World, stopwatch: Stopwatch | None = None
 ) -> TrainingStep:
-    """Build the recipe's step for global batches of `batch` images; measure micro-batch sizes that are `auto`."""
-    replica = learner.replica
-    replay, keep = recipe.replay.size, recipe.keep
-    if replay == "auto":
-        replay = fitting_of(recipe, replica, world, batch).replay_size()
+    """Build the recipe's step; graphs are kept from the second step on if `replay.keep` is auto."""
+    replica, keep = learner.replica, recipe.keep
     if keep == "auto" and not replica.keeps_graphs:
         logger.warning("replay.keep: this engine can hold only one graph at a time: none is kept")
     stages = ThreeStages(
@@ -227,7 +218,7 @@ def step_of(
         loss,
         world,
         recipe.seed,
-        MicroBatchSizes(replay, recipe.describe.size, 0 if keep == "auto" else keep),
+        MicroBatchSizes(recipe.replay.size, recipe.describe.size, 0 if keep == "auto" else keep),
         mode=recipe.rank.mode,
         memory_bytes=recipe.rank.memory_bytes,
         memory=CrossBatchMemory(recipe.memory.size),

@@ -78,7 +78,7 @@ def test_the_greatest_sizes_fit_and_greater_ones_do_not(engine, ranks):
 
 
 def test_more_gpus_are_faster_and_never_beyond_linear():
-    plan = cost_plan(recipe(replay={"size": "auto", "keep": "auto"}), 4096, [1, 8, 64], 50e9, 8, "h100")
+    plan = cost_plan(recipe(replay={"keep": "auto"}), 4096, [1, 8, 64], 50e9, 8, "h100")
     rates = [step["images_per_second"] for step in plan["steps"]]
     assert rates == sorted(rates)
     assert all(step["efficiency"] <= 1 and step["fits"] for step in plan["steps"])

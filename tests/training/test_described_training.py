@@ -91,7 +91,7 @@ def test_ranks_train_the_same_head(described, trained, training_shards, tmp_path
 
 
 def train_on_a_rank(world, run, described, shards):
-    Trainer(head(run, described, shards, replay={"size": "auto", "keep": "auto"}), world).train()
+    Trainer(head(run, described, shards, replay={"keep": "auto"}), world).train()
 
 
 def test_the_head_joins_its_backbone_wherever_the_run_is_read(described, trained, training_shards, tmp_path):
