@@ -4,13 +4,11 @@ Names follow the Prometheus conventions. Figures that are the same on every rank
 exported by rank 0 only, so that sums over ranks mean something.
 """
 
-import math
 import os
 import platform
 import resource
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,9 +34,7 @@ OF_RANK: dict[str, tuple[Any, ...]] = {
     "last_step": (Gauge, "last_step_timestamp_seconds", "When the last step ended"),
     "restarts": (Gauge, "restarts", "Times that the launcher has started the ranks again"),
     "host_memory": (Gauge, "host_memory_peak_bytes", "Greatest resident memory so far"),
-    "memory_used": (Gauge, "host_memory_used_ratio", "Used share of the container's memory limit, NaN without one"),
     "device_memory": (Gauge, "device_memory_peak_bytes", "Greatest GPU memory so far"),
-    "device_utilization": (Gauge, "device_utilization_ratio", "GPU's busy share of the last second, NaN without one"),
 }
 GLOBAL: dict[str, tuple[Any, ...]] = {
     "ranks": (Gauge, "world_size_ranks", "Ranks of the training"),
@@ -83,11 +79,9 @@ class TrainingMetrics(SimpleNamespace):
         versions = {"version": distap.__version__, "torch": torch.__version__, "python": platform.python_version()}
         Info("build", "Versions", namespace="distap", registry=registry).info(versions | {"device": device})
         # Each request runs in a thread of its own, where CUDA's current GPU is always the first, so name this one.
-        gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self.device_utilization.set_function(lambda: _utilization(gpu))
-        if gpu is not None:
+        if torch.cuda.is_available():
+            gpu = torch.cuda.current_device()
             self.device_memory.set_function(lambda: torch.cuda.max_memory_allocated(gpu))
-        self.memory_used.set_function(memory_used)
         self.host_memory.set_function(host_memory_peak)
         self.restarts.set(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
         # Series that exist from the start can be alerted on before their first event.
@@ -119,27 +113,6 @@ class TrainingMetrics(SimpleNamespace):
             getattr(self, name).set(figure)
         if skipped:
             self.nonfinite.labels(skipped).inc()
-
-
-def _utilization(gpu: int | None) -> float:
-    """Return a GPU's utilisation from 0 to 1; NaN without GPU or nvidia-ml-py, or for a slice (MIG)."""
-    if gpu is None:
-        return math.nan
-    try:
-        return torch.cuda.utilization(gpu) / 100
-    except Exception:  # NVML has errors of its own, and none of them may cost the other metrics
-        return math.nan
-
-
-def memory_used(control_group: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return the share of a container's memory limit in use, without file caches; NaN without a limit."""
-    try:
-        limit = int((control_group / "memory.max").read_text())  # `max` is no number
-        # memory.current would count file caches too, which the kernel gives up before it kills anything.
-        used = dict(line.split() for line in (control_group / "memory.stat").read_text().splitlines())
-        return (int(used["anon"]) + int(used["shmem"])) / limit
-    except (OSError, ValueError, KeyError, ZeroDivisionError):
-        return math.nan
 
 
 def host_memory_peak() -> int:

@@ -76,5 +76,4 @@ def test_every_figure_that_distap_exports_is_shown(exported, panels):
         "distap_search_index_images",  # of the choice of namespace and job
         "distap_last_step_timestamp_seconds",  # of alerts
         "distap_checkpoint_last_success_timestamp_seconds",
-        "distap_host_memory_used_ratio",
     }
