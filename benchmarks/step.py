@@ -245,7 +245,6 @@ def contenders_with_savings(task: Task, graph: float) -> tuple[dict[str, Contend
         "folded": (task, {"change": fold_batchnorm}),
         "folded, kept": (task, {"change": fold_batchnorm, "keep": keep}),
         "channels first": (task, {"change": _channels_first}),
-        "activations checkpointed": (task, {"change": RetrievalNetwork.checkpoint_activations}),
         "in bf16": (in_bf16, {}),
         "in bf16, folded": (in_bf16, {"change": fold_batchnorm}),
         "in bf16, folded, kept": (in_bf16, {"change": fold_batchnorm, "keep": keep}),

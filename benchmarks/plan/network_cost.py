@@ -50,8 +50,6 @@ def network_cost(recipe: Recipe) -> NetworkCost:
     """Count the training passes of a recipe's network without its weights; a large one takes seconds."""
     with torch.device("meta"):
         network = network_of(without_weights(recipe), World(device=torch.device("meta"))).train()
-        if recipe.step.activation_checkpointing:
-            network.checkpoint_activations()
     with FakeTensorMode():
         _move_to_fake_cpu(network)
         _counts(network, recipe, FEW)  # PyTorch fills caches in the first pass, which is not counted

@@ -124,7 +124,7 @@ def _advice(steps: list[StepCost]) -> str:
         told = f"on {gpus} micro-batches of {step.replay_size} that keep {step.kept} graphs do not fit"
         return f"{told}: set replay.size={figures['greatest_replay_size']} or less, and replay.keep=0"
     if not figures["fits"]:
-        return f"on {gpus} this does not fit: choose a smaller data.image_size, step.activation_checkpointing or fsdp"
+        return f"on {gpus} this does not fit: choose a smaller data.image_size, or fsdp"
     local = min(step.ranks, step.machine.gpus_a_host)
     # As much again as pixels, for what workers have read ahead.
     memory = local * (RANK_BYTES + 2 * figures["host_memory"]) / 1e9

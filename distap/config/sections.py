@@ -103,8 +103,6 @@ class StepSection(Section):
 
     fold_batchnorm: bool = False
     """Compute frozen BatchNorm in the convolution before it."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, slower."""
     max_not_finite: PositiveInt = 5
     """Stop after this many steps in a row with a loss or gradient that is not finite."""
 

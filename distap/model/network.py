@@ -114,17 +114,6 @@ class RetrievalNetwork(nn.Module):
                 normaliser.eval()
         return self
 
-    def checkpoint_activations(self) -> None:
-        """Recompute activations in the backward pass instead of keeping them: less memory, slower."""
-        self.require_frozen("step.activation_checkpointing", "would update its statistics in both forward passes")
-        try:
-            self.backbone.set_grad_checkpointing(True)
-        except (AttributeError, AssertionError, TypeError, NotImplementedError) as error:
-            raise DistapError(
-                f"step.activation_checkpointing: {architecture_of(self.backbone)} does not offer it; set it to false "
-                "and reduce replay.size, or choose another backbone"
-            ) from error
-
     def require_frozen(self, key: str, problem: str) -> None:
         """Raise a DistapError about a recipe's key if BatchNorm normalises by micro-batch."""
         if self.batchnorm != "frozen":

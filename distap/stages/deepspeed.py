@@ -119,8 +119,6 @@ class ZeroReplica(Replica):
         self.zero.zero_grad()
         while self.zero._backward_active_depth:  # left over from a backward pass that failed
             self.zero.exit_backward()
-        if not self.lockstep:  # otherwise an offloaded gradient would be added to the next one
-            self.zero.micro_step_id = -1
 
     def _sharing(self, name: str) -> AbstractContextManager[None]:
         """Enclose what ranks exchange under ZeRO stage 3 alone; below it each rank has all parameters."""

@@ -96,8 +96,7 @@ class MicroBatchSizes:
             return
         if size == 1:
             raise DistapError(
-                f"out of memory in {stage} with micro-batches of one image; take smaller images, a smaller network, "
-                "or checkpoint activations"
+                f"out of memory in {stage} with micro-batches of one image; take smaller images or a smaller network"
             ) from error
         if obstacle:
             raise DistapError(

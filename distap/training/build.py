@@ -171,8 +171,6 @@ def learner_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Learn
         parts = {name: (one, getattr(optimizer, name, optimizer.head)) for name, one in network.named_children()}
         return optimizer.chosen.build(parameter_groups(parts, optimizer.layer_decay))
 
-    if recipe.step.activation_checkpointing:
-        network.checkpoint_activations()
     if recipe.step.fold_batchnorm:
         fold_batchnorm(network)
     learner: Learner = recipe.engine.build(network, build, world, optimizer.clip_norm, recipe.precision)

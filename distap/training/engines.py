@@ -65,8 +65,6 @@ class DeepSpeedSettings(DDPSettings):
 
     stage: Literal[1, 2, 3] = 2
     """Shard the optimiser's state (1), also gradients (2), also parameters (3) over ranks."""
-    offload: bool = False
-    """Keep the optimiser's state in host memory, and update parameters on the CPU."""
 
     def _shared(self, parts: Parts, build_optimizer: BuildOptimizer, clip_norm: float | None) -> "Learner":
         from distap.stages.deepspeed import ZeroReplica
@@ -107,6 +105,5 @@ class DeepSpeedSettings(DDPSettings):
                 "reduce_bucket_size": bucket,
                 "allgather_bucket_size": bucket,
                 "overlap_comm": False,
-                **({"offload_optimizer": {"device": "cpu"}} if self.offload else {}),
             },
         }

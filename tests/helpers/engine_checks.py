@@ -116,11 +116,9 @@ def network_and_groups(exact, dropout=0.0):
     return network, groups
 
 
-def engine_of(world, name, optimizer=ADAM, dropout=0.0, clip_norm=None, precision="", settings=None):
+def engine_of(world, name, optimizer=ADAM, dropout=0.0, clip_norm=None, precision=""):
     network, groups = network_and_groups(is_exact(name) and not precision, dropout)
-    return (settings or ENGINES[name]).build(
-        network, lambda: optimizer.build(groups()), world, clip_norm, precision or "float32"
-    )
+    return ENGINES[name].build(network, lambda: optimizer.build(groups()), world, clip_norm, precision or "float32")
 
 
 def images_for(engine):
@@ -238,13 +236,6 @@ def averaged(world, name, engine):
     return average, float(apart), all(torch.equal(one[key], state[key]) for one in found for key in state)
 
 
-def offloaded(world, name):
-    """The same where the optimiser's state is in the host's memory."""
-    settings = DeepSpeedSettings(stage=ENGINES[name].stage, offload=True)
-    engine = engine_of(world, name, dropout=0.2, clip_norm=0.05, settings=settings)
-    return three_stages(world, engine, STEPS) and parameters_of(engine)
-
-
 def messages(world, name, micro_batches):
     """Large messages of a step with so many micro-batches: gathers of parameters, reductions of gradients."""
     engine = engine_of(world, name)
@@ -351,8 +342,6 @@ def everything(world, names, folder, state):
         found["bf16", name] = half_precision(world, name)
         for optimizer in OPTIMIZERS.get(name, ()):
             found[optimizer, name] = optimized(world, name, optimizer)
-        if name in ("zero 2", "zero 3"):
-            found["offloaded", name] = offloaded(world, name)
     for case, (name, keep) in TRAININGS.items():
         if name in names:
             found["trained", case] = trained(world, name, keep)

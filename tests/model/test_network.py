@@ -1,12 +1,9 @@
-import copy
-
 import pytest
 import timm
 import torch
 from networks import noise, random_network
 from safetensors.torch import save_file
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from distap.errors import DistapError
 from distap.model.backbone import FileWeights, PackageWeights, TimmBackbone, file_of_package, read_state
@@ -90,41 +87,6 @@ def test_a_network_within_another_is_found_in_a_file_if_there_is_just_one(tmp_pa
     torch.save(within | {name.replace("model.", "teacher."): value for name, value in within.items()}, path)
     with pytest.raises(DistapError, match=r"no place for 168 tensors \(model\.bn1"):
         network_with("resnet10t", FileWeights(path))
-
-
-def gradients_and_saved_bytes(network):
-    sizes = {}
-
-    def count(tensor):
-        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    torch.manual_seed(1)
-    with saved_tensors_hooks(count, lambda tensor: tensor):
-        descriptors = network(noise(4))
-    weights = torch.randn(descriptors.shape, generator=torch.Generator().manual_seed(2))
-    (descriptors * weights).sum().backward()
-    return {name: p.grad for name, p in network.named_parameters()}, sum(sizes.values())
-
-
-@pytest.mark.parametrize("backbone", ["resnet10t", "mobilenetv3_small_050", "convnext_atto"])
-def test_checkpointed_activations_give_the_same_gradients_and_take_less_memory(backbone):
-    network = random_network(backbone, arguments={"drop_rate": 0.2, "drop_path_rate": 0.2}).train()
-    thrifty = copy.deepcopy(network)
-    thrifty.checkpoint_activations()
-    expected, saved = gradients_and_saved_bytes(network)
-    given, still_saved = gradients_and_saved_bytes(thrifty)
-    weights = sum(p.nbytes for p in network.parameters())
-    for name, gradient in expected.items():
-        torch.testing.assert_close(given[name], gradient, rtol=1e-4, atol=1e-6)
-    assert still_saved - weights < 0.6 * (saved - weights)
-
-
-def test_a_network_that_cannot_checkpoint_activations_is_refused():
-    with pytest.raises(DistapError, match="dla34 does not offer it"):
-        random_network("dla34").checkpoint_activations()
-    with pytest.raises(DistapError, match="needs frozen BatchNorm"):
-        random_network(batchnorm="batch").checkpoint_activations()
 
 
 def test_a_backbone_of_a_user_has_to_say_how_many_features_it_gives():
