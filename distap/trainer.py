@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
 
 import torch
 
@@ -25,7 +24,6 @@ from distap.stages.sizes import kept_graphs
 from distap.stopwatch import Stopwatch
 from distap.storage.remotes import UnreachableError
 from distap.telemetry.endpoint import Endpoint
-from distap.telemetry.runlog import NOT_FINITE_LOG
 from distap.telemetry.terminal import origin, set_up_run_logging
 from distap.telemetry.tracing import traced
 from distap.training.build import (
@@ -154,7 +152,7 @@ class Trainer:
             self._report_checkpoints()
             self.not_finite = 0 if result.skipped is None else self.not_finite + 1
             if result.skipped is not None:
-                self._tell_not_finite(share, result.skipped)
+                self._tell_not_finite(result.skipped)
             figures = None
             # After a request to stop, an evaluation may take longer than the grace time: the next start owes it.
             if self._owes_evaluation() and not stopping:
@@ -230,20 +228,13 @@ class Trainer:
                     "this rank met " + (", ".join(sorted(self.report.damaged)[:10]) or "none of them")
                 )
 
-    def _tell_not_finite(self, share: ShareOfBatch, what: str) -> None:
-        # One such step may be bad luck and is not applied; many in a row will not end by themselves. The images are
-        # written down in the order of slots, so that the step can be looked into.
-        read = [name if present else "" for name, present in zip(share.names, share.present.tolist(), strict=True)]
-        by_slot = zip_longest(*self.world.gather_values(read))
-        keys = [name for names in by_slot for name in names if name]
-        self.report.not_finite(self.done, what, keys)
+    def _tell_not_finite(self, what: str) -> None:
+        # One such step may be bad luck and is not applied; many in a row will not end by themselves.
+        logger.warning("step %d: the %s is not finite; the parameters stay as they are", self.done, what)
         if self.not_finite >= self.recipe.step.max_not_finite:
-            if self.world.rank == 0:  # there is no checkpoint with which these would go to a store
-                self.state.beside.send()
             raise DistapError(
                 f"step {self.done}: the {what} was not finite in {self.not_finite} steps in a row "
-                f"(step.max_not_finite); their images are listed in {self.recipe.run / NOT_FINITE_LOG}. "
-                f"Usual causes: {CAUSES}"
+                f"(step.max_not_finite). Usual causes: {CAUSES}"
             )
 
     def evaluate(self, stop: StopRequest) -> Figures | None:

@@ -27,7 +27,7 @@ from distap.registry import REGISTRY, by_path
 from distap.storage.atomic import write_whole
 from distap.storage.texts import MOST_TEXT, parsed_json, without_secrets
 
-RUN_LOG, NOT_FINITE_LOG, STARTS_LOG = "metrics.jsonl", "not_finite.jsonl", "starts.jsonl"
+RUN_LOG, STARTS_LOG = "metrics.jsonl", "starts.jsonl"
 FLUSH_SECONDS = 10
 
 

@@ -180,13 +180,6 @@ class RunReport:
         self.metrics.read_bytes.inc(share.traffic["read_bytes"])
         self.metrics.read_retries.inc(share.traffic["retries"])
 
-    def not_finite(self, step: int, what: str, keys: list[str]) -> None:
-        """Report a step that was not applied because loss or gradient is not finite; `keys` name its images."""
-        logger.warning("step %d: the %s is not finite; the parameters stay as they are", step, what)
-        if self.world.rank == 0:  # entries of earlier attempts at this step stay: they are what a person looks for
-            entry = {"step": step, "time": time.time(), "what": what, "samples": keys}
-            runlog.append_line(self.recipe.run / runlog.NOT_FINITE_LOG, entry)
-
     def checkpoint(self, written: Written | None) -> None:
         if written is None or self.world.rank != 0:
             return

@@ -21,13 +21,13 @@ from distap.evaluation.saved import FOLDER as EVALUATIONS
 from distap.model.backbone import SOURCES, built_again
 from distap.registry import by_path
 from distap.storage.files import Storage
-from distap.telemetry.runlog import NOT_FINITE_LOG, RUN_LOG, STARTS_LOG
+from distap.telemetry.runlog import RUN_LOG, STARTS_LOG
 from distap.training.learner import TrainingStep, local, without_prefix
 from distap.training.mining import NearestClasses
 from distap.world import World
 
 # Files of the run folder that go to a store together with checkpoints.
-BESIDE = ("recipe.yaml", RUN_LOG, STARTS_LOG, NOT_FINITE_LOG, f"{EVALUATIONS}/*/*", "loggers/*", "tensorboard/*")
+BESIDE = ("recipe.yaml", RUN_LOG, STARTS_LOG, f"{EVALUATIONS}/*/*", "loggers/*", "tensorboard/*")
 Figures = dict[str, dict[str, float]]  # by data set, the validation set first
 MAY_CHANGE = ("learning_rate", "clip_norm", "head_only")  # of `optimizer`; its state does not depend on them
 

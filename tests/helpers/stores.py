@@ -12,7 +12,7 @@ from distap.storage.files import Storage
 from distap.world import World
 
 SHARD = "shard-{:05d}-model-00001-of-00001.safetensors"
-BESIDE = ("metrics.jsonl", "not_finite.jsonl", "evaluations/*/*")
+BESIDE = ("metrics.jsonl", "starts.jsonl", "evaluations/*/*")
 
 
 def checkpoints_of(run):

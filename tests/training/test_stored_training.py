@@ -1,7 +1,5 @@
 """Trainings whose checkpoints are in an object store, on hosts that share nothing else."""
 
-import dataclasses
-import json
 import os
 import signal
 
@@ -87,18 +85,6 @@ def test_what_the_store_cannot_take_is_counted_and_the_last_one_has_to_get_there
         trainer.train()
     assert endpoint.registry.get_sample_value("distap_checkpoint_failures_total") == 2
     assert "the one before stays the newest" in caplog.text
-
-
-def test_the_images_of_a_loss_that_is_not_finite_are_in_the_store_though_no_checkpoint_follows(
-    tmp_path, training_shards
-):
-    changes = {**STEPS, "checkpoint__store": f"file://{tmp_path}/store", "step__max_not_finite": 1}
-    trainer = Trainer(recipe(tmp_path / "run", training_shards, **changes), World())
-    step = trainer.step
-    trainer.step = lambda *given: dataclasses.replace(step(*given), skipped="loss")
-    with pytest.raises(DistapError, match="the loss was not finite in 1 steps in a row"):
-        trainer.train()
-    assert len(json.loads((tmp_path / "store/not_finite.jsonl").read_text())["samples"]) == 25
 
 
 def test_training_and_evaluating_over_s3_is_training_from_disk(tmp_path, training_shards):
