@@ -31,12 +31,9 @@ ATTRIBUTES = {
     "_coalesce_grad_reduction": "DeepSpeed ZeRO: one reduction a step",
     "_config": "DeepSpeed: the settings that it has read",
     "_PartitionedParameterCoordinator__params_to_release": "DeepSpeed ZeRO 3: parameters to give back",
-    "_get_fsdp_state": "FSDP2: the state of a unit",
     "_hp_optimizer_states_linked": "DeepSpeed ZeRO: where the optimiser's state is",
     "_lazy_init_hp_params_optimizer_state": "DeepSpeed ZeRO: the optimiser's state before the first step",
     "_release_process_group_references": "DeepSpeed: its process groups, at the end of a training",
-    "_root_post_backward_final_callback": "FSDP2: the end of the last backward pass",
-    "_state_ctx": "FSDP2: what the units share",
     "_version": "torch.Tensor: whether a tensor was changed in place",
 }
 DOCUMENTED = {"_asdict", "_fields", "_replace", "_exit", "_current_frames"}  # of Python, in spite of their names

@@ -31,7 +31,7 @@ class FSDPReplica(Replica):
         syncs: reduce gradients in the last backward pass; otherwise FSDP keeps them for a later one.
     """
 
-    reduces_in_backward = True
+    survives_backward = False
 
     def __init__(self, *parts: Any, frees: bool = False, syncs: bool = True) -> None:
         super().__init__(*parts)
@@ -74,13 +74,7 @@ class FSDPReplica(Replica):
         root.set_requires_gradient_sync(reduces)
         root.set_is_last_backward(is_last)
         with self.world.collective("reduction of the gradients") if reduces else nullcontext():
-            try:
-                super().backward(descriptors, gradient, is_last)
-            except RuntimeError:
-                # One that reduces is not tried again: the other ranks are in it already.
-                if not reduces:
-                    self._leave_backward()
-                raise
+            super().backward(descriptors, gradient, is_last)
 
     def reduce(self) -> None:
         """Do nothing: the last backward pass has reduced the gradients."""
@@ -109,17 +103,9 @@ class FSDPReplica(Replica):
             # A unit that stays whole has nothing to prefetch; by default it might prefetch one that is done.
             unit.set_modules_to_backward_prefetch([unit] if stays else [])
 
-    def _leave_backward(self) -> None:
-        # After a backward pass that failed torch's final callback does not run, and the next pass would find the
-        # state of this one. torch's own remedy, reset_iter_state, would make the other ranks wait for this one to
-        # gather.
-        state = self._units[-1]._get_fsdp_state()
-        if state._state_ctx.post_backward_final_callback_queued:
-            state._root_post_backward_final_callback()
-
 
 def shard(network: nn.Module, world: World) -> None:
-    """Shard rank 0's parameters of a network over ranks.
+    """Shard a network, which has the same parameters on every rank.
 
     The whole network is one unit, which takes the fewest messages. Gradients are summed over the ranks.
     """
@@ -127,10 +113,6 @@ def shard(network: nn.Module, world: World) -> None:
     if len(trained) > 1:
         raise DistapError(f"trained parameters are {', '.join(map(str, trained))}; FSDP reduces only one dtype")
     make_contiguous(network)
-    # Ranks that drew other first parameters would each train a shard of another network.
-    with world.collective("broadcast of the parameters"):
-        for tensor in (*network.parameters(), *network.buffers()):
-            dist.broadcast(tensor.data, group=world.group, group_src=0)
     group = world.group or dist.group.WORLD
     assert group is not None
     mesh = DeviceMesh.from_group(group, world.device.type)

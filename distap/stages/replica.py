@@ -34,7 +34,7 @@ class Replica:
     """
 
     lockstep = False  # each micro-batch of replay communicates, so all ranks must replay the same number of them
-    reduces_in_backward = False  # the last backward pass of a step communicates
+    survives_backward = True  # a backward pass that ran out of memory can be given up
     keeps_graphs = True  # `forward` may be called several times before the backward passes
 
     def __init__(self, network: nn.Module, world: World, forward: Callable[[Any], Tensor] | None = None) -> None:

@@ -79,7 +79,7 @@ class ThreeStages:
         self._mixing = mixes_images(self.replica.network)
         self.sizes.check(self._mixing, self.replica.keeps_graphs)
         self._to_device = mover(self.world.device)
-        self._reducing = False  # in a backward pass that other ranks take part in
+        self._is_bound = False  # in a backward pass that cannot be given up
 
     def describe(self, batch: Batch) -> Described:
         """Stage one: describe this rank's images. Pixels stay with the batch; some images keep a graph."""
@@ -198,7 +198,7 @@ class ThreeStages:
                     worst, counts = self._send_back(batch, described, passes)
                     break
                 except RuntimeError as error:
-                    begun = "the other ranks have begun to communicate" if others or self._reducing else None
+                    begun = "this engine cannot give up what it has begun" if others or self._is_bound else None
                     self.sizes.halve("replay", self.sizes.replay, False, error, begun or self._mixing)
                 self.replica.discard()
                 # Of a graph that was sent back autograd has freed what a second backward pass would need.
@@ -232,11 +232,10 @@ class ThreeStages:
                 if not one.is_padding:
                     worst = torch.maximum(worst, drift(again.detach(), described.descriptors[one.rows]))
             counts[int(one.kept is not None)] += one.gradient.any(dim=1).sum()
-            # From here on, a rank that runs out of memory cannot start again alone.
-            self._reducing = is_last and self.world.size > 1 and self.replica.reduces_in_backward
+            self._is_bound = not self.replica.survives_backward
             with self.stopwatch.stage("network", part_of_outer=True):
                 self.replica.backward(again, one.gradient, is_last)
-            self._reducing = False
+            self._is_bound = False
         return worst, counts
 
     def _forward(self, batch: Batch, rows: Rows, keeps: bool = False) -> Float[Tensor, "n C"]:
