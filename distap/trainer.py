@@ -193,8 +193,9 @@ class Trainer:
 
     def _after_first_step(self, share: ShareOfBatch) -> None:
         """Keep as many graphs as memory allows, if the recipe wants it; log the time since the start."""
-        replica, sizes, count = self.learner.replica, self.step.stages.sizes, len(share.present)
+        replica, count = self.learner.replica, len(share.present)
         if self.recipe.keep == "auto" and replica.keeps_graphs:
+            sizes = self.step.stages.sizes
             images = share.images(slice(0, min(sizes.replay, count))).to(self.world.device)
             sizes.keep = kept_graphs(replica, self.world, images, count)
         logger.info("the first step was done after %.1f s of preparation", time.perf_counter() - self._began)
