@@ -16,7 +16,6 @@ differs from `torchrun -m distap.train CONFIG` in five ways:
 import os
 import sys
 from argparse import ArgumentParser, Namespace
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,10 +113,7 @@ def main() -> None:
 
         print_error(error)
         status = error.status
-    with suppress(OSError):  # such as a pipe that nobody reads any more, which would change the status
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()
-    os._exit(status)  # Python's end would spend a second on taking torch's modules apart
+    sys.exit(status)
 
 
 if __name__ == "__main__":

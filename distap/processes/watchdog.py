@@ -211,14 +211,9 @@ class Watchdog:
 
     def _judge(self) -> None:
         """Watch the clock with local data only, since a call to the store over a broken network never returns."""
-        woken = time.monotonic()
         while not self._condemned.wait(self._beat_seconds / 2):
             now = time.monotonic()
-            if now - woken > self._silence:  # this process was stopped: nobody else was silent in that time
-                self._store_heard += now - woken
-                for one in self._open:
-                    one.since += now - woken
-            woken, silent = now, now - self._store_heard
+            silent = now - self._store_heard
             late = next((one for one in self._open if not one.is_over()), None)
             if late is not None and now - late.since > self.timeout_seconds:
                 self._open_case(f"{self._here(late.name)} did not finish within {self.timeout_seconds:g} s", late)

@@ -93,7 +93,7 @@ def progress(
     """Open a progress bar; without a terminal, or with JSON, log every `seconds` seconds and at the end.
 
     Yield a function of the number of items done by now, a text about the last one and, for programs, figures by name.
-    Without a text, it shows speed and time left, for which the `done` items of an earlier run do not count.
+    It shows the text, or else the speed, and the time left, for which the `done` items of an earlier run do not count.
     """
     started = told = time.monotonic()
     first, draws, description = done, console.is_terminal and origin.form is None, printable(description)
@@ -104,9 +104,9 @@ def progress(
         def show(now: int, text: str = "", **figures: float) -> None:
             nonlocal done, told
             done = now
-            if not text:
-                speed = max(done - first, 1e-9) / max(time.monotonic() - started, 1e-9)
-                text = f"{speed:,.3g} a second, {timedelta(seconds=round((total - done) / speed))} left"
+            speed = max(done - first, 1e-9) / max(time.monotonic() - started, 1e-9)
+            left = timedelta(seconds=round((total - done) / speed))
+            text = f"{text or f'{speed:,.3g} a second'}, {left} left"
             if draws:
                 bar.update(task, completed=done, description=escape(f"{description}  {text}"))
             elif shown and time.monotonic() - told >= seconds:

@@ -2,12 +2,9 @@
 
 import math
 import shutil
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -35,7 +32,6 @@ from distap.world import DRIVER, World, without_gpu
 COLLAPSED, COLLAPSED_STEPS = 1e-5, 5  # mean squared distance of descriptors to their mean, and steps that it lasts
 STEP_FIGURES = "loss", "learning_rate", "gradient_norm", "spread", "replay_drift"  # of a step and of the metrics
 NAMED_IMAGES = 10  # images of a step whose descriptor is not finite that are named
-RECENT = 20  # steps whose median says how long the others will take
 
 
 class RunReport:
@@ -51,7 +47,6 @@ class RunReport:
         self.damaged: set[str] = set()  # this rank's damaged images, each with the reason
         self.skipped_images = 0  # by all ranks since this process started; an image that is met twice counts twice
         self._collapsed = 0  # steps in a row whose descriptors were all alike
-        self._steps: deque[float] = deque(maxlen=RECENT)  # seconds of the last steps
         self._outlets: list[Callable[[dict[str, Any]], None]] = []  # rank 0's, of what happens
         self.loggers = {name_of("logger", one): one for one in recipe.loggers}
         if self.loggers:  # rank 0 alone needs them, but all ranks leave alike, so that no host starts again
@@ -149,10 +144,7 @@ class RunReport:
             memory_peak_bytes=host_memory_peak(),
             seconds={name: round(value, 6) for name, value in times.items()},
         )
-        # The median, since some steps wait for a disk or for a checkpoint.
-        self._steps.append(seconds)
-        left = (self.steps - step) * statistics.median(self._steps)
-        told = f"loss {result.loss:.4f}  {speed:.3g} images/s  {timedelta(seconds=round(left))} left"
+        told = f"loss {result.loss:.4f}  {speed:.3g} images/s"
         self._show(step, told, loss=result.loss, images_per_second=speed)
 
     def _warn_if_collapsed(self, step: int, result: StepResult) -> None:
