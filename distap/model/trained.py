@@ -1,7 +1,6 @@
 """Read a trained network from a run, checkpoint, saved folder or hub; start a training from one."""
 
 import json
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from distap.checkpoint.finding import opened_checkpoint
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.model.adapters import from_peft, merge
 from distap.model.backbone import architecture_of
 from distap.model.network import RetrievalNetwork, UnitLinear, digests_of, settings_of
@@ -29,7 +28,6 @@ CONFIG, BACKBONE, HEAD = "config.json", "model.safetensors", "head.safetensors"
 ADAPTERS, CHANGED = "adapter_model.safetensors", "changed.safetensors"
 HUB = "hf-hub:"
 OF_NETWORK, OF_AVERAGE = "network.", "ema."  # prefixes of its tensors in a checkpoint
-logger = logging.getLogger("distap")
 
 
 @dataclass(frozen=True)

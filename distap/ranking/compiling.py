@@ -1,17 +1,17 @@
 """Compile elementwise functions where that is faster; run them uncompiled elsewhere."""
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from distap.errors import logger
+
 # From about this many pairs per rank, what compiling costs once (some ten seconds) is saved within a hundred steps.
 # Histograms on a GPU need 16 times as many pairs, and a thousand steps (an H100 saves 14 ms of 22 then).
 PAYS_FROM_PAIRS, ON_GPU = 2**22, 16
-logger = logging.getLogger(__name__)
 
 Function = Callable[..., Any]
 

@@ -1,6 +1,5 @@
 """A rank's share of a global batch, cut into micro-batches that are halved when memory runs out."""
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -9,11 +8,10 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.world import World
 
 Rows = slice | Tensor  # of a rank's share: from start to stop, or (n,) int64, ascending
-logger = logging.getLogger("distap")
 OUT_OF_CPU_MEMORY = ("DefaultCPUAllocator", "could not create a primitive")  # the second is oneDNN's
 
 

@@ -1,6 +1,5 @@
 """Find how many graphs fit in memory, by trying one."""
 
-import logging
 import os
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from distap.errors import logger
 from distap.stages.exactness import SavedBuffers
 from distap.stages.micro_batches import is_out_of_memory
 from distap.stages.replica import Replica
@@ -16,7 +16,6 @@ from distap.world import World
 
 SHARE_FOR_GRAPHS = 0.5  # of the memory that is free after a step; the rest stays free for peaks within a step
 CGROUP = Path("/sys/fs/cgroup")
-logger = logging.getLogger("distap")
 
 
 def kept_graphs(replica: Replica, world: World, images: Tensor, share: int) -> int:

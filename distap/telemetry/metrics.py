@@ -58,7 +58,6 @@ GLOBAL: dict[str, tuple[Any, ...]] = {
     "checkpoint_step": (Gauge, "checkpoint_step", "Steps behind the newest checkpoint"),
     "checkpoint_interval": (Gauge, "checkpoint_interval_steps", "Steps between two checkpoints"),
     "checkpoint_failures": (Counter, "checkpoint_failures", "Checkpoints that could not be written"),
-    "lost_lines": (Counter, "logger_lines_lost", "Figures that a logger next to Prometheus did not take", "logger"),
 }
 
 

@@ -133,13 +133,8 @@ def prepare_loggers(chosen: Mapping[str, Logger]) -> None:
 
 
 @contextmanager
-def opened_loggers(
-    chosen: Mapping[str, Logger], run: LoggedRun, count_lost: Callable[[str], None]
-) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Open a run's loggers; yield a function that passes lines of the run's log, with `step` and `time`, to each.
-
-    `count_lost` gets a logger's name for each line that it did not take.
-    """
+def opened_loggers(chosen: Mapping[str, Logger], run: LoggedRun) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Open a run's loggers; yield a function that passes lines of the run's log, with `step` and `time`, to each."""
     run = replace(run, recipe=json.loads(without_secrets(json.dumps(run.recipe))))
     told: set[str] = set()
 
@@ -152,7 +147,6 @@ def opened_loggers(
                 reason = without_secrets(f"{type(error).__name__}: {first[:300]}")
                 logger.warning("loggers.%s: figures are lost: %s; training goes on", name, reason)
             told.add(name)
-            count_lost(name)
             return False
         return True
 
@@ -160,8 +154,6 @@ def opened_loggers(
         figures = finite_figures({key: value for key, value in entry.items() if key not in ("step", "time")})
         for name, one in opened.items():
             survives(name, one.log, entry["step"], entry["time"], figures)
-        for name in chosen.keys() - opened:
-            count_lost(name)
 
     opened = {name: one for name, one in chosen.items() if survives(name, one.open, run)}
     failed = True

@@ -93,7 +93,7 @@ def progress(
     """Open a progress bar; without a terminal, or with JSON, log every `seconds` seconds and at the end.
 
     Yield a function of the number of items done by now, a text about the last one and, for programs, figures by name.
-    It shows the text, or else the speed, and the time left, for which the `done` items of an earlier run do not count.
+    It shows the text, or else the speed, and the time left, for which `done` items of an earlier run do not count.
     """
     started = told = time.monotonic()
     first, draws, description = done, console.is_terminal and origin.form is None, printable(description)

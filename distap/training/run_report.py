@@ -110,9 +110,7 @@ class RunReport:
                 self._outlets = [partial(runlog.append_line, recipe.run / runlog.RUN_LOG)]
                 if self.loggers:
                     run = runlog.LoggedRun(recipe.run, recipe.run_id, recipe.model_dump(mode="json"), step)
-                    lost = {name: self.metrics.lost_lines.labels(name) for name in self.loggers}
-                    loggers = runlog.opened_loggers(self.loggers, run, lambda name: lost[name].inc())
-                    self._outlets.append(stack.enter_context(loggers))
+                    self._outlets.append(stack.enter_context(runlog.opened_loggers(self.loggers, run)))
             self._show = stack.enter_context(progress("step", self.steps, step, is_first, seconds=0))
             yield
 
