@@ -54,9 +54,7 @@ class Multistage(RankingModule):
     `multistage.learned.parameters()` to the optimiser. They get their whole gradient on every rank.
 
     Args:
-        network: takes images as the call gives them, with fewer rows, and returns descriptors (n, C). Or it returns
-            (descriptors, other): `other` (n,) is a further loss of each image, such as a classifier's, and its mean
-            over the batch is added to the loss.
+        network: takes images as the call gives them, with fewer rows, and returns descriptors (n, C).
         loss: a name, "package.module:Class", a Loss, or a function (descriptors, labels) -> scalar, such as a loss of
             pytorch-metric-learning; see also `distap.loss`.
         micro_batch: images that the network takes at once; or MicroBatchSizes, which can also keep graphs.
@@ -173,7 +171,6 @@ class Multistage(RankingModule):
                 memory=self.memory if self.training else CrossBatchMemory(0),
                 max_drift=forward.default_drift if self.max_drift is None else self.max_drift,
                 skip_below=self.skip_below,
-                ranked_part=forward.without_other,
                 probed=network.training in self._probed,
             )
             described = stages.describe(batch)
@@ -186,14 +183,14 @@ class Multistage(RankingModule):
         if not self.normalise and not isinstance(self.loss, DescriptorLoss):
             check_arguments(gathered.descriptors[gathered.own], gathered.labels[gathered.own], world, {}, ())
         ranking = self.ranking = stages.rank(described.gathering, gathered, batch.step)
-        value, gradient = forward.with_other(ranking, gathered, described.descriptors)
+        value = ranking.loss.to(described.descriptors.dtype)
         if not (torch.is_grad_enabled() and (trained or self.loss.parameters)):
             return value
 
         # Stage three runs in the caller's `backward`, after accumulation and a loss scale have acted.
         def replay(upstream: Tensor) -> Sequence[Tensor | None]:
             if trained:
-                scaled = replace(ranking, gradient=gradient * (upstream * times))
+                scaled = replace(ranking, gradient=ranking.gradient * (upstream * times))
                 # Autograd runs a Function's backward without building a graph, but replay needs one.
                 with torch.enable_grad(), evaluating(network, _BatchNorm):
                     self.replay_drift, _, _ = stages.replay(batch, described, scaled)

@@ -78,7 +78,7 @@ SMALL = nn.Linear(6, 6).double()
         (Network(lambda d: checkpoint(SMALL, d, use_reentrant=True)), "pass use_reentrant=False"),
         (Network(lambda d: {"pooler_output": d}), "a dict with pooler_output for 3 images; descriptors"),
         (Network(lambda d: d[:, 0]), r"a tensor \(3,\) for 3 images"),
-        (Network(lambda d: (d, d)), r"one number for each image is expected: \(n,\)"),
+        (Network(lambda d: (d, d)), r"a tuple of a tensor \(3, 6\), a tensor \(3, 6\) for 3 images"),
         (Network(lambda d: None), "a NoneType for 3 images"),
     ],
 )

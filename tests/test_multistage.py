@@ -15,7 +15,7 @@ from reference import listwise_loss
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -26,7 +26,6 @@ from distap.errors import DistapError
 from distap.randomness import seed_for
 from distap.registry import REGISTRY
 from distap.stages.step import DROPOUT
-from distap.world import World
 
 IMAGES, NEAR = 21, 1e-9
 OTHER, SEED = "pytorch-metric-learning", 5
@@ -264,45 +263,6 @@ def test_a_field_or_pooling_that_a_network_does_not_have_is_named(output, poolin
         Multistage(Hidden(tokens), output=output, pooling=pooling)(*small_images(IMAGES))
 
 
-class WithClassifier(nn.Module):
-    """Returns descriptors that are not normalised, and the cross entropy of each image."""
-
-    def __init__(self):
-        super().__init__()
-        self.network = small_network()
-        self.classifier = nn.Linear(5, 5).double()
-
-    def forward(self, given):
-        descriptors = self.network(given[0])
-        return 3 * descriptors, cross_entropy(self.classifier(descriptors), given[1], reduction="none")
-
-
-def of_others(world):
-    found = []
-    for size in (4, MicroBatchSizes(3, keep=2)):
-        torch.manual_seed(0)
-        network = WithClassifier()
-        images, labels = (tensor[share_of(world.rank, world.size)] for tensor in small_images(IMAGES))
-        value = Multistage(network, "ap_q", size, reduce=True)((images, labels), labels)
-        value.backward()
-        found.append((value.item(), gradients_of(network)))
-    return found
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_network_may_add_another_loss_of_each_image(ranks):
-    found = of_others(World()) if ranks == 1 else [one for each in on_ranks(ranks, of_others) for one in each]
-    torch.manual_seed(0)
-    network = WithClassifier()
-    images, labels = small_images(IMAGES)
-    descriptors, other = network((images, labels))
-    expected = listwise_loss("ap_q", normalize(descriptors), labels) + other.mean()
-    expected.backward()
-    for value, gradients in found:
-        assert value == pytest.approx(expected.item(), rel=NEAR)
-        assert_near(gradients, gradients_of(network))
-
-
 class Shifted(nn.Module):
     """Two parameters for which autograd returns one gradient tensor, and one that repeats a number."""
 
@@ -414,31 +374,6 @@ def test_batchnorm_can_be_frozen_and_keeps_its_statistics_and_mode():
     assert_near(gradients_of(network), gradients)
     assert network.norm.training
     assert all(torch.equal(before[name], value) for name, value in network.norm.state_dict().items())
-
-
-def test_an_image_whose_other_loss_is_not_finite_is_left_out():
-    images, labels = small_images(IMAGES)
-
-    class Logarithmic(WithClassifier):
-        def forward(self, given):
-            descriptors, other = super().forward(given)
-            return descriptors, other + given[2].log()
-
-    torch.manual_seed(0)
-    network = Logarithmic()
-    weights = torch.ones(IMAGES, dtype=torch.float64)
-    again = deepcopy(network)
-    weights[3] = torch.nan
-    multistage = Multistage(network, "ap_q", 4)
-    value = multistage((images, labels, weights), labels)
-    value.backward()
-    rest = torch.arange(IMAGES) != 3
-    descriptors, other = again((images[rest], labels[rest], weights[rest]))
-    expected = listwise_loss("ap_q", normalize(descriptors), labels[rest]) + other.mean()
-    expected.backward()
-    assert multistage.not_finite == [3]
-    assert value.item() == pytest.approx(expected.item(), rel=NEAR)
-    assert_near(gradients_of(network), gradients_of(again))
 
 
 def test_a_loop_trains_with_its_own_optimiser_and_memory():

@@ -37,8 +37,8 @@ class Trial:
         self.learner = learner_of(self.recipe, module, world)
         self._classes = getattr(self.recipe.loss, "classes", None) or CLASSES
         self._loss = self.recipe.loss.sized(self._classes, module.dimensions, self.recipe.seed)
-        # Describe takes the same micro-batches; low precision may drift more than trainings tolerate.
-        self.recipe = changed(self.recipe, replay={"max_drift": math.inf}, describe={"size": None})
+        # Low precision may drift more than trainings tolerate.
+        self.recipe = changed(self.recipe, replay={"max_drift": math.inf})
 
     def step(self, total: int, keep: int = 0) -> tuple[TrainingStep, Any]:
         """Return a step, and a global batch of random pixels with two images a class."""
@@ -96,7 +96,7 @@ class Trial:
         descriptors, present = normalize(noise + centres[labels]), torch.ones(count, dtype=torch.bool)
         alone = World(device=device)
         gathered = gather(descriptors.to(device), labels.to(device), present.to(device), alone, count)
-        rank = partial(rank_descriptors, loss, gathered, "sharded", self.recipe.rank.memory_bytes)
+        rank = partial(rank_descriptors, loss, gathered)
         return self._timed(rank, rounds) / pairs_of(count, count, loss)
 
     def _timed(self, action: Callable[[], object], rounds: int) -> float:

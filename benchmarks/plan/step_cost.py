@@ -101,7 +101,7 @@ class StepCost:
 
     @property
     def describe_size(self) -> int:  # images of a micro-batch without a graph
-        return int(min(self.share, self.recipe.describe.size or self.replay_size))
+        return self.replay_size
 
     @cached_property
     def kept(self) -> int:  # micro-batches that keep their graph; `auto` takes as many as fit
@@ -165,9 +165,9 @@ class StepCost:
     @property
     def _ranking_bytes(self) -> float:
         # Descriptors in another order, tables, tiles, and a byte for each pair if there is room.
-        memory_bytes, (queries, gallery) = self.recipe.rank.memory_bytes, self._ranked
+        queries, gallery = self._ranked
         pairs, bins = queries * gallery, bins_of(self.recipe.loss) or 0
-        half = (self.machine.memory / 4 if memory_bytes is None else memory_bytes) / 2
+        half = self.machine.memory / 8
         in_order = FLOAT32 * self.network.dimensions * (gallery + queries)
         tables = 2 * bins * FLOAT32 * (4 * queries + 2 * gallery)  # of negatives and of positives
         tiles = min(FLOAT32 * TENSORS_A_PAIR * min(pairs, GPU_TILE_PAIRS), half)

@@ -53,9 +53,5 @@ def parsed_space(text: str, file: str, settings: dict[str, Any], own: Callable[[
     return found
 
 
-def is_list(values: BaseDistribution) -> bool:
-    return isinstance(values, CategoricalDistribution)
-
-
 def as_yaml(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()

@@ -16,7 +16,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from distap.apps.advice import HELD_OUT, LEAST_TO_HOLD_OUT
-from distap.apps.search_space import as_yaml, default_space, is_list, parsed_space
+from distap.apps.search_space import as_yaml, default_space, parsed_space
 from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER
 from distap.checkpoint.lease import FILE as LEASE_FILE
 from distap.checkpoint.lease import Lease
@@ -79,6 +79,7 @@ class Tuning:
         self.folder.mkdir(parents=True, exist_ok=True)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         sampler = optuna.samplers.TPESampler(seed=self.recipe.seed)
+        are_lists = all(isinstance(of, CategoricalDistribution) for of in self.space.values())
         # Another search begins anew, with runs of its own.
         name = sha256(repr((text, self.settings, self.share, self.figure)).encode()).hexdigest()[:12]
         self.runs = self.folder / "trials" / name
@@ -87,7 +88,7 @@ class Tuning:
             study_name=name,
             load_if_exists=True,
             direction="maximize",
-            sampler=optuna.samplers.BruteForceSampler() if all(map(is_list, self.space.values())) else sampler,
+            sampler=optuna.samplers.BruteForceSampler() if are_lists else sampler,
             pruner=optuna.pruners.SuccessiveHalvingPruner(reduction_factor=2),
         )
 
@@ -136,7 +137,8 @@ class Tuning:
                 self.study.tell(interrupted.number, state=TrialState.FAIL)
             if not self.study.trials:
                 own = {
-                    key: as_yaml(self.own(key)) if is_list(of) else self.own(key) for key, of in self.space.items()
+                    key: as_yaml(self.own(key)) if isinstance(of, CategoricalDistribution) else self.own(key)
+                    for key, of in self.space.items()
                 }
                 self.study.enqueue_trial({key: value for key, value in own.items() if value is not None})
             self.end = time.monotonic() + 60 * minutes

@@ -16,6 +16,7 @@ from typer.core import TyperCommand
 from distap.data.shards.parallel import in_processes
 from distap.errors import DistapError
 from distap.processes.stopping import go_deaf
+from distap.storage.locations import scheme_of
 from distap.telemetry.terminal import console, print_error
 
 
@@ -80,7 +81,7 @@ class LoadingNotice:
 
 
 class CommonCommand(TyperCommand):
-    """A command that refuses URLs in place of folders and files."""
+    """A command that refuses URLs in place of folders and files, and a network that is not there."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -96,9 +97,15 @@ class CommonCommand(TyperCommand):
         return left
 
     def invoke(self, ctx: Any) -> Any:
-        # Ranks are known to load torch.
-        if console.is_terminal and "torch" not in sys.modules and "RANK" not in os.environ:
+        if "RANK" in os.environ:  # torch is known to be loaded, and rank 0 alone may see the network
+            return super().invoke(ctx)
+        if console.is_terminal and "torch" not in sys.modules:
             sys.meta_path.insert(0, LoadingNotice(ctx.command_path))
+        if trained := ctx.params.get("checkpoint"):
+            from distap.config.reading import is_recipe
+
+            if not (scheme_of(trained) or is_recipe(trained) or Path(trained).exists()):
+                raise DistapError(f"{trained}: no checkpoint there; expected a run or its checkpoint")
         return super().invoke(ctx)
 
 

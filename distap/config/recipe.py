@@ -169,7 +169,6 @@ class Recipe(NetworkRecipe):
     loss: Annotated[Any, Chosen("loss", otherwise="ap_q"), BeforeValidator(sum_in_full)] = "ap_q"
     """Ranking loss; a sum is written as {sup_ap: 0.5, calibration: 0.5}."""
     memory: sections.MemorySection = sections.MemorySection()
-    describe: sections.DescribeSection = sections.DescribeSection()
     rank: sections.RankSection = sections.RankSection()
     replay: sections.ReplaySection = sections.ReplaySection()
     step: sections.StepSection = sections.StepSection()
@@ -186,11 +185,6 @@ class Recipe(NetworkRecipe):
     logs: sections.LogsSection = sections.LogsSection()
     loggers: tuple[Annotated[Any, Chosen("logger")], ...] = ()
     """Loggers next to Prometheus and the run folder, such as [tensorboard, wandb]."""
-
-    @property
-    def loader_chunk(self) -> int:
-        """Number of images that a loader worker hands over at once: a micro-batch."""
-        return self.describe.size or self.replay.size
 
     @property
     def keep(self) -> int | Literal["auto"]:

@@ -67,27 +67,18 @@ class MemorySection(Section):
     """Start to remember after this many steps, because descriptors change too fast at first."""
 
 
-class DescribeSection(Section):
-    """Stage one: describe all images without a graph."""
-
-    size: PositiveInt | None = None
-    """Number of images in a micro-batch; null takes replay.size."""
-
-
 class RankSection(Section):
     """Stage two: compute the loss of the global batch and the gradient of each descriptor."""
 
     mode: Literal["sharded", "central"] = "sharded"
     """Compute the ranking on all ranks, each for its own queries (sharded), or on rank 0 (central)."""
-    memory_bytes: Annotated[int, Field(ge=2**20)] | None = None
-    """Bytes that ranking may use next to the descriptors, 1 MiB or more; null chooses by the device."""
 
 
 class ReplaySection(Section):
-    """Stage three: describe each image again with a graph, and send its descriptor's gradient back."""
+    """Stages one and three: describe each image, and again with a graph, to send its descriptor's gradient back."""
 
     size: PositiveInt = 16
-    """Number of images in a micro-batch, which sets the peak memory. It is halved if memory runs out."""
+    """Number of images in a micro-batch of both stages, which sets the peak memory; halved if memory runs out."""
     keep: NonNegativeInt | Literal["auto"] = 0
     """Number of a rank's micro-batches that keep their graph from describe; auto takes half of the memory free
     after a step, and so does 0 if model.freeze is backbone."""

@@ -41,7 +41,9 @@ class MultiScaleNetwork(nn.Module):
         dimensions: int | None = None,
     ) -> None:
         super().__init__()
-        power = mean_power(network)
+        # GeM's descriptors have no negative component: the mean over scales takes its power (Radenović et al.).
+        changed, pooling = network.layer_norm or not isinstance(network.head, nn.Identity), network.pooling
+        power = 1.0 if changed or not isinstance(pooling, GeM) else pooling.power.item()
         if not scales or not all(0 < scale <= LARGEST_SCALE for scale in scales):
             raise DistapError(f"scales {list(scales)}: expected numbers above 0 and at most {LARGEST_SCALE:g}")
         if len(set(scales)) < len(scales):
@@ -90,12 +92,6 @@ class MultiScaleNetwork(nn.Module):
         # Python's int and max would write the lengths of the traced example into an export.
         size: list[Any] = [torch.sym_max(torch.sym_int(length * scale), 1) for length in images.shape[-2:]]
         return self.network(interpolate(pixels, size, mode="bilinear", antialias=True))
-
-
-def mean_power(network: RetrievalNetwork) -> float:
-    """Return GeM's power for GeM's descriptors, which have no negative component; otherwise 1."""
-    changed = network.layer_norm or not isinstance(network.head, nn.Identity)
-    return 1.0 if changed or not isinstance(network.pooling, GeM) else network.pooling.power.item()
 
 
 def required_size(network: RetrievalNetwork) -> tuple[int, int] | None:

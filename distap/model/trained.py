@@ -90,8 +90,7 @@ class TrainedNetwork:
 
     def _others(self, network: RetrievalNetwork) -> dict[str, Any]:
         """Return what the network has in place of what the recipe's section `model` says, by key."""
-        before = {"pooling": {"name": "gem"}, "projection": None, "layer_norm": False, "unit_length": False}
-        model, others = before | self.settings["model"], dict[str, Any]()
+        model, others = self.settings["model"], dict[str, Any]()
         backbone, wanted = model.get("backbone"), model["projection"]
         if isinstance(backbone, dict) and backbone.get("name") == GIVEN:
             return others
@@ -111,8 +110,7 @@ class TrainedNetwork:
             "unit_length": wanted is None or model["unit_length"] == isinstance(network.head, UnitLinear),
             "projection": wanted in (None, dimensions),
         }
-        others |= {key: model[key] for key, is_same in same.items() if not is_same}
-        return others
+        return others | {key: model[key] for key, is_same in same.items() if not is_same}
 
 
 @dataclass(frozen=True)

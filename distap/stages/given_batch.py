@@ -1,4 +1,4 @@
-"""A batch from a caller's loop and the outputs of the caller's network, in the form of the three stages."""
+"""A batch from a caller's loop and the descriptors of the caller's network, in the form of the three stages."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -13,8 +13,6 @@ from torch.nn.functional import normalize
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from distap.errors import DistapError, tensor_given
-from distap.ranking.gathered import Gathered
-from distap.ranking.rank import Ranking
 from distap.stages.exactness import default_drift
 from distap.stages.micro_batches import Rows, as_rows
 from distap.world import World
@@ -54,7 +52,7 @@ class GivenBatch:
 
 
 class Outputs:
-    """Outputs of a caller's network: descriptors, followed by further losses per image as columns."""
+    """Descriptors in what a caller's network returns."""
 
     def __init__(
         self, network: nn.Module, world: World, normalise: bool, field: str | int | None, pool: Pool | None
@@ -64,7 +62,6 @@ class Outputs:
         # As it is at the call: `backward`, in which the replay runs, may be outside the caller's region.
         kind = world.device.type
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        self._width = 0  # of a descriptor
 
     @property
     def default_drift(self) -> float:
@@ -82,39 +79,16 @@ class Outputs:
         n = rows_of(images)
         if self._field is not None:
             output = _field_of(output, self._field, n)
-        descriptors, *others = output if isinstance(output, tuple) and output else (output,)
-        if self._pool is not None and isinstance(descriptors, Tensor) and descriptors.ndim in (3, 4):
-            descriptors = self._pool(descriptors)
-        if not (isinstance(descriptors, Tensor) and descriptors.ndim == 2 and len(descriptors) == n):
+        if self._pool is not None and isinstance(output, Tensor) and output.ndim in (3, 4):
+            output = self._pool(output)
+        if not (isinstance(output, Tensor) and output.ndim == 2 and len(output) == n):
             raise DistapError(
                 f"the network returned {_told(output)} for {n} images; descriptors (n, C) are expected: name a field "
                 "by `output`, and a `pooling` of tokens or maps"
             )
-        if not all(isinstance(other, Tensor) and other.shape == (n,) for other in others):
-            raise DistapError(
-                f"the network returned {_told(output)} for {n} images; behind the descriptors, one number for each "
-                "image is expected: (n,)"
-            )
         # Ranking compares similarities that differ by little, which 16 bits would tie.
-        descriptors = descriptors.to(torch.promote_types(descriptors.dtype, torch.float32))
-        if self._normalise:
-            descriptors = normalize(descriptors)
-        self._width = descriptors.shape[1]
-        return torch.cat([descriptors, *(other[:, None].to(descriptors) for other in others)], dim=1)
-
-    def without_other(self, rows: Tensor) -> Tensor:
-        """Return the descriptors, with NaN where an image's further loss is not finite, so that it is left out."""
-        # 0 times NaN is NaN, and 0 times a number changes nothing: so no image's loss has to be asked for.
-        return rows[:, : self._width] + 0 * rows[:, self._width :].sum(1, keepdim=True)
-
-    def with_other(self, ranking: Ranking, gathered: Gathered, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of the batch plus the mean of further losses, and its gradient by each output row."""
-        if rows.shape[1] == self._width:
-            return ranking.loss.to(rows.dtype), ranking.gradient
-        taking_part = gathered.local[:, None].to(rows) / len(gathered.images)
-        others = taking_part.expand(-1, rows.shape[1] - self._width)
-        mean = self._world.sum((others * torch.where(others > 0, rows[:, self._width :], 0)).sum())
-        return (ranking.loss + mean).to(rows.dtype), torch.cat([ranking.gradient, others], dim=1)
+        descriptors = output.to(torch.promote_types(output.dtype, torch.float32))
+        return normalize(descriptors) if self._normalise else descriptors
 
 
 def cut_along_rows(images: Any, labels: Tensor | ArrayLike | None) -> tuple[list[Any], Tensor]:

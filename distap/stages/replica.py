@@ -161,16 +161,13 @@ def world_of(network: nn.Module, group: dist.ProcessGroup | None) -> World:
     if not (dist.is_available() and dist.is_initialized()):
         return World(device=device)
     # Gradients and batches have to be of the same ranks.
-    group = group or _group_of(network)
+    if group is None and isinstance(network, DistributedDataParallel):
+        group = network.process_group
+    elif group is None:
+        # On a mesh of several dimensions, as of hybrid sharding, each rank has its own images: the batch is of all.
+        sharded = next((one for one in network.parameters() if isinstance(one, DTensor)), None)
+        group = None if sharded is None or sharded.device_mesh.ndim > 1 else sharded.device_mesh.get_group()
     return World(dist.get_rank(group), dist.get_world_size(group), device=device, group=group)
-
-
-def _group_of(network: nn.Module) -> dist.ProcessGroup | None:
-    if isinstance(network, DistributedDataParallel):
-        return network.process_group
-    # On a mesh of several dimensions, as of hybrid sharding, each rank has its own images: the batch is that of all.
-    sharded = next((one for one in network.parameters() if isinstance(one, DTensor)), None)
-    return None if sharded is None or sharded.device_mesh.ndim > 1 else sharded.device_mesh.get_group()
 
 
 def refuse_unusable(network: nn.Module, freezes_batchnorm: bool) -> None:

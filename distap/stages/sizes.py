@@ -23,22 +23,6 @@ def kept_graphs(replica: Replica, world: World, images: Tensor, share: int) -> i
 
     A step has `share` images of this rank.
     """
-    try:
-        graph = _bytes_of_graph(replica, images)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        return 0
-    # After a step, since its peak is what all memory but the graphs amounts to: optimiser, buckets, workspaces.
-    room = free_memory(world.device) * SHARE_FOR_GRAPHS
-    needed = -(-share // len(images))
-    count = min(int(room / max(graph, 1)), needed)
-    text = "%d of %d micro-batches keep their graph, which takes %.2f GB each; %.2f GB may be used"
-    logger.info(text, count, needed, graph / 1e9, room / 1e9)
-    return count
-
-
-def _bytes_of_graph(replica: Replica, images: Tensor) -> int:
     with replica.describing():  # parameters are whole here, so their storages can be told from the graph's
         saved = SavedBytes(replica.network)
     # Trying must not change the training: no gradient stays, and buffers are as before.
@@ -48,10 +32,20 @@ def _bytes_of_graph(replica: Replica, images: Tensor) -> int:
             with saved:
                 descriptors = replica.forward(images)
             replica.backward(descriptors, torch.zeros_like(descriptors), is_last=False)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return 0
     finally:
         replica.discard()
         buffers.restore()
-    return saved.bytes
+    # After a step, since its peak is what all memory but the graphs amounts to: optimiser, buckets, workspaces.
+    room = free_memory(world.device) * SHARE_FOR_GRAPHS
+    needed = -(-share // len(images))
+    count = min(int(room / max(saved.bytes, 1)), needed)
+    text = "%d of %d micro-batches keep their graph, which takes %.2f GB each; %.2f GB may be used"
+    logger.info(text, count, needed, saved.bytes / 1e9, room / 1e9)
+    return count
 
 
 class SavedBytes(saved_tensors_hooks):

@@ -15,7 +15,7 @@ share the network, and lets them reduce gradients once per step.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -72,7 +72,6 @@ class ThreeStages:
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     # Skip the replay of images whose descriptor gradient is no longer than this times the longest.
     skip_below: float = 0.0
-    ranked_part: Callable[[Tensor], Tensor] = field(default=lambda rows: rows)  # of what the network gives
     probed: bool = False  # whether the network was seen to depend on image and random state alone
 
     def __post_init__(self) -> None:
@@ -111,8 +110,7 @@ class ThreeStages:
                 parts.append(descriptors.detach())
                 start = rows.stop
                 # The rows travel, and are counted, while the network goes on describing.
-                ranked = self.ranked_part(parts[-1])
-                gathering.add(ranked, batch.labels[rows], batch.present[rows], batch.samples[rows])
+                gathering.add(parts[-1], batch.labels[rows], batch.present[rows], batch.samples[rows])
         return Described(torch.cat(parts), kept, gathering, buffers)
 
     def _probe_on_all(self, batch: Batch) -> None:
@@ -135,7 +133,7 @@ class ThreeStages:
 
         def describe(count: int, seed: int) -> Tensor:
             torch.manual_seed(seed)
-            return self.ranked_part(self.replica.forward(tree_map_only(Tensor, lambda one: one[:count], images)))
+            return self.replica.forward(tree_map_only(Tensor, lambda one: one[:count], images))
 
         buffers = SavedBuffers(network)
         # A network that torch.compile has compiled would be compiled again for cuts of other sizes.

@@ -169,7 +169,7 @@ def whiten_projection(recipe: Recipe, network: RetrievalNetwork, world: World, o
     if only_check:
         return
     network.eval()
-    rows, size = list[torch.Tensor](), recipe.loader_chunk
+    rows, size = list[torch.Tensor](), recipe.replay.size
     for share in images.shares(range(steps)):
         world.note(f"whitening of the images of step {share.step + 1}")
         count = len(world.slots(images.size))

@@ -52,7 +52,7 @@ def test_arithmetic_and_activations_are_counted_as_pytorch_does_without_computin
 
 
 def test_seconds_are_the_sum_of_passes_and_waits():
-    settings = recipe(replay={"size": 2, "keep": 1}, describe={"size": 3}, loss={"name": "smooth_ap"})
+    settings = recipe(replay={"size": 2, "keep": 1}, loss={"name": "smooth_ap"})
     seconds = StepCost(settings, 8, NETWORK, MACHINE, 2).seconds
     # 4 images a rank: two of them described, two described with a graph; the first two described again.
     assert seconds["describe"] == pytest.approx(1.2 + 1.4)
@@ -65,7 +65,7 @@ def test_seconds_are_the_sum_of_passes_and_waits():
 @pytest.mark.parametrize("ranks", [1, 7])
 def test_the_greatest_sizes_fit_and_greater_ones_do_not(engine, ranks):
     machine = MACHINE._replace(memory=51e6)
-    settings = recipe(replay={"size": 2}, rank={"memory_bytes": 2**20}, engine={"name": engine})
+    settings = recipe(replay={"size": 2}, engine={"name": engine})
 
     def cost(**replay) -> StepCost:
         return StepCost(changed(settings, replay=replay), 20_000, NETWORK, machine, ranks)

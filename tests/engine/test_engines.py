@@ -11,7 +11,6 @@ from torch import nn
 
 from distap.errors import DistapError
 from distap.stages.replica import Replica
-from distap.training.engines import DeepSpeedSettings
 from distap.world import World
 
 
@@ -190,7 +189,7 @@ def test_fsdp_on_one_rank_shares_nothing_out():
 @pytest.mark.slow
 def test_deepspeed_needs_no_process_group_for_a_lone_process(caplog):
     pytest.importorskip("deepspeed")
-    engine = checks.engine_of(World(), "zero 2", settings=DeepSpeedSettings(stage=2))
+    engine = checks.engine_of(World(), "zero 2")
     checks.three_stages(World(), engine)
     told = ('"gradient_clipping": 0.0', '"overlap_comm": false', '"contiguous_gradients": true')
     assert all(text in caplog.text for text in told)

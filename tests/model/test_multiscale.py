@@ -8,7 +8,7 @@ from torch.export import Dim, export
 from torch.nn.functional import interpolate, normalize
 
 from distap.errors import DistapError
-from distap.model.multiscale import MultiScaleNetwork, mean_power
+from distap.model.multiscale import MultiScaleNetwork
 from distap.model.network import RetrievalNetwork, fingerprint
 from distap.model.pooling import GeM, NamedPooling
 
@@ -108,8 +108,9 @@ def test_the_mean_over_scales_has_the_power_of_gem_where_nothing_is_negative():
     inner = network()
     with torch.no_grad():
         inner.pooling.power.fill_(2.5)
-    assert mean_power(inner) == 2.5
-    assert mean_power(network(projection=8)) == mean_power(network(pooling=NamedPooling("mean"))) == 1
+    assert MultiScaleNetwork(inner).power == 2.5
+    others = network(projection=8), network(pooling=NamedPooling("mean"))
+    assert [MultiScaleNetwork(other).power for other in others] == [1, 1]
 
 
 # Fingerprints
