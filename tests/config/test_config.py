@@ -131,10 +131,6 @@ def test_keys_that_are_numbers_make_a_value_that_is_replaced_whole(recipe):
     assert first.data.sizes == [(0, 32), (0.5, 224)]
 
 
-def test_an_override_of_one_way_to_say_a_thing_replaces_the_others(recipe):
-    assert load_recipe(recipe, ["epochs=2"]).steps is None
-
-
 def test_a_hash_in_a_value_of_the_command_line_is_no_comment(recipe):
     assert [str(load_recipe(recipe, [f"run=runs/exp{end}"]).run) for end in (" #1", " #2", "#3")] == [
         *("runs/exp #1", "runs/exp #2", "runs/exp#3")
