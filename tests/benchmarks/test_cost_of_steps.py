@@ -64,7 +64,7 @@ def test_seconds_are_the_sum_of_passes_and_waits():
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 @pytest.mark.parametrize("ranks", [1, 7])
 def test_the_greatest_sizes_fit_and_greater_ones_do_not(engine, ranks):
-    machine = MACHINE._replace(memory=51e6)
+    machine = MACHINE._replace(memory=60e6)
     settings = recipe(replay={"size": 2}, engine={"name": engine})
 
     def cost(**replay) -> StepCost:

@@ -30,14 +30,12 @@ def save(world, folder):
 
 
 def restore(world, folder, name):
-    """The state that an engine takes from each checkpoint, and what a step more makes of it."""
+    """The state that an engine takes from each checkpoint."""
     states = {}
     for saved in NAMES:
         engine = engine_of(world, name)
         engine.load_state_dict(newest_on_disk(folder / saved, world).tensors())
-        before = whole(engine)
-        three_stages(world, engine, first=2)
-        states[saved] = before, whole(engine)
+        states[saved] = whole(engine)
     return states
 
 
@@ -61,18 +59,11 @@ def restored(saved, folder):
 @pytest.mark.parametrize("into", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_one_engine_saved_is_restored_into_another_on_another_number_of_ranks(saved, restored, name, into):
-    state, _ = restored[into][name]
+    state = restored[into][name]
     expected = {key: value for key, value in saved[name].items() if key != "bytes"}
     assert any(key.endswith("power.exp_avg_sq") for key in state)
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[key], expected[key]) and state[key].shape == expected[key].shape for key in state)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_engines_go_on_alike_from_a_checkpoint(restored, name):
-    (_, one), (_, other) = restored["ddp"][name], restored["fsdp"][name]
-    for key in one:
-        torch.testing.assert_close(one[key], other[key], rtol=1e-9, atol=1e-12)
 
 
 def test_each_rank_writes_its_own_shards(saved):

@@ -160,7 +160,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize("error", [OSError, SystemExit])  # packages end the process where a key is missing
-def test_a_line_that_a_logger_refuses_is_counted_and_the_others_arrive(tmp_path, caplog, error):
+def test_a_line_that_a_logger_refuses_is_told_once_and_the_others_arrive(tmp_path, caplog, error):
     recorder = Recorder(refused=(2, 3), error=error)
     log_steps({"one": recorder}, logged_run(tmp_path), [1, 2, 3, 4])
     assert recorder.steps == [1, 4]
