@@ -20,6 +20,8 @@ class TimmOptimizer:
     """Decay rates of the optimiser's running averages of the gradient and its square."""
     momentum: float | None = None
     """Momentum of `sgd`, `momentum`, `rmsprop` and `lars`; timm's default is 0.9."""
+    eps: float | None = None
+    """Small number added to denominators of the update, against division by zero."""
 
     def __post_init__(self) -> None:
         for option in self._options():
@@ -42,7 +44,7 @@ class TimmOptimizer:
         return optim.create_optimizer_v2(groups, self.name, lr=0.0, weight_decay=0.0, **options)
 
     def _options(self) -> dict[str, Any]:
-        options = {"betas": self.betas, "momentum": self.momentum}
+        options = {"betas": self.betas, "momentum": self.momentum, "eps": self.eps}
         return {name: value for name, value in options.items() if value is not None}
 
 
