@@ -2,45 +2,37 @@
 
 import shutil
 import time
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import pairwise
-from math import ceil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 import yaml
-from optuna.distributions import CategoricalDistribution, FloatDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from distap.apps.advice import HELD_OUT, LEAST_TO_HOLD_OUT
-from distap.apps.search_space import as_yaml, default_space, parsed_space
+from distap.apps.advice import HELD_OUT, LEAST_TO_HOLD_OUT, RECIPE_TEMPLATES
 from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER
-from distap.checkpoint.lease import FILE as LEASE_FILE
 from distap.checkpoint.lease import Lease
-from distap.config.reading import changed_settings, load_recipe, recipe_file
+from distap.config.reading import changed_settings, load_recipe, parsed_yaml
 from distap.config.recipe import Recipe
 from distap.data.shards.index import load_index
 from distap.errors import FINISHED, DistapError
-from distap.pages.charts import Chart
 from distap.pages.page import write_page
 from distap.processes.forks import last_error, start_training
 from distap.registry import by_path
-from distap.retrieval.figures import figures_named
 from distap.storage.atomic import write_whole
 from distap.storage.files import Storage
 from distap.storage.locations import part_of
-from distap.storage.texts import read_text
 from distap.telemetry.runlog import RUN_LOG, read_run_log
 from distap.telemetry.terminal import tell
 from distap.training.schedule import Length
 
 SPACE_FILE, TUNED, TUNING_PAGE = "space.yaml", "recipe.yaml", "tuning.html"
-DATABASE, OUTPUT = "trials.db", "output.log"
-JUDGED, LEAST_JUDGED = 0.1, 400  # images to judge by: a share of those that a trial trains on, but so many at least
-LEAST_CLASSES = 10  # to judge by, of at least LEAST_TO_HOLD_OUT
+SCALED = ("schedule.warmup", "schedule.milestones", "optimizer.head_only")  # lengths next to that of the training
+FIGURE = "mAP"  # of the held-out classes, which is to become large
 RUNGS = 4  # evaluations of a trial; successive halving ends a poor one after the first or second
 LOOK_SECONDS = 0.5
 
@@ -56,216 +48,162 @@ class Tuning:
     config: Path
     overrides: list[str]
     folder: Path
-    file: Path | None  # of the values to search; None is a new one in the folder
+    file: Path  # of the values to search; a new one gets what is searched by default
     share: float  # of the recipe's cost that a trial takes
     ranks: int
-    figure: str  # of the held-out classes, which is to become large
 
     def __post_init__(self) -> None:
-        self.settings = changed_settings(recipe_file(self.config), self.overrides)
+        self.settings = changed_settings(self.config, self.overrides)
         self.recipe = load_recipe(self.settings, where=str(self.config))
         self.index = load_index(self.recipe.data.train_source)
-        self.images = Length(self.recipe, self.index, self.recipe.sampling.size).steps * self.recipe.sampling.size
         if (count := self.index.classes.count) < LEAST_TO_HOLD_OUT:
-            told = f"{count} classes, of which none can be held out to judge trials by"
-            raise DistapError(f"{self.recipe.data.train}: {told}; expected at least {LEAST_TO_HOLD_OUT}")
-        load_recipe(self.of_trial(self.folder, self.with_values({}, self.share)), where=f"{self.config}, in a trial")
-        file = self.file or self.folder / SPACE_FILE
-        if self.file is None and not file.exists():
-            write_whole(file, default_space(self.recipe, self.index))
-        text = read_text(file)
-        self.space = parsed_space(text, str(file), self.settings, self.own)
-        figures_named([self.figure])  # raises for an unknown one
+            told = f"{count} classes, of which none can be held out; expected at least {LEAST_TO_HOLD_OUT}"
+            raise DistapError(f"{self.recipe.data.train}: {told}")
+        load_recipe(self.of_trial({}, self.folder), where=f"{self.config}, in a trial")
+        if not self.file.exists():
+            template, of_trials = RECIPE_TEMPLATES.get_template(SPACE_FILE), self.index.of_classes(0, 1 - HELD_OUT)
+            write_whole(self.file, template.render(written=self.settings, recipe=self.recipe, train=of_trials))
+        self.space = self.parsed_space(text := self.file.read_text("utf-8"))
         self.folder.mkdir(parents=True, exist_ok=True)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        sampler = optuna.samplers.TPESampler(seed=self.recipe.seed)
-        are_lists = all(isinstance(of, CategoricalDistribution) for of in self.space.values())
-        # Another search begins anew, with runs of its own.
-        name = sha256(repr((text, self.settings, self.share, self.figure)).encode()).hexdigest()[:12]
-        self.runs = self.folder / "trials" / name
         self.study = optuna.create_study(
-            storage=f"sqlite:///{self.folder / DATABASE}",
-            study_name=name,
+            storage=f"sqlite:///{self.folder / 'trials.db'}",
+            study_name=sha256(repr((text, self.settings, self.share)).encode()).hexdigest(),  # another begins anew
             load_if_exists=True,
             direction="maximize",
-            sampler=optuna.samplers.BruteForceSampler() if are_lists else sampler,
             pruner=optuna.pruners.SuccessiveHalvingPruner(reduction_factor=2),
         )
 
-    def own(self, key: str) -> Any:
-        """Return the recipe's value of a key, as it is written, or else the default."""
-        *parents, last = key.split(".")
-        for settings in (self.settings, self.recipe.model_dump(mode="json")):
-            held: Any = settings
-            for part in parents:
-                held = held.get(part) if isinstance(held, dict) else None
-            if isinstance(held, dict) and last in held:
-                value = held[last]  # a part by its name alone is written in short
-                return value["name"] if isinstance(value, dict) and [*value] == ["name"] else value
-        return None
+    def parsed_space(self, text: str) -> dict[str, BaseDistribution]:
+        """Parse what to search: by recipe key a list of values, or a range."""
+        file, found = str(self.file), dict[str, BaseDistribution]()
+        given = parsed_yaml(text, file)
+        if not isinstance(given, dict) or not given:
+            raise DistapError(f"{file}: expected recipe keys, each with a list of values or with low and high")
+        for key, values in given.items():
+            try:
+                if isinstance(values, list):
+                    ends = [yaml.safe_dump(one, default_flow_style=True, width=999).split("\n")[0] for one in values]
+                    found[key] = CategoricalDistribution(ends)
+                else:  # numbers such as 1e-5 are text in YAML
+                    ends = [str(float(values[end])) for end in ("low", "high")]
+                    found[key] = FloatDistribution(**{**values, "low": float(ends[0]), "high": float(ends[1])})
+            except (TypeError, ValueError, KeyError) as error:
+                raise DistapError(f"{file}: {key}: {error}; expected a list, or low, high and perhaps log") from error
+            for value in ends:
+                load_recipe(changed_settings(self.settings, [f"{key}={value}"]), where=file)
+        return found
 
-    def with_values(self, values: Mapping[str, Any], share: float = 1.0) -> dict[str, Any]:
-        """Return the recipe's settings with other values by key, in as many steps as cost `share` of the recipe.
-
-        The cost is the number of pixels that the network sees.
-        """
+    def with_values(self, values: dict[str, Any], share: float) -> dict[str, Any]:
+        """Return the recipe's settings with other values by key, in steps that see `share` of the recipe's pixels."""
         settings = changed_settings(self.settings, [f"{key}={value}" for key, value in values.items()])
         recipe = load_recipe(settings, where=str(self.config))
-        images = share * self.images * mean_pixels(self.recipe) / mean_pixels(recipe)
-        changes: dict[str, Any] = {"steps": max(RUNGS, round(images / recipe.sampling.size))}
-        by = images / self.images
-        # In epochs, lengths shrink with the images that are seen; in steps, also with a batch that has grown.
-        if getattr(recipe.schedule, "unit", "steps") == "steps":
-            by *= self.recipe.sampling.size / recipe.sampling.size
-        written = dict(by_path(settings, "."))
-        for key in ("schedule.warmup", "schedule.milestones", "optimizer.head_only"):
-            if value := written.get(key):
-                changes[key] = [by * each for each in value] if isinstance(value, list) else by * value
-        return changed_settings(settings, [changes])
+        (whole, pixels), (own, own_pixels) = self.cost(recipe), self.cost(self.recipe)
+        steps = RUNGS * max(1, round(share * own * own_pixels / pixels / RUNGS))
+        written = dict(by_path(recipe.model_dump(mode="json"), "."))
+        scaled = {key: (steps / whole * np.array(written[key])).tolist() for key in SCALED if written.get(key)}
+        return changed_settings(settings, [{"steps": steps, **scaled}])
 
-    def search(self, minutes: float) -> None:
-        """Run trials, each in processes of its own, while there is time; write recipe and page after each.
+    def cost(self, recipe: Recipe) -> tuple[int, float]:
+        """Return the number of steps, and the pixels of a batch of training images, in the mean over the steps."""
+        begins, sizes = np.array([*recipe.data.sizes, (1, 0)]).T
+        batch = recipe.sampling.size
+        return Length(recipe, self.index, batch).steps, float(batch * np.diff(begins) @ sizes[:-1] ** 2)
 
-        Raises:
-            DistapError: no trial came to its end, or another search runs in the folder.
-        """
-        lease = Lease("--output", Storage(str(self.folder)), "search", f"remove {self.folder / LEASE_FILE}")
-        lease.take()
-        try:
-            for interrupted in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
-                self.study.enqueue_trial(interrupted.params)  # which goes on from its checkpoint
-                self.study.tell(interrupted.number, state=TrialState.FAIL)
-            if not self.study.trials:
-                own = {
-                    key: as_yaml(self.own(key)) if isinstance(of, CategoricalDistribution) else self.own(key)
-                    for key, of in self.space.items()
-                }
-                self.study.enqueue_trial({key: value for key, value in own.items() if value is not None})
-            self.end = time.monotonic() + 60 * minutes
-            self.study.optimize(self.score, timeout=60 * minutes, catch=[DistapError], callbacks=[self.report])
-            if not self.whole:
-                problems = [trial.user_attrs.get("problem", "ended early") for trial in self.study.trials]
-                raise DistapError(f"{self.folder}: none of {len(problems)} trials came to its end: {problems[-1]}")
-        finally:
-            lease.release()
-
-    @property
-    def whole(self) -> list[FrozenTrial]:
-        """Return the trials that were not ended early, the best first."""
-        done = self.study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
-        return sorted(done, key=lambda trial: -(trial.value or 0))
-
-    def score(self, trial: Trial) -> float:
-        """Train with values that Optuna suggests, and end early if others were better at the same point."""
-        for key, of in self.space.items():
-            if isinstance(of, FloatDistribution):
-                trial.suggest_float(key, of.low, of.high, log=of.log)
-            elif isinstance(of, CategoricalDistribution):
-                trial.suggest_categorical(key, of.choices)
-        settings, score = self.with_values(trial.params, self.share), 0.0
-        try:
-            for rung, score in enumerate(self.train(self.run_of(trial), settings), 1):
-                trial.report(score, rung)
-                if rung < RUNGS and trial.should_prune():
-                    raise optuna.TrialPruned
-        except DistapError as error:
-            trial.set_user_attr("problem", str(error))
-            raise
-        return score
-
-    def run_of(self, trial: Trial | FrozenTrial) -> Path:
-        """Return the folder of a trial's run, by its values, so that an interrupted one is gone on with."""
-        return self.runs / sha256(repr(sorted(trial.params.items())).encode()).hexdigest()[:12]
-
-    def report(self, _: optuna.Study, trial: FrozenTrial) -> None:
-        """Tell of a trial that has ended, and keep its log but not its checkpoints."""
-        shutil.rmtree(self.run_of(trial) / CHECKPOINTS_FOLDER, ignore_errors=True)
-        named = ", ".join(f"{key} {shown(value)}" for key, value in trial.params.items())
-        best = outcome(self.whole[0]) if self.whole else "none yet"
-        minutes = max(0, self.end - time.monotonic()) / 60
-        tell(f"trial {trial.number}: {named}: {outcome(trial)}; best {best}; {minutes:.0f} minutes left")
-        if self.whole:
-            self.write()
-
-    def of_trial(self, run: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    def of_trial(self, values: dict[str, Any], run: Path) -> dict[str, Any]:
         """Return settings that train on the classes that are not held out, and judge by the others."""
-        judged = max(LEAST_JUDGED, JUDGED * self.share * self.images) / len(self.index)
-        judged = max(judged, LEAST_CLASSES / self.index.classes.count)
-        every, train, first = ceil(settings["steps"] / RUNGS), str(self.recipe.data.train), 1 - HELD_OUT
+        settings = self.with_values(values, self.share)
+        every, train = settings["steps"] // RUNGS, str(self.recipe.data.train)
         of_trial: dict[str, Any] = {
             "run": str(run),
-            "data.train": part_of(train, 0, first),
-            "data.validation": part_of(train, first, min(1.0, first + judged)),
+            "data.train": part_of(train, 0, 1 - HELD_OUT),
+            "data.validation": part_of(train, 1 - HELD_OUT, 1),
             "data.gallery": None,
-            "evaluation": {"every": every, "unit": "steps", "at_start": False, "figures": [self.figure]},
+            "evaluation": {"every": every, "unit": "steps", "at_start": False, "figures": [FIGURE]},
             "checkpoint": {"every": every, "unit": "steps", "keep": 1, "store": None},
         }
         return changed_settings(settings, [of_trial, "evaluation.also={}", "loggers=[]", "metrics.port=null"])
 
-    def train(self, run: Path, settings: dict[str, Any]) -> Iterator[float]:
-        """Train a trial; yield the figure of the held-out classes after each part of the steps."""
-        file, log, told, running = run / "trial.yaml", run / OUTPUT, 0, True
-        write_whole(file, yaml.safe_dump(self.of_trial(run, settings)))
+    def search(self, minutes: float) -> None:
+        """Run trials, the first with the recipe as it is, while there is time.
+
+        Raises:
+            DistapError: no trial came to its end, or another search runs in the folder.
+        """
+        self.end = time.monotonic() + 60 * minutes
+        lease = Lease("--output", Storage(str(self.folder)), "search", "remove the file lease.json")
+        lease.take()
+        try:
+            for interrupted in self.study.get_trials(states=[TrialState.RUNNING]):
+                self.study.enqueue_trial(interrupted.params)  # which goes on from its checkpoint
+                self.study.tell(interrupted.number, state=TrialState.FAIL)
+            if all(trial.params for trial in self.study.get_trials(states=[TrialState.COMPLETE])):
+                self.try_one({})
+            while time.monotonic() < self.end:
+                self.try_one(self.space)
+        finally:
+            lease.release()
+        if not self.study.best_trials:
+            raise DistapError(f"{self.folder}: no trial came to its end: {self.row(self.study.trials[-1])[-1]}")
+
+    def try_one(self, space: dict[str, BaseDistribution]) -> None:
+        """Run a trial with values that Optuna suggests; tell of it, and write recipe and page."""
+        asked = self.study.ask(space)
+        # An interrupted trial has the same values, and is gone on with in its run.
+        first = next(each.number for each in self.study.trials if each.params == asked.params)
+        run = self.folder / "trials" / self.study.study_name / str(first)
+        try:
+            trial = self.train(asked, run)
+        except DistapError as error:
+            asked.set_user_attr("problem", str(error))
+            trial = self.study.tell(asked, state=TrialState.FAIL)
+        shutil.rmtree(run / CHECKPOINTS_FOLDER, ignore_errors=True)
+        rows = [self.row(each) for each in (trial, *self.study.best_trials)]
+        minutes = max(0, self.end - time.monotonic()) / 60
+        tell(f"trial {', '.join(rows[0])}; best: trial {', '.join(rows[-1])}; {minutes:.0f} minutes left")
+        if self.study.best_trials:
+            self.write()
+
+    def train(self, trial: Trial, run: Path) -> FrozenTrial:
+        """Train in processes of its own, and end early if others were better at the same point."""
+        file, log, scores, running = run / "trial.yaml", run / "output.log", list[float](), True
+        write_whole(file, yaml.safe_dump(self.of_trial(trial.params, run)))
         process = start_training(file, self.ranks, log)
         try:
             while running:
                 # Asked before the log is read, so that lines written just before the end are read in a last round.
                 running = process.poll() is None
                 entries = read_run_log(run) if (run / RUN_LOG).exists() else []
-                scores = [entry["validation"].get(self.figure) for entry in entries if "validation" in entry]
-                if None in scores:
-                    raise DistapError(f"{self.figure} of the held-out classes is not finite ({log})")
-                yield from scores[told:]
-                told = len(scores)
+                for entry in [entry for entry in entries if "validation" in entry][len(scores) :]:
+                    scores.append(entry["validation"][FIGURE] or 0.0)  # null is not finite
+                    trial.report(scores[-1], len(scores))
+                if len(scores) < RUNGS and trial.should_prune():
+                    return self.study.tell(trial, state=TrialState.PRUNED)
                 time.sleep(LOOK_SECONDS * running)
         finally:
             process.terminate()  # it writes a checkpoint
             process.wait()
         if process.returncode != FINISHED:
             raise DistapError(f"status {process.returncode}: {last_error(log)} ({log})")
+        return self.study.tell(trial, scores[-1])
 
     def write(self) -> None:
         """Write the recipe of the best values, with the reason for each, and a page about all trials."""
-        whole, trials = self.whole, [trial for trial in self.study.trials if trial.state.is_finished()]
-        about = f"{len(trials)} trials of {self.config}, {len(whole)} of them whole. On held-out classes the best "
-        about += f"reached {self.figure} {outcome(whole[0])}" + "".join(
-            f", the recipe as it was {outcome(one)}" for one in whole if one.params == trials[0].params
+        whole = sorted(self.study.get_trials(states=[TrialState.COMPLETE]), key=lambda trial: -(trial.value or 0))
+        settings = {**self.with_values(whole[0].params, share=1), "run": f"{self.recipe.run}-tuned"}
+        rows = [self.row(trial) for trial in self.study.trials if trial.state.is_finished()]
+        values = {"config": self.config, "headings": ["trial", *self.space, FIGURE], "rows": rows}
+        recipe = RECIPE_TEMPLATES.get_template("tuned.yaml").render(
+            values, whole=[*map(self.row, whole)], settings=yaml.safe_dump(settings, sort_keys=False)
         )
-        reasons = [f"{key} {shown(value)}: {self.reason(key)}" for key, value in whole[0].params.items()]
-        settings = {**self.with_values(whole[0].params), "run": f"{self.recipe.run}-tuned"}
-        recipe = "".join(f"# {line}\n" for line in (about, *reasons)) + yaml.safe_dump(settings, sort_keys=False)
         write_whole(self.folder / TUNED, recipe)
-        points = [(trial.number, trial.value) for trial in trials if trial.state == TrialState.COMPLETE]
-        chart = Chart(points, self.figure, in_percent=True, marked=True, x_label="trial")
-        rows = [
-            [str(one.number), *(shown(one.params.get(key, "")) for key in self.space), outcome(one)] for one in trials
-        ]
-        write_page(
-            self.folder / TUNING_PAGE, "tuning.html", title=f"distap: tuning of {self.config}", about=about,
-            reasons=reasons, charts={f"{self.figure} of whole trials": chart}, rows=rows, recipe=recipe,
-            headings=["trial", *self.space, self.figure],
-        )  # fmt: skip
+        write_page(self.folder / TUNING_PAGE, "tuning.html", recipe=recipe, **values)
 
-    def reason(self, key: str) -> str:
-        """Say what the values of a key reached in whole trials, the best first."""
-        found: dict[str, list[str]] = {}
-        for trial in self.whole:
-            found.setdefault(shown(trial.params[key]), []).append(outcome(trial))
-        return "; ".join(f"{value} reached {', '.join(of[:3])}" for value, of in [*found.items()][:4])
-
-
-def mean_pixels(recipe: Recipe) -> float:
-    """Return the pixels of a training image, in the mean over the steps."""
-    bounds = [*recipe.data.sizes, (1.0, 0)]
-    return sum((end - begin) * size**2 for (begin, size), (end, _) in pairwise(bounds))
-
-
-def shown(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def outcome(trial: FrozenTrial) -> str:
-    """Return a trial's figure in percent, or why there is none."""
-    if trial.value is None:
-        return str(trial.user_attrs.get("problem", "interrupted"))
-    return ("" if trial.state == TrialState.COMPLETE else "ended early at ") + f"{100 * trial.value:.1f}"
+    def row(self, trial: FrozenTrial) -> list[str]:
+        """Return a trial's number, its values, and its figure in percent, or why there is none."""
+        values = [trial.params.get(key, "as it was") for key in self.space]
+        shown = [f"{value:.3g}" if isinstance(value, float) else value for value in values]
+        if trial.value is None:
+            return [str(trial.number), *shown, trial.user_attrs.get("problem", "interrupted")]
+        early = "ended early at " if trial.state == TrialState.PRUNED else ""
+        return [str(trial.number), *shown, f"{early}{100 * trial.value:.1f}"]

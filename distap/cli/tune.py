@@ -11,7 +11,7 @@ from distap.processes.stopping import leave_when_asked
 from distap.telemetry.terminal import print_result, set_up_logging
 
 TUNING_FOLDER = "Folder to keep the search in. The same command goes on from there."
-SPACE_HELP = "YAML file with the values to search by recipe key; without one, space.yaml of the folder."
+SPACE_HELP = "YAML file with the values to search by recipe key."
 MINUTES_HELP = "Begin trials for this long, minutes; the last one runs to its end."
 SHARE_HELP = "Share of the recipe's cost (pixels that the network sees) that a trial takes."
 
@@ -21,9 +21,8 @@ def tune_command(
     overrides: OVERRIDES = None,
     minutes: Annotated[float, typer.Option(help=MINUTES_HELP, min=0.01)] = 20,
     output: Annotated[Path | None, typer.Option(help=TUNING_FOLDER, show_default="runs/NAME-tune")] = None,
-    space: Annotated[Path | None, typer.Option(help=SPACE_HELP, show_default=False)] = None,
+    space: Annotated[Path | None, typer.Option(help=SPACE_HELP, show_default="space.yaml there", exists=True)] = None,
     share: Annotated[float, typer.Option(help=SHARE_HELP, min=0.001, max=1)] = 0.1,
-    figure: Annotated[str, typer.Option(help="Figure of the held-out classes to make large.")] = "mAP",
     ranks: RANKS = "1",
 ) -> None:
     """Search for better settings of a recipe: short trainings, judged on a quarter of its training classes.
@@ -31,14 +30,12 @@ def tune_command(
     Writes a recipe with the best values and the reason for each, and a page about all trials.
     """
     set_up_logging(0)
-    try:
-        from distap.apps.tune import TUNED, TUNING_PAGE, Tuning
-    except ModuleNotFoundError as error:
-        if error.name != "optuna":
-            raise
-        raise DistapError("distap tune needs Optuna: pip install 'distap[tune]'") from error
-    folder = output or Path("runs") / f"{config.stem}-tune"
-    tuning = Tuning(config, overrides or [], folder, space, share, ranks_to_start(ranks), figure)
     leave_when_asked()
+    try:
+        from distap.apps.tune import SPACE_FILE, TUNED, TUNING_PAGE, Tuning
+    except ModuleNotFoundError as error:
+        raise DistapError(f"distap tune needs {error.name}: pip install 'distap[tune]'") from error
+    folder = output or Path("runs") / f"{config.stem}-tune"
+    tuning = Tuning(config, overrides or [], folder, space or folder / SPACE_FILE, share, ranks_to_start(ranks))
     tuning.search(minutes)
     print_result(f"recipe: {folder / TUNED}. Next: distap train {folder / TUNED}", f"page: {folder / TUNING_PAGE}")

@@ -51,24 +51,21 @@ def test_a_search_writes_a_recipe_and_a_page_and_goes_on_after_a_kill(folder, mo
         f"imagefolder:{folder}/photos[0:0.75]",
         f"imagefolder:{folder}/photos[0.75:1]",
     )
-    # The killed trial was that of the recipe's own values, which joined the lists; it goes on from its checkpoint.
+    # The killed trial was that of the recipe as it is; it goes on from its checkpoint.
     assert distap(monkeypatch, *search, "--minutes", "0.1") == 0
     assert [entry["step"] for entry in read_run_log(first) if "loss" in entry] == [*range(1, 21)]
     said = capfd.readouterr()
-    assert "loss smooth_ap" in said.err and "minutes left" in said.err and "Next: distap train " in said.out
-    halves = {
-        load_recipe(each / "trial.yaml").sampling.size: load_recipe(each / "trial.yaml")
-        for each in trials.glob("*/*")
-    }
-    if 16 in halves:  # as many images
-        assert (halves[16].schedule.warmup, halves[16].steps) == (1, 10) or halves[16].data.image_sizes
+    assert "trial 1, as it was, " in said.err and "minutes left" in said.err and "Next: distap train " in said.out
+    for of_trial in (load_recipe(file) for file in trials.glob("*/*/trial.yaml")):  # each as many pixels
+        if of_trial.sampling.size == 16 and not of_trial.data.image_sizes:
+            assert (of_trial.schedule.warmup, of_trial.steps) == (0.8, 8)
     text = (folder / "tuned/recipe.yaml").read_text()
-    assert "of them whole. On held-out classes the best reached mAP" in text and "# loss " in text
+    assert "mAP of held-out classes in " in text and "of them whole: the best reached " in text and "# loss, " in text
     tuned = load_recipe(folder / "tuned/recipe.yaml")
     assert tuned.data.validation is None and str(tuned.run) == "runs/photos-tuned"
     assert tuned.data.image_sizes or tuned.steps * tuned.sampling.size == 320
     page = (folder / "tuned/tuning.html").read_text()
-    assert "<svg" in page and page.count("<tr>") > 1
+    assert "distap: tuning of " in page and page.count("<tr>") > 1
 
 
 def test_what_no_trial_could_do_is_refused_before_any(folder, monkeypatch, capfd):
@@ -83,14 +80,12 @@ def test_few_classes_are_refused(folder, monkeypatch, capfd):
 
 
 def test_without_a_space_it_searches_what_its_own_file_says(folder, monkeypatch):
-    (folder / "tuned").mkdir()
     assert distap(monkeypatch, "tune", "recipe.yaml", "--minutes", "0.01", "--share", "0.1", "--output", "tuned") == 0
     space = yaml.safe_load((folder / "tuned/space.yaml").read_text())
     assert space["optimizer.learning_rate"] == {"low": 1e-4, "high": 1e-2, "log": True}
     (folder / "space.yaml").write_text("optimizer.learning_rate: {low: 1e-5, high: 1e-3, log: true}")  # text in YAML
     search = ["tune", "recipe.yaml", "--space", "space.yaml", "--minutes", "0.01", "--share", "0.1"]
     assert distap(monkeypatch, *search, "--output", "tuned", "optimizer.learning_rate=0.0001") == 0
-    assert distap(monkeypatch, *search, "--figure", "nonsense") == 2
     assert {"name": "p_by_k", "classes": 16, "images": 2} in space["sampling"] and "model.freeze" not in space
     assert load_recipe(folder / "tuned/recipe.yaml").loss == load_recipe(folder / "recipe.yaml").loss
 

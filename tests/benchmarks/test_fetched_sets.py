@@ -5,8 +5,6 @@ import json
 import tarfile
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image, ImageFont
 
 from benchmarks.fetch import emoji, glyphs, small_sets
@@ -75,33 +73,6 @@ def test_no_two_images_are_equal_and_classes_are_split(tmp_path):
     assert {one.path: one.levels[1] in ("Latin", "Common") for one in listed} == dict.fromkeys(images, True)
 
 
-FONTS = [f"font {number}" for number in range(12)]
-DRAWN = st.dictionaries(st.sampled_from("ABCDEFGHIJKLMNOP"), st.sampled_from("0123456789abc"))
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(DRAWN, min_size=12, max_size=12))
-def test_a_drawing_is_chosen_once(drawings):
-    fonts = dict(zip(FONTS, drawings, strict=True))
-    surveys = {font: {c: d if d < "3" else font + d for c, d in of.items()} for font, of in fonts.items()}
-    parts = glyphs.choose(surveys)
-    assert not parts["train"].keys() & parts["test"].keys()
-    classes = parts["train"] | parts["test"]
-    chosen = [surveys[font][character] for character, fonts in classes.items() for font in fonts]
-    assert len(chosen) == len(set(chosen))
-    assert all(glyphs.LEAST_IMAGES <= len(fonts) <= glyphs.MOST_IMAGES for fonts in classes.values())
-
-
-def test_a_character_that_most_fonts_draw_as_another_is_no_class():
-    same = {font: {"A": f"{font} a", "А": f"{font} a", "Б": f"{font} b", "б": f"{font} small"} for font in FONTS}
-    for font in FONTS[:2]:  # which have capitals alone
-        same[font]["б"] = same[font]["Б"]
-    parts = glyphs.choose(same)
-    classes = parts["train"] | parts["test"]
-    assert sorted(classes) == ["A", "Б", "б"]
-    assert not {*FONTS[:2]} & set(classes["б"])
-
-
 def test_an_icon_of_a_package_is_drawn_whole_on_white(tmp_path):
     icons = {"dot": {"body": '<circle cx="5" cy="5" r="5"/>'}, "wide": {"body": "<g/>", "width": 20, "left": 3}}
     files = {
@@ -120,20 +91,6 @@ def test_an_icon_of_a_package_is_drawn_whole_on_white(tmp_path):
     assert image.size == (32, 32)
     assert image.getpixel((0, 0)) == (255, 255, 255)
     assert image.getpixel((16, 16)) == (0, 0, 0)
-
-
-def test_icons_have_the_groups_and_subgroups_of_unicode(tmp_path):
-    listed = [{"hexcode": "2764-FE0F", "subgroup": 7, "group": 0}, {"hexcode": "1F1E6", "order": 1}]
-    files = {
-        "tree": {"en/data": listed, "meta/groups": {"groups": {"0": "smileys"}, "subgroups": {"7": "heart"}}},
-        "x": {"chars": {"2764": "red-heart", "1f1e6": "letter-a"}},
-        "y": {"icons": {}},
-        "z": {"chars": {"2764-fe0f": "heart"}},
-    }
-    for archive, contents in files.items():
-        write_jsons(tmp_path / archive, contents)
-    found = emoji.read_levels(tmp_path / "tree", [tmp_path / name for name in "xyz"])
-    assert found == dict.fromkeys(("red-heart", "heart"), ("heart", "smileys"))
 
 
 def test_products_are_drawn_alike_from_their_seed_and_digits_are_those_of_scikit_learn(tmp_path, monkeypatch):

@@ -18,7 +18,6 @@ from distap.data.images.formats import missing_reader
 from distap.data.loading.reader import open_images
 from distap.data.shards.image_files import list_images
 from distap.data.shards.index import load_index
-from distap.data.shards.indexing import index_shards
 from distap.errors import DistapError
 
 PACKED = "packed"
@@ -200,21 +199,6 @@ def test_a_folder_that_cannot_be_read_is_told(tmp_path_factory):
         "listed/a": "files that cannot be read: Permission denied",
         "listed/b.png": "files that cannot be read: Permission denied",
     }
-
-
-def test_names_are_kept_by_the_index_and_found_again(drawer, tmp_path):
-    folder, _ = drawer
-    index, _ = pack(folder, tmp_path / "shards")
-    images = open_images(tmp_path / "shards")
-    assert "cat/кот 0.jpg" in images.keys.tolist()
-    place = images.keys.tolist().index("cat/кот 0.jpg")
-    assert images.data(place) == (folder / "cat" / "кот 0.jpg").read_bytes()
-    again, _ = index_shards(tmp_path / "shards")
-    assert again.path.tolist() == index.path.tolist()
-    (tmp_path / "shards" / "index.npz").unlink()
-    without, _ = index_shards(tmp_path / "shards")
-    assert without.fingerprint == index.fingerprint
-    assert open_images(tmp_path / "shards").keys.tolist() == index.key.tolist()
 
 
 @pytest.fixture

@@ -40,13 +40,6 @@ def test_the_oldest_and_newest_python_and_torch_of_pyproject_are_tested():
     assert locked[1] == f"2.{newest.minor - 1}"
 
 
-def test_files_that_workflows_name_are_there():
-    names = named(r"(?<![\w/])(?:\./)?((?:launch|tests)/[\w./-]*\w)")
-    assert len(names) > 8 and [name for name in names if not (ROOT / name).exists()] == []
-    scripts = named(r"\./(launch/[\w-]+)")
-    assert all((ROOT / name).stat().st_mode & 0o100 for name in scripts)
-
-
 def test_every_action_is_pinned_by_its_commit_and_no_job_may_write_what_is_not_listed_here():
     pins = named(r"uses: (\S+)")
     assert len(pins) == len(named(r"uses: [\w/-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+\n")) > 10
