@@ -126,9 +126,9 @@ def all_figures(world):
             *arguments, world=world, head=first, distractors=None if first is not None else more
         )
         for first, *arguments in (
-            (None, descriptors, descriptors, class_truth(labels), protocol),
-            (head, descriptors, descriptors, class_truth(labels), protocol),
-            (None, descriptors[:60], descriptors[60:], class_truth(labels[:60], labels[60:]), protocol),
+            (None, descriptors, descriptors, class_truth(labels), protocol, 10),
+            (head, descriptors, descriptors, class_truth(labels), protocol, 10),
+            (None, descriptors[:60], descriptors[60:], class_truth(labels[:60], labels[60:]), protocol, 10),
             (head[:15], few, half, graded, OF_REVISITED),
             (None, few, descriptors, graded, OF_REVISITED),
             (None, few, descriptors, landmarks, OF_LANDMARKS),

@@ -27,7 +27,7 @@ from distap.randomness import permutation
 from distap.retrieval.evaluate import Evaluated, evaluate_descriptors
 from distap.retrieval.figures import GRADED
 from distap.retrieval.refinement import PLAIN, Refinement
-from distap.retrieval.row_blocks import DescriptorParts, Descriptors, nearest, open_parts
+from distap.retrieval.row_blocks import DescriptorParts, Descriptors, open_parts
 from distap.retrieval.truth import Truth, class_truth
 
 GALLERY = 31  # first word of the key that galleries are drawn with: the same ones in every run
@@ -156,7 +156,7 @@ class DescribedSet:
         """
         of = self.of
         found = [self._ranked(asking, among, refinement) for asking, among in self._rows()]
-        (result, neighbours), summaries = found[0], [one.summary() for one, _ in found]
+        result, summaries = found[0], [one.summary() for one in found]
         figures = {name: float(np.mean([own[name] for own in summaries])) for name in summaries[0]}
         among = [*(images.name for images in of.gallery), *of.distractors]
         among += [f"an image a class, drawn {len(found)} times"] if of.draws else []
@@ -173,14 +173,14 @@ class DescribedSet:
             # A listed query whose own image could not be described counts as left out too.
             left_out=result.left_out + max(len(of.truth.queries if of.truth else ()) - asked, 0),
             figures=figures,
-            hits=None if neighbours is None else self._retrieved(result, neighbours),
+            hits=None if of.truth or of.draws else self._retrieved(result),
         )
 
-    def _retrieved(self, result: Evaluated, neighbours: NDArray[np.int64]) -> Retrieved:
+    def _retrieved(self, result: Evaluated) -> Retrieved:
         first = len(self.asking) if self.of.gallery else 0  # row of the gallery's first image
-        found = result.values["mAP"].cpu().numpy(), result.first_positive.cpu().numpy()
+        found = result.values["mAP"], result.first_positive, result.neighbours + first
         of_images = self.rows, self.keys[self.rows], self.classes[self.rows]
-        return Retrieved(*of_images, *found, neighbours + first)
+        return Retrieved(*of_images, *(own.cpu().numpy() for own in found))
 
     def _rows(self) -> Iterator[tuple[Any, Any]]:
         """Yield the rows of queries and of the gallery in each draw."""
@@ -193,8 +193,7 @@ class DescribedSet:
             chosen = order[np.unique(classes[order], return_index=True)[1]]
             yield np.setdiff1d(order, chosen), chosen
 
-    def _ranked(self, asking: Any, among: Any, refinement: Refinement) -> tuple[Evaluated, NDArray[np.int64] | None]:
-        """Rank a draw; return also, on rank 0 of a set whose hits are kept, the images nearest to each query."""
+    def _ranked(self, asking: Any, among: Any, refinement: Refinement) -> Evaluated:
         of, is_same = self.of, self.of.kind == LABELLED
         if of.is_of_itself and (refinement.expand is not None or refinement.rerank is not None):
             raise DistapError(
@@ -207,14 +206,10 @@ class DescribedSet:
             more = open_parts(of.distractors, queries.shape[1], described_by=made)
         gallery = queries if is_same else self.gallery[among]
         refined, gallery, head = refinement.apply(queries, gallery, more)
-        head, world = None if head is None else head.to(self.describing.describer.device), self.describing.world
-        rest: dict[str, Any] = {"head": head, "distractors": more, "world": world}
-        found = evaluate_descriptors(refined, gallery, self._truth(asking, among), of.figures, **rest)
-        if of.truth or of.draws or world.rank > 0:
-            return found, None
-        if head is not None and more is None:
-            return found, head[:, :NEIGHBOURS].cpu().numpy()
-        return found, nearest(refined, gallery, NEIGHBOURS, is_same)[1]
+        truth, neighbours = self._truth(asking, among), 0 if of.draws or of.truth else NEIGHBOURS
+        head = None if head is None else head.to(self.describing.describer.device)
+        rest: dict[str, Any] = {"head": head, "distractors": more, "world": self.describing.world}
+        return evaluate_descriptors(refined, gallery, truth, of.figures, neighbours, **rest)
 
     def _truth(self, asking: Any, among: Any) -> Truth:
         of = self.of

@@ -27,6 +27,7 @@ class Evaluated:
     values: dict[str, Float64[Tensor, " Q"]]  # by figure; NaN for a query without a positive
     in_part: dict[str, Bool[Tensor, " Q"]]  # queries of each part, by the name that comes before the figures'
     first_positive: Int64[Tensor, " Q"]  # rank, from 1, of the best positive; 0 for a query without any
+    neighbours: Int64[Tensor, "Q k"]  # the most similar images of the gallery, best first
 
     @property
     def left_out(self) -> int:
@@ -52,6 +53,7 @@ def evaluate_descriptors(
     gallery: Descriptors,
     truth: Truth,
     figures: Sequence[str],
+    neighbours: int = 0,
     *,
     head: Int64[Tensor, "Q K"] | None = None,
     distractors: Descriptors | None = None,
@@ -65,6 +67,7 @@ def evaluate_descriptors(
             possibly a memory map of float16, which is read in blocks.
         gallery: (N, C), of the same kinds.
         figures: names, see `figures`.
+        neighbours: number of most similar images of the gallery to report, distractors apart.
         head: rows that come first for each query, in this order, whatever their similarity; distractors from N.
         distractors: (M, C) further images, which are right for no query, read in blocks.
         ties: see `ranks`.
@@ -80,7 +83,7 @@ def evaluate_descriptors(
     dtype = torch.float64 if queries.dtype in (torch.float64, "float64") else torch.float32
     gallery = _resident(gallery, dtype, counts.device, "gallery descriptor")
     queries = gallery if is_same else _resident(queries, dtype, counts.device, "query")
-    others += 0 if distractors is None else len(distractors)
+    neighbours, others = min(neighbours, others), others + (0 if distractors is None else len(distractors))
     order = truth.order[counts[truth.order].argsort(descending=True, stable=True)]  # least padding in blocks
     # A half of the tiles suffices only if all queries are counted in one pass, since a tile counts for queries of two
     # blocks. So the tables of all queries must fit into memory at once, as the last condition asks.
@@ -95,11 +98,11 @@ def evaluate_descriptors(
     )
     if is_symmetric:
         gallery = queries = gallery[order]
-    else:
+    elif not neighbours:
         order = order[counts[order] > 0]
     names = [*graded, *(f"{group} {name}".strip() for group in truth.groups for name in computed)]
     values = {name: counts.new_zeros(total, dtype=torch.float64) for name in names}
-    first = torch.zeros_like(counts)
+    first, nearest = torch.zeros_like(counts), counts.new_zeros(total, neighbours)
     # The inverse of `order`: the row to which each image has moved, if the gallery is sorted like the queries.
     place = order.argsort()
     for passed in filter(None, _passes(counts[order], len(gallery), gallery.shape[1], is_symmetric)):
@@ -113,12 +116,14 @@ def evaluate_descriptors(
             chosen = queries[some] if is_symmetric else taken(queries, rows)
             asking = on_device(chosen, dtype, rows.device, 0, "query of a block, at place")
             blocks.append(Block(rows, asking, tables, rows.new_empty(len(rows), 0) if head is None else head[rows]))
-        count_negatives(blocks, gallery, distractors, ties, is_symmetric, world)
+        count_negatives(blocks, gallery, distractors, neighbours, ties, is_symmetric, world)
         for block in blocks:
             rows, grades, before = block.rows, block.tables.grades, block.before
             exists, of_ranks = block.tables.positives != NONE, block.grades_by_rank(ties)
             every = Ranked.by_negatives(before, exists, others, of_ranks)
             first[rows] = every.ranks[:, 0]
+            if neighbours:
+                nearest[rows] = order[block.nearest[1]] if is_symmetric else block.nearest[1]
             for name, figure in graded.items():
                 values[name][rows] = figure(every)
             for group, right in truth.groups.items():
@@ -137,7 +142,7 @@ def evaluate_descriptors(
         part: torch.tensor([part in ("", own) for own in parts], device=counts.device)
         for part in dict.fromkeys(["", *parts])
     }
-    return Evaluated(values, in_part, first)
+    return Evaluated(values, in_part, first, nearest)
 
 
 def _passes(counts: Int64[Tensor, " Q"], images: int, dimensions: int, is_one: bool) -> list[list[slice]]:

@@ -53,6 +53,7 @@ class Block:
     order: Int64[Tensor, "q P"] = field(init=False)  # positives in the order of their bounds
     before: Int64[Tensor, "q P"] = field(init=False)  # negatives before each positive
     named: range = field(init=False)  # gallery rows that head, positives and ignored are among
+    nearest: tuple[Float[Tensor, "q k"], Int64[Tensor, "q k"]] = field(init=False)  # similarities and rows
 
     def set_bounds(self, gallery: Descriptors, ties: Ties) -> None:
         """Compute the bound that negatives before a positive reach: its similarity, less or plus the tie width."""
@@ -82,13 +83,11 @@ class Block:
         self.before = torch.zeros_like(self.order)
 
     def prepare(self, similarities: Float[Tensor, "q n"], span: range) -> None:
-        """Make head rows rank first, and count no ignored row or positive, in a tile for the rows of `span`."""
+        """Make head rows rank first, and ignored rows last, in a tile of similarities to the rows of `span`."""
         query, place = _inside(self.head, span)
         first = FIRST * (self.head.shape[1] - place).to(similarities.dtype)
         similarities[query, self.head[query, place] - span.start] = first
-        for table in (self.tables.ignored, self.tables.positives):
-            query, place = _inside(table, span)
-            similarities[query, table[query, place] - span.start] = -torch.inf
+        _mask(similarities, self.tables.ignored, span)
 
     def grades_by_rank(self, ties: Ties) -> Int64[Tensor, "q P"] | None:
         """Return the positives' grades in the order of their similarities; the lower come first among ties."""
@@ -103,16 +102,27 @@ class Block:
         order = order.gather(1, widths.gather(1, order).argsort(dim=1, stable=True, descending=True))
         return grades.gather(1, order)
 
+    def keep_nearest(self, similarities: Float[Tensor, "q n"], span: range, neighbours: int) -> None:
+        """Update the nearest gallery rows from a tile of similarities to the gallery rows of `span`."""
+        # The tiles of a block come in the order of their rows, so of equal similarities the first stays.
+        (better,) = (similarities.amax(1) > self.nearest[0][:, -1]).nonzero(as_tuple=True)
+        values, columns = similarities[better].topk(min(neighbours, len(span)), dim=1)
+        new = zip(self.nearest, (values, columns + span.start), strict=True)
+        best = _best(neighbours, *(torch.cat([old[better], found], dim=1) for old, found in new))
+        for kept, found in zip(self.nearest, best, strict=True):
+            kept[better] = found
+
 
 def count_negatives(
     blocks: Sequence[Block],
     gallery: Descriptors,
     distractors: Descriptors | None,
+    neighbours: int,
     ties: Ties,
     is_symmetric: bool,
     world: World,
 ) -> None:
-    """Count the negatives before the positives of all blocks.
+    """Count the negatives before the positives of all blocks, and find the nearest rows of the gallery itself.
 
     Args:
         distractors: (M, C), numbered from N.
@@ -121,6 +131,8 @@ def count_negatives(
     """
     for block in blocks:
         block.set_bounds(gallery, ties)
+        nearest = block.bounds.new_full((len(block.rows), neighbours), -torch.inf)
+        block.nearest = nearest, nearest.long().zero_()
     images, height = len(gallery), max(CONVERTED_NUMBERS // gallery.shape[1], 1)
     spans = [range(start, min(start + height, images)) for start in range(0, images, height)]
     if is_symmetric:
@@ -132,7 +144,7 @@ def count_negatives(
     for number, span in enumerate(spans):
         rows: Tensor | None = None
         is_half = is_symmetric and span.start < images
-        for block in blocks[: number + 1] if is_half else blocks:
+        for place, block in enumerate(blocks[: number + 1] if is_half else blocks):
             turn += 1
             if turn % world.size != world.rank:
                 continue
@@ -150,13 +162,37 @@ def count_negatives(
                     held = block.queries.new_empty(2, size)
                 tile = torch.mm(block.queries, part.t(), out=held[0, :size].view(-1, len(part)))
                 columns = range(span.start + start, span.start + start + len(part))
-                if columns.start < block.named.stop and block.named.start < columns.stop:
+                sides = [(block, tile, columns), *([(other, tile.t(), spans[place])] if other is not block else [])]
+                is_named = columns.start < block.named.stop and block.named.start < columns.stop
+                if is_named:
                     block.prepare(tile, columns)
-                for own, similarities in ((block, tile), (other, tile.t()))[: 1 if other is block else 2]:
+                for own, similarities, others in sides if neighbours and span.start < images else ():
+                    own.keep_nearest(similarities, others, neighbours)
+                if is_named:
+                    _mask(tile, block.tables.positives, columns)
+                for own, similarities, _ in sides:
                     own.before += count_above(similarities, own.bounds, held[1])
     for block in blocks:
         world.sum(block.before)
         block.before = torch.zeros_like(block.tables.positives).scatter_(1, block.order, block.before)
+        if neighbours:
+            of_ranks = (world.gather_rows(own, world.size * len(own)).view(len(own), -1) for own in block.nearest)
+            block.nearest = _best(neighbours, *of_ranks)
+
+
+def _best(
+    k: int, similarities: Float[Tensor, "q n"], rows: Int64[Tensor, "q n"]
+) -> tuple[Float[Tensor, "q k"], Int64[Tensor, "q k"]]:
+    """Return the k greatest similarities and their gallery rows; of equal similarities, the lowest rows."""
+    order = rows.argsort(dim=1)
+    order = order.gather(1, similarities.gather(1, order).argsort(dim=1, descending=True, stable=True)[:, :k])
+    return similarities.gather(1, order), rows.gather(1, order)
+
+
+def _mask(similarities: Float[Tensor, "q n"], table: Int64[Tensor, "q _"], span: range) -> None:
+    """Set similarities to some gallery rows to minus infinity. Column j belongs to gallery row `span[j]`."""
+    query, place = _inside(table, span)
+    similarities[query, table[query, place] - span.start] = -torch.inf
 
 
 def _inside(table: Int64[Tensor, "q _"], span: range) -> tuple[Tensor, Tensor]:

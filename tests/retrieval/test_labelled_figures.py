@@ -12,8 +12,9 @@ from distap.retrieval.ranks import FEW, MANY, count_above
 from distap.retrieval.truth import class_truth
 
 
-def evaluated(descriptors, labels, **settings):
-    return evaluate_descriptors(descriptors, descriptors, class_truth(labels), LABELLED_FIGURES, **settings)
+def evaluated(descriptors, labels, neighbours=0, **settings):
+    truth = class_truth(labels)
+    return evaluate_descriptors(descriptors, descriptors, truth, LABELLED_FIGURES, neighbours, **settings)
 
 
 def labelled_set(seed, images, classes, tied):
@@ -33,9 +34,12 @@ def test_figures_equal_those_of_sorting_each_gallery_behind_its_head(seed, image
     generator = torch.Generator().manual_seed(seed)
     heads = [torch.randperm(images - 1, generator=generator)[:kept] for _ in range(images)]
     head = torch.stack([rows + (rows >= own) for own, rows in enumerate(heads)]) if kept else None  # not itself
-    result = evaluated(descriptors, labels, head=head)
+    result = evaluated(descriptors, labels, 5, head=head)
     similarities = (descriptors @ descriptors.t()).tolist()
     orders = labelled_orders(similarities, labels.tolist(), head.tolist() if kept else None)
+    for own, row in enumerate(result.neighbours.tolist()):
+        assert own not in row and len(set(row)) == min(5, images - 1)
+    assert head is None or torch.equal(result.neighbours[:, :kept], head[:, : result.neighbours.shape[1]])
     assert result.summary() == pytest.approx(labelled_figures(orders, (1, 5, 10)), abs=1e-12)
     assert result.first_positive.nonzero().flatten().tolist() == sorted(orders)
     assert result.left_out == images - len(orders)
@@ -100,6 +104,12 @@ def test_queries_against_a_gallery_have_the_figures_of_sorting_it(monkeypatch, p
     monkeypatch.setattr("distap.retrieval.evaluate.BLOCK_PAIRS", pairs)
     truth, protocol = class_truth(query_labels, gallery_labels), ("mAP", "mAP@R", "R@1", "R@7", "mP@1", "mP@7")
     for values in (gallery, gallery.numpy()):
-        found = evaluate_descriptors(queries, values, truth, protocol, head=head)
+        found = evaluate_descriptors(queries, values, truth, protocol, 10, head=head)
         assert found.summary() == pytest.approx(labelled_figures(orders, (1, 7)), abs=1e-12)
         assert found.first_positive.nonzero().flatten().tolist() == list(orders) and len(orders) < 20
+        similarities = queries @ gallery.t()
+        if is_headed:
+            assert torch.equal(found.neighbours[:, :4], head)
+        else:
+            nearest = similarities.gather(1, found.neighbours)
+            assert torch.equal(nearest, similarities.sort(descending=True).values[:, :10])
