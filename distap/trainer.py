@@ -167,6 +167,7 @@ class Trainer:
             kept = ", with a checkpoint" if self.done else ""
             logger.warning("stopped after step %d of %d%s", self.done, steps, kept)
             return RESTART
+        logger.info("%s: all %d steps are done", self.recipe.run, steps)
         return FINISHED
 
     def _shares(self, stop: StopRequest) -> Iterator[ShareOfBatch]:

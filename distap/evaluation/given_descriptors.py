@@ -1,5 +1,7 @@
 """Evaluate descriptors that somebody else computed: `distap.evaluate`."""
 
+from __future__ import annotations  # `help` shows the types as they are written here
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

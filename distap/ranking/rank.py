@@ -1,5 +1,7 @@
 """Rank descriptors: compute the loss of a batch and every descriptor's gradient, on all ranks or on rank 0."""
 
+from __future__ import annotations  # `help` shows the types as they are written here
+
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args

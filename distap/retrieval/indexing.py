@@ -7,6 +7,8 @@ Faiss trusts its files, and a damaged one can crash the process. So size and SHA
 byte.
 """
 
+from __future__ import annotations  # `help` shows the types as they are written here
+
 import re
 import threading
 import time

@@ -38,6 +38,7 @@ from distap.storage.texts import printable
 T = TypeVar("T")
 LogFormat = Literal["text", "json"]
 TELL_SECONDS = 30.0  # from one line about progress to the next, without a terminal
+RECENT_SECONDS = 600.0  # that tell how long the rest will take
 FILE_COLUMNS = 250  # of a file or pipe that results go to, so that a row of a table is one line
 
 
@@ -93,22 +94,24 @@ def progress(
     """Open a progress bar; without a terminal, or with JSON, log every `seconds` seconds and at the end.
 
     Yield a function of the number of items done by now, a text about the last one and, for programs, figures by name.
-    It shows the text, or else the speed, and the time left, for which `done` items of an earlier run do not count.
+    It shows the text, or else the speed, and the time left, judged by the time since the first item or of late.
     """
     started = told = time.monotonic()
-    first, draws, description = done, console.is_terminal and origin.form is None, printable(description)
+    draws, description = console.is_terminal and origin.form is None, printable(description)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not shown or not draws) as bar:
+    settings: dict[str, Any] = {"console": console, "disable": not shown or not draws}
+    with Progress(*columns, TimeRemainingColumn(), speed_estimate_period=RECENT_SECONDS, **settings) as bar:
         task = bar.add_task(escape(description), total=total, completed=done)
 
         def show(now: int, text: str = "", **figures: float) -> None:
             nonlocal done, told
             done = now
-            speed = max(done - first, 1e-9) / max(time.monotonic() - started, 1e-9)
-            left = timedelta(seconds=round((total - done) / speed))
-            text = f"{text or f'{speed:,.3g} a second'}, {left} left"
+            bar.update(task, completed=done)
+            speed, left = bar.tasks[0].speed, bar.tasks[0].time_remaining
+            text = text or (f"{speed:,.3g} a second" if speed else "")
+            text += "" if left is None else f", {timedelta(seconds=round(left))} left"
             if draws:
-                bar.update(task, completed=done, description=escape(f"{description}  {text}"))
+                bar.update(task, description=escape(f"{description}  {text}"))
             elif shown and time.monotonic() - told >= seconds:
                 told = time.monotonic()
                 tell(f"{description} {done}/{total}  {text}", **figures)

@@ -11,6 +11,7 @@ from images import write_images
 
 from distap.cli import app
 from distap.config.reading import RECIPES
+from distap.storage.files import Storage
 
 
 @pytest.fixture
@@ -25,6 +26,14 @@ def config(tmp_path, training_shards):
         "optimizer: {learning_rate: 1e-3}\nevaluation: {every: 4}\n"
     )
     return path
+
+
+def test_a_dry_run_finds_out_whether_the_store_can_be_written_to(monkeypatch, config, capfd, s3):
+    dry_run = monkeypatch, "train", config, "--dry-run"
+    assert distap(*dry_run, "checkpoint.store=s3://nowhere/run") == 2
+    assert "s3://nowhere/run" in capfd.readouterr().err
+    assert distap(*dry_run, "checkpoint.store=s3://shards/dry") == 0
+    assert Storage("s3://shards/dry").names("*") == []
 
 
 def test_a_dry_run_says_what_would_be_done_and_does_nothing(tmp_path, monkeypatch, config, capfd):

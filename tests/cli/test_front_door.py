@@ -97,8 +97,10 @@ def test_help_breaks_lines_only_at_the_width_of_the_terminal(monkeypatch, capfd)
 def test_long_work_tells_its_rate_and_the_time_left_now_and_then(capfd):
     with terminal.progress("packing", 3, seconds=-1) as show:
         show(1)
+        show(2)
         show(3)
     assert list(terminal.track("abc", "reading", 3)) == ["a", "b", "c"]
-    first, _, packed, read = capfd.readouterr().err.splitlines()
-    assert re.fullmatch(r"packing 1/3  \S+ a second, \S+ left", first)
+    first, second, _, packed, read = capfd.readouterr().err.splitlines()
+    assert first == "packing 1/3  "
+    assert re.fullmatch(r"packing 2/3  \S+ a second, \S+ left", second)
     assert packed.startswith("packing 3/3  done in ") and read.startswith("reading 3/3  done in ")

@@ -25,7 +25,8 @@ SPEAKING = """
     logger.info("before the first step")
     origin.step = 3
     with progress("step", 5, 2, rank == "0", seconds=0) as show:
-        show(3, "loss 0.5", loss=0.5, drift=float("nan"))
+        show(3, "loss 0.6")
+        show(4, "loss 0.5", loss=0.5, drift=float("nan"))
     logger.warning("two\\nlines of %d%%", 5)
     logging.getLogger("other").error("by another package")
     warnings.warn("a warning of Python's")
@@ -64,9 +65,10 @@ def test_each_line_says_when_how_bad_which_run_rank_and_step(lines):
 
 
 def test_each_message_is_one_object_whoever_says_it_with_its_figures(lines):
-    _, told, warned, of_other, of_python, *_ = lines
+    _, first, told, warned, of_other, of_python, *_ = lines
+    assert first["message"] == "step 3/5  loss 0.6"  # one item does not tell how long others take
     assert (told["loss"], told["drift"]) == (0.5, None)
-    assert re.fullmatch(r"step 3/5  loss 0\.5, \S+ left", str(told["message"]))
+    assert re.fullmatch(r"step 4/5  loss 0\.5, \S+ left", str(told["message"]))
     assert (warned["level"], warned["message"]) == ("warning", "two\nlines of 5%")
     assert [(line["logger"], line["level"]) for line in (of_other, of_python)] == [
         *(("other", "error"), ("py.warnings", "warning"))
@@ -75,7 +77,7 @@ def test_each_message_is_one_object_whoever_says_it_with_its_figures(lines):
 
 
 def test_an_exception_that_nothing_caught_is_a_field_in_threads_too(lines):
-    in_thread, last = lines[5:]
+    in_thread, last = lines[6:]
     assert in_thread["message"] == "helper: ZeroDivisionError: integer division or modulo by zero"
     assert str(in_thread["exception"]).startswith("Traceback") and "1 // 0" not in str(in_thread["message"])
     assert (last["level"], last["message"]) == ("critical", "KeyError: 'nothing caught it'")
@@ -91,10 +93,10 @@ def test_other_ranks_tell_only_warnings_and_worse():
 
 
 def test_text_without_a_terminal_says_the_same():
-    first, told, warned, *_ = said("text", 0)
+    first, _, told, warned, *_ = said("text", 0)
     time = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
     assert re.fullmatch(rf"{time} INFO run=mine rank=0 step=- before the first step", first)
-    assert re.fullmatch(rf"{time} INFO run=mine rank=0 step=3 step 3/5  loss 0\.5, \S+ left", told)
+    assert re.fullmatch(rf"{time} INFO run=mine rank=0 step=3 step 4/5  loss 0\.5, \S+ left", told)
     assert re.fullmatch(rf"{time} WARNING run=mine rank=0 step=3 two", warned)
 
 
