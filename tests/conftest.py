@@ -6,6 +6,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -56,8 +57,8 @@ def s3() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _another_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Libraries keep files in the user's cache folder; no test leaves anything in the real one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("home")))
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("home")))
         yield
 
 
@@ -73,7 +74,8 @@ def _state_of_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for number, handler in HEARD.items():  # a fixture of the module may have trained, and left its own
         signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
-    yield
+    with patch.dict(os.environ):  # libraries may leave the variables of a rank there
+        yield
     logger.setLevel(level)
 
 

@@ -83,6 +83,7 @@ def test_a_store_that_cannot_be_reached_is_named(monkeypatch):
 
 
 def leave_early(world):
+    world.barrier()  # the ranks are connected
     world.note("gather of step 7")
     if world.rank == 0:
         raise DistapError("the data are gone")
