@@ -54,13 +54,21 @@ class Lease:
         Raises:
             DistapError: another training holds the lease, or it cannot be written.
         """
-        try:
-            while not self._place.create(FILE, self._text()):
-                self._displace()
-        except MissingFileError as error:
-            raise DistapError(f"{self._key}: {self._place.base}: its bucket does not exist") from error
+        while not self._create(FILE):
+            self._displace()
         self._renewing.start()
         return str(self._own["training"])
+
+    def require_writable(self) -> None:
+        """Raise a DistapError if no lease could be written, whoever holds it; only writing shows that."""
+        self._create("dry-run")
+        self._place.remove("dry-run")
+
+    def _create(self, file: str) -> bool:
+        try:
+            return self._place.create(file, self._text())
+        except MissingFileError as error:
+            raise DistapError(f"{self._key}: {self._place.base}: its bucket does not exist") from error
 
     def require_seen(self, training: str) -> None:
         """Raise a DistapError unless this rank finds, where it writes checkpoints, the lease that rank 0 took."""

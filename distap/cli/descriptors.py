@@ -70,8 +70,7 @@ def extract_command(
 
             def opened() -> tuple[ImageDescriber, ImageSet]:
                 own = describing_of(recipe, network, world, whitening=whitening).describer
-                images = open_images(source)
-                return replace(own, precision=precision), images
+                return replace(own, precision=precision), open_images(source)
 
             describer, images = first_on_rank_0(world, opened)
             extraction = Extraction(Describing(describer, world, data.workers, shown=True), images)

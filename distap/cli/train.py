@@ -83,18 +83,15 @@ def check_training(config: Path, overrides: list[str], ranks: int) -> None:
 
     set_up_logging(0, as_results=True)
     recipe = load_recipe(config, overrides)
-    from distap.storage.files import Storage
     from distap.trainer import Trainer
     from distap.training.start_checks import check_start
     from distap.world import joined_world
 
     check_start(recipe, ranks)
-    if recipe.checkpoint.store is not None:  # only writing shows that its bucket exists and may be written to
-        place = Storage(recipe.checkpoint.store)
-        place.write("dry-run", b"")
-        place.remove("dry-run")
     with joined_world(recipe.timeout_seconds, recipe.device) as world:
         trainer = Trainer(recipe, world, only_check=True)
+        if recipe.checkpoint.store is not None:
+            trainer.state.lease.require_writable()
         trainer.report.world = replace(world, size=ranks)
         begin = None if trainer.is_begun else 0
         trainer.report.begins(begin, trainer.length, trainer.images, trainer.network, list(trainer.sets))

@@ -40,7 +40,9 @@ def fold_batchnorm(network: RetrievalNetwork) -> int:
     An engine may wrap the network before or after, but must not take single modules' parameters away. A DistapError
     tells if BatchNorm is not frozen, if none stands right behind a convolution, or if folding changes the features.
     """
-    network.require_frozen("step.fold_batchnorm", "scales and shifts by the micro-batch")
+    if network.batchnorm != "frozen":
+        needed = "needs frozen BatchNorm (model.batchnorm: frozen)"
+        raise DistapError(f"step.fold_batchnorm {needed}: `batch` scales and shifts by the micro-batch")
     pairs = _checked_pairs(network.backbone)
     _fold(network.backbone, pairs)
     return len(pairs)

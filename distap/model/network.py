@@ -114,11 +114,6 @@ class RetrievalNetwork(nn.Module):
                 normaliser.eval()
         return self
 
-    def require_frozen(self, key: str, problem: str) -> None:
-        """Raise a DistapError about a recipe's key if BatchNorm normalises by micro-batch."""
-        if self.batchnorm != "frozen":
-            raise DistapError(f"{key} needs frozen BatchNorm (model.batchnorm: frozen): `batch` {problem}")
-
     def forward(self, images: Images) -> Float[Tensor, "n C"]:
         """Return the descriptors, of length 1 in float32 or wider, of images with values from 0 to 255."""
         pooled = self.pooled(images) if images.ndim == 4 else images.to(self.mean.dtype)

@@ -96,8 +96,7 @@ class Index:
         """Write the index atomically next to the shards of its source."""
         source = parse_source(source)
         columns = {column: getattr(self, column) for column in COLUMNS}
-        data = columns_file(version=np.array(INDEX_VERSION), **columns)
-        Storage(source.base).write(source.index_name, data)
+        Storage(source.base).write(source.index_name, columns_file(version=np.array(INDEX_VERSION), **columns))
 
 
 def statistics(index: Index) -> dict[str, Any]:
