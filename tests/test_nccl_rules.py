@@ -160,14 +160,8 @@ def shared(world):
         return *found, shown, gathered
 
 
-@pytest.fixture(scope="module")
-def on_a_cpu():
-    return everything(World())
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_ranks_share_their_work_by_what_nccl_allows_and_get_what_a_cpu_gets(size, on_a_cpu):
-    losses, figures = on_a_cpu
+def test_ranks_share_their_work_by_what_nccl_allows_and_get_what_a_cpu_gets():
+    (losses, figures), size = everything(World()), 3
     for rank, (own_losses, own_figures, shown, gathered) in enumerate(on_ranks(size, shared)):
         for name, (*expected, rows) in losses.items():
             *found, own = own_losses[name]

@@ -230,7 +230,8 @@ class Watchdog:
             return
         if not self._error:  # or else the main thread raises it
             logger.error("%s", self.verdict)
-            if not self._open:
+            # Only of the rank that others wait for is it of interest where it stands.
+            if not self._open and str(self.party.members[self.party.rank]) in (self.verdict or ""):
                 frame = sys._current_frames().get(threading.main_thread().ident or 0)
                 where = "".join(traceback.format_stack(frame)[-4:])
                 logger.error("%s was here when it was told:\n%s", self._here(), where)

@@ -1,4 +1,4 @@
-"""Each recipe of a paper from its name alone: two steps, evaluations, a third step after resuming."""
+"""Each recipe of a paper from its name alone: two steps and evaluations; of each loss, a third after resuming."""
 
 import math
 import os
@@ -53,10 +53,10 @@ def made_small(name: str) -> list[str]:
     return changes
 
 
-def trained(world, folder: Path, name: str) -> None:
+def trained(world, folder: Path, name: str, steps: int) -> None:
     os.chdir(folder)
     length = "epochs" if load_recipe(Path(name)).steps is None else "steps"
-    for until in (2, 3):  # an epoch of four images is one step
+    for until in range(2, steps + 1):  # an epoch of four images is one step
         Trainer(load_recipe(Path(name), [*made_small(name), f"{length}={until}"]), world).train()
 
 
@@ -78,15 +78,16 @@ def test_a_recipe_trains_evaluates_and_goes_on(folder, name, monkeypatch):
         monkeypatch.chdir(folder)
         command = "extract", f"data/{rows.partition('/')[2]}", rows, "--checkpoint", name
         assert distap(monkeypatch, *command, *made_small(name)) == 0
-    on_ranks(2 if name in ON_TWO_RANKS else 1, trained, folder, name)
+    ranks, steps = (2, 3) if name in ON_TWO_RANKS else (1, 2)
+    on_ranks(ranks, trained, folder, name, steps)
     recipe = load_recipe(RECIPES / f"{name}.yaml")
     entries = read_run_log(folder / recipe.run)
     losses = {entry["step"]: entry["loss"] for entry in entries if "loss" in entry}
-    assert [entry["step"] for entry in entries if "loss" in entry] == [1, 2, 3]
+    assert [entry["step"] for entry in entries if "loss" in entry] == [*range(1, steps + 1)]
     assert all(map(math.isfinite, losses.values()))
     evaluated = [entry for entry in entries if "validation" in entry]
     if recipe.data.validation is not None:
-        assert [entry["step"] for entry in evaluated] == [0, 1, 2, 3]
+        assert [entry["step"] for entry in evaluated] == [*range(steps + 1)]
     for entry in evaluated:
         asked = recipe.evaluation.figures or LABELLED_FIGURES
         assert {"mAP", *asked} <= entry["validation"].keys()
