@@ -197,7 +197,7 @@ class Trainer:
         replica, count = self.learner.replica, len(share.present)
         if self.recipe.keep == "auto" and replica.keeps_graphs:
             sizes = self.step.stages.sizes
-            images = share.images(slice(0, min(sizes.replay, count))).to(self.world.device)
+            images = share.images(slice(0, min(sizes.images, count))).to(self.world.device)
             sizes.keep = kept_graphs(replica, self.world, images, count)
         logger.info("the first step was done after %.1f s of preparation", time.perf_counter() - self._began)
 

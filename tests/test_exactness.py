@@ -145,7 +145,7 @@ def test_a_layer_whose_state_moves_in_each_pass_moves_once_per_step_and_the_grad
     images, labels = images_and_labels()
     network = Network(layer=layer().double()).train()
     again = deepcopy(network)
-    multistage = Multistage(network, "smooth_ap", distap.MicroBatchSizes(4, None, keep))
+    multistage = Multistage(network, "smooth_ap", distap.MicroBatchSizes(4, keep))
     multistage(images, labels).backward()
     descriptors = torch.cat([normalize(again(part)) for part in images.split(4)])
     distap.ListwiseLoss("smooth_ap")(descriptors, labels).backward()

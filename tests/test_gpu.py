@@ -14,7 +14,6 @@ from steps import learning, step_with
 from torch.nn.functional import normalize
 
 from distap.evaluation.given_descriptors import evaluate
-from distap.ranking.device_copies import DeviceCopies, ToHost
 from distap.ranking.gather import gather
 from distap.ranking.loss import Budget, build_loss
 from distap.ranking.losses.quantized import QuantizedAP
@@ -49,7 +48,7 @@ def stepped(network, device, precision="float32", sizes=None, network_of=lambda 
     optimizer = torch.optim.SGD(network.parameters(), lr=1000.0)
     learner = learning(network, optimizer, world, precision=precision)
     options = {"max_drift": math.inf, "stopwatch": Stopwatch(device)}
-    step = step_with(learner, QuantizedAP(), world, 0, sizes or MicroBatchSizes(8, 16), **options)
+    step = step_with(learner, QuantizedAP(), world, 0, sizes or MicroBatchSizes(8), **options)
     batch = TensorBatch(noise(IMAGES), torch.arange(IMAGES) // 4, world, 1)
     batch.pixels = batch.pixels.pin_memory() if device.type == "cuda" else batch.pixels
     result = step(batch, 1000.0)
@@ -96,22 +95,11 @@ class Hungry(torch.nn.Module):
 
 
 def test_micro_batches_are_halved_until_they_fit():
-    network, sizes = random_network().train(), MicroBatchSizes(16, 16)
+    network, sizes = random_network().train(), MicroBatchSizes(16)
     _, expected, _ = stepped(network, DEVICE)
     _, found, step = stepped(network, DEVICE, sizes=sizes, network_of=lambda network: Hungry(network, 5))
-    assert (step.stages.sizes.replay, step.stages.sizes.describe) == (4, 4)
+    assert step.stages.sizes.images == 4
     assert distance(found, expected) < 1e-3
-
-
-def test_copies_arrive_whole_while_both_sides_go_on():
-    copies, busy = DeviceCopies(DEVICE), torch.randn(2048, 2048, device=DEVICE)
-    pixels, results = torch.randint(0, 256, (12, 64, 3, 64, 64), dtype=torch.uint8).pin_memory(), []
-    for images in pixels:
-        arrived = copies(images)
-        for _ in range(5):
-            busy = normalize(busy @ busy)
-        results.append(ToHost(arrived.long().sum()))
-    assert [int(result.tensor()) for result in results] == pixels.long().flatten(1).sum(1).tolist()
 
 
 def gathered_on(device, dtype):

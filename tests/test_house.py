@@ -15,7 +15,7 @@ from benchmarks.trace import traced_step
 
 ROOT = Path(__file__).parents[1]
 MODULES = {path.relative_to(ROOT): path.read_text() for path in sorted((ROOT / "distap").rglob("*.py"))}
-MOST_LINES, MOST_OF_A_FILE, MOST_LAYERS = 24_195, 300, 10
+MOST_LINES, MOST_OF_A_FILE, MOST_LAYERS = 24_000, 300, 10
 MOST_FILES_OF_A_STEP, MOST_LINES_OF_A_STEP = 30, 600
 MOST_ROOMS, MOST_FLOORS = 26, 10
 

@@ -138,7 +138,7 @@ def test_ranks_get_the_gradient_of_all_their_images(on_some_ranks, case):
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("size", [1, 4, 100, MicroBatchSizes(3, describe=7, keep=2)], ids=str)
+@pytest.mark.parametrize("size", [1, 4, 100, MicroBatchSizes(3, keep=2)], ids=str)
 def test_the_gradient_is_that_of_one_pass_over_the_batch(name, size):
     network = small_network()
     value, multistage = one_process(network, loss_of(name), size)
@@ -374,19 +374,3 @@ def test_batchnorm_can_be_frozen_and_keeps_its_statistics_and_mode():
     assert_near(gradients_of(network), gradients)
     assert network.norm.training
     assert all(torch.equal(before[name], value) for name, value in network.norm.state_dict().items())
-
-
-def test_a_loop_trains_with_its_own_optimiser_and_memory():
-    network = small_network()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
-    multistage = Multistage(network, "ap_q", 4, memory=30)
-    losses = []
-    for _ in range(8):
-        losses.append(multistage(*small_images(IMAGES)))
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < losses[0] and optimizer.param_groups[0]["lr"] == 0.5
-    assert len(multistage.memory) == 30
-    with torch.no_grad():
-        assert not multistage(*small_images(IMAGES)).requires_grad

@@ -19,25 +19,21 @@ from distap.world import World
 
 SEED, STEP, IMAGES = 3, 7, 21  # 21 images are uneven on 4 ranks, and fill no micro-batch of 4
 STOCHASTIC = {"dropout": 0.3, "drop_path": 0.2}
-# What is tried on every number of ranks: network, micro-batches of describe and replay, and how many of a rank keep
-# their graph.
+# What is tried on every number of ranks: network, images of a micro-batch, and how many of a rank keep their graph.
 CASES = {
-    "stochastic": (STOCHASTIC, None, 4),
-    "describe 7, replay 2": ({}, 7, 2),
-    "describe 1, replay 5": ({}, 1, 5),
-    "replay of one image": ({}, 3, 1),
-    "everything at once": ({}, 100, 100),
-    "two graphs kept": (STOCHASTIC, None, 4, 2),
-    "all graphs kept": ({}, None, 2, 99),
-    "describe 7, one graph kept": ({}, 7, 2, 1),
+    "stochastic": (STOCHASTIC, 4),
+    "one image": ({}, 1),
+    "everything at once": ({}, 100),
+    "two graphs kept": (STOCHASTIC, 4, 2),
+    "all graphs kept": ({}, 2, 99),
+    "one graph kept": ({}, 7, 1),
 }
 
 
-def step_on(world, network, describe_size, replay_size, keep=0, **options):
+def step_on(world, network, size, keep=0, **options):
     optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
     learner = learning(network, optimizer, world)
-    sizes = MicroBatchSizes(replay_size, describe_size, keep)
-    return step_with(learner, QuantizedAP(), world, SEED, sizes, probed=True, **options)
+    return step_with(learner, QuantizedAP(), world, SEED, MicroBatchSizes(size, keep), probed=True, **options)
 
 
 def moved_by(step, batch):
@@ -82,8 +78,8 @@ def stepped(request):
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_equal_those_of_one_full_batch_pass(stepped, case):
     ranks, answers = stepped
-    settings, _, replay_size, *_ = CASES[case]
-    expected, loss = full_batch_gradients(ranks, settings, replay_size)
+    settings, size, *_ = CASES[case]
+    expected, loss = full_batch_gradients(ranks, settings, size)
     for answer in answers:
         moved, result = answer[case]
         assert result.loss == pytest.approx(loss, rel=1e-12) and result.replay_drift < 1e-12
@@ -98,7 +94,7 @@ def vision_transformer():
 def test_a_vision_transformer_with_class_token_dropout_and_stochastic_depth_trains_exactly():
     network, images, labels = vision_transformer(), noise(10, 64), torch.arange(10) % 3
     before = {name: p.detach().clone() for name, p in network.named_parameters()}
-    result = step_on(World(), network, None, 4)(TensorBatch(images, labels, World(), STEP), 1.0)
+    result = step_on(World(), network, 4)(TensorBatch(images, labels, World(), STEP), 1.0)
     whole, descriptors = vision_transformer(), []
     for start in range(0, 10, 4):
         torch.manual_seed(seed_for(DROPOUT, SEED, STEP, start))
@@ -115,7 +111,7 @@ def test_a_vision_transformer_with_class_token_dropout_and_stochastic_depth_trai
 
 def test_a_kept_graph_needs_no_second_forward():
     forwards = []
-    step = step_on(World(), small_network(), None, 4, keep=2)
+    step = step_on(World(), small_network(), 4, keep=2)
     step.learner.network.register_forward_hook(lambda module, images, descriptors: forwards.append(len(descriptors)))
     result = step(TensorBatch(*small_images(IMAGES), World()), 1.0)
     assert forwards == [4, 4, 4, 4, 4, 1, 4, 4, 4, 4]
@@ -140,7 +136,7 @@ def replay_of_some(world, chosen, keep, settings, factor=0.0, skip_below=0.0):
     network = small_network(**settings)
     learner = learning(network, torch.optim.SGD(network.parameters(), lr=1.0), world)
     loss = Indifferent(chosen, factor)
-    step = step_with(learner, loss, world, SEED, MicroBatchSizes(4, None, keep), probed=True, skip_below=skip_below)
+    step = step_with(learner, loss, world, SEED, MicroBatchSizes(4, keep), probed=True, skip_below=skip_below)
     sizes = []
 
     def note(module, images, descriptors):
@@ -153,7 +149,7 @@ def replay_of_some(world, chosen, keep, settings, factor=0.0, skip_below=0.0):
 
 
 def all_replays_of_some(world):
-    drifting = step_on(world, Restless(small_network()) if world.rank == world.size - 1 else small_network(), None, 4)
+    drifting = step_on(world, Restless(small_network()) if world.rank == world.size - 1 else small_network(), 4)
     with pytest.raises(DistapError, match="replay drift"):  # of one rank, on every rank
         drifting(TensorBatch(*small_images(IMAGES), world, STEP), 1.0)
     chosen = [1, 2, 5, 9, 14, 18]  # of one rank of two they are 2, 14, 18, of the other 1, 5, 9
@@ -206,26 +202,26 @@ class Greedy(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("limits", "sizes"),
+    ("limits", "size"),
     [
-        ({"with_graph": 3}, (2, 8, 0)),
-        ({"with_graph": 99, "without": 5}, (8, 4, 0)),
-        ({"with_graph": 99, "backward": 5}, (4, 8, 0)),
+        ({"with_graph": 3}, 2),
+        ({"with_graph": 99, "without": 5}, 4),
+        ({"with_graph": 99, "backward": 5}, 4),
     ],
 )
-def test_micro_batches_are_halved_where_memory_runs_out(limits, sizes, caplog):
-    step = step_on(World(), Greedy(small_network(), **limits), 8, 8)
+def test_micro_batches_are_halved_where_memory_runs_out(limits, size, caplog):
+    step = step_on(World(), Greedy(small_network(), **limits), 8)
     moved, result = moved_by(step, TensorBatch(*small_images(IMAGES), World(), STEP))
     expected, loss = full_batch_gradients(1, {}, 8)
     assert result.loss == pytest.approx(loss, rel=1e-12)
     assert_near(moved, expected)
-    assert (step.stages.sizes.replay, step.stages.sizes.describe, step.stages.sizes.keep) == sizes
+    assert step.stages.sizes == MicroBatchSizes(size)
     assert "out of memory in" in caplog.text
 
 
 def test_fewer_graphs_are_kept_where_memory_runs_out(caplog):
     greedy = Greedy(small_network(), 99, graphs=3)
-    step = step_on(World(), greedy, None, 4, keep=5)
+    step = step_on(World(), greedy, 4, keep=5)
     described = step.stages.describe(TensorBatch(*small_images(IMAGES), World(), STEP))
     assert (step.stages.sizes.keep, described.kept) == (2, {})
     greedy.graphs = 99
@@ -235,19 +231,12 @@ def test_fewer_graphs_are_kept_where_memory_runs_out(caplog):
 
 
 def test_memory_that_does_not_suffice_for_one_image_is_an_error_that_says_what_to_change():
-    step = step_on(World(), Greedy(small_network(), 99, without=0), None, 2)
+    step = step_on(World(), Greedy(small_network(), 99, without=0), 2)
     with pytest.raises(DistapError, match=r"out of memory in describe .* one image; .*smaller images"):
         step(TensorBatch(*small_images(IMAGES), World()), 1.0)
-    step = step_on(World(), Greedy(small_network(dropout=0.1), 99, without=1), None, 2)
+    step = step_on(World(), Greedy(small_network(dropout=0.1), 99, without=1), 2)
     with pytest.raises(DistapError, match="drops at random"):
         step(TensorBatch(*small_images(IMAGES), World()), 1.0)
-
-
-def test_a_network_that_mixes_images_needs_equal_micro_batches():
-    with pytest.raises(DistapError, match="drop_path drops at random"):
-        step_on(World(), small_network(drop_path=0.2), 2, 4)
-    with pytest.raises(DistapError, match="statistics of its micro-batch"):
-        step_on(World(), small_network(frozen=False), 2, 4)
 
 
 class Restless(torch.nn.Module):
@@ -267,7 +256,7 @@ def test_replay_drift_is_an_error_that_says_why_and_moves_nothing():
     network = Restless(small_network())
     before = [p.detach().clone() for p in network.parameters()]
     with pytest.raises(DistapError, match=r"step 8: replay drift .* gave different descriptors"):
-        step_on(World(), network, None, 4)(TensorBatch(*small_images(IMAGES), World(), STEP), 1.0)
+        step_on(World(), network, 4)(TensorBatch(*small_images(IMAGES), World(), STEP), 1.0)
     assert all(torch.equal(b, p) for b, p in zip(before, network.parameters(), strict=True))
 
 
@@ -288,7 +277,7 @@ def test_an_image_that_is_not_finite_is_left_out_and_the_rest_trains_as_without_
     images, labels = small_images(IMAGES)
     spoilt = images.clone()
     spoilt[18] = 1e6  # in a micro-batch that keeps its graph, which is described again
-    step = step_on(World(), Overflowing(small_network()), None, 4, keep=keep)
+    step = step_on(World(), Overflowing(small_network()), 4, keep=keep)
     moved, result = moved_by(step, TensorBatch(spoilt, labels, World()))
     assert (result.not_finite, result.skipped, result.kept) == ([18], None, 5 if keep else 0)
     kept = torch.arange(IMAGES) != 18
@@ -301,7 +290,7 @@ def test_an_image_that_is_not_finite_is_left_out_and_the_rest_trains_as_without_
 def test_a_batch_whose_descriptors_are_not_finite_is_a_step_that_moves_nothing(spoilt):
     images, labels = small_images(IMAGES)
     images[list(spoilt)] = 1e6
-    step = step_on(World(), Overflowing(small_network()), None, 4)
+    step = step_on(World(), Overflowing(small_network()), 4)
     moved, result = moved_by(step, TensorBatch(images, labels, World()))
     assert result.skipped == "descriptor" and result.not_finite == list(spoilt)
     assert not any(one.any() for one in moved)
@@ -309,14 +298,14 @@ def test_a_batch_whose_descriptors_are_not_finite_is_a_step_that_moves_nothing(s
 
 def test_a_gradient_that_is_not_finite_moves_nothing():
     network = small_network()
-    step = step_on(World(), network, None, 4)
+    step = step_on(World(), network, 4)
     network.head.weight.register_hook(lambda gradient: gradient * torch.nan)
     moved, result = moved_by(step, TensorBatch(*small_images(IMAGES), World()))
     assert result.skipped == "gradient" and not any(one.any() for one in moved)
 
 
 def test_the_step_leaves_torchs_random_state_alone():
-    step = step_on(World(), small_network(**STOCHASTIC), None, 4)
+    step = step_on(World(), small_network(**STOCHASTIC), 4)
     torch.manual_seed(5)
     state = torch.get_rng_state()
     step(TensorBatch(*small_images(IMAGES), World()), 1.0)

@@ -1,6 +1,5 @@
 """Run the trainings of a study, a few at once, and keep what each reached as a JSON line."""
 
-import json
 import os
 import resource
 import shutil
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic_core import to_json
 
 from benchmarks.study.grid import Grid, Job, Point
 from benchmarks.study.results import Result, Results, read_results
@@ -72,7 +72,7 @@ class StudyRun:
             stack.enter_context(_locked(self.grid.folder))
             for result in read_results(self.file):
                 self.results.add(result)
-            write_whole(self.file, "".join(json.dumps(asdict(result)) + "\n" for result in self.results.done))
+            write_whole(self.file, "".join(to_json(asdict(result)).decode() + "\n" for result in self.results.done))
             stack.callback(self._stop)
             while waiting or self._running:
                 if waiting and len(self._running) < self.most:

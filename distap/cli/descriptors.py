@@ -31,9 +31,6 @@ def extract_command(
     checkpoint: Annotated[str, options.CHECKPOINT],
     overrides: options.OVERRIDES = None,
     best: options.BEST = False,
-    dtype: Annotated[
-        Literal["float32", "float16"], options.output(help="Number format of the stored descriptors.")
-    ] = "float32",
     precision: Annotated[
         Literal["float32", "bf16"], options.network(help="Number format in which the network computes.")
     ] = "float32",
@@ -74,7 +71,7 @@ def extract_command(
 
             describer, images = first_on_rank_0(world, opened)
             extraction = Extraction(Describing(describer, world, data.workers, shown=True), images)
-            written = extract_to_folder(extraction, output, dtype=dtype)
+            written = extract_to_folder(extraction, output)
             is_first = world.rank == 0
     except SystemExit:
         print_warning(f"stopped: the same command continues from the parts in {output}")
@@ -82,16 +79,13 @@ def extract_command(
     if is_first:
         left_out = len(written.left_out)
         told = f"; {left_out} files left out, see {output / 'about.json'}" if left_out else ""
-        numbers = f"{len(written)} descriptors of {written.descriptors.shape[1]} dimensions, {dtype}"
+        numbers = f"{len(written)} descriptors of {written.descriptors.shape[1]} dimensions"
         print_result(f"{output}: {numbers}{told}")
 
 
 def whiten_command(
     descriptors: DESCRIPTORS,
     kind: Annotated[Literal["pca", "lw"], typer.Option(help=METHOD)] = "pca",
-    dimensions: Annotated[
-        int | None, typer.Option(help="Number of dimensions to keep.", min=1, show_default="all that vary")
-    ] = None,
     output: Annotated[Path | None, typer.Option(help=WRITTEN, show_default="next to the descriptors")] = None,
 ) -> None:
     """Learn a whitening from the extracted descriptors of a training set.
@@ -103,7 +97,7 @@ def whiten_command(
     learned_from = read_descriptors(descriptors)
     from distap.retrieval.whitening import WHITENING_FILE, learned_whitening, save_whitening
 
-    whitening = learned_whitening(learned_from, kind, dimensions)
+    whitening = learned_whitening(learned_from, kind)
     path = output or descriptors
     if path.is_dir():
         path /= WHITENING_FILE

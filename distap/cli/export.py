@@ -10,7 +10,6 @@ from distap.telemetry.terminal import print_result, print_warning, set_up_loggin
 
 TRAINED_RUN = "Trained network: a run folder, one of its checkpoints, or a URL of either."
 EXPORT_FOLDER = "Folder to write; it must be new or empty."
-DYNAMIC_SIZE = "Let exported programs take images of any size."
 FORMAT_HELP = "Format: pt2 (torch.export), onnx, safetensors (distap.load, timm) or adapter. Repeat for several."
 
 
@@ -21,7 +20,6 @@ def export_command(
     best: BEST = False,
     format: Annotated[list[str] | None, typer.Option(help=FORMAT_HELP, show_default="pt2, onnx, safetensors")] = None,
     whitening: WHITENING = None,
-    dynamic_size: Annotated[bool, typer.Option("--dynamic-size", help=DYNAMIC_SIZE)] = False,
 ) -> None:
     """Write a network for programs without distap: from uint8 pixels to descriptors, with a model card.
 
@@ -33,9 +31,7 @@ def export_command(
     from distap.apps.export.exporting import export_to_folder
 
     set_up_logging(0)
-    describer, programs = export_to_folder(
-        checkpoint, output, format or (), whitening, best, dynamic_size=dynamic_size, overrides=overrides or []
-    )
+    describer, programs = export_to_folder(checkpoint, output, format or (), whitening, best, overrides or [])
     for name, difference in programs.items():
         print_result(f"{name}: differs from the network by {difference:.1e} at most")
     if not format and "model.onnx" not in programs:

@@ -68,18 +68,6 @@ def run(command: typer.Typer, name: str) -> None:
 JSON = Annotated[bool, typer.Option("--json", help="Print results as JSON, and nothing else to the standard output.")]
 
 
-class LoadingNotice:
-    """An import hook that says at a terminal, once, that a command loads torch, which takes seconds."""
-
-    def __init__(self, command: str) -> None:
-        self.command = command
-
-    def find_spec(self, name: str, *_: Any) -> None:
-        if name == "torch":
-            sys.meta_path.remove(self)
-            console.print(f"{self.command}: loading torch ...", style="dim")
-
-
 class CommonCommand(TyperCommand):
     """A command that refuses URLs in place of folders and files, and a network that is not there."""
 
@@ -97,11 +85,10 @@ class CommonCommand(TyperCommand):
         return left
 
     def invoke(self, ctx: Any) -> Any:
-        if "RANK" in os.environ:  # torch is known to be loaded, and rank 0 alone may see the network
-            return super().invoke(ctx)
         if console.is_terminal and "torch" not in sys.modules:
-            sys.meta_path.insert(0, LoadingNotice(ctx.command_path))
-        if trained := ctx.params.get("checkpoint"):
+            console.print(f"{ctx.command_path}: starting ...", style="dim")  # most commands load torch, for seconds
+        # Of several ranks, rank 0 alone may see the network.
+        if "RANK" not in os.environ and (trained := ctx.params.get("checkpoint")):
             from distap.config.reading import is_recipe
 
             if not (scheme_of(trained) or is_recipe(trained) or Path(trained).exists()):

@@ -11,7 +11,6 @@ from distap.cli.options import OVERRIDES, RECIPE_ARGUMENT
 from distap.errors import DistapError
 from distap.telemetry.terminal import print_result, print_warning
 
-RUN_FOLDER = "Folder that the recipe's run writes into."
 ARCHITECTURE = "Architecture of timm to train."
 WEIGHTS_HELP = "Weights to begin with: timm, random, or a mapping as in a recipe."
 INPUT_SIZE = "Width and height of the network's input, pixels."
@@ -22,7 +21,6 @@ IMAGES_HELP = "Folder with a sub-folder per class, shards, or a folder whose `tr
 def init_command(
     images: Annotated[str, typer.Argument(help=IMAGES_HELP, show_default=False)],
     output: Annotated[Path, typer.Option(help="File to write the recipe to.")] = Path("recipe.yaml"),
-    run: Annotated[str | None, typer.Option(help=RUN_FOLDER, show_default="runs/, then the name")] = None,
     backbone: Annotated[str | None, typer.Option(help=ARCHITECTURE, show_default="by the machine")] = None,
     weights: Annotated[str, typer.Option(help=WEIGHTS_HELP)] = "timm",
     image_size: Annotated[
@@ -40,8 +38,7 @@ def init_command(
     from distap.storage.atomic import write_whole
 
     seen = look(images)
-    folder = run or str(Path("runs") / output.stem)
-    text = recipe_for(seen, folder, backbone, weights, image_size)
+    text = recipe_for(seen, str(Path("runs") / output.stem), backbone, weights, image_size)
     if weights not in ("timm", "random") or ":" in (backbone or ""):  # else all is right, without loading torch
         load_recipe(parsed_yaml(text, f"--weights {weights}"), where=f"{output} (not written)")
     write_whole(output, text)

@@ -1,6 +1,5 @@
 """Save an evaluation to a folder, and read its figures and hits back without network or images."""
 
-import shutil
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -90,13 +89,3 @@ def saved_steps(run: Path) -> list[int]:
     """Return the steps of a training whose evaluation was kept, ascending."""
     names = [path.parent.name for path in (run / FOLDER).glob(f"step-*/{RESULT_FILE}")]
     return sorted(int(name[5:]) for name in names if name[5:].isdecimal())
-
-
-def keep_few(run: Path, newest: int) -> None:
-    """Remove a training's evaluations except the first and that of the step `newest`, which a report compares.
-
-    Evaluations of later steps are removed too: the training was interrupted and went back to an earlier step.
-    """
-    _, *others = saved_steps(run)
-    for step in {*others} - {newest}:
-        shutil.rmtree(folder_of_step(run, step), ignore_errors=True)

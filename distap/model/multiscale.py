@@ -1,7 +1,6 @@
 """Descriptors over several scales, and whitening, for extraction, serving and export."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -89,8 +88,7 @@ class MultiScaleNetwork(nn.Module):
         if not self.antialias:
             # As in the code of Radenović et al.: where the new length is not whole, pixels are still `scale` apart.
             return self.network(interpolate(pixels, scale_factor=scale, mode="bilinear"))
-        # Python's int and max would write the lengths of the traced example into an export.
-        size: list[Any] = [torch.sym_max(torch.sym_int(length * scale), 1) for length in images.shape[-2:]]
+        size = [max(int(length * scale), 1) for length in images.shape[-2:]]
         return self.network(interpolate(pixels, size, mode="bilinear", antialias=True))
 
 

@@ -31,10 +31,8 @@ class Chart:
         in_percent: bool = False,
         from_zero: bool = False,
         marked: bool = False,
-        x_label: str = "step",
     ) -> None:
         self.points, self.y_label, self._in_percent = thinned(points), y_label, in_percent
-        self.x_label = x_label
         self.marked = marked  # draw a dot at each point
         xs, ys = zip(*self.points or [(0.0, 0.0)], strict=True)
         low, high = (0.0 if from_zero else min(ys)), max(ys)

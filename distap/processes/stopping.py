@@ -35,7 +35,6 @@ class StopRequest:
     def __init__(self, grace_seconds: float) -> None:
         self.grace_seconds = grace_seconds
         self.requested = self.trace_asked = False
-        self._pid = os.getpid()
         self._first = 0.0  # time of the first signal
         self._handlers: dict[int, Any] = {}  # that were there before
         self._limit: threading.Timer | None = None
@@ -47,7 +46,6 @@ class StopRequest:
         self._handlers = call_on_signal(_left_to_the_thread)
         # A launcher starts ranks with this signal blocked, since it would kill one that does not listen yet.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [TRACE_SIGNAL])
-        os.register_at_fork(after_in_child=self._leave_in_child)
         threading.Thread(target=self._listen, name="distap-signals", daemon=True).start()
         return self
 
@@ -90,12 +88,6 @@ class StopRequest:
         said = "the grace time of %.0f s (stop.grace_seconds) is over; what came after the last checkpoint is lost"
         logger.error(said, self.grace_seconds)
         os._exit(RESTART)
-
-    def _leave_in_child(self) -> None:
-        """Silence a forked loader worker, which shares the pipe but must not speak for this rank."""
-        if self._handlers and os.getpid() != self._pid:
-            signal.set_wakeup_fd(-1)
-            go_deaf()
 
 
 def _left_to_the_thread(number: int, frame: FrameType | None) -> None:

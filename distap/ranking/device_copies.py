@@ -3,40 +3,11 @@
 An ordinary copy waits until the device has done all work that is queued on it, and leaves it idle meanwhile.
 """
 
-from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-
-AHEAD = 2  # micro-batches that the host prepares while the device computes
-
-
-class DeviceCopies:
-    """Copy micro-batches to a device on a stream of its own.
-
-    The host runs `AHEAD` micro-batches ahead of the device and then waits, so the next pixels are there in time and
-    no more than `AHEAD` micro-batches take memory.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._module = device, torch.get_device_module(device)
-        self._stream = self._module.Stream(device)
-        self._begun = deque[Any]()  # when the device reached each micro-batch
-
-    def __call__(self, images: Any) -> Any:
-        if len(self._begun) == AHEAD:
-            self._begun.popleft().synchronize()
-        computing = self._module.current_stream(self._device)
-        with self._module.stream(self._stream):
-            copies = tree_map_only(Tensor, lambda tensor: tensor.to(self._device, non_blocking=True), images)
-        computing.wait_stream(self._stream)
-        # The copy stream owns this memory; tell the allocator not to reuse it before the computing stream is done.
-        tree_map_only(Tensor, lambda tensor: tensor.record_stream(computing), copies)
-        self._begun.append(computing.record_event())
-        return copies
 
 
 class ToHost:
@@ -61,11 +32,9 @@ class ToHost:
         return self._copy
 
 
-def mover(device: torch.device) -> Callable[[Any], Any]:
-    """Return a function that moves images (nested tensors) to the device."""
-    if device.type == "cpu":
-        return lambda images: tree_map_only(Tensor, lambda tensor: tensor.to(device), images)
-    return DeviceCopies(device)
+def moved(images: Any, device: torch.device) -> Any:
+    """Copy images (nested tensors) to a device; out of page-locked memory, the host does not wait."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), images)
 
 
 def queued(tensor: Tensor, device: torch.device) -> Tensor:

@@ -51,35 +51,24 @@ class MicroBatchSizes:
     """Number of images per pass through the network. A size that proves too large is halved for good.
 
     Args:
-        replay: images in a micro-batch of the replay.
-        describe: images in a micro-batch of describe; None takes `replay`.
+        images: images in a micro-batch, of describe as of replay.
         keep: micro-batches of this rank that keep their graph from describe, so that they need no second forward.
     """
 
-    replay: int
-    describe: int | None = None
+    images: int
     keep: int = 0
 
     def __post_init__(self) -> None:
-        for name, size, least in (("replay", self.replay, 1), ("describe", self.describe, 1), ("keep", self.keep, 0)):
-            is_whole = isinstance(size, int) and not isinstance(size, bool) and size >= least
-            if not is_whole and (name, size) != ("describe", None):
+        for name, size, least in (("images", self.images, 1), ("keep", self.keep, 0)):
+            if not isinstance(size, int) or isinstance(size, bool) or size < least:
                 raise DistapError(f"micro_batch: {size!r} for {name}; a whole number from {least} on is expected")
-
-    def check(self, mixing: str | None, keeps_graphs: bool) -> None:
-        """Refuse sizes that the network (`mixing` comes from `mixes_images`) or the engine does not allow."""
-        if mixing and self.describe not in (None, self.replay):
-            both = f"{self.describe} and {self.replay}"
-            raise DistapError(f"describe and replay need micro-batches of the same size, not {both}: {mixing}")
-        if self.keep and not keeps_graphs:
-            raise DistapError(f"keep is {self.keep}, but this engine holds one graph at a time; set it to 0")
 
     def first_kept(self, share: int) -> int:
         """Return the first row that keeps its graph: the last micro-batches do, to hold memory the shortest."""
-        return max(-(-share // self.replay) - self.keep, 0) * self.replay if self.keep else share
+        return max(-(-share // self.images) - self.keep, 0) * self.images if self.keep else share
 
-    def halve(self, stage: str, size: int, keeps: bool, error: RuntimeError, obstacle: str | None) -> None:
-        """Halve what a stage holds in memory, after `error` in a micro-batch of `size` images.
+    def halve(self, stage: str, keeps: bool, error: RuntimeError, obstacle: str | None) -> None:
+        """Halve what a stage holds in memory, after `error` in a micro-batch.
 
         If that was to keep its graph, fewer are kept. `error` is raised again if it has another cause than memory,
         and a DistapError if no smaller size is possible, such as for the reason `obstacle`.
@@ -92,22 +81,18 @@ class MicroBatchSizes:
             self.keep //= 2
             logger.warning("out of memory while graphs are kept: %d micro-batches keep theirs now", self.keep)
             return
-        if size == 1:
+        if self.images == 1:
             raise DistapError(
                 f"out of memory in {stage} with micro-batches of one image; take smaller images or a smaller network"
             ) from error
         if obstacle:
             raise DistapError(
-                f"out of memory in {stage} with micro-batches of {size} images, and they cannot be halved now: "
+                f"out of memory in {stage} with micro-batches of {self.images} images, which cannot be halved now: "
                 f"{obstacle}; take smaller micro-batches from the start, or smaller images"
             ) from error
-        half = size // 2
-        logger.warning("out of memory in %s: micro-batches of %d images from now on, not of %d", stage, half, size)
-        if stage == "describe":
-            self.describe = half
-        else:
-            # Without a graph the size has fitted, so describe stays as fast as it was.
-            self.describe, self.replay = self.describe or size, half
+        before, self.images = self.images, self.images // 2
+        told = "out of memory in %s: micro-batches of %d images from now on, not of %d"
+        logger.warning(told, stage, self.images, before)
 
 
 @dataclass(frozen=True)

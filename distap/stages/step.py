@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from distap.errors import DistapError
 from distap.randomness import seed_for
-from distap.ranking.device_copies import mover
+from distap.ranking.device_copies import moved
 from distap.ranking.gather import Gathering
 from distap.ranking.gathered import Gathered
 from distap.ranking.loss import Loss
@@ -76,8 +76,8 @@ class ThreeStages:
 
     def __post_init__(self) -> None:
         self._mixing = mixes_images(self.replica.network)
-        self.sizes.check(self._mixing, self.replica.keeps_graphs)
-        self._to_device = mover(self.world.device)
+        if (keep := self.sizes.keep) and not self.replica.keeps_graphs:
+            raise DistapError(f"keep is {keep}, but this engine holds one graph at a time; set it to 0")
         self._is_bound = False  # in a backward pass that cannot be given up
 
     def describe(self, batch: Batch) -> Described:
@@ -93,14 +93,13 @@ class ThreeStages:
             # Not a loop over fixed cuts: a size that runs out of memory is halved, and the same rows are tried again.
             while start < share:
                 keeps = start >= first_kept
-                size = self.sizes.replay if keeps else self.sizes.describe or self.sizes.replay
-                rows = slice(start, min(start + size, share if keeps else first_kept))
+                rows = slice(start, min(start + self.sizes.images, share if keeps else first_kept))
                 # Micro-batches that keep their graph are the last ones, so that graphs wait the shortest for replay.
                 try:
                     with torch.set_grad_enabled(keeps):
                         descriptors = self._forward(batch, rows, keeps)
                 except RuntimeError as error:
-                    self.sizes.halve("describe", size, keeps, error, self._mixing)
+                    self.sizes.halve("describe", keeps, error, self._mixing)
                     # Graphs that wait for the replay hold the memory that is missing. Their descriptors stay.
                     if keeps:
                         kept, first_kept = {}, share
@@ -128,8 +127,8 @@ class ThreeStages:
 
     def _probe(self, batch: Batch) -> None:
         """Describe a few images twice, and refuse a network whose gradient would be silently wrong."""
-        few, network = min(self.sizes.replay, PROBED, len(batch.labels)), self.replica.network
-        images = self._to_device(batch.images(slice(0, few)))
+        few, network = min(self.sizes.images, PROBED, len(batch.labels)), self.replica.network
+        images = moved(batch.images(slice(0, few)), self.world.device)
 
         def describe(count: int, seed: int) -> Tensor:
             torch.manual_seed(seed)
@@ -162,8 +161,9 @@ class ThreeStages:
             if len(lost):
                 batch.blank(lost)
                 described.lost.extend(lost.tolist())
-                for row in described.lost:
-                    described.kept.pop(row // self.sizes.replay * self.sizes.replay, None)
+                for first, rows in [*described.kept.items()]:
+                    if any(first <= row < first + len(rows) for row in described.lost):
+                        del described.kept[first]
             return described.gathering.finish()
 
     def rank(self, gathering: Gathering, gathered: Gathered, step: int) -> Ranking:
@@ -190,14 +190,14 @@ class ThreeStages:
             after = SavedBuffers(self.replica.network)
             # Until memory suffices: all gradients so far are given up, so a smaller cut begins from nothing.
             while True:
-                cutting = self.sizes.replay, self.skip_below * longest, self._mixing is None, others
+                cutting = self.sizes.images, self.skip_below * longest, self._mixing is None, others
                 passes = backward_passes(ranking.gradient, described.kept, *cutting)
                 try:
                     worst, counts = self._send_back(batch, described, passes)
                     break
                 except RuntimeError as error:
                     begun = "this engine cannot give up what it has begun" if others or self._is_bound else None
-                    self.sizes.halve("replay", self.sizes.replay, False, error, begun or self._mixing)
+                    self.sizes.halve("replay", False, error, begun or self._mixing)
                 self.replica.discard()
                 # Of a graph that was sent back autograd has freed what a second backward pass would need.
                 described.kept.clear()
@@ -238,7 +238,7 @@ class ThreeStages:
 
     def _forward(self, batch: Batch, rows: Rows, keeps: bool = False) -> Float[Tensor, "n C"]:
         """Describe a micro-batch; (seed, step, slot) seeds dropout, so describe and replay draw the same."""
-        images = self._to_device(batch.images(rows))
+        images = moved(batch.images(rows), self.world.device)
         if keeps:  # the graph may need the pixels after the batch has overwritten their memory
             images = tree_map_only(Tensor, Tensor.clone, images)
         # The first image's slot stands for its micro-batch. Layers that draw for the whole micro-batch draw alike in

@@ -17,7 +17,7 @@ from distap.errors import DistapError
 from distap.storage import remotes
 from distap.storage.atomic import replacing
 from distap.storage.locations import joined, scheme_of
-from distap.storage.remotes import answer_of_web, file_system, retried
+from distap.storage.remotes import file_system, retried
 from distap.storage.texts import open_regular
 
 REQUEST_BYTES = 8 * 2**20  # bytes of one request when a whole file is read
@@ -54,10 +54,7 @@ class Storage:
     @retried("read")
     def read(self, name: str, offset: int, size: int) -> bytes:
         """Return `size` bytes from `offset`, fewer only at the end of the file."""
-        if self.scheme in ("http", "https"):
-            data = answer_of_web(self._files, self.where(name), offset, size) if size else b""
-        else:
-            data = bytes(self._files.cat_file(self.where(name), start=offset, end=offset + size)) if size else b""
+        data = bytes(self._files.cat_file(self.where(name), start=offset, end=offset + size)) if size else b""
         if len(data) > size:
             remedy = "serve the shards with nginx, Apache or an object store, or copy them to disk"
             raise DistapError(f"{self.where(name)}: the server ignores Range and sends whole files; {remedy}")

@@ -107,8 +107,6 @@ def parse_source(source: "str | Path | Source") -> Source:
     if isinstance(source, Source):
         return source
     text = str(source)
-    if text.startswith("pipe:"):
-        raise DistapError(f"{text}: a shell command is no data set; expected {_EXPECTED}")
     if found := _PART.fullmatch(text):
         whole, begin, end = found.groups()
         part = float(begin or 0), float(end or 1)

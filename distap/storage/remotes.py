@@ -3,7 +3,6 @@
 import errno
 import logging
 import os
-from asyncio import IncompleteReadError
 from collections.abc import Callable
 from copy import deepcopy
 from functools import wraps
@@ -44,7 +43,8 @@ def file_system(scheme: str) -> Any:
         if scheme in ("http", "https"):
             from aiohttp import ClientTimeout
 
-            client = {"timeout": ClientTimeout(TIMEOUT_SECONDS), "auto_decompress": False}
+            # Tars are not worth packing once more, and a packed part of a file cannot be unpacked.
+            client = {"timeout": ClientTimeout(TIMEOUT_SECONDS), "headers": {"Accept-Encoding": "identity"}}
             options["client_kwargs"] = {**client, **options.get("client_kwargs", {})}
         if scheme == "s3":
             # One attempt of boto's is one of ours, see `retried`; so is one of s3fs, which is set below.
@@ -66,29 +66,6 @@ def file_system(scheme: str) -> Any:
     if scheme == "s3":
         files.retries = 1
     return files
-
-
-def answer_of_web(files: Any, url: str, start: int, size: int) -> bytes:
-    """Return what a web server answers for `size` bytes from `start`, at most one byte more.
-
-    fsspec takes an answer into memory however long it is, or becomes when it is unpacked.
-    """
-    from fsspec.asyn import sync
-
-    async def answer() -> bytes:
-        session = await files.set_session()
-        headers = {"Accept-Encoding": "identity", "Range": f"bytes={start}-{start + size - 1}"}
-        asked = {**files.kwargs, "headers": {**files.kwargs.get("headers", {}), **headers}}
-        async with session.get(files.encode_url(url), **asked) as found:
-            found.raise_for_status()
-            if found.headers.get("Content-Encoding", "identity") not in ("identity", ""):
-                raise DistapError(f"{url}: the server compresses its answers, which distap does not unpack")
-            try:
-                return bytes(await found.content.readexactly(size + 1))
-            except IncompleteReadError as error:
-                return bytes(error.partial)
-
-    return bytes(sync(files.loop, answer))
 
 
 def retried(done: str) -> Callable[[M], M]:

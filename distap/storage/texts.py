@@ -1,6 +1,5 @@
 """Handle untrusted text: make names safe for a terminal, log line or page, and read files within bounds."""
 
-import json
 import os
 import re
 import stat
@@ -8,8 +7,10 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import from_json
+
 MAX_NAME = 4096  # bytes of a key, path or class's name, all of which an index holds as wide as the longest
-MOST_TEXT, MOST_LEVELS = 2**26, 64  # of a text that is read whole, and of values within values
+MOST_TEXT = 2**26  # bytes of a text that is read whole
 # The user of a URL, and a query with a value, which may be a signature.
 _SECRET = re.compile(r"(?<=://)[^\s/@`'\"]+@|(?<=\S)\?[^\s`'\"]*(?:=|%3D)[^\s`'\"]*")
 # Control characters, line and paragraph ends, and surrogates, which stand for bytes that are no UTF-8.
@@ -56,19 +57,10 @@ def read_text(path: Path, most: int = MOST_TEXT) -> str:
 
 
 def parsed_json(text: str | bytes, kind: type = dict) -> Any:
-    """Parse JSON whose outermost value is a `kind`; raise a ValueError for any other, or one of too many levels."""
-    try:
-        value = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("values within values without end") from error
+    """Parse JSON whose outermost value is a `kind`; raise a ValueError for any other, or one of some 200 levels."""
+    value = from_json(text)
     if not isinstance(value, kind):
         raise ValueError(f"a {type(value).__name__}, expected a {kind.__name__}")
-    level: list[Any] = [value]
-    for _ in range(MOST_LEVELS):
-        inside = (inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer))
-        level = [inner for inner in inside if isinstance(inner, dict | list)]
-    if level:
-        raise ValueError(f"values within values of more than {MOST_LEVELS} levels")
     return value
 
 

@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from pydantic_core import to_json
+
 import distap
 from distap.errors import DistapError, logger
 from distap.registry import REGISTRY, by_path
@@ -35,7 +37,8 @@ def append_line(path: Path, entry: dict[str, Any]) -> None:
     """Append an entry to a file of JSON lines; warn if the line is lost, for example on a full disk."""
     try:
         with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_finite(entry), allow_nan=False) + "\n")
+            # NaN and infinity as null, since JSON has neither.
+            file.write(f"{to_json(entry, inf_nan_mode='null').decode()}\n")
     except OSError as error:
         logger.warning("%s: a line is lost: %s", path, error)
 
@@ -44,7 +47,7 @@ def cut_run_log(folder: Path, step: int) -> None:
     """Remove lines of steps after `step` from the log of a run that continues from there, and unreadable lines."""
     path = folder / RUN_LOG
     if path.exists():
-        write_whole(path, "".join(json.dumps(entry) + "\n" for entry in _entries(path) if entry["step"] <= step))
+        write_whole(path, b"".join(to_json(entry) + b"\n" for entry in _entries(path) if entry["step"] <= step))
 
 
 def log_start(folder: Path, step: int, **about: Any) -> None:
@@ -82,13 +85,6 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
                 yield entry
             elif line.endswith(b"\n"):
                 logger.warning("%s, line %d: damaged, and left out: %r", path, number, line[:60])
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinity by None, since JSON has neither."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)

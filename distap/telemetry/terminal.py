@@ -14,7 +14,6 @@ warnings and uncaught exceptions become such lines too. C++ code prints what TOR
 
 import json
 import logging
-import math
 import os
 import sys
 import threading
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
+from pydantic_core import to_json
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -233,11 +233,10 @@ class JsonLines(_Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        for name, figure in getattr(record, "figures", {}).items():
-            line[name] = figure if math.isfinite(figure) else None
+        line |= getattr(record, "figures", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)
+        return to_json(line, inf_nan_mode="null").decode()
 
 
 def _word(value: object) -> str:

@@ -17,7 +17,7 @@ from distap.config.recipe import Recipe
 from distap.data.images.decoding import REASONS
 from distap.data.loading.share import ShareOfBatch, TrainingImages
 from distap.errors import CAUSES, DistapError, logger
-from distap.evaluation.saved import Evaluation, folder_of_step, keep_few
+from distap.evaluation.saved import Evaluation, folder_of_step, saved_steps
 from distap.model.network import RetrievalNetwork
 from distap.registry import name_of
 from distap.stopwatch import Stopwatch
@@ -206,7 +206,8 @@ class RunReport:
         try:
             if self.world.rank == 0:
                 evaluated[first].save(folder_of_step(run, step), network=str(run), step=step)
-                keep_few(run, step)
+                for other in {*saved_steps(run)[1:]} - {step}:  # a report compares the first with the newest
+                    shutil.rmtree(folder_of_step(run, other), ignore_errors=True)
         except DistapError as error:
             logger.warning("step %d: the evaluation is not kept for the report: %s", step, error)
 

@@ -15,6 +15,7 @@ QUICK = ("model.weights=random", "model.backbone=test_resnet", "data.workers=0")
 
 @pytest.mark.parametrize("kind", ["few classes", "many classes", "shards"])
 def test_the_recipe_of_a_folder_trains_as_it_is_and_evaluates(tmp_path, monkeypatch, capfd, kind):
+    monkeypatch.chdir(tmp_path)
     train = {f"{number}": 3 for number in range(120)} if kind == "many classes" else {"cat": 40, "dog": 30, "cow": 4}
     photos, recipe = tmp_path / "photos", tmp_path / "recipe.yaml"
     for name, classes in (("train", train), ("test", {"hen": 3, "pig": 3})):
@@ -22,17 +23,16 @@ def test_the_recipe_of_a_folder_trains_as_it_is_and_evaluates(tmp_path, monkeypa
         if kind == "shards":
             pack(folder, tmp_path / "shards" / name)
     place = tmp_path / "shards" if kind == "shards" else photos
-    assert distap(monkeypatch, "init", place, "--output", recipe, "--run", tmp_path / "run") == 0
+    assert distap(monkeypatch, "init", place, "--output", recipe) == 0
     loaded, images = load_recipe(recipe), sum(train.values())
     assert loaded.sampling.classes == (len(train) if len(train) < 100 else min(images // 8, 96) // 3)
     assert loaded.steps * loaded.sampling.size >= 10 * images - loaded.sampling.size
     assert (loaded.data.image_size, loaded.sizing) == (64, "crop 96")
-    assert loaded.optimizer.learning_rate == (
-        1e-4 if len(train) < 100 else 3e-4
-    )  # few classes spoil what is pretrained
+    few = len(train) < 100  # which spoil what is pretrained
+    assert loaded.optimizer.learning_rate == (1e-4 if few else 3e-4)
     assert distap(monkeypatch, "train", recipe, "--dry-run", *QUICK) == 0
     assert distap(monkeypatch, "train", recipe, "steps=2", *QUICK) == 0
-    assert [entry["step"] for entry in read_run_log(tmp_path / "run") if "validation" in entry] == [0, 2]
+    assert [entry["step"] for entry in read_run_log(tmp_path / "runs/recipe") if "validation" in entry] == [0, 2]
     capfd.readouterr()
     assert distap(monkeypatch, "init", place, "--output", recipe) == 2
     assert "there is such a file already" in capfd.readouterr().err
@@ -53,15 +53,16 @@ def test_what_is_missing_is_said(tmp_path, monkeypatch, capfd):
 
 
 def test_without_a_test_set_a_quarter_of_the_classes_is_held_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     recipe, photos = tmp_path / "recipe.yaml", write_images(tmp_path / "photos", {f"{n}": 4 for n in range(24)})
-    assert distap(monkeypatch, "init", photos, "--output", recipe, "--run", tmp_path / "run") == 0
+    assert distap(monkeypatch, "init", photos, "--output", recipe) == 0
     data = load_recipe(recipe).data
     assert (str(data.train), str(data.validation)) == tuple(
         f"imagefolder:{photos}[{part}]" for part in ("0:0.75", "0.75:1")
     )
     assert "A quarter of the classes is held out" in recipe.read_text()
     assert distap(monkeypatch, "train", recipe, "steps=2", *QUICK) == 0
-    assert [entry["step"] for entry in read_run_log(tmp_path / "run") if "validation" in entry] == [0, 2]
+    assert [entry["step"] for entry in read_run_log(tmp_path / "runs/recipe") if "validation" in entry] == [0, 2]
 
 
 def test_a_test_set_of_the_same_classes_is_evaluated_and_said_to_be(tmp_path, monkeypatch):
@@ -86,11 +87,10 @@ def test_what_data_pack_wrote_is_seen_and_a_list_is_to_be_packed(tmp_path, monke
     assert distap(monkeypatch, "init", listed, "--output", recipe) == 2
     assert f"`distap data pack {listed} shards` packs its images" in capfd.readouterr().err
     assert distap(monkeypatch, "data", "pack", listed, tmp_path / "shards") == 0
-    assert distap(monkeypatch, "init", tmp_path / "shards", "--output", recipe, "--run", tmp_path / "run") == 0
+    assert distap(monkeypatch, "init", tmp_path / "shards", "--output", recipe) == 0
     data = load_recipe(recipe).data
-    assert [Path(each).name for each in (data.train, data.validation, data.gallery)] == [
-        *("train", "query", "gallery")
-    ]
+    names = [Path(each).name for each in (data.train, data.validation, data.gallery)]
+    assert names == ["train", "query", "gallery"]
     assert distap(monkeypatch, "train", recipe, "--dry-run", *QUICK, "steps=5") == 0
     assert "the rate reaches 0.25 of optimizer.learning_rate" in capfd.readouterr().err
     assert distap(monkeypatch, "train", recipe, "--dry-run", *QUICK, "data.gallery=null") == 2
@@ -99,12 +99,12 @@ def test_what_data_pack_wrote_is_seen_and_a_list_is_to_be_packed(tmp_path, monke
 
 def test_names_that_mean_something_else_are_taken_as_they_are(tmp_path, monkeypatch, capfd):
     """A class may be called `train`, a run as a number, a folder have quotes in its name."""
-    photos, recipe = write_images(tmp_path / 'my "photos"', {"train": 5, "plane": 5}), tmp_path / "recipe.yaml"
+    photos, recipe = write_images(tmp_path / 'my "photos"', {"train": 5, "plane": 5}), tmp_path / "2026.yaml"
     assert distap(monkeypatch, "init", photos, "--output", recipe, "--backbone", "nowhere:Net") == 2
     assert not recipe.exists()
-    assert distap(monkeypatch, "init", photos, "--output", recipe, "--run", "2026") == 0
+    assert distap(monkeypatch, "init", photos, "--output", recipe) == 0
     loaded = load_recipe(recipe)
-    assert (str(loaded.run), loaded.data.train) == ("2026", f"imagefolder:{photos}")
+    assert (str(loaded.run), loaded.data.train) == ("runs/2026", f"imagefolder:{photos}")
     assert "# Written by `distap init` for 10 images" in capfd.readouterr().out
 
 

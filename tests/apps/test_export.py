@@ -180,7 +180,7 @@ def test_a_card_names_the_weights_that_training_began_with(exported):
     state = found.state()
     state["recipe"]["model"] |= {"backbone": "resnet50.a1_in1k", "weights": {"name": "timm"}}
     recipe = recorded_recipe(state["recipe"], "test")
-    card = model_card(state, found.manifest, recipe, exported.describer, {}, (), False)
+    card = model_card(state, found.manifest, recipe, exported.describer, {}, ())
     assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "timm/resnet50.a1_in1k"
     assert "timm's `timm/resnet50.a1_in1k`, which timm says to be under apache-2.0" in card
 
@@ -189,7 +189,7 @@ def test_a_card_passes_on_no_key_to_a_storage(exported):
     found = found_checkpoint(exported.run)
     state = found.state()
     state["recipe"]["data"]["train"] = "https://user:word@a.example/shards/train?signature=abc"
-    card = model_card(state, found.manifest, exported.recipe, exported.describer, {}, (), False)
+    card = model_card(state, found.manifest, exported.recipe, exported.describer, {}, ())
     assert "https://a.example/shards/train" in card and "word" not in card and "abc" not in card
 
 
@@ -274,13 +274,13 @@ def test_a_network_that_cannot_be_traced_is_refused_with_the_reason():
     inner = network(projection=None)
     inner.pooling = Choosing()
     with pytest.raises(DistapError, match=r"^the network cannot be exported for images of 48 x 48: torch\.exp"):
-        program_of(exportable(MultiScaleNetwork(inner)), SIZE, False)
+        program_of(exportable(MultiScaleNetwork(inner)), SIZE)
 
 
 def test_an_operator_that_onnx_lacks_is_named(tmp_path):
     inner = network(projection=None)
     inner.pooling = Solving()
-    program = program_of(exportable(MultiScaleNetwork(inner)), SIZE, False)
+    program = program_of(exportable(MultiScaleNetwork(inner)), SIZE)
     with pytest.raises(DistapError, match=r"cannot be exported to ONNX with opset 20: No ONNX func.*_linalg_eigh"):
         save_onnx(program, tmp_path / "model.onnx", {})
 
@@ -288,9 +288,9 @@ def test_an_operator_that_onnx_lacks_is_named(tmp_path):
 # Other networks, other ways
 
 
-def held_to_the_network(folder, several, image_size, dynamic_size=False):
-    program = program_of(exportable(several), image_size, dynamic_size)
-    cases = cases_of(several, image_size, dynamic_size)
+def held_to_the_network(folder, several, image_size):
+    program = program_of(exportable(several), image_size)
+    cases = cases_of(several, image_size)
     save_program(program, folder / "model.pt2", {})
     save_onnx(program, folder / "model.onnx", {})
     found = [
@@ -310,6 +310,6 @@ def test_every_pooling_and_head_is_exported(tmp_path, backbone, pooling, options
 
 
 @pytest.mark.slow
-def test_images_of_any_size_are_described_at_several_scales(tmp_path):
+def test_images_are_described_at_several_scales(tmp_path):
     several = MultiScaleNetwork(network(), (1.0, 0.7071), whitening=whitening_tensors(), dimensions=3)
-    held_to_the_network(tmp_path, several, 64, dynamic_size=True)
+    held_to_the_network(tmp_path, several, 64)

@@ -1,6 +1,5 @@
 """Studies: the grid, its equal conditions, what is kept after a kill, and the figures of the table."""
 
-import json
 import re
 
 import pytest
@@ -10,7 +9,7 @@ from scipy import stats
 from servers import free_ports
 
 from benchmarks.study.grid import Grid
-from benchmarks.study.results import Result, Results, comparison, interval, markdown, read_results, table
+from benchmarks.study.results import Result, Results, interval, markdown, read_results, table
 from benchmarks.study.running import StudyRun
 from distap.errors import DistapError
 
@@ -148,25 +147,3 @@ def test_means_intervals_and_paired_differences(study, tmp_path):
     assert any(note.startswith("* ") for note in notes)
     assert markdown(results).splitlines()[3].startswith("| own | 0.01* | 36.0 ± 7.5 |")
     assert interval([0.5]).half is None
-
-
-def test_results_of_other_settings_or_without_a_figure_are_not_shown(study, tmp_path):
-    before = {"validation/mAP@R": 0.1, "validation/R@1": 0.1}
-    old = made_results(Grid(study(), tmp_path), lambda point, rate, seed: 0.3, before)
-    assert old.before() == before
-    changed = Grid(study(changes={"steps": 3, "evaluation": {"every": None}}), tmp_path)
-    results = Results(changed, 3, old.done)
-    assert results.rows() == [] and results.before() == {}
-    assert "nothing was published" in comparison(results, results)[0]
-    grid = Grid(study(figures=["validation/mAP"]), tmp_path)
-    with pytest.raises(DistapError, match=r"figures: ap_q.* has no validation/mAP; did you mean validation/mAP@R"):
-        Results(grid, 3, old.done).rows()
-
-
-def test_a_line_that_was_cut_short_is_left_out_and_a_damaged_one_is_named(tmp_path):
-    path, whole = tmp_path / "results.jsonl", json.dumps({"names": {}})
-    path.write_text('{"names": {"loss"')
-    assert read_results(path) == []
-    path.write_text(f"{whole}\n{whole}\n")
-    with pytest.raises(DistapError, match=r"results.jsonl, line 1: not the result of a training"):
-        read_results(path)

@@ -26,11 +26,11 @@ def run(tmp_path_factory, training_shards) -> Path:
 
 def test_the_command_describes_a_folder_and_says_what_it_wrote(tmp_path, monkeypatch, capsys, run, photos):
     out = tmp_path / "out"
-    options = "--checkpoint", run, "--dtype", "float16"
+    options = "--checkpoint", run
     keys = "evaluation.sizing=side 40", "evaluation.scales=[1,0.5]", "data.workers=0"
     assert distap(monkeypatch, "extract", *options, photos, out, *keys) == 0
     printed = "".join(capsys.readouterr())
-    assert "31 descriptors of 96 dimensions, float16" in printed
+    assert "31 descriptors of 96 dimensions" in printed
     assert f"describing {photos} 31/31  done in" in printed
     found = read_descriptors(out)
     assert found.described_by.sizing == "side 40" and found.described_by.scales == (1.0, 0.5)

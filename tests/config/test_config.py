@@ -131,12 +131,6 @@ def test_keys_that_are_numbers_make_a_value_that_is_replaced_whole(recipe):
     assert first.data.sizes == [(0, 32), (0.5, 224)]
 
 
-def test_a_hash_in_a_value_of_the_command_line_is_no_comment(recipe):
-    assert [str(load_recipe(recipe, [f"run=runs/exp{end}"]).run) for end in (" #1", " #2", "#3")] == [
-        *("runs/exp #1", "runs/exp #2", "runs/exp#3")
-    ]
-
-
 @pytest.mark.parametrize("text", ["", "- a\n", "a: [", "\0", "[" * 5000, "steps: 1\nrun: x\nsteps: 2\n"])
 def test_a_file_that_is_no_recipe_is_named(tmp_path, text):
     path = tmp_path / "broken.yaml"

@@ -26,7 +26,7 @@ from distap.data.shards.index import parse_index
 from distap.errors import DistapError
 from distap.evaluation.saved import Evaluation, read_evaluation
 from distap.storage.locations import parse_source, shard_names
-from distap.storage.texts import MOST_LEVELS, is_line, parsed_json
+from distap.storage.texts import is_line, parsed_json
 
 quick = settings(
     max_examples=60 * int(os.environ.get("FUZZING", "1")),
@@ -278,7 +278,6 @@ JSON = st.recursive(
 
 @given(st.one_of(st.binary(max_size=60), st.text('[]{}":,0e-nultrfas', max_size=60), JSON.map(json.dumps)))
 @example("[" * 10_000)
-@example("[" * (MOST_LEVELS + 1) + "]" * (MOST_LEVELS + 1))
 @settings(parent=quick, max_examples=3 * quick.max_examples)
 def test_any_text_is_json_of_the_wanted_kind_or_a_value_error(text):
     for kind in (dict, list):

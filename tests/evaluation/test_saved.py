@@ -5,21 +5,11 @@ import pytest
 from run_folders import retrieved, write_retrieved
 
 from distap.errors import DistapError
-from distap.evaluation.saved import Retrieved, keep_few, read_evaluation, saved_steps
+from distap.evaluation.saved import Retrieved, read_evaluation
 
 
 def write_some(run, step):
     return write_retrieved(run, step, retrieved(step), figures={"mAP": 0.5})
-
-
-def test_the_first_and_the_newest_evaluation_stay_and_those_of_steps_that_were_undone_do_not(tmp_path):
-    for step in range(5):
-        write_some(tmp_path, step)
-        keep_few(tmp_path, step)
-    assert saved_steps(tmp_path) == [0, 4]
-    write_some(tmp_path, 1)
-    keep_few(tmp_path, 1)
-    assert saved_steps(tmp_path) == [0, 1]
 
 
 def test_an_evaluation_is_read_as_it_was_written(tmp_path):

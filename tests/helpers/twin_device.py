@@ -8,7 +8,7 @@ cannot forget a device.
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,9 +62,6 @@ class Twin(Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"Twin({self.elem})"
 
-    def record_stream(self, stream: Any) -> None:
-        """The allocator would keep this memory for the stream."""
-
     def tolist(self) -> Any:
         _wait("tolist")
         return self.elem.tolist()
@@ -105,12 +102,6 @@ class Event:
 
 
 class Stream:
-    def __init__(self, device: Any = None) -> None:
-        pass
-
-    def wait_stream(self, other: "Stream") -> None:
-        """Work off later what stands here."""
-
     def record_event(self) -> Event:
         event = Event()
         event.record()
@@ -124,9 +115,6 @@ class Module:
 
     def current_stream(self, device: Any = None) -> Stream:
         return Stream()
-
-    def stream(self, stream: Stream) -> Any:
-        return nullcontext()
 
     def synchronize(self, device: Any = None) -> None:
         _wait(f"synchronize in {_caller()}")

@@ -3,14 +3,12 @@ import copy
 import pytest
 import torch
 from networks import noise, random_network
-from torch import nn
-from torch.export import Dim, export
 from torch.nn.functional import interpolate, normalize
 
 from distap.errors import DistapError
 from distap.model.multiscale import MultiScaleNetwork
-from distap.model.network import RetrievalNetwork, fingerprint
-from distap.model.pooling import GeM, NamedPooling
+from distap.model.network import fingerprint
+from distap.model.pooling import NamedPooling
 
 
 def network(projection=None, **options):
@@ -76,17 +74,6 @@ def test_whitening_is_a_linear_layer_behind_it(scales):
     expected = (MultiScaleNetwork(inner, scales)(images()).double() - mean) @ projection.t()
     assert whitened.dimensions == 5
     torch.testing.assert_close(whitened(images()).double(), normalize(expected), atol=1e-6, rtol=0)
-
-
-@torch.no_grad()
-def test_an_export_scales_each_image_by_its_own_size():
-    backbone = nn.Conv2d(3, 16, 7, stride=2, padding=3, bias=False)
-    backbone.num_features = 16
-    several = MultiScaleNetwork(RetrievalNetwork(backbone, GeM()), (1.0, 0.7071)).eval()
-    sizes = {0: Dim("n"), 2: Dim("height", min=160, max=2048), 3: Dim("width", min=160, max=2048)}
-    exported = export(several, (images(2, 192, 224),), dynamic_shapes=(sizes,)).module()
-    others = images(3, 173, 260)
-    torch.testing.assert_close(exported(others), several(others), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(

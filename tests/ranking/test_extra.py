@@ -69,7 +69,7 @@ def of_share(world, name, mode="sharded"):
     loss, names, _ = CASES[name]
     share = (slice(0, 14) if world.rank == 0 else slice(14, None)) if world.size > 1 else slice(None)
     network = network_of(name)
-    multistage = Multistage(network, loss, MicroBatchSizes(3, describe=5, keep=1), reduce=True, mode=mode)
+    multistage = Multistage(network, loss, MicroBatchSizes(3, keep=1), reduce=True, mode=mode)
     images, labels = (each[share] for each in small_images(IMAGES))
     value = multistage(images, labels, extra={key: EXTRA[key][share] for key in names})
     value.backward()

@@ -5,7 +5,7 @@ import math
 import newer_losses
 import pytest
 import torch
-from definitions import defined, levels_of, virtual_images
+from definitions import levels_of, virtual_images
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from problems import problem, rank_raw, remembering
@@ -54,14 +54,6 @@ def test_graded_losses_equal_the_definition_at_any_number_of_levels(name, data, 
         lambda d: newer_losses.graded(name, d, levels, *of_memory, weights, **options),
         memory,
     )
-
-
-@pytest.mark.parametrize("name", GRADED)
-def test_duplicates_in_float32_are_ranked(name, monkeypatch):
-    monkeypatch.setattr("distap.ranking.loss.CPU_TILE_PAIRS", 40)
-    raw = (torch.randint(0, 2, (24, 4), generator=torch.Generator().manual_seed(3)) - 0.5).float()
-    levels = levels_of(problem(5, 24, 6)[1], 3)
-    assert_is(raw, levels, name, {}, lambda d: defined(name, d, levels), tolerance=1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])

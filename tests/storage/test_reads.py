@@ -1,10 +1,6 @@
 import os
-import resource
 import sys
-import threading
 from collections import Counter
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import fsspec.config
 import numpy as np
@@ -142,36 +138,6 @@ def test_a_server_that_ignores_ranges_is_found_out_by_the_first_image(web):
     web.ranges = False
     with pytest.raises(DistapError, match=r"ignores Range.*nginx"):
         reader.data(4)
-
-
-class Endless(BaseHTTPRequestHandler):
-    """Answers a request for some bytes without end, or with a few that unpack to gigabytes."""
-
-    def do_GET(self):
-        self.send_response(206)
-        if self.path == "/packed":
-            self.send_header("Content-Encoding", "gzip")
-            self.send_header("Content-Length", "1000")
-        self.end_headers()
-        with suppress(OSError):  # the client has had enough
-            while self.path == "/endless":
-                self.wfile.write(bytes(2**20))
-            self.wfile.write(bytes(1000))
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.mark.parametrize(("name", "message"), [("endless", "ignores Range"), ("packed", "compresses its answers")])
-def test_of_an_answer_no_more_is_taken_than_was_asked_for(name, message):
-    with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        storage = Storage(f"http://127.0.0.1:{server.server_port}")
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        with pytest.raises(DistapError, match=message):
-            storage.read(name, 0, 1000)
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # kilobytes
-        server.shutdown()
 
 
 def test_a_pipe_in_place_of_an_index_is_refused_at_once(shards):

@@ -38,9 +38,8 @@ def shards(tmp_path_factory):
     text = "".join(
         f"{path},species {species},genus {genus},family {family}\n" for path, species, genus, family in rows
     )
-    (folder / "list.csv").write_text("file,species,genus,family\n" + text)
-    named = {"path": "file", "label": "species", "level1": "genus", "level2": "family"}
-    pack(list_images(folder / "list.csv", renamed=named), folder / "shards", images_per_shard=20)
+    (folder / "list.csv").write_text("path,label,level1,level2\n" + text)
+    pack(list_images(folder / "list.csv"), folder / "shards", images_per_shard=20)
     return folder / "shards", None
 
 

@@ -26,13 +26,11 @@ def model_card(
     describer: ImageDescriber,
     programs: dict[str, float],
     formats: Sequence[str],
-    dynamic_size: bool,
 ) -> str:
     """Return the model card as Markdown, headed by the fields that the Hugging Face hub reads.
 
     `state` is that of the checkpoint, with its figures and the whole recipe as it was recorded, which another version
-    of distap may have written. `programs` are the largest differences of a descriptor's component by file;
-    `dynamic_size` says if these take images of any size.
+    of distap may have written. `programs` are the largest differences of a descriptor's component by file.
     """
     settings, loss = state["recipe"], state["recipe"]["loss"]
     figures = {of: {k: v for k, v in each.items() if math.isfinite(v)} for of, each in state["figures"].items()}
@@ -59,7 +57,7 @@ def model_card(
     of_run: dict[str, Any] = {"manifest": manifest, "settings": settings, "recipe_yaml": recipe_yaml, "loss": named}
     of_run |= {"recipe": recipe, "figures": figures}
     of_network: dict[str, Any] = {"describer": describer, "pretrained": pretrained, "mean": mean, "std": std}
-    of_files: dict[str, Any] = {"programs": programs, "formats": formats, "dynamic_size": dynamic_size}
+    of_files: dict[str, Any] = {"programs": programs, "formats": formats}
     versions = {"version": distap.__version__, "torch": torch.__version__}
     template = files(__package__).joinpath("card.md").read_text("utf-8")
     card = ModelCard.from_template(fields, template_str=template, **of_run, **of_network, **of_files, **versions)

@@ -25,14 +25,13 @@ from distap.apps.export.card import model_card
 from distap.checkpoint.finding import opened_checkpoint
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
-from distap.model.multiscale import MultiScaleNetwork, required_size
+from distap.model.multiscale import MultiScaleNetwork
 from distap.storage.atomic import new_folder, require_free
 from distap.training.build import describing_of, trained_network
 from distap.training.descriptor_network import DescriptorNetwork
 from distap.world import World
 
 OPSET = 20  # of ONNX's operators
-AXIS_NAMES = {0: "batch", 2: "height", 3: "width"}  # of the axes that may vary
 EXPORT_TOLERANCE = 1e-4  # of a component of a descriptor of length 1, computed in float32
 BATCHES_TRIED = (1, 2, 7)
 ONNX_MODULES = ("onnx", "onnxruntime", "onnxscript")
@@ -52,25 +51,19 @@ def exportable(network: MultiScaleNetwork) -> MultiScaleNetwork:
     return copied
 
 
-def program_of(network: MultiScaleNetwork, image_size: int, dynamic_size: bool) -> ExportedProgram:
-    """Trace a network from `exportable` for any number of images, and for any size with `dynamic_size`.
-
-    Raise a DistapError with torch's reason if that fails.
-    """
-    # The lengths differ, so that torch takes none for another, and none is 1, which torch takes for a constant.
-    shape = (2, 3, image_size, image_size + (image_size // 4 if dynamic_size else 0))
-    example = torch.zeros(shape, dtype=torch.uint8)
-    shapes = ShapesCollection()
-    shapes[example] = dict.fromkeys(AXIS_NAMES if dynamic_size else (0,), Dim.DYNAMIC)
-    size = "of any size; leave --dynamic-size out" if dynamic_size else f"of {image_size} x {image_size}"
-    with torch.no_grad(), _exporting(f"the network cannot be exported for images {size}: torch.export"):
+def program_of(network: MultiScaleNetwork, image_size: int) -> ExportedProgram:
+    """Trace a network from `exportable` for any number of images; a DistapError gives torch's reason if it fails."""
+    # Two images, since torch takes a length of 1 for a constant.
+    example = torch.zeros(2, 3, image_size, image_size, dtype=torch.uint8)
+    shapes, size = ShapesCollection(), f"{image_size} x {image_size}"
+    shapes[example] = {0: Dim.DYNAMIC}
+    with torch.no_grad(), _exporting(f"the network cannot be exported for images of {size}: torch.export"):
         return export(network, (example,), dynamic_shapes=shapes)
 
 
 def save_program(program: ExportedProgram, path: Path, about: Mapping[str, str]) -> None:
     """Save a program for torch.export.load with the texts `about` it; raise a DistapError if torch cannot."""
-    remedy = "leave --dynamic-size out, or --format pt2"
-    with _exporting(f"{path.name}: torch.export cannot write this network; {remedy}"):
+    with _exporting(f"{path.name}: torch.export cannot write this network; leave --format pt2 out"):
         torch.export.save(program, path, extra_files=dict(about))
 
 
@@ -81,16 +74,13 @@ def save_onnx(program: ExportedProgram, path: Path, about: Mapping[str, str]) ->
     """
     import onnx
 
-    images = next(node for node in program.graph.nodes if node.name == program.graph_signature.user_inputs[0])
-    shape = images.meta["val"].shape
-    axes = {axis: name for axis, name in AXIS_NAMES.items() if isinstance(shape[axis], torch.SymInt)}
     with _exporting(f"the network cannot be exported to ONNX with opset {OPSET}"):
         translated = torch.onnx.export(
             program,
             input_names=["images"],
             output_names=["descriptors"],
             opset_version=OPSET,
-            dynamic_shapes=(axes,),
+            dynamic_shapes=({0: "batch"},),
             dynamo=True,
             verbose=False,
         )
@@ -118,24 +108,18 @@ def _exporting(problem: str) -> Iterator[None]:
         raise DistapError(f"{problem}: {shorten(str(why), 400) or type(why).__name__}") from error
 
 
-def cases_of(network: Describe, image_size: int, dynamic_size: bool = False) -> list[Case]:
-    """Return batches of test images with their descriptors by a network in evaluation mode.
-
-    With `dynamic_size`, add upright and wide images.
-    """
-    longer = image_size * 4 // 3
-    others = [(longer, image_size), (image_size, longer)] if dynamic_size else []
+def cases_of(network: Describe, image_size: int) -> list[Case]:
+    """Return batches of test images with their descriptors by a network in evaluation mode."""
     cases = []
-    for size in [(image_size, image_size), *others]:
-        for batch in BATCHES_TRIED:
-            images = _example_images(batch, size)
-            if batch % 2 == 0:  # the order of pixels in memory must not matter
-                images = images.to(memory_format=torch.channels_last)
-            with torch.inference_mode():
-                expected = network(images).cpu()
-            if not expected.isfinite().all():
-                raise DistapError("the checkpoint's network gives numbers that are not finite; export an earlier one")
-            cases.append((images, expected))
+    for batch in BATCHES_TRIED:
+        images = _example_images(batch, image_size)
+        if batch % 2 == 0:  # the order of pixels in memory must not matter
+            images = images.to(memory_format=torch.channels_last)
+        with torch.inference_mode():
+            expected = network(images).cpu()
+        if not expected.isfinite().all():
+            raise DistapError("the checkpoint's network gives numbers that are not finite; export an earlier one")
+        cases.append((images, expected))
     return cases
 
 
@@ -179,8 +163,8 @@ def onnx_describer(path: Path) -> Describe:
     return describe
 
 
-def _example_images(count: int, size: tuple[int, int]) -> Tensor:
-    """Return (count, 3, height, width) uint8 of detail that differs, from single colours to noise."""
+def _example_images(count: int, size: int) -> Tensor:
+    """Return (count, 3, size, size) uint8 of detail that differs, from single colours to noise."""
     generator = torch.Generator().manual_seed(count)
     sides = [4 ** (number % 4) for number in range(2, count + 2)]
     images = [interpolate(torch.rand(1, 3, side, side, generator=generator), size, mode="bilinear") for side in sides]
@@ -200,11 +184,11 @@ def export_to_folder(
     formats: Sequence[str] = (),
     whitening: Path | None = None,
     best: bool = False,
-    *,
-    dynamic_size: bool = False,
     overrides: Sequence[str] = (),
 ) -> tuple[ImageDescriber, dict[str, float]]:
     """Write a checkpoint's network in several formats, and a model card, which describes them.
+
+    Programs take images of the recipe's crop, or of data.image_size if the recipe takes whole images.
 
     Return what describes images, and by program the largest difference of a component of its descriptors. Nothing is
     left behind if the network cannot be exported or a file differs from it.
@@ -215,8 +199,6 @@ def export_to_folder(
         formats: of EXPORT_FORMATS; none takes all but `adapter`, and onnx where it is installed.
         whitening: a file of `distap whiten`, applied last.
         best: with a run folder, take its best checkpoint, not its newest.
-        dynamic_size: let programs take images of any size; otherwise only those of the recipe's crop, or of
-            data.image_size if the recipe takes whole images.
         overrides: changes of the recipe, such as `evaluation.scales=[1,0.7]`.
     """
     formats = formats or [each for each in EXPORT_FORMATS[:-1] if each != "onnx" or not missing_for_onnx()]
@@ -233,23 +215,20 @@ def export_to_folder(
         # Take this checkpoint's own path, since a training may write a newer one meanwhile.
         recipe, network = trained_network(found.path, World(), overrides=overrides)
         recorded = found.state("recipe", "figures"), found.manifest, recipe
-    sizing = recipe.sizing if dynamic_size or "crop" in recipe.sizing else f"crop {recipe.data.image_size}"
-    if dynamic_size and (required := required_size(network)) is not None:
-        name = recipe.model.architecture
-        raise DistapError(f"--dynamic-size: {name} takes images of {required[1]} x {required[0]} pixels only")
+    sizing = recipe.sizing if "crop" in recipe.sizing else f"crop {recipe.data.image_size}"
     describer = describing_of(recipe, network, World(), sizing, whitening=whitening).describer
     image_size, several = describer.sizing.pixels or recipe.data.image_size, describer.network.eval()
     about = {"distap": json.dumps({"version": distap.__version__, "described_by": asdict(describer.described_by)})}
     programs = dict[str, float]()
     with new_folder(output) as folder:
         if chosen := [PROGRAMS[each] for each in PROGRAMS if each in formats]:
-            program = program_of(exportable(several), image_size, dynamic_size)
-            cases = cases_of(several, image_size, dynamic_size)
+            program = program_of(exportable(several), image_size)
+            cases = cases_of(several, image_size)
             for name, save, load in chosen:
                 save(program, folder / name, about)
                 programs[name] = difference(name, load(folder / name), cases)
         if {"adapter", "safetensors"} & set(formats):
             DescriptorNetwork(describer, recipe).write(folder, changes_only="adapter" in formats)
-        card = model_card(*recorded, describer, programs, formats, dynamic_size)
+        card = model_card(*recorded, describer, programs, formats)
         (folder / "README.md").write_text(card, "utf-8")
     return describer, programs

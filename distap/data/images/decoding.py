@@ -17,7 +17,7 @@ import numpy as np
 import simplejpeg
 from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
-from distap.data.images.formats import format_of, mended, missing_reader, readable_formats
+from distap.data.images.formats import LINE_ENDS, format_of, missing_reader, readable_formats
 from distap.data.sizing import Box, Shape, reduction
 from distap.errors import DistapError
 
@@ -56,7 +56,7 @@ class NoReaderError(DamagedImageError):
 def image_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """Read the stored width and height of an image, pixels, from its header. `EncodedImage` lists the errors."""
     with _damage_told(data):
-        return _open(mended(data), max_pixels).size
+        return _open(data.lstrip(LINE_ENDS), max_pixels).size
 
 
 def image_file(image: Any) -> bytes:
@@ -105,7 +105,7 @@ class EncodedImage:
     """
 
     def __init__(self, data: bytes, max_pixels: int = MAX_PIXELS, name: str = "an image") -> None:
-        self._data, self._max_pixels = mended(data), max_pixels
+        self._data, self._max_pixels = data.lstrip(LINE_ENDS), max_pixels
         with _damage_told(data):
             self._image = _open(self._data, max_pixels)
         width, height = self._image.size

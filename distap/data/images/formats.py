@@ -1,21 +1,20 @@
-"""The image formats that distap reads: suffixes, first bytes, readers, and what viewers pass over.
+"""The image formats that distap reads: suffixes, first bytes, and readers.
 
 Other formats are refused, because decoders such as that of EPS run programs.
 """
 
 import re
-import zlib
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from PIL import AvifImagePlugin, features
+from PIL import AvifImagePlugin, PngImagePlugin, features
 
 EXTRA = "pip install 'distap[formats]'"
 START_BYTES = 64  # of a file, which tell its format
-PNG, COMMENTS = b"\x89PNG\r\n\x1a\n", (b"iCCP", b"tEXt", b"zTXt", b"iTXt")
-METADATA, LARGEST_COMMENT = (b"Raw profile", b"XML:com.adobe.xmp"), 2**16  # bytes
+LARGEST_COMMENT = 2**23  # bytes of a PNG's comment or colour profile, unpacked; Pillow itself reads 2**20
+LINE_ENDS = b"\r\n"  # at the start of a file, which viewers pass over
 
 
 class Format(NamedTuple):
@@ -49,7 +48,7 @@ _STARTS = [(re.compile(each.start, re.DOTALL), each) for each in FORMATS]
 
 def format_of(data: bytes) -> Format | None:
     """Return the format of a file from its first bytes; None if it is none of FORMATS."""
-    return next((each for start, each in _STARTS if start.match(data.lstrip(b"\r\n"))), None)
+    return next((each for start, each in _STARTS if start.match(data.lstrip(LINE_ENDS))), None)
 
 
 @cache
@@ -69,29 +68,5 @@ def missing_reader(name: str) -> str:
 @cache
 def readable_formats() -> tuple[str, ...]:
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # as of the others: loading has processes of its own
+    PngImagePlugin.MAX_TEXT_CHUNK = LARGEST_COMMENT
     return tuple(each.name for each in FORMATS if not missing_reader(each.name))
-
-
-def mended(data: bytes) -> bytes:
-    """Return an image file without line ends at its start and, if it is a PNG, without chunks that may be damaged.
-
-    These are comments and colour profiles, which may be huge, and other optional chunks whose CRC is wrong. Pixels do
-    not depend on them. Comments that may hold EXIF or XMP stay, for the image's orientation.
-    """
-    data = data.lstrip(b"\r\n") if data[:1] in (b"\r", b"\n") else data
-    if not data.startswith(PNG):
-        return data
-    view, at = memoryview(data), 8
-    parts = [view[:at]]
-    while at < len(data):
-        kind, end = data[at + 4 : at + 8], at + 12 + int.from_bytes(data[at : at + 4])
-        has_metadata = data[at + 8 : at + 48].startswith(METADATA) and end - at < LARGEST_COMMENT
-        is_comment = kind in COMMENTS and not has_metadata
-        # A small first letter marks a chunk without which pixels can be shown (PNG specification, 5.4). So can they
-        # without tRNS, but it says which are transparent.
-        is_optional = kind[:1].islower() and kind != b"tRNS"
-        is_wrong = is_optional and zlib.crc32(view[at + 4 : end - 4]) != int.from_bytes(data[end - 4 : end])
-        if not (is_comment or is_wrong):
-            parts.append(view[at:end])
-        at = end
-    return b"".join(parts) if sum(map(len, parts)) < len(data) else data

@@ -95,17 +95,13 @@ def thumbnails_of(encoded: Callable[[int], EncodedImage | None], longer_side: in
 
     @lru_cache(THUMBNAILS_KEPT)
     def made(row: int) -> bytes | None:
-        try:
-            return None if (image := encoded(row)) is None else thumbnail(image, longer_side)
-        except DamagedImageError as error:
-            logger.warning("no thumbnail of row %d: %s", row, error)
-            return None
+        return None if (image := encoded(row)) is None else thumbnail(image, longer_side)
 
     def jpeg(row: int) -> bytes | None:
         try:
             return made(row)
-        except (DistapError, OSError) as error:  # it may pass, so the cache does not keep it
-            logger.warning("no thumbnail of row %d for now: %s", row, error)
+        except (DamagedImageError, DistapError, OSError) as error:  # it may pass, and the cache does not keep it
+            logger.warning("no thumbnail of row %d: %s", row, error)
             return None
 
     return jpeg

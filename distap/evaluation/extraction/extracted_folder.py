@@ -10,7 +10,7 @@ import shutil
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -32,18 +32,15 @@ from distap.storage.texts import read_json
 PARTS_FOLDER = "parts"
 EXTRACTION_VERSION = 3
 
-DType = Literal["float32", "float16"]
 
-
-def extract_to_folder(extraction: Extraction, output: Path, *, dtype: DType = "float32") -> DescriptorSet:
+def extract_to_folder(extraction: Extraction, output: Path) -> DescriptorSet:
     """Describe every image of a data set into a folder that `read_descriptors` reads.
 
-    Each rank writes the parts that it describes, and rank 0 joins them. Called again with the same images, describer
-    and dtype, a stopped extraction continues from its finished parts, on any number of ranks.
+    Each rank writes the parts that it describes, and rank 0 joins them. Called again with the same images and
+    describer, a stopped extraction continues from its finished parts, on any number of ranks.
 
     Args:
         output: a new or empty folder that all ranks see, or that of a stopped extraction.
-        dtype: number format of the stored descriptors.
     Returns:
         The descriptors, on every rank.
     """
@@ -54,7 +51,6 @@ def extract_to_folder(extraction: Extraction, output: Path, *, dtype: DType = "f
         "images": len(images),
         **asdict(describer.described_by),
         "precision": describer.precision,
-        "dtype": dtype,
         "part_images": extraction.part_size,
     }
     count = len(extraction.parts)
@@ -73,15 +69,15 @@ def extract_to_folder(extraction: Extraction, output: Path, *, dtype: DType = "f
     if before and world.rank == 0:
         logger.info("%s: %d of %d images are described already", output, before, len(images))
     for number, part in extraction.described(missing):
-        write_whole(_part_path(output, number), part_file(part, dtype))
+        write_whole(_part_path(output, number), part_file(part))
     if not is_complete:
-        on_all(world, lambda: _join_parts(extraction, output, count, dtype), mine=world.rank == 0)
+        on_all(world, lambda: _join_parts(extraction, output, count), mine=world.rank == 0)
     return read_descriptors(output)
 
 
-def part_file(part: DescribedPart, dtype: str) -> bytes:
+def part_file(part: DescribedPart) -> bytes:
     return columns_file(
-        descriptors=part.descriptors.astype(dtype, copy=False),
+        descriptors=part.descriptors,
         left_out=np.array(list(part.left_out), dtype=np.int64),
         reasons=np.array(list(part.left_out.values()), dtype=np.str_),
     )
@@ -132,7 +128,7 @@ def _require_shared(output: Path, extraction: Extraction) -> None:
         raise DistapError(f"{output}: rank {others[0]} does not see rank 0's folder; name one that all hosts share")
 
 
-def _join_parts(extraction: Extraction, output: Path, parts: int, dtype: DType) -> None:
+def _join_parts(extraction: Extraction, output: Path, parts: int) -> None:
     """Join the arrays of all parts, which are in the order of the data set, in a file rather than in memory."""
     describer, images = extraction.how.describer, extraction.images
     left_out: dict[int, str] = {}
@@ -147,7 +143,7 @@ def _join_parts(extraction: Extraction, output: Path, parts: int, dtype: DType) 
     shape = len(images) - len(left_out), describer.dimensions
 
     def write(file: BinaryIO) -> None:
-        header = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": shape}
+        header = {"descr": np.dtype(np.float32).str, "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(file, header)
         for number in range(parts):
             file.write(_read_part(output, number, "descriptors")[0].tobytes())
@@ -158,6 +154,6 @@ def _join_parts(extraction: Extraction, output: Path, parts: int, dtype: DType) 
     of_images = images.keys[present], images.classes[present], describer.described_by, images.name, told
     # The record takes shape and type alone from the array, which the parts fill in the file.
     write_described(
-        output, DescriptorSet(np.broadcast_to(np.zeros(1, dtype), shape), *of_images), {DESCRIPTORS_FILE: write}
+        output, DescriptorSet(np.broadcast_to(np.zeros(1, np.float32), shape), *of_images), {DESCRIPTORS_FILE: write}
     )
     shutil.rmtree(output / PARTS_FOLDER, ignore_errors=True)
