@@ -35,7 +35,7 @@ def main(run: str) -> None:
     canvas = Image.new("RGB", (cell + 2 * block + 5 * GAP, QUERIES * cell + 44), "white")
     draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(18)
     starts = (GAP, cell + 2 * GAP, cell + block + 4 * GAP)
-    for start, title in zip(starts, ("query", "before training", "after 24 steps"), strict=True):
+    for start, title in zip(starts, ("query", "before training", "after 16 steps"), strict=True):
         draw.text((start, 12), title, TEXT, font)
     for row, ((query, found), (_, found_after)) in enumerate(zip(before, after, strict=True)):
         top = 44 + row * cell
