@@ -195,6 +195,8 @@ def test_safetensors_saves_a_module_with_a_multistage_inside():
         again = nn.ModuleDict({"loss": Multistage(Network(), "ap_q", 4, memory=memory)})
         again.load_state_dict(state)
         assert len(again["loss"].memory) == min(memory, IMAGES)
+        with torch.no_grad():
+            assert not again["loss"](*images_and_labels()).requires_grad
 
 
 class Merging(nn.Module):

@@ -72,7 +72,7 @@ class StudyRun:
             stack.enter_context(_locked(self.grid.folder))
             for result in read_results(self.file):
                 self.results.add(result)
-            write_whole(self.file, "".join(to_json(asdict(result)).decode() + "\n" for result in self.results.done))
+            write_whole(self.file, b"".join(to_json(asdict(result)) + b"\n" for result in self.results.done))
             stack.callback(self._stop)
             while waiting or self._running:
                 if waiting and len(self._running) < self.most:

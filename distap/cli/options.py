@@ -85,10 +85,11 @@ class CommonCommand(TyperCommand):
         return left
 
     def invoke(self, ctx: Any) -> Any:
-        if console.is_terminal and "torch" not in sys.modules:
-            console.print(f"{ctx.command_path}: starting ...", style="dim")  # most commands load torch, for seconds
-        # Of several ranks, rank 0 alone may see the network.
-        if "RANK" not in os.environ and (trained := ctx.params.get("checkpoint")):
+        if "RANK" in os.environ:  # one of several ranks: they would all say so, and rank 0 alone may see the network
+            return super().invoke(ctx)
+        if console.is_terminal and "torch" not in sys.modules:  # which most commands load, for seconds
+            console.print(f"{ctx.command_path}: starting ...", style="dim")
+        if trained := ctx.params.get("checkpoint"):
             from distap.config.reading import is_recipe
 
             if not (scheme_of(trained) or is_recipe(trained) or Path(trained).exists()):

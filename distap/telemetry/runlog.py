@@ -36,9 +36,8 @@ FLUSH_SECONDS = 10
 def append_line(path: Path, entry: dict[str, Any]) -> None:
     """Append an entry to a file of JSON lines; warn if the line is lost, for example on a full disk."""
     try:
-        with path.open("a", encoding="utf-8") as file:
-            # NaN and infinity as null, since JSON has neither.
-            file.write(f"{to_json(entry, inf_nan_mode='null').decode()}\n")
+        with path.open("ab") as file:  # NaN and infinity are null there, since JSON has neither
+            file.write(to_json(entry, inf_nan_mode="null") + b"\n")
     except OSError as error:
         logger.warning("%s: a line is lost: %s", path, error)
 

@@ -30,12 +30,14 @@ def picture(key: str) -> Image.Image:
 
 def main(run: str) -> None:
     """Draw one row a query: the query, what was nearest before training, and what is nearest after it."""
-    before, *_, after = (results(folder) for folder in sorted(Path(run, "evaluations").iterdir()))
+    folders = sorted(Path(run, "evaluations").iterdir())
+    before, after = results(folders[0]), results(folders[-1])
+    trained = f"after {int(folders[-1].name.removeprefix('step-'))} steps"
     cell, block = SIDE + GAP, HITS * (SIDE + GAP)
     canvas = Image.new("RGB", (cell + 2 * block + 5 * GAP, QUERIES * cell + 44), "white")
     draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(18)
     starts = (GAP, cell + 2 * GAP, cell + block + 4 * GAP)
-    for start, title in zip(starts, ("query", "before training", "after 16 steps"), strict=True):
+    for start, title in zip(starts, ("query", "before training", trained), strict=True):
         draw.text((start, 12), title, TEXT, font)
     for row, ((query, found), (_, found_after)) in enumerate(zip(before, after, strict=True)):
         top = 44 + row * cell

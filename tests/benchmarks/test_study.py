@@ -117,7 +117,7 @@ def test_mistakes_are_named_before_anything_is_trained(study, tmp_path, changes,
         Grid(study(**changes), tmp_path)
 
 
-def made_results(grid, figures, before=None):
+def made_results(grid, figures):
     """Results of all trainings of a grid; `figures` gives the value by the point's text, rate and seed."""
     results = Results(grid, 3)
     for point in grid.points:
@@ -126,7 +126,7 @@ def made_results(grid, figures, before=None):
             value = figures(str(point), rate, seed)
             reached = {"validation/mAP@R": value, "validation/R@1": value / 2}
             names, searched = dict(point.names), dict(job.searched)
-            results.add(Result(names, searched, seed, job.fingerprint, reached, before or {}, 2, 48, 1, 1, 1))
+            results.add(Result(names, searched, seed, job.fingerprint, reached, {}, 2, 48, 1, 1, 1))
     return results
 
 

@@ -168,7 +168,8 @@ def test_a_command_that_computes_nothing_loads_no_torch(tmp_path, monkeypatch, c
 def test_a_terminal_is_told_at_once_that_a_command_starts():
     ours, theirs = pty.openpty()
     code = "import sys; sys.modules.update(timm=None, torchvision=None); from distap.cli import main; main()"
-    subprocess.run([sys.executable, "-c", code, "config", "emoji"], stderr=theirs, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-c", code, "config", "emoji"]
+    subprocess.run(command, stderr=theirs, stdout=subprocess.DEVNULL, check=True)
     assert os.read(ours, 2**16).decode().count("distap config: starting ...") == 1
 
 
