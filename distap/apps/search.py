@@ -54,8 +54,7 @@ class Searcher:
         if self.describer is None:
             raise DistapError("images are described by the network of the index: name its run with --checkpoint")
         pixels = self.pixels_of(image) if self.pixels_of else self.describer.sizing(EncodedImage(image))
-        descriptors = self.describer.describe_pixels([pixels], 1)
-        return self.index.search(descriptors.numpy(), k)[0]
+        return self.index.search(self.describer.describe_pixels([pixels], 1).numpy(), k)[0]
 
     def by_key(self, key: str, k: int) -> list[Hit]:
         """Return the k images of the gallery that are most similar to the one with this key, without itself."""

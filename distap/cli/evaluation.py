@@ -79,7 +79,6 @@ def eval_command(
             sets = open_named_sets(named, distractors or [], figures=wanted, truth=truth, **among)
             return sets, describing, refinement
 
-        parts = first_on_rank_0(world, opened)
-        found = evaluate_sets(*parts, output=output, printed=not as_json, network=checkpoint)
+        found = evaluate_sets(*first_on_rank_0(world, opened), output=output, printed=not as_json, network=checkpoint)
         if as_json and world.rank == 0:
             print_json(found)

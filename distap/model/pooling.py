@@ -30,8 +30,7 @@ class GeM(nn.Module):
 
     def forward(self, features: Float[Tensor, "n C h w"]) -> Float[Tensor, "n C"]:
         # The clamp also keeps the derivative by the power finite, which has the logarithm of a feature.
-        powers = features.clamp(min=self.smallest).pow(self.power)
-        return powers.mean(dim=(-2, -1)).pow(1 / self.power)
+        return features.clamp(min=self.smallest).pow(self.power).mean(dim=(-2, -1)).pow(1 / self.power)
 
     def extra_repr(self) -> str:
         return f"power={self.power.item():.3g}"

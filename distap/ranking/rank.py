@@ -103,8 +103,7 @@ def rank(
         None if images is None else pad(images.long(), (0, share - b)),
     )
     gathered = replace(gathered, key=(0, step)).with_extra(others)
-    ranked = gathered if memory is None else memory.extend(gathered)
-    ranking = rank_descriptors(built, ranked, where, memory_bytes)
+    ranking = rank_descriptors(built, gathered if memory is None else memory.extend(gathered), where, memory_bytes)
     # Only now: an image is not ranked against itself, and a batch that cannot be ranked is not remembered.
     if memory is not None:
         memory.remember(gathered)

@@ -131,7 +131,7 @@ class ThreeStages:
         images = moved(batch.images(slice(0, few)), self.world.device)
 
         def describe(count: int, seed: int) -> Tensor:
-            torch.manual_seed(seed)
+            self._draw_from(seed)
             return self.replica.forward(tree_map_only(Tensor, lambda one: one[:count], images))
 
         buffers = SavedBuffers(network)
@@ -245,8 +245,14 @@ class ThreeStages:
         # describe and replay, since the two cut alike where there are such layers (`mixes_images`).
         slot = self.world.slots(batch.total)[int(rows.start if isinstance(rows, slice) else rows[0])]
         with self.stopwatch.stage("network", part_of_outer=True):
-            torch.manual_seed(seed_for(DROPOUT, self.seed, batch.step, slot))
+            self._draw_from(seed_for(DROPOUT, self.seed, batch.step, slot))
             return self.replica.forward(images)
+
+    def _draw_from(self, seed: int) -> None:
+        # torch.manual_seed would also look at the stack, once for each kind of device that is not in use.
+        torch.default_generator.manual_seed(seed)
+        if self.world.device.type == "cuda":
+            torch.cuda.manual_seed_all(seed)
 
     @contextmanager
     def stage(self, name: str, step: int) -> Iterator[None]:

@@ -28,7 +28,7 @@ from pydantic_core import to_json
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -97,10 +97,9 @@ def progress(
     It shows the text, or else the speed, and the time left, judged by the time since the first item or of late.
     """
     started = told = time.monotonic()
-    draws, description = console.is_terminal and origin.form is None, printable(description)
+    draws, description = shown and console.is_terminal and origin.form is None, printable(description)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    settings: dict[str, Any] = {"console": console, "disable": not shown or not draws}
-    with Progress(*columns, TimeRemainingColumn(), speed_estimate_period=RECENT_SECONDS, **settings) as bar:
+    with Progress(*columns, console=console, disable=not draws, speed_estimate_period=RECENT_SECONDS) as bar:
         task = bar.add_task(escape(description), total=total, completed=done)
 
         def show(now: int, text: str = "", **figures: float) -> None:

@@ -62,8 +62,7 @@ def _faces(file: Path) -> Iterator[_Face]:
 
 def _ijb_c(source: Path, file: Path) -> Iterator[ImageFile]:
     for face in _faces(file):
-        path = face.line.path(source / "images", face.line.cells[1])
-        yield ImageFile(path, face.name, box=_extended(face.line, 3))
+        yield ImageFile(face.line.path(source / "images", face.line.cells[1]), face.name, box=_extended(face.line, 3))
 
 
 def _same_subject(file: Path) -> dict[str, Any]:

@@ -96,8 +96,7 @@ DATASETS["inaturalist"] = Dataset(  # Van Horn et al. 2018, with the split of Br
 
 def _vehicle_id(source: Path, file: Path) -> Iterator[ImageFile]:
     for line in read_table(file, ("image", "vehicle"), heading=0):
-        number = line.integer(0, "image")
-        yield ImageFile(source / "image" / f"{number:07d}.jpg", str(line.integer(1, "vehicle")))
+        yield ImageFile(source / "image" / f"{line.integer(0, 'image'):07d}.jpg", str(line.integer(1, "vehicle")))
 
 
 DATASETS["vehicleid"] = Dataset(  # Liu et al. 2016

@@ -56,8 +56,7 @@ class Calibration(SimilarityLoss):
         value = (pull * positives).sum(1) + (push * negatives).sum(1)
         weight = rows.weights[:, None]
         by_positive = -weight * positives * (pull > 0)
-        by_negative = weight * negatives * (push > 0)
-        return value, rows.with_positives(by_negative, by_positive)
+        return value, rows.with_positives(weight * negatives * (push > 0), by_positive)
 
     def _violations(self, rows: Rows) -> tuple[Tensor, Tensor]:
         # How far positives (r, P) and negatives (r, N) are on the wrong side; images of the class are -inf among the

@@ -50,8 +50,7 @@ class GradedLoss(SigmoidStep, SimilarityLoss):
     def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, ...]:
         similarities, level = rows.similarities, (rows.levels[rows.queries, None] == rows.levels).sum(2)
         sizes = torch.stack([(level == each).sum(1) for each in range(rows.levels.shape[1] + 1)], 1).to(similarities)
-        relevance = self.relevances(sizes)
-        found = list(self._levels(rows, level, relevance))
+        found = list(self._levels(rows, level, self.relevances(sizes)))
         with torch.enable_grad():
             levels = [one for *_, one in found]
             ranks = [one.rank.requires_grad_() for one in levels]
