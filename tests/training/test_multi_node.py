@@ -1,4 +1,4 @@
-"""The scripts that start a training on one host and on several."""
+"""The script that starts a training on several hosts."""
 
 import sys
 from collections.abc import Iterator
@@ -12,27 +12,18 @@ from trainings import Run
 
 from distap.errors import FAILED, FINISHED
 
-LAUNCH = ROOT / "launch"
-STEPS = 30
-TIMEOUT_SECONDS = 30.0  # so long a host waits for the other too
-
-
-def environment(run: Run) -> dict[str, str]:
-    """Has the scripts run the programs as they are, with a record of every batch."""
-    path = [HELPERS / "recording", HELPERS, ROOT]
-    return {**run.environment, "PYTHON": sys.executable, "PYTHONPATH": ":".join(map(str, path))}
-
 
 def small_run(folder, shards) -> Run:
-    return Run(folder, shards, steps=STEPS, timeout_seconds=TIMEOUT_SECONDS)
+    return Run(folder, shards, steps=30, timeout_seconds=30.0)  # a host waits as long for the other too
 
 
 @contextmanager
 def part(hosts: Hosts, number: int, run: Run) -> Iterator[Job]:
     """The script on host a (0) or b (1), told nothing that it can find out itself."""
-    script = [str(LAUNCH / "train-multi-node"), "--nodes", "2", "--host", hosts.addresses[0], "--ranks", "1"]
+    script = [str(ROOT / "launch/train-multi-node"), "--nodes", "2", "--host", hosts.addresses[0], "--ranks", "1"]
     command = hosts.on(number, [*script, "--node", str(number), str(run.config)])
-    with started(command, run.folder.parent, **environment(run)) as job:
+    path = f"{HELPERS / 'recording'}:{HELPERS}:{ROOT}"  # which records every batch
+    with started(command, run.folder.parent, **run.environment, PYTHON=sys.executable, PYTHONPATH=path) as job:
         yield job
 
 
@@ -40,9 +31,8 @@ def part(hosts: Hosts, number: int, run: Run) -> Iterator[Job]:
 @pytest.mark.slow
 def test_a_host_that_was_cut_off_and_comes_back_goes_on_with_the_other(hosts, tmp_path, training_shards):
     undisturbed = small_run(tmp_path / "undisturbed", training_shards)
-    script = [str(LAUNCH / "train-one-node"), "--ranks", "2", str(undisturbed.config)]
-    with started(script, tmp_path / "undisturbed", **environment(undisturbed)) as job:
-        assert job.status() == FINISHED, job.said
+    status, said = undisturbed.go(ranks=2)
+    assert status == FINISHED, said
 
     run = small_run(tmp_path / "disturbed", training_shards)
     with part(hosts, 0, run) as a, part(hosts, 1, run) as b:
