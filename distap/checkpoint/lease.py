@@ -103,7 +103,7 @@ class Lease:
             place.remove(FILE)
 
     def _gone(self, other: Mapping[str, Any], watched_seconds: float) -> str:
-        """Return why the training of another lease must have ended; "" if it may run."""
+        """Return how we know that the training which holds another lease has ended; "" if it may still run."""
         if TAKE_OVER in os.environ:
             return "asked for by --take-over"
         if self._is_of_this_host(other):

@@ -64,7 +64,7 @@ class ZeroReplica(Replica):
 
     @contextmanager
     def describing(self) -> Iterator[None]:
-        """Enclose forward passes of one rank alone; stage 3 gathers all parameters for them."""
+        """Let this rank run forward passes without the others; under ZeRO stage 3, hold all parameters meanwhile."""
         if not self.lockstep or self._is_whole:
             yield
             return

@@ -183,7 +183,7 @@ class TrainingImages(ABC):
 
     @abstractmethod
     def chunks(self, steps: range) -> Generator[Chunk]:
-        """Yield this rank's images of all these steps."""
+        """Yield this rank's images of the batches of `steps`, a chunk at a time, in order."""
 
     def shares(self, steps: range, of: int | None = None) -> Generator[ShareOfBatch]:
         """Return this rank's shares of each step's global batch; use a share up before taking the next.

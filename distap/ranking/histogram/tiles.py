@@ -57,7 +57,7 @@ class Tile:
 
     @property
     def counts(self) -> slice:
-        """Return the rows of this tile's queries in a table with a row per image of this rank."""
+        """Return which rows of a table with one row per image of this rank are this tile's queries."""
         return slice(self.queries.first_row + self.rows.start, self.queries.first_row + self.rows.stop)
 
     def mirror(self) -> "Tile":

@@ -155,7 +155,7 @@ class RecallAtK(RankLoss):
     rank, and at most k hits, over min(k, positives) (released); take the query as a positive (suprank); or that, by
     Euclidean distances, with k + 1 hits and ranks from 0.5 (oml)."""
     self_pair: Literal[True] = True
-    """Count a query among its own positives: set by `form`."""
+    """Count a query among its own positives; `form` decides it, so leave it out."""
     # yash0307/RecallatK_surrogate ed05202, elias-ramzi/SupRank d3d0e3c, OML-Team/open-metric-learning.
     presets: ClassVar[Presets] = {name: {"form": name} for name in ("paper", "released", "suprank")} | {
         "oml": {"form": "oml", "ks": (5,)}

@@ -185,7 +185,7 @@ class OfPrefix(WrappedLoss):
 
 
 class CounterOfPrefix(Counter):
-    """Cut descriptors to their first d numbers, and count them for a loss."""
+    """Count arriving descriptors for a Matryoshka loss, by their first d numbers alone."""
 
     def __init__(self, loss: OfPrefix, counter: Counter) -> None:
         super().__init__(loss, counter.budget)
