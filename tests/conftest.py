@@ -38,13 +38,10 @@ settings.load_profile("ci" if "CI" in os.environ else "searching")
 gc.disable()
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     gc.enable()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.add_cleanup(gc.unfreeze)  # after all other cleaning up, which looks for garbage several times
+    session.config.add_cleanup(gc.unfreeze)  # or C++ would print what Python leaves behind
 
 
 # The longest files come first, so that none is left alone at the end; those that mostly wait are apart.

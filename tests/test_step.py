@@ -203,11 +203,7 @@ class Greedy(torch.nn.Module):
 
 @pytest.mark.parametrize(
     ("limits", "size"),
-    [
-        ({"with_graph": 3}, 2),
-        ({"with_graph": 99, "without": 5}, 4),
-        ({"with_graph": 99, "backward": 5}, 4),
-    ],
+    [({"with_graph": 3}, 2), ({"with_graph": 99, "without": 5}, 4), ({"with_graph": 99, "backward": 5}, 4)],
 )
 def test_micro_batches_are_halved_where_memory_runs_out(limits, size, caplog):
     step = step_on(World(), Greedy(small_network(), **limits), 8)

@@ -249,10 +249,9 @@ class ThreeStages:
             return self.replica.forward(images)
 
     def _draw_from(self, seed: int) -> None:
-        # torch.manual_seed would also look at the stack, once for each kind of device that is not in use.
-        torch.default_generator.manual_seed(seed)
-        if self.world.device.type == "cuda":
-            torch.cuda.manual_seed_all(seed)
+        # torch.manual_seed, which seeds devices too, looks at the stack for each kind that is not in use.
+        seeds = torch.default_generator.manual_seed if self.world.device.type == "cpu" else torch.manual_seed
+        seeds(seed)
 
     @contextmanager
     def stage(self, name: str, step: int) -> Iterator[None]:

@@ -6,7 +6,6 @@ from commands import distap
 from images import write_images
 from launching import started
 
-from distap.apps.tune import Tuning
 from distap.config.reading import load_recipe
 from distap.telemetry.runlog import read_run_log
 
@@ -80,11 +79,12 @@ def test_few_classes_are_refused(folder, monkeypatch, capfd):
     assert "2 classes, of which none can be held out" in capfd.readouterr().err
 
 
-def test_without_a_space_it_searches_what_its_own_file_says(folder):
-    tuning = Tuning(folder / "recipe.yaml", [], folder / "tuned", folder / "tuned/space.yaml", share=0.1, ranks=1)
-    space = yaml.safe_load(tuning.file.read_text())
+def test_without_a_space_it_searches_what_its_own_file_says(folder, monkeypatch):
+    assert distap(monkeypatch, "tune", "recipe.yaml", "--minutes", "0.01", "--share", "0.1", "--output", "tuned") == 0
+    space = yaml.safe_load((folder / "tuned/space.yaml").read_text())
     assert space["optimizer.learning_rate"] == {"low": 1e-4, "high": 1e-2, "log": True}
     assert {"name": "p_by_k", "classes": 16, "images": 2} in space["sampling"] and "model.freeze" not in space
+    assert load_recipe(folder / "tuned/recipe.yaml").loss == load_recipe(folder / "recipe.yaml").loss
 
 
 @pytest.mark.parametrize(
