@@ -170,9 +170,8 @@ def _universal(source: Path, file: Path, domains: tuple[str, ...]) -> Iterator[I
         for number, (name, found) in enumerate(read_objects(listed, "path", "class_id"), 1):
             path = ListLine(listed, number, []).path(source / "images", str(name))
             # A query with several landmarks has several classes.
-            yield ImageFile(
-                path, "|".join(f"{domain}/{one}" for one in (found if isinstance(found, list) else [found]))
-            )
+            classes = found if isinstance(found, list) else [found]
+            yield ImageFile(path, "|".join(f"{domain}/{one}" for one in classes))
 
 
 def _by_classes(_: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from distap.ranking.loss import Budget, Loss, LossValue, rank_on_rank_zero
 from distap.ranking.rankable import refuse_other_leaves
 
 # With fewer rows, products of descriptors are slower; more rows leave the cache in the functions between.
-TILES_OF_A_BLOCK = 4
+TILES_OF_A_BLOCK = 8
 Scores = Float[Tensor, "r N"]  # similarities of r queries to all N images that they are ranked against
 Mask = Bool[Tensor, "r N"]
 
@@ -71,8 +71,8 @@ class Rows:
     def with_positives(
         self, by_negative: Float[Tensor, "r N"], by_positive: Float[Tensor, "r P"]
     ) -> Float[Tensor, "r N"]:
-        """Combine derivatives by negatives (0 elsewhere) and by positives into a derivative by all similarities."""
-        return by_negative.scatter_add(1, self.same_class, by_positive * self.is_positive)
+        """Add derivatives by positives to those by negatives, which are 0 elsewhere, in place; return the sum."""
+        return by_negative.scatter_add_(1, self.same_class, by_positive * self.is_positive)
 
 
 @dataclass(frozen=True)
@@ -194,8 +194,12 @@ class SimilarityLoss(Loss):
 
     def columns(self, gathered: Gathered, queries: Int64[Tensor, " r"]) -> tuple[Tensor, Tensor, Tensor]:
         """Return `levels`, `same_class` and `is_positive` of a block; see `Rows`."""
-        levels = gathered.gallery_levels
-        same_class, is_positive = padded_columns(levels[queries, 0, None] == levels[:, 0], queries)
+        levels, (labels, by_class) = gathered.gallery_levels, gathered.gallery_labels.sort(stable=True)
+        first, sizes = torch.searchsorted(labels, levels[queries, 0]), gathered.class_sizes[queries, 0]
+        place = torch.arange(int(sizes.max()), device=queries.device)
+        is_positive = place < sizes[:, None]
+        chosen = (first[:, None] + place).clamp(max=len(by_class) - 1)
+        same_class = torch.where(is_positive, by_class[chosen], queries[:, None])
         if not self.self_pair:
             is_positive &= same_class != queries[:, None]
         return levels, same_class, is_positive

@@ -13,7 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, reduce
 from typing import Any
 
 import torch
@@ -141,11 +141,9 @@ class StepSums(Sums):
         return counts, falls
 
     def slopes(self, by_count: Float[Tensor, "r P"]) -> Float[Tensor, "r N"]:
-        total = torch.zeros_like(self._images[0])
-        for part in self._parts(*self._positives, by_count):
-            # (P, r): with rows inside, the generated code goes along the gallery in vectors.
-            total += self._slopes(*self._images, *(one.t().contiguous() for one in part), *self._numbers)
-        return total
+        # (P, r): with rows inside, the generated code goes along the gallery in vectors.
+        parts = ([one.t().contiguous() for one in part] for part in self._parts(*self._positives, by_count))
+        return reduce(torch.add, (self._slopes(*self._images, *part, *self._numbers) for part in parts))
 
     def _parts(self, *tables: Float[Tensor, "r P"]) -> Iterator[tuple[Tensor, ...]]:
         """Cut tables of positives along P, so that a part's terms, r N for each positive, fit into one call."""
