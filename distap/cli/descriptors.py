@@ -2,7 +2,6 @@
 
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -31,9 +30,6 @@ def extract_command(
     checkpoint: Annotated[str, options.CHECKPOINT],
     overrides: options.OVERRIDES = None,
     best: options.BEST = False,
-    precision: Annotated[
-        Literal["float32", "bf16"], options.network(help="Number format in which the network computes.")
-    ] = "float32",
     ranks: options.RANKS = "1",
     whitening: options.WHITENING = None,
 ) -> None:
@@ -66,8 +62,7 @@ def extract_command(
             data = recipe.data
 
             def opened() -> tuple[ImageDescriber, ImageSet]:
-                own = describing_of(recipe, network, world, whitening=whitening).describer
-                return replace(own, precision=precision), open_images(source)
+                return describing_of(recipe, network, world, whitening=whitening).describer, open_images(source)
 
             describer, images = first_on_rank_0(world, opened)
             extraction = Extraction(Describing(describer, world, data.workers, shown=True), images)

@@ -45,11 +45,10 @@ def test_the_command_describes_a_folder_and_says_what_it_wrote(tmp_path, monkeyp
     expected = unit(found.descriptors[:, :24].astype(np.float32))
     np.testing.assert_allclose(read_descriptors(tmp_path / "cut").descriptors, expected, atol=0.002)
     assert found.described_by.antialias
-    assert (
-        distap(monkeypatch, "extract", *options, photos, tmp_path / "rough", *keys, "evaluation.antialias=false") == 0
-    )
-    rough = read_descriptors(tmp_path / "rough")
-    assert not rough.described_by.antialias and not np.array_equal(rough.descriptors, found.descriptors)
+    for name, change in (("rough", "evaluation.antialias=false"), ("narrow", "evaluation.precision=bf16")):
+        assert distap(monkeypatch, "extract", *options, photos, tmp_path / name, *keys, change) == 0
+        assert not np.array_equal(read_descriptors(tmp_path / name).descriptors, found.descriptors)
+    assert not read_descriptors(tmp_path / "rough").described_by.antialias
 
 
 @pytest.mark.parametrize(
