@@ -216,7 +216,7 @@ GONE = {  # what the list of Removed in CHANGELOG.md says, and what no page may 
     "tracking_uri": r"\btracking_uri\b",
     "--drain-seconds": r"--drain-seconds",
     "POST /trace": r"POST /trace",
-    "describe.size": r"describe\.size|rank\.memory_bytes|--dynamic-size|--dtype\b",
+    "describe.size": r"describe\.size|rank\.memory_bytes|--dynamic-size|--dtype\b|--precision\b",
     "not_finite.jsonl": r"not_finite\.jsonl",
     "step.activation_checkpointing": r"activation_checkpointing|\boffload\b",
     "replay.size: auto": r"replay\.size(: |=)auto",
