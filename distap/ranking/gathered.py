@@ -11,6 +11,7 @@ from torch import Tensor
 
 from distap.errors import DistapError
 from distap.randomness import seed_for
+from distap.ranking.device_copies import queued
 from distap.world import World
 
 QueryWeights = Literal["uniform", "class", "given"]
@@ -70,6 +71,11 @@ class Gathered:
         # Count in the gallery, not in the batch: a remembered image makes a lone one of the batch a query.
         return torch.stack([_sizes(column) for column in self.gallery_levels.unbind(1)], dim=1)
 
+    @cached_property
+    def by_class(self) -> tuple[Int64[Tensor, " N"], Int64[Tensor, " N"]]:
+        """Return the gallery's labels in ascending order, and the images in that order."""
+        return self.gallery_labels.sort(stable=True)
+
     def query_weights(
         self, weights: QueryWeights = "uniform", smallest: int = 2, level: int = 0
     ) -> Float64[Tensor, " B"]:
@@ -118,6 +124,26 @@ class Gathered:
         full = rows.new_zeros(len(self.taking_part), rows.shape[1])
         full[self.taking_part] = rows
         return self.world.reduce_rows(full)[self.local]
+
+
+def runs(
+    labels: Int64[Tensor, " N"], wanted: Int64[Tensor, " r"], device: torch.device
+) -> tuple[Int64[Tensor, "r P"], Bool[Tensor, "r P"]]:
+    """Return the places of each wanted label among sorted labels, and which of them are no padding.
+
+    P is the most places that one of them has; padding repeats any place.
+    """
+    # The places of one label are one run:
+    #
+    #     labels        2 2 3 5 5 5       begin  size
+    #     wanted: 2     + + . . . .         0     2
+    #     wanted: 4     . . . . . .         3     0
+    #     wanted: 5     . . . + + +         3     3
+    begin = torch.searchsorted(labels, wanted)
+    size = torch.searchsorted(labels, wanted, right=True) - begin
+    place = torch.arange(int(size.max()), device=device)
+    places = (queued(begin, device)[:, None] + place).clamp_(max=len(labels) - 1)
+    return places, place < queued(size, device)[:, None]
 
 
 def _sizes(labels: Int64[Tensor, " N"]) -> Int64[Tensor, " N"]:

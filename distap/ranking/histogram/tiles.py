@@ -6,11 +6,11 @@ Sorted, the images of a query's class are neighbours, so its positives are picke
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from distap.ranking.device_copies import queued
+from distap.ranking.gathered import runs
 from distap.ranking.loss import Budget, strips
 
 SameClass = tuple[Int64[Tensor, "r P"], Bool[Tensor, "r P"]] | None
@@ -71,22 +71,10 @@ class Tile:
 
         Padding repeats a column. None if no pair of the tile is of one class.
         """
-        # Both sides are sorted by class, so a row's positives are one run of columns:
-        #
-        #     labels        2 2 3 5 5 5       begin  size
-        #     row of 2      + + . . . .         0     2
-        #     row of 4      . . . . . .         3     0
-        #     row of 5      . . . + + +         3     3
+        # Both sides are sorted by class, and labels are on the CPU, so this waits for no device.
         mine, theirs = self.queries.labels[self.rows], self.others.labels[self.columns]
-        begin = torch.searchsorted(theirs, mine)
-        size = torch.searchsorted(theirs, mine, right=True) - begin
-        # Labels are on the CPU, so this waits for no device.
-        if not (most := int(size.max())):
-            return None
-        device = self.queries.descriptors.device
-        place = torch.arange(most, device=device)
-        columns = (queued(begin, device)[:, None] + place).clamp_(max=len(theirs) - 1)
-        return columns, place < queued(size, device)[:, None]
+        columns, is_real = runs(theirs, mine, self.queries.descriptors.device)
+        return (columns, is_real) if columns.shape[1] else None
 
 
 def tiles(queries: Images, others: Images, budget: Budget, mirrored: bool) -> Iterator[Tile]:

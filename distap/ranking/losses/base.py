@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor, nn
 
 from distap.errors import DistapError
-from distap.ranking.gathered import Gathered, QueryWeights
+from distap.ranking.gathered import Gathered, QueryWeights, runs
 from distap.ranking.loss import Budget, Loss, LossValue, rank_on_rank_zero
 from distap.ranking.rankable import refuse_other_leaves
 
@@ -194,12 +194,9 @@ class SimilarityLoss(Loss):
 
     def columns(self, gathered: Gathered, queries: Int64[Tensor, " r"]) -> tuple[Tensor, Tensor, Tensor]:
         """Return `levels`, `same_class` and `is_positive` of a block; see `Rows`."""
-        levels, (labels, by_class) = gathered.gallery_levels, gathered.gallery_labels.sort(stable=True)
-        first, sizes = torch.searchsorted(labels, levels[queries, 0]), gathered.class_sizes[queries, 0]
-        place = torch.arange(int(sizes.max()), device=queries.device)
-        is_positive = place < sizes[:, None]
-        chosen = (first[:, None] + place).clamp(max=len(by_class) - 1)
-        same_class = torch.where(is_positive, by_class[chosen], queries[:, None])
+        levels, (labels, by_class) = gathered.gallery_levels, gathered.by_class
+        places, is_positive = runs(labels, levels[queries, 0], queries.device)
+        same_class = torch.where(is_positive, by_class[places], queries[:, None])
         if not self.self_pair:
             is_positive &= same_class != queries[:, None]
         return levels, same_class, is_positive
