@@ -18,7 +18,8 @@ from distap.randomness import permutation, shuffled
 PLAN_VERSION = 2  # of the plan; a run goes on with the version that it began with only
 STAND_IN = 13  # first word of random keys; no two uses share one
 
-Samples = NDArray[np.int64]
+Numbers = NDArray[np.int64]
+Samples = Numbers
 
 
 class Classes:
@@ -30,10 +31,7 @@ class Classes:
     """
 
     def __init__(
-        self,
-        labels: NDArray[np.int64],
-        levels: NDArray[np.str_] | None = None,
-        nearest: NDArray[np.int64] | None = None,
+        self, labels: Numbers, levels: NDArray[np.str_] | None = None, nearest: Numbers | None = None
     ) -> None:
         self.labels, self.nearest = labels, nearest
         self.sizes = np.bincount(labels)  # (K,) number of samples of each class
@@ -50,11 +48,11 @@ class Classes:
         """Return the numbers of a class's samples, ascending."""
         return self._order[self._ends[label] : self._ends[label + 1]]
 
-    def nth(self, labels: NDArray[np.int64], places: NDArray[np.int64]) -> Samples:
+    def nth(self, labels: Numbers, places: Numbers) -> Samples:
         """Return the sample at a place within a class, for arrays of classes (`labels`) and `places`."""
         return self._order[self._ends[labels] + places]
 
-    def available(self, labels: NDArray[np.int64], images: int) -> int:
+    def available(self, labels: Numbers, images: int) -> int:
         """Return how many images these classes provide if each gives at most `images`."""
         return int(np.minimum(self.sizes[labels], images).sum())
 
@@ -63,7 +61,7 @@ class Classes:
         return min(len(self.with_pairs), self.available(self.with_pairs, images) // images)
 
     @cached_property
-    def by_group(self) -> dict[str, NDArray[np.int64]]:
+    def by_group(self) -> dict[str, Numbers]:
         """Return classes with two or more samples by the name of their class of level 1; omit those without one."""
         of_class = np.hstack([self.levels, np.full((self.count, 1), "")])[self.with_pairs, 0]
         order = np.argsort(of_class, kind="stable")
@@ -72,7 +70,7 @@ class Classes:
         return {name: own for name, own in zip(names.tolist(), members, strict=False) if name}
 
     @cached_property
-    def numbers(self) -> NDArray[np.int64]:
+    def numbers(self) -> Numbers:
         """Return (K,), or (K, L) with coarser levels, the number of the class of each level that holds each class."""
         found = [np.arange(self.count)]
         for names in self.levels.T:
@@ -133,14 +131,7 @@ def _batch(plan: Plan, step: int) -> Samples:
     return batch
 
 
-def in_turn(
-    counts: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    takes: NDArray[np.int64],
-    longest: int,
-    *key: int,
-    of: NDArray[np.int64],
-) -> NDArray[np.int64]:
+def in_turn(counts: Numbers, starts: Numbers, takes: Numbers, longest: int, *key: int, of: Numbers) -> Numbers:
     """Return the next `takes` elements of m sets, whose elements take turns in random orders; (sum of takes,).
 
     Each set goes through its elements 0 .. count - 1 in one random order after the other. Any `longest` in a row are
@@ -169,13 +160,8 @@ def in_turn(
 
 
 def _of_round(
-    counts: NDArray[np.int64],
-    rounds: NDArray[np.int64],
-    places: NDArray[np.int64],
-    longest: int,
-    key: tuple[int, ...],
-    of: NDArray[np.int64],
-) -> NDArray[np.int64]:
+    counts: Numbers, rounds: Numbers, places: Numbers, longest: int, key: tuple[int, ...], of: Numbers
+) -> Numbers:
     """Return (m, k) the elements at k places of one round of each of m sets."""
     # In a set this small, the elements that end a round and those that begin the next overlap whatever is done. The
     # same order in all rounds keeps `longest` in a row different.
@@ -196,7 +182,7 @@ def _of_round(
     return values
 
 
-def _seam(begins: NDArray[np.int64], ended: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+def _seam(begins: Numbers, ended: Numbers, count: int) -> Numbers:
     """Return (m, n) the first elements of a round, reordered: those that ended the round before come last."""
     offsets = np.arange(len(begins))[:, None] * count  # so that elements of two rows are never the same
     # What ended the round before must not come again within `longest` places: it comes last here, in the order in
@@ -209,7 +195,7 @@ def _seam(begins: NDArray[np.int64], ended: NDArray[np.int64], count: int) -> ND
     return arranged
 
 
-def turns(count: int, size: int, turn: int, *key: int) -> Iterator[NDArray[np.int64]]:
+def turns(count: int, size: int, turn: int, *key: int) -> Iterator[Numbers]:
     """Yield (size,) different elements of range(count) for batch `turn` and for each batch after it.
 
     The elements have their turns as `in_turn` says. Where they make less than two turns, each turn draws them anew.
