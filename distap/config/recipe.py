@@ -95,7 +95,7 @@ class DescribingSection(Section):
     """Names of the figures of data.validation, such as [mAP, R@1, R@100]; none takes mAP, mAP@R, and R@k and mP@k for
     k of 1, 5 and 10."""
     batch_size: PositiveInt = 64
-    """Number of images that evaluation describes at once; a CPU takes at most as many as 8 of 224 px."""
+    """Images that evaluation describes at once, on a CPU at most 8 of 224 px. Lower it if memory runs out."""
     precision: PrecisionName = "float32"
     """Precision of the network's computations for evaluations and `distap extract`."""
 

@@ -38,7 +38,6 @@ from distap.training.optimizer import parameter_groups
 from distap.world import World
 
 GIVEN_PARTS = ("backbone", "weights", "pooling")  # keys of the model for which a network in Python stands
-CPU_PIXELS = 8 * 224 * 224  # described at once on a CPU: with more, activations leave its cache
 
 
 def images_of(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingImages:
@@ -118,7 +117,6 @@ def describing_of(
     `whitening` is what `distap whiten` wrote.
     """
     data, evaluation = recipe.data, recipe.evaluation
-    pixels = evaluation.batch_size * data.image_size**2
     describer = ImageDescriber(
         network,
         Sizing.parse(sizing or recipe.sizing),
@@ -127,7 +125,7 @@ def describing_of(
         antialias=evaluation.antialias,
         precision=evaluation.precision,
         first=evaluation.dimensions,
-        batch_pixels=min(pixels, CPU_PIXELS) if world.device.type == "cpu" else pixels,
+        batch_pixels=evaluation.batch_size * data.image_size**2,
     )
     return Describing(describer, world, data.workers, shown)
 

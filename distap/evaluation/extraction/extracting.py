@@ -80,7 +80,7 @@ class Extraction:
         """Describe this rank's share of the parts numbered `missing`; workers read ahead from part to part."""
         how, images, parts = self.how, self.images, self.parts
         describer, world = how.describer, how.world
-        limit = max(int(describer.batch_pixels / max(1.0, *describer.network.scales) ** 2), 1)
+        limit = max(int(describer.most_pixels / max(1.0, *describer.network.scales) ** 2), 1)
         mine = missing[world.rank :: world.size]
         size = HANDED_OVER if describer.sizing.kind == "crop" else 1  # whole images may be large
         requests = [[part[at : at + size] for at in range(0, len(part), size)] for part in (parts[n] for n in mine)]

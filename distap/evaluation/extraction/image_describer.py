@@ -22,7 +22,8 @@ from distap.stages.exactness import evaluating
 from distap.stages.micro_batches import is_out_of_memory
 from distap.stages.replica import autocast
 
-BATCH_PIXELS = 64 * 224 * 224
+# A CPU describes few images at once: the activations of more leave its cache.
+BATCH_PIXELS, CPU_PIXELS = 64 * 224 * 224, 8 * 224 * 224
 SAFE_SIDE = 64  # pixels of a side that no backbone reduces to nothing
 
 
@@ -75,6 +76,10 @@ class ImageDescriber:
     def device(self) -> torch.device:
         return self.retrieval_network.mean.device
 
+    @property
+    def most_pixels(self) -> int:
+        return min(self.batch_pixels, CPU_PIXELS) if self.device.type == "cpu" else self.batch_pixels
+
     def describe_pixels(self, images: Iterable[Tensor], count: int) -> Tensor:
         """Describe `count` scaled images (3, height, width) uint8 as (n, D) float32 of length 1, on the CPU.
 
@@ -82,7 +87,7 @@ class ImageDescriber:
         """
         descriptors = torch.empty(count, self.dimensions)
         with self.evaluating():
-            for rows, batch in batches_of_one_shape(enumerate(images), self.batch_pixels):
+            for rows, batch in batches_of_one_shape(enumerate(images), self.most_pixels):
                 descriptors[rows] = self(batch).to("cpu", torch.float32)
         return descriptors
 
