@@ -79,6 +79,12 @@ def _commands(command, path: tuple[str, ...]) -> Iterator[str]:
             yield f"| `{cell(_name(each))}` | {default} | {cell(getattr(each, 'help', None) or '')} |"
 
 
+def removed() -> Iterator[str]:
+    """What CHANGELOG.md lists as gone, with its links as seen from docs/reference."""
+    changelog = (Path(__file__).parents[1] / "CHANGELOG.md").read_text()
+    yield changelog.partition("### Removed\n")[2].partition("\n###")[0].replace("](docs/", "](../")
+
+
 def study(name: str) -> str:
     """The table of a study in docs/studies, of its trainings there."""
     file = Path(__file__).parent / "studies" / f"{name}.yaml"
@@ -97,6 +103,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "metrics": metrics,
     "statuses": statuses,
     "commands": commands,
+    "removed": removed,
 }
 
 

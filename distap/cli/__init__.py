@@ -15,20 +15,12 @@ from distap.cli.train import report_command, train_command
 from distap.cli.tune import tune_command
 
 app = App()
-app.command("init")(init_command)
-app.command("recipes")(recipes_command)
-app.command("config")(config_command)
+for command in (
+    *(init_command, recipes_command, config_command, train_command, tune_command, eval_command, extract_command),
+    *(export_command, whiten_command, index_command, search_command, serve_command, report_command),
+):
+    app.command(command.__name__.removesuffix("_command"))(command)
 app.add_typer(data, name="data")
-app.command("train")(train_command)
-app.command("tune")(tune_command)
-app.command("eval")(eval_command)
-app.command("extract")(extract_command)
-app.command("export")(export_command)
-app.command("whiten")(whiten_command)
-app.command("index")(index_command)
-app.command("search")(search_command)
-app.command("serve")(serve_command)
-app.command("report")(report_command)
 
 
 def _print_version(asked: bool) -> None:

@@ -26,6 +26,13 @@ def problem(
     return raw + 0.5 * torch.sin(labels[:, None] * torch.arange(1, dimensions + 1)).to(dtype), labels
 
 
+def slots_of_ranks(slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Descriptors, labels and which rows take part; class 9 ends up on one rank only, on 2 or 4 ranks."""
+    raw, labels = problem(0, slots, 5, dimensions=6)
+    labels[[2, 6, 10]] = 9
+    return normalize(raw), labels, torch.ones(slots, dtype=torch.bool)
+
+
 def rank_raw(raw: Tensor, labels: Tensor, loss: str | Loss, **options: object) -> tuple[Ranking, Tensor]:
     """Ranking of the normalised rows by one process, and its gradient by `raw`."""
     ranking = rank(normalize(raw), labels, loss, **options)

@@ -1,13 +1,13 @@
 """A batch that is gathered and counted in chunks ranks as one that is gathered at once."""
 
 import time
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
-from problems import problem, remembering
+from problems import remembering, slots_of_ranks
 from ranks import on_ranks
-from torch.nn.functional import normalize
 
 from distap.ranking.gather import Gathering, gather
 from distap.ranking.loss import build_loss
@@ -19,13 +19,7 @@ LOSSES = {name: build_loss(name) for name in ("ap_q", "ap_t", "fast_ap", "sup_ap
     "by class": build_loss("ap_q", weights="class"),
     "dirtorch": build_loss("ap_q", preset="dirtorch"),
 }
-
-
-def batch():
-    """Descriptors, labels and which rows take part; class 9 is on one rank only, on 2 ranks."""
-    raw, labels = problem(0, SLOTS, 5, dimensions=6)
-    labels[[2, 6, 10]] = 9
-    return normalize(raw), labels, torch.ones(SLOTS, dtype=torch.bool)
+batch = partial(slots_of_ranks, SLOTS)
 
 
 def left_out():

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from definitions import built
-from problems import problem, remembering
+from problems import problem, remembering, slots_of_ranks
 from ranks import on_ranks
 from torch.nn.functional import normalize
 
@@ -37,13 +37,7 @@ for loss in LOSSES.values():
     if loss.learned is not None:
         loss.learned.double()
 MODES = ("sharded", "central")
-
-
-def batch():
-    """Descriptors, labels and which rows take part; class 9 ends up on one rank only, on 4 ranks."""
-    raw, labels = problem(0, SLOTS, 5, dimensions=6)
-    labels[[2, 6, 10]] = 9
-    return normalize(raw), labels, torch.ones(SLOTS, dtype=torch.bool)
+batch = partial(slots_of_ranks, SLOTS)
 
 
 def left_out():
