@@ -122,7 +122,7 @@ def evaluate_sets(
     """
     described = {name: opened.describe(describing) for name, opened in sets.items()}
     describer = describing.describer
-    about |= {"sizing": str(describer.sizing), "scales": describer.network.scales}
+    about |= {"sizing": str(describer.sizing), "scales": describer.network.scales, "precision": describer.precision}
     results: dict[str, Any] = {}
     for name, one in described.items():
         found = one.evaluate(refinement)

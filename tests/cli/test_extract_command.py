@@ -49,6 +49,7 @@ def test_the_command_describes_a_folder_and_says_what_it_wrote(tmp_path, monkeyp
         assert distap(monkeypatch, "extract", *options, photos, tmp_path / name, *keys, change) == 0
         assert not np.array_equal(read_descriptors(tmp_path / name).descriptors, found.descriptors)
     assert not read_descriptors(tmp_path / "rough").described_by.antialias
+    assert '"precision": "bf16"' in (tmp_path / "narrow/about.json").read_text()
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def _join_parts(extraction: Extraction, output: Path, parts: int) -> None:
     told |= dict(images.index.left_out)
     of_images = images.keys[present], images.classes[present], describer.described_by, images.name, told
     # The record takes shape and type alone from the array, which the parts fill in the file.
-    write_described(
-        output, DescriptorSet(np.broadcast_to(np.zeros(1, np.float32), shape), *of_images), {DESCRIPTORS_FILE: write}
-    )
+    described = DescriptorSet(np.broadcast_to(np.zeros(1, np.float32), shape), *of_images)
+    precision = extraction.how.describer.precision
+    write_described(output, described, {DESCRIPTORS_FILE: write}, precision=precision)
     shutil.rmtree(output / PARTS_FOLDER, ignore_errors=True)
