@@ -300,6 +300,7 @@ def held_to_the_network(folder, several, image_size):
     assert all(each < 1e-5 for each in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backbone", "pooling", "options"),
     [("test_vit", "cls_mean", {"layer_norm": True, "projection": 16}), ("resnet10t", "rmac", {})],

@@ -19,6 +19,7 @@ loss: smooth_ap
 optimizer: {learning_rate: 0.001}
 schedule: {name: linear, warmup: 4}
 """
+pytestmark = pytest.mark.slow
 SPACE = """
 loss: [multi_similarity]
 sampling: [{name: p_by_k, classes: 8, images: 2}]

@@ -14,6 +14,7 @@ from distap.storage.files import Storage
 from distap.storage.remotes import UnreachableError
 from distap.world import World
 
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")]  # of gcsfs
 TENSORS = {"network.a": torch.arange(6.0).view(2, 3), "memory.labels": torch.arange(4)}
 STATE = {"step": 3, "names": ["x"]}
 
@@ -53,7 +54,6 @@ def flip(checkpoints, name, file):
 
 
 @pytest.mark.parametrize("kind", ["s3", "gs", "file"])
-@pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")  # of aiohttp, about gcsfs
 def test_what_one_host_saves_another_loads(tmp_path, kind):
     large = {"network.large": torch.rand(9_000_000)}  # sent in parts
     servers = {"s3": s3_server, "gs": gcs_server, "file": nullcontext}

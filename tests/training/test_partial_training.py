@@ -30,6 +30,7 @@ from distap.training.build import learner_of, network_of
 from distap.training.learner import TrainingStep
 from distap.world import World
 
+pytestmark = pytest.mark.slow
 IMAGES, SIZE, STEPS, RATE, DECAY = 10, 2, 2, 0.01, 0.8
 OF_TIMM = {"backbone": "test_vit", "weights": "random", "arguments": {"drop_path_rate": 0.2}}
 PARTS = {
@@ -131,7 +132,6 @@ def test_a_part_trains_exactly_under_ddp_and_fsdp(exact, part):
         check(found[part], part, 2, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_trains_under_zero(under_zero, part):
     for found in under_zero:

@@ -71,6 +71,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_trains_evaluates_and_goes_on(folder, name, monkeypatch):
     kind, _, rows = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())["data"]["train"].rpartition(":")
