@@ -26,7 +26,7 @@ from distap.config.recipe import Recipe
 from distap.data.images.augmentation import seeded
 from distap.data.loading.reader import ImageSet
 from distap.data.shards.index import load_index
-from distap.errors import DistapError, suggestion
+from distap.errors import FINISHED, DistapError, suggestion
 from distap.evaluation.sets import open_set
 from distap.model.network import RetrievalNetwork
 from distap.randomness import seed_for
@@ -234,7 +234,8 @@ def trained(recipe: Recipe) -> tuple[RetrievalNetwork, int, float]:
     """Train a recipe; return the network, the updates and the seconds of processor time."""
     trainer = Trainer(recipe, World())
     started = time.process_time()
-    trainer.train()
+    if (status := trainer.train()) != FINISHED:  # it was asked to stop
+        raise SystemExit(status)
     spent = time.process_time() - started
     return trained_network(recipe.run, World())[1], trainer.done, spent
 

@@ -67,7 +67,8 @@ def ranks_here(settings: Namespace) -> "Place":
 
     parser = _parser()
     for name in vars(settings).keys() - OF_RANKS - OF_HOSTS:  # which would be ignored
-        if getattr(settings, name) != parser.get_default(name):
+        is_in_environment = f"PET_{name.upper()}" in os.environ and name != "rdzv_id"  # which JobSet sets
+        if is_in_environment or getattr(settings, name) != parser.get_default(name):
             several = "; several hosts meet at --master-addr, each with its --node-rank"
             hint = several if name.startswith(("rdzv", "local")) else ""
             raise DistapError(f"--{name.replace('_', '-')}: distap.launcher has no such option{hint}")

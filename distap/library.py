@@ -112,6 +112,8 @@ def load(
         raise DistapError(f"device: {device!r} cannot be used: {shorten(str(error), 200)}") from error
     name = str(source)
     if is_saved(name):
+        if best or sizing or scales or whitening:
+            raise DistapError(f"{name}: best, sizing, scales and whitening are for runs; what was saved has its own")
         found: DescriptorNetwork = DescriptorNetwork.from_pretrained(
             name.removeprefix(HUB), device=place, network=network
         )

@@ -22,7 +22,7 @@ from distap.ranking.loss import AnyLoss
 from distap.ranking.losses.base import DescriptorLoss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Ranking
-from distap.ranking.rankable import agreed, check_arguments, extra_problem, kind_of, label_problem
+from distap.ranking.rankable import agreed, check_arguments, extra_problem, images_problem, kind_of, label_problem
 from distap.stages.exactness import evaluating
 from distap.stages.fsdp import FSDPReplica
 from distap.stages.given_batch import GivenBatch, Outputs, are_alike, cut_along_rows, refuse_graphs, rows_of
@@ -68,7 +68,7 @@ class Multistage(RankingModule):
             on a GPU with TF32, or 0.1 under autocast.
         output: name or number of the descriptors in what the network returns, if it is a dict, a tuple, or a
             ModelOutput of transformers.
-        pooling: cls, cls_mean, mean, max, rmac or crow, if that is tokens (n, t, C) or maps (n, C, h, w). All tokens
+        pooling: cls, cls_mean, mean or max, if that is tokens (n, t, C) or maps (n, C, h, w). All tokens
             count for mean and max, the first one is that of the class.
         skip_below: do not replay images whose gradient is no longer than this times the longest.
         reduce: sum gradients over the ranks here, for a network that nothing wraps.
@@ -94,7 +94,7 @@ class Multistage(RankingModule):
         skip_below: NonNegativeFloat = 0.0,
         reduce: bool = False,
         output: str | StrictInt | None = None,
-        pooling: Literal["cls", "cls_mean", "mean", "max", "rmac", "crow"] | None = None,
+        pooling: Literal["cls", "cls_mean", "mean", "max"] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(loss, group, mode, memory, memory_bytes, **options)
@@ -227,9 +227,7 @@ class Multistage(RankingModule):
             refuse_graphs(parts)
             problem = label_problem(known, sum(map(rows_of, parts))) or ("" if len(known) else "no images were given")
             numbers = None if samples is None else tensor_given(samples, "samples")
-            if numbers is not None and (numbers.shape != known.shape[:1] or numbers.is_floating_point()):
-                told = f"samples are {tuple(numbers.shape)} of {numbers.dtype}"
-                problem = problem or f"{told}; a whole number for each of {len(known)} images is expected"
+            problem = problem or images_problem(numbers, known).replace("images", "samples", 1)
             others |= {name: tensor_given(rows, f"extra: {name}") for name, rows in (extra or {}).items()}
             problem = problem or extra_problem(others, len(known), self.loss.extras) or ""
             refuse_unusable(network, self.freeze_batchnorm)

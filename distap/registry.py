@@ -23,7 +23,7 @@ TIMM_OPTIMIZERS = (
     *("adam", "adamw", "nadamw", "radam", "sgd", "momentum", "rmsprop", "lamb", "lars", "lion", "adafactor"),
     *("adopt", "adadelta", "adamax", "cadamw", "radamw", "sgdw"),
 )
-POOLINGS = ("native", "mean", "spoc", "max", "rmac", "crow", "cls", "cls_mean")
+POOLINGS = ("native", "mean", "spoc", "max", "cls", "cls_mean")
 
 
 def _in(module: str, **classes: str) -> dict[str, str]:
@@ -244,7 +244,7 @@ class Chosen:
         if not isinstance(value, Mapping):
             if not _lack(self.kind, type(value)):
                 return value
-            raise ValueError(f"expected the name of a {self.kind}, or a mapping with its name and keys")
+            raise ValueError(f"{self.kind}: expected a name, or a mapping with `name` and keys")
         if (name := value.get("name", self.otherwise)) is None:
             raise ValueError(f"the name of the {self.kind} is missing; {suggestion('', REGISTRY[self.kind])}")
         if name != GIVEN:

@@ -191,6 +191,8 @@ def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator
     is_alone = names[0] not in os.environ
     try:
         rank, size, local_rank = (0, 1, 0) if is_alone else [int(os.environ[name]) for name in names]
+        if not is_alone and (lacking := {"MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()):
+            raise KeyError(min(lacking))
     except (KeyError, ValueError) as error:
         raise DistapError(f"RANK is set, but the environment of torchrun is incomplete: {error}") from error
     device = device_of(local_rank, wanted)

@@ -254,7 +254,6 @@ def test_a_field_and_a_pooling_make_descriptors_of_what_a_network_returns(contai
     [
         (None, None, r"a dict with hidden for 3 images; descriptors \(n, C\) are expected: name a field"),
         ("pooler_output", "cls", "a dict with hidden for 3 images, without 'pooler_output'"),
-        ("hidden", "rmac", "pooling takes regions of a map, but the network gives tokens"),
         ("hidden", "token", "pooling: 'token': must be 'cls', 'cls_mean'"),
     ],
 )

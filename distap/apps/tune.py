@@ -35,6 +35,7 @@ SCALED = ("schedule.warmup", "schedule.milestones", "optimizer.head_only")  # le
 FIGURE = "mAP"  # of the held-out classes, which is to become large
 RUNGS = 4  # evaluations of a trial; successive halving ends a poor one after the first or second
 LOOK_SECONDS = 0.5
+REPEATS, MOST_REPEATED = "repeats", 50  # mark of a trial with the values of another; as many in a row end the search
 
 
 @dataclass
@@ -139,18 +140,23 @@ class Tuning:
                 self.study.tell(interrupted.number, state=TrialState.FAIL)
             if all(trial.params for trial in self.study.get_trials(states=[TrialState.COMPLETE])):
                 self.try_one({})
-            while time.monotonic() < self.end:
-                self.try_one(self.space)
+            repeated = 0
+            while time.monotonic() < self.end and repeated < MOST_REPEATED:
+                repeated = 0 if self.try_one(self.space) else repeated + 1
         finally:
             lease.release()
         if not self.study.best_trials:
             raise DistapError(f"{self.folder}: no trial came to its end: {self.row(self.study.trials[-1])[-1]}")
 
-    def try_one(self, space: dict[str, BaseDistribution]) -> None:
-        """Run a trial with values that Optuna suggests; tell of it, and write recipe and page."""
+    def try_one(self, space: dict[str, BaseDistribution]) -> bool:
+        """Run a trial with values that Optuna suggests, and write recipe and page; or return False if it was run."""
         asked = self.study.ask(space)
-        # An interrupted trial has the same values, and is gone on with in its run.
-        first = next(each.number for each in self.study.trials if each.params == asked.params)
+        alike = [each for each in self.study.trials if each.params == asked.params]
+        if any(each.state in (TrialState.COMPLETE, TrialState.PRUNED) for each in alike):
+            asked.set_user_attr(REPEATS, True)
+            self.study.tell(asked, state=TrialState.FAIL)
+            return False
+        first = alike[0].number  # an interrupted trial has the same values, and is gone on with in its run
         run = self.folder / "trials" / self.study.study_name / str(first)
         try:
             trial = self.train(asked, run)
@@ -163,6 +169,7 @@ class Tuning:
         tell(f"trial {', '.join(rows[0])}; best: trial {', '.join(rows[-1])}; {minutes:.0f} minutes left")
         if self.study.best_trials:
             self.write()
+        return True
 
     def train(self, trial: Trial, run: Path) -> FrozenTrial:
         """Train in processes of its own, and end early if others were better at the same point."""
@@ -191,7 +198,8 @@ class Tuning:
         """Write the recipe of the best values, with the reason for each, and a page about all trials."""
         whole = sorted(self.study.get_trials(states=[TrialState.COMPLETE]), key=lambda trial: -(trial.value or 0))
         settings = {**self.with_values(whole[0].params, share=1), "run": f"{self.recipe.run}-tuned"}
-        rows = [self.row(trial) for trial in self.study.trials if trial.state.is_finished()]
+        trials = [trial for trial in self.study.trials if trial.state.is_finished()]
+        rows = [self.row(trial) for trial in trials if REPEATS not in trial.user_attrs]
         values = {"config": self.config, "headings": ["trial", *self.space, FIGURE], "rows": rows}
         recipe = RECIPE_TEMPLATES.get_template("tuned.yaml").render(
             values, whole=[*map(self.row, whole)], settings=yaml.safe_dump(settings, sort_keys=False)

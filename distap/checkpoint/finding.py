@@ -41,8 +41,6 @@ def opened_checkpoint(where: str | Path, best: bool = False) -> Iterator[Checkpo
     if not names:
         lacking = " has been evaluated; data.validation asks for it" if best else "; expected a run or its checkpoint"
         raise DistapError(f"{url}: no checkpoint there{lacking}")
-    if best and names[0].startswith("step-00000000"):
-        logger.warning("%s: the best checkpoint is that of step 0: training has not raised the mAP", url)
     with tempfile.TemporaryDirectory(prefix="distap-") as temporary:
         download = Path(temporary, checkpoints.folder, names[-1])
         if is_named or best:

@@ -91,7 +91,9 @@ class Lease:
         other, since = _read(place), time.monotonic()
         while other is not None and not (gone := self._gone(other, time.monotonic() - since)):
             # Whether the file changes tells more than the time in it: two hosts' clocks may differ.
-            if self._is_of_this_host(other) or _read(place) not in (other, None):
+            if (now := _read(place)) is None:
+                return
+            if self._is_of_this_host(other) or now != other:
                 raise DistapError(
                     f"{self._key}: {place.base}: another {self._holder} runs here: {_named(other)}. Stop it or wait "
                     f"for its end, or choose another {self._key}; if you know that it is gone, {self._remedy}"

@@ -93,6 +93,8 @@ def pack_command(
 
     layout: dict[str, Any] = {"shuffle": shuffle, "workers": workers}
     named = [each.partition("=")[::2] for each in columns.split(",")] if columns else []
+    if (columns and source.is_dir()) or (nested and source.is_file()):
+        raise DistapError(f"{source}: --columns is for lists, --nested for folders")
     listing = list_images(source, nested, {column.strip(): name.strip() for column, name in named})
     if split is not None:
         if any(image.part for image in listing.images):

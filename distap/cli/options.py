@@ -5,7 +5,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import call
 from pathlib import Path
@@ -21,14 +21,17 @@ from distap.storage.locations import scheme_of
 from distap.telemetry.terminal import console, print_error
 
 
-def ranks_to_start(asked: str, device: str = "auto") -> int:
-    """Return the number of ranks that --ranks asks for; `auto` is one for each GPU, or one without GPUs."""
+def ranks_to_start(asked: str, config: Path | None = None, overrides: Sequence[str] | None = None) -> int:
+    """Return the number of ranks for --ranks; `auto` is one for each GPU, or one without GPUs or for device: cpu."""
     if asked != "auto":
         if not asked.isdecimal() or int(asked) < 1:
             raise typer.BadParameter(f"--ranks {asked!r}: expected a number, 1 or more, or auto")
         return int(asked)
-    if device == "cpu":
-        return 1
+    if config is not None:
+        from distap.config.reading import load_recipe
+
+        if load_recipe(config, overrides or ()).device == "cpu":
+            return 1
     import torch
 
     # In a fork, since the ranks are forks of this process, in which an opened GPU would not work.

@@ -54,9 +54,7 @@ def train_command(
     To train on several machines, start `python -m distap.launcher CONFIG` on each, with torchrun's options.
     """
     overrides = overrides or []
-    from distap.config.reading import load_recipe
-
-    count = ranks_to_start(ranks, load_recipe(config, overrides).device if ranks == "auto" else "auto")
+    count = ranks_to_start(ranks, config, overrides)
     if dry_run:
         check_training(config, overrides, count)
         return

@@ -36,6 +36,7 @@ def tune_command(
     except ModuleNotFoundError as error:
         raise DistapError(f"distap tune needs {error.name}: pip install 'distap[tune]'") from error
     folder = output or Path("runs") / f"{config.stem}-tune"
-    tuning = Tuning(config, overrides or [], folder, space or folder / SPACE_FILE, share, ranks_to_start(ranks))
+    count = ranks_to_start(ranks, config, overrides)
+    tuning = Tuning(config, overrides or [], folder, space or folder / SPACE_FILE, share, count)
     tuning.search(minutes)
     print_result(f"recipe: {folder / TUNED}. Next: distap train {folder / TUNED}", f"page: {folder / TUNING_PAGE}")

@@ -62,7 +62,13 @@ def recipe_file(config: Path) -> Path:
     is_name, ours = len(config.parts) == 1 and not config.suffix, RECIPES / f"{config}.yaml"
     if is_name and not config.is_file() and ours.is_file():
         return ours
-    if is_name and not config.exists():
+    if config.is_dir():
+        raise DistapError(
+            f"{config}: a folder; a recipe is a YAML file, and `distap init {config}` writes one for images"
+        )
+    if not config.exists() and not is_name:
+        raise DistapError(f"{config}: the recipe cannot be read: no such file")
+    if not config.exists():
         names = sorted(each.stem for each in RECIPES.glob("*.yaml"))
         raise DistapError(
             f"{config}: no such file, and no recipe of distap has this name; {suggestion(str(config), names)} "
@@ -72,10 +78,6 @@ def recipe_file(config: Path) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if path.is_dir():
-        raise DistapError(
-            f"{path}: a folder; a recipe is a YAML file, and `distap init {path}` writes one for images"
-        )
     try:
         text = read_text(path, MOST_TEXT // 64)
     except (OSError, ValueError) as error:

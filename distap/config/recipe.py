@@ -155,7 +155,7 @@ class Recipe(NetworkRecipe):
     """Folder of the run: recipe, metrics, checkpoints."""
     steps: PositiveInt | None = None
     """Length of the training in steps. Set this or epochs."""
-    epochs: Annotated[PositiveFloat, Field(allow_inf_nan=False)] | None = None
+    epochs: PositiveFloat | None = None
     """Length of the training in epochs of the images. Set this or steps."""
     device: DeviceName = "auto"
     """Train on cuda or cpu; auto takes GPUs where torch sees them, else the CPU."""

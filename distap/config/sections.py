@@ -34,7 +34,7 @@ Unit = Literal["steps", "epochs"]  # an epoch is as many images as there are to 
 class Section(BaseModel):
     """A section of a recipe: refuse unknown keys and later changes; build the parts that defaults name."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 def _parsed(parse: Callable[[str], object]) -> Callable[[object], str | Source]:
@@ -82,7 +82,7 @@ class ReplaySection(Section):
     keep: NonNegativeInt | Literal["auto"] = 0
     """Number of a rank's micro-batches that keep their graph from describe; auto takes half of the memory free
     after a step, and so does 0 if model.freeze is backbone."""
-    skip_below: NonNegativeFloat = 0.0
+    skip_below: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Skip the replay of images whose descriptor gradient is at most this times the longest one."""
     max_drift: PositiveFloat | None = None
     """Stop if describe and replay differ by more in an image; null takes 1e-4, 1e-3 with TF32, or 0.1 below
@@ -101,9 +101,9 @@ class StepSection(Section):
 class GroupSettings(Section):
     """Learning rate and weight decay of one part of the network."""
 
-    factor: float = 1.0
+    factor: NonNegativeFloat = 1.0
     """Factor on the learning rate of this part."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """Weight decay of matrices and kernels; biases, scales and the pooling's power never decay."""
 
 
@@ -116,7 +116,7 @@ class OptimizerSection(Section):
     """Clip the gradient to this norm; null never clips."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
     """Learning rate of a backbone layer divided by that of the layer after it; null is 1."""
-    head_only: Annotated[NonNegativeFloat, Field(allow_inf_nan=False)] = 0
+    head_only: NonNegativeFloat = 0
     """Do not train the backbone for this long at first, in schedule.unit."""
     backbone: GroupSettings = GroupSettings()
     pooling: GroupSettings = GroupSettings()
@@ -140,7 +140,7 @@ class OptimizerSection(Section):
             settings = {"name": settings}
         if not isinstance(settings, Mapping):
             raise ValueError("expected a name, or a mapping of keys to values")
-        own = {key: value for key, value in settings.items() if key in cls.model_fields}
+        own = {key: value for key, value in settings.items() if key in cls.model_fields and key != "chosen"}
         return {"chosen": {key: value for key, value in settings.items() if key not in own}, **own}
 
     @model_serializer(mode="wrap")
@@ -196,7 +196,9 @@ class ModelSection(Section):
     pooling: Annotated[Any, Chosen("pooling", otherwise="gem")] = "auto"
     """Pooling of the features of an image into one vector: native is the one that the backbone was pretrained with,
     and auto is native, or gem for a plain CNN."""
-    freeze: Literal["backbone"] | dict[Literal["blocks"], int] | list[str] | None = None
+    freeze: Literal["backbone"] | Annotated[dict[Literal["blocks"], int], Field(min_length=1)] | list[str] | None = (
+        None
+    )
     """Do not train `backbone`; or {blocks: N}, the first N blocks and the stem (-N: all but the last N); or the
     parameters that a list of patterns names, such as [pooling.power, backbone.stem.*]."""
     adapter: Annotated[Any, Chosen("adapter", otherwise="lora")] | None = None

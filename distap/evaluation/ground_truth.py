@@ -227,8 +227,8 @@ def parsed_truth(truth: Mapping[str, Any], where: str) -> GroundTruth:
     averaged = {image for images in found.instances.values() for image in images} - found.instances.keys()
     if inside := [query.name for query in found.queries if query.name in averaged]:
         raise DistapError(f"{where}: query {inside[0]!r} is an image of an instance; ask for the instance")
-    if any(query.part == "mean" for query in found.queries):
-        raise DistapError(f"{where}: no part may be called mean, as the figures over all parts are")
+    if boxed := [query.name for query in found.queries if query.box and query.name in found.instances]:
+        raise DistapError(f"{where}: query {boxed[0]!r} is an instance, of several images, and can have no box")
     if bool(found.query) != bool(found.gallery):
         raise DistapError(f"{where}: query and gallery name folders next to the file; give both or neither")
     if found.unit == "degrees" and any(abs(north) > 90 for north, _ in (found.positions or {}).values()):

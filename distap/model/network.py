@@ -52,7 +52,7 @@ class RetrievalNetwork(nn.Module):
         unit_length: scale the pooled vector to length 1 before the projection, which then takes descriptors too.
 
     A pooling may have the attributes `needs_class_token` (it then also gets the tokens (n, p, C) that stand before
-    those of the image), `needs_map` (it takes no tokens) and `widens` (it gives so many times C numbers).
+    those of the image) and `widens` (it gives so many times C numbers).
     """
 
     mean: Tensor

@@ -7,12 +7,9 @@ import torch
 from jaxtyping import Float
 from pydantic import PositiveFloat
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 
 from distap.errors import DistapError
 from distap.model.backbone import is_plain
-
-OVERLAP = 0.4  # of neighbouring regions of R-MAC, as a share of their side
 
 
 class GeM(nn.Module):
@@ -20,13 +17,13 @@ class GeM(nn.Module):
 
     Args:
         power: initial p; 1 is the mean, large powers approach the maximum.
-        smallest: features are clamped to at least this, because a fractional power needs positive ones.
     """
 
-    def __init__(self, power: float = 3.0, smallest: float = 1e-6) -> None:
+    smallest = 1e-6  # features are clamped to at least this, because a fractional power needs positive ones
+
+    def __init__(self, power: float = 3.0) -> None:
         super().__init__()
         self.power = nn.Parameter(torch.tensor(float(power)))
-        self.smallest = smallest
 
     def forward(self, features: Float[Tensor, "n C h w"]) -> Float[Tensor, "n C"]:
         # The clamp also keeps the derivative by the power finite, which has the logarithm of a feature.
@@ -50,43 +47,6 @@ class Max(nn.Module):
         return features.amax(dim=(-2, -1))
 
 
-class RMAC(nn.Module):
-    """Sum of the maxima of square regions, each of length 1 (Tolias et al. 2016, section 3.2).
-
-    At scale l = 1, 2, 3 regions have a side of 2 min(h, w) / (l + 1), and l of them stand along the shorter side.
-    Along the longer one there are as many more as bring the overlap of the largest ones nearest to 40 %.
-    """
-
-    needs_map = True
-
-    def forward(self, features: Float[Tensor, "n C h w"]) -> Float[Tensor, "n C"]:
-        height, width = features.shape[-2:]
-        shorter, longer = sorted((height, width))
-        beside = (longer - shorter) / shorter  # 0 for a square, which one region covers
-        more = min(range(1, 7), key=lambda m: abs(1 - beside / m - OVERLAP)) if beside else 0
-        total = torch.zeros_like(features[..., 0, 0])
-        for scale in (1, 2, 3):
-            side = max(2 * shorter // (scale + 1), 1)
-            tops, lefts = (_starts(of, side, scale + (more if of > shorter else 0)) for of in (height, width))
-            for top, left in ((top, left) for top in tops for left in lefts):
-                region = features[..., top : top + side, left : left + side]
-                total = total + normalize(region.amax(dim=(-2, -1)))
-        return total
-
-
-class CroW(nn.Module):
-    """Sum weighted across dimensions (Kalantidis et al. 2016): places by what is active there, channels by rarity."""
-
-    needs_map = True
-
-    def forward(self, features: Float[Tensor, "n C h w"]) -> Float[Tensor, "n C"]:
-        activity = features.sum(1, keepdim=True).clamp(min=1e-6)
-        places = (activity / activity.norm(dim=(-2, -1), keepdim=True)).sqrt()
-        share = (features != 0).to(features.dtype).mean(dim=(-2, -1))  # of the places where a channel is active
-        rarity = (share.sum(1, keepdim=True) / share.clamp(min=1e-6)).log() * (share > 0)
-        return rarity * (features * places).sum(dim=(-2, -1))
-
-
 class ClassToken(nn.Module):
     needs_class_token = True
 
@@ -108,8 +68,7 @@ class Native(nn.Module):
 
 
 NAMED: dict[str, Callable[[], nn.Module]] = {
-    **{"mean": Mean, "spoc": Mean, "max": Max, "rmac": RMAC, "crow": CroW},
-    **{"cls": ClassToken, "cls_mean": ClassTokenAndMean, "native": Native},
+    **{"mean": Mean, "spoc": Mean, "max": Max, "cls": ClassToken, "cls_mean": ClassTokenAndMean, "native": Native}
 }
 
 
@@ -121,8 +80,6 @@ def for_pooling(pooling: nn.Module, features: Tensor, network: str, prefix: int 
     if features.ndim != 3:
         return (features,)
     wants = getattr(pooling, "needs_class_token", False)
-    if getattr(pooling, "needs_map", False):
-        raise DistapError(f"pooling takes regions of a map, but {network} gives tokens; choose gem, mean or max")
     skipped = max(prefix, 1) if wants else prefix  # some networks do not count their class token
     if wants and features.shape[1] == skipped and getattr(pooling, "widens", 1) > 1:
         raise DistapError(f"pooling: {network} gives no tokens but that of the class; choose cls")
@@ -165,8 +122,3 @@ class NamedPooling:
 
     def build(self) -> nn.Module:
         return NAMED[self.name]()
-
-
-def _starts(length: int, side: int, count: int) -> list[int]:
-    """Return the starts of `count` regions, evenly spaced over a length; equal starts are merged."""
-    return sorted({round(number * (length - side) / max(count - 1, 1)) for number in range(count)})

@@ -72,6 +72,7 @@ class Agent:
                 mine, theirs = Pipe()
                 store = forking_context().Process(target=_serve_store, args=(theirs, os.getpid()))
                 store.start()
+                theirs.close()  # or this process would wait for ever for a store that has died
                 port = mine.recv()
             for failures in itertools.count():
                 self._start(port, failures)

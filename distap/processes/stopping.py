@@ -46,7 +46,8 @@ class StopRequest:
         self._handlers = call_on_signal(_left_to_the_thread)
         # A launcher starts ranks with this signal blocked, since it would kill one that does not listen yet.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [TRACE_SIGNAL])
-        threading.Thread(target=self._listen, name="distap-signals", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, name="distap-signals", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -55,10 +56,11 @@ class StopRequest:
         self._handlers.clear()
         # When Python exits it restores the default action, which would kill the process.
         signal.signal(TRACE_SIGNAL, signal.SIG_IGN)
+        signal.set_wakeup_fd(self._wakeup_before)
+        os.close(self._outbox)
+        self._thread.join()  # it has read what came before, which may have set the limit
         if self._limit is not None:
             self._limit.cancel()
-        signal.set_wakeup_fd(self._wakeup_before)
-        os.close(self._outbox)  # ends the thread
 
     def _listen(self) -> None:
         while number := os.read(self._inbox, 1):

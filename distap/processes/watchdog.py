@@ -246,7 +246,8 @@ class Watchdog:
 
 def is_of_the_network(error: BaseException) -> bool:
     """Tell whether an error of torch comes from a failed rank or network."""
-    return isinstance(error, dist.DistError) or any(mark in str(error) for mark in OF_THE_NETWORK)
+    is_torchs = isinstance(error, RuntimeError) and any(mark in str(error) for mark in OF_THE_NETWORK)
+    return isinstance(error, dist.DistError) or is_torchs
 
 
 def _first_line(error: Exception) -> str:

@@ -87,6 +87,8 @@ class Gathered:
         weight = (self.class_sizes[: len(self.images), level] >= smallest).double()
         if weights != "uniform":
             weight = weight * (self._given_weights() if weights == "given" else 1 / _sizes(self.labels).double())
+        if not weight.any():
+            raise DistapError("extra: weights: each image that has some is alone in its class")
         return weight / weight.sum()
 
     def _given_weights(self) -> Float[Tensor, " B"]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from distap.errors import DistapError
 from distap.ranking.gathered import Gathered
-from distap.registry import build_part, sum_in_full
+from distap.registry import adapter_of, build_part, sum_in_full
 from distap.world import World
 
 Presets = Mapping[str, Mapping[str, Any]]
@@ -185,7 +185,7 @@ def build_loss(loss: AnyLoss, **options: Any) -> Loss:
         if not issubclass(loss, Loss):
             raise DistapError(f"{loss.__name__} is a class; give an object of it")
         try:
-            return loss(**options)
+            return adapter_of(loss).validate_python(options)
         except (TypeError, ValueError) as error:
             raise DistapError(f"{loss.__name__}: {error}") from error
     if options:
@@ -232,13 +232,16 @@ def rank_on_rank_zero(loss: Loss, gathered: Gathered, budget: Budget) -> LossVal
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Compute outside autocast and without TF32: rounded similarities fall into wrong bins and spoil the gradient."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
     try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
 
 
 def strips(start: int, stop: int, width: int) -> Iterator[slice]:

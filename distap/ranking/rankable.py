@@ -14,13 +14,14 @@ MOST_ROWS = 10
 
 
 def check_arguments(
-    descriptors: Tensor, labels: Tensor, world: World, extra: Extra, taken: Sequence[str]
+    descriptors: Tensor, labels: Tensor, world: World, extra: Extra, taken: Sequence[str], images: Any = None
 ) -> list[int]:
     """Return the number of each rank's labels.
 
     Raises a DistapError on all ranks if `rank` cannot rank some rank's descriptors, labels or extra tensors.
     """
-    problem = _problem(descriptors, labels) or extra_problem(extra, len(labels), taken)
+    problem: str | None = _problem(descriptors, labels) or images_problem(images, labels)
+    problem = problem or extra_problem(extra, len(labels), taken)
     count = len(labels) if labels.ndim else 0
     return agreed(world, problem, kind_of(labels, {"descriptors": descriptors, **extra}), count)
 
@@ -78,6 +79,14 @@ def label_problem(labels: Tensor, count: int) -> str | None:
             f"{2**63 - 1}; an overflow of integers may have made them"
         )
     return None
+
+
+def images_problem(images: Tensor | None, labels: Tensor) -> str:
+    """Return why numbers by which images are known again are none; "" if they are, or if there are no numbers."""
+    if images is None or (images.shape == labels.shape[:1] and not images.is_floating_point()):
+        return ""
+    told = f"images are {tuple(images.shape)} of {images.dtype}"
+    return f"{told}; a whole number for each of {len(labels)} images is expected"
 
 
 def extra_problem(extra: Extra, count: int, taken: Sequence[str]) -> str | None:

@@ -83,7 +83,7 @@ class Ranked:
     def levels(self) -> Bool[Tensor, "L q P"]:
         """Masks of the positives that have relevance 1, 2 ... L."""
         grades = self.ranks.clamp(max=1) if self.grades is None else self.grades.masked_fill(self.ranks == 0, 0)
-        return torch.stack([grades == level for level in range(1, int(grades.max()) + 1)])
+        return torch.stack([grades == level for level in range(1, max(1, int(grades.max())) + 1)])
 
     def hits(self, k: int | Int64[Tensor, "..."]) -> Float64[Tensor, " q"]:
         """Count the positives among the first k of each query; NaN for a query without any."""

@@ -45,6 +45,10 @@ class Truth:
     levels: tuple[Int64[Tensor, "Q L"], Int64[Tensor, "N L"]] | None = None
     is_symmetric: bool = False  # query i is row i, and each of two images is right for the other or neither is
 
+    def __post_init__(self) -> None:
+        if "mean" in self.parts:
+            raise DistapError("no part or domain of queries may be called mean, as the figures over all parts are")
+
     @cached_property
     def counts(self) -> Int64[Tensor, " Q"]:
         """Return the number of positives of each query."""

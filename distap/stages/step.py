@@ -30,6 +30,7 @@ from distap.ranking.device_copies import moved
 from distap.ranking.gather import Gathering
 from distap.ranking.gathered import Gathered
 from distap.ranking.loss import Loss
+from distap.ranking.losses.base import DescriptorLoss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Mode, Ranking, rank_descriptors, start_gathering
 from distap.ranking.rankable import agreed, refuse_other_leaves
@@ -77,7 +78,9 @@ class ThreeStages:
     def __post_init__(self) -> None:
         self._mixing = mixes_images(self.replica.network)
         if (keep := self.sizes.keep) and not self.replica.keeps_graphs:
-            raise DistapError(f"keep is {keep}, but this engine holds one graph at a time; set it to 0")
+            raise DistapError(f"replay.keep is {keep}, but this engine holds one graph at a time; set it to 0")
+        if self.memory.size and isinstance(self.loss, DescriptorLoss):
+            raise DistapError(f"{type(self.loss).__name__} is a loss of the batch alone: leave the memory out")
         self._is_bound = False  # in a backward pass that cannot be given up
 
     def describe(self, batch: Batch) -> Described:

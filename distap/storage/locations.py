@@ -16,6 +16,7 @@ and a part of it: shards/train[:0.75] has three quarters of its classes, shards/
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -91,7 +92,8 @@ def from_folder(text: str, folder: str) -> str:
     kind = next((f"{kind}:" for kind in _UNPACKED if text.startswith(f"{kind}:")), "")
     path = text.removeprefix(kind)
     # A data set of Hugging Face may have a name instead, and one in Python has no place.
-    is_name = kind == "given:" or (kind == "hf:" and not Path(folder, path.partition("#")[0]).is_dir())
+    whole = part[1] if (part := _PART.fullmatch(path)) else path
+    is_name = kind == "given:" or (kind == "hf:" and not Path(folder, whole.partition("#")[0]).is_dir())
     stays = is_name or path.startswith("/") or _URL.match(path)
     return text if stays else kind + joined(folder, path)
 
@@ -210,7 +212,7 @@ def shard_names(source: Source, storage: "Storage") -> list[str]:
             lacking += f", but {packed[0]}; images are found by their offset, so unpack it to a plain .tar"
         raise DistapError(f"{source}: the data set is empty: {lacking}")
     if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+        [(twice, _)] = Counter(names).most_common(1)
         raise DistapError(f"{source}: the pattern names the shard {twice} twice")
     return [safe_name(name, str(source)) for name in names]
 

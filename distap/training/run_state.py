@@ -149,7 +149,7 @@ def _identity(recipe: dict[str, Any], fingerprint: object) -> dict[str, Any]:
     """Return the settings that a run cannot change, because its state would change meaning."""
     reading, optimizer = recipe["data"]["reading"], recipe["optimizer"]
     return {
-        **({} if reading == {"name": "indexed"} else {"data.reading": reading}),
+        "data.reading": reading,
         "data.train": fingerprint,
         **{name: recipe[name] for name in ("seed", "sampling", "model", "loss")},
         # The optimiser's state depends on these.

@@ -153,6 +153,8 @@ def whiten_projection(recipe: Recipe, network: RetrievalNetwork, world: World, o
     """
     model, dimensions = recipe.model, recipe.model.projection
     is_whole = getattr(model.weights, "whole", False) and not recipe.data.is_described
+    if dimensions is None and model.whitening:
+        raise DistapError(f"model.whitening: {model.whitening}: there is no model.projection that it could begin")
     if dimensions is None or not model.whitening or is_whole:
         return
     whole = recipe.model_copy(update={"data": recipe.data.model_copy(update={"image_sizes": {}})})

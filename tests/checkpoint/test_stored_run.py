@@ -8,7 +8,7 @@ from ranks import on_ranks
 from servers import gcs_server, s3_files, s3_server
 from stores import SHARD, beside, checkpoints_of, writer_to
 
-from distap.checkpoint.finding import newest_checkpoint, opened_checkpoint
+from distap.checkpoint.finding import newest_checkpoint
 from distap.errors import DistapError
 from distap.storage.files import Storage
 from distap.storage.remotes import UnreachableError
@@ -111,15 +111,6 @@ def test_as_many_stay_as_the_recipe_says_and_the_best(tmp_path, store):
         save(store, tmp_path, step, keep=3, scores=(0.9 if step == 2 else 0.1,))
         kept.append([int(name[5:]) for name in store.names()])
     assert kept == [[1], [1, 2], [1, 2, 3], [2, 3, 4], [2, 3, 4, 5], [2, 4, 5, 6]]
-
-
-def test_a_best_checkpoint_that_is_not_trained_is_told(tmp_path, store, caplog):
-    for step, score in enumerate((0.5, 0.4, 0.6)):
-        save(store, tmp_path, step, scores=(score,))
-        with opened_checkpoint(store.storage.base, best=True) as best:
-            assert best.step == (2 if step == 2 else 0)
-        told = "the best checkpoint is that of step 0: training has not raised the mAP"
-        assert caplog.text.count(told) == min(step + 1, 2)
 
 
 def test_a_checkpoint_that_is_written_again_takes_the_place_of_the_one_of_its_step(tmp_path, store):

@@ -1,6 +1,3 @@
-from itertools import product
-
-import numpy as np
 import pytest
 import torch
 from networks import noise, random_network
@@ -27,22 +24,6 @@ def test_gem_is_the_generalised_mean_spoc_the_mean_and_max_takes_one_place_a_cha
     assert torch.equal(NamedPooling("max").build()(features()), features().flatten(2).max(2).values)
 
 
-@pytest.mark.parametrize(
-    ("size", "regions"),
-    [  # side, tops and lefts of each scale, as the paper draws them; a side 1.5 times as long has one region more
-        ((6, 6), [(6, [0], [0]), (4, [0, 2], [0, 2]), (3, [0, 2, 3], [0, 2, 3])]),
-        ((2, 3), [(2, [0], [0, 1]), (1, [0, 1], [0, 1, 2]), (1, [0, 1], [0, 1, 2])]),
-    ],
-)
-def test_rmac_sums_the_maxima_of_square_regions(size, regions):
-    given, expected = features(*size), torch.zeros(2, 7, dtype=torch.float64)
-    for side, tops, lefts in regions:
-        for top, left in product(tops, lefts):
-            region = given[:, :, top : top + side, left : left + side]
-            expected += normalize(region.flatten(2).max(2).values)
-    torch.testing.assert_close(NamedPooling("rmac").build()(given), expected)
-
-
 def test_the_class_token_is_timms_and_may_stand_before_the_mean():
     cls, both = (random_network(VIT, pooling=NamedPooling(name)).eval() for name in ("cls", "cls_mean"))
     tokens = cls.backbone((noise().float() - cls.mean) / cls.std)
@@ -67,7 +48,6 @@ def test_layer_norm_standardises_what_pooling_gives_and_makes_another_network():
     [
         ("resnet10t", "cls", "class token, which resnet10t does not have"),
         ("vit_pwee_patch16_reg1_gap_256", "cls_mean", "class token, which vit_pwee_patch16_reg1_gap_256 does not"),
-        (VIT, "rmac", "regions of a map, but test_vit gives tokens"),
         ("pit_ti_224", "cls_mean", "pit_ti_224 gives no tokens but that of the class; choose cls"),
     ],
 )
@@ -79,21 +59,3 @@ def test_a_pooling_that_does_not_fit_is_refused(backbone, pooling, message):
 def test_every_pooling_is_recorded_under_its_own_name():
     for name in REGISTRY["pooling"]:
         assert name_of("pooling", build_part("pooling", name)) == name
-
-
-def test_crow_weighs_places_and_channels_as_the_authors_do():
-    features = torch.rand(2, 5, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    features[:, 1] *= features[:, 1] > 0.6
-    features[:, 2] = 0
-    expected = []
-    for image in features.numpy():
-        active = image.sum(0)
-        weights = (active / (active**2).sum() ** 0.5) ** 0.5
-        share = [np.count_nonzero(channel) / 12 for channel in image]
-        rarity = np.array([np.log(sum(share) / own) if own > 0 else 0 for own in share])
-        expected.append((image * weights).sum((1, 2)) * rarity)
-    features.requires_grad_(True)
-    pooled = build_part("pooling", "crow").build()(features)
-    np.testing.assert_allclose(pooled.detach(), np.stack(expected), rtol=1e-12)
-    pooled.sum().backward()
-    assert features.grad.isfinite().all()

@@ -62,7 +62,10 @@ class Service:
         async def read() -> str:
             return key
 
-        return await self._found(self._searcher.by_key, read, k)
+        try:
+            return await self._found(self._searcher.by_key, read, k)
+        except DistapError as error:  # an index of its kind has no descriptors
+            raise RefusedError(422, "bad_request", str(error)) from error
 
     async def picture(self, row: int) -> bytes:
         jpeg = await run_in_threadpool(self._thumbnails, row)

@@ -74,9 +74,6 @@ class Guard:
         self._trusting = TrustedHostMiddleware(app, [*own, *(settings.allowed_host or ())], www_redirect=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         started, status = time.monotonic(), 0
 
         async def guarded(message: Message) -> None:

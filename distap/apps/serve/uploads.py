@@ -151,8 +151,8 @@ class Decoders:
                 try:
                     answer = pool.submit(_decoded, self._job, data).result()
                 except BrokenProcessPool:
-                    pool.shutdown()
-                    pool = self._started()
+                    broken, pool = pool, self._started()  # if that fails, the next upload tries it again
+                    broken.shutdown()
                     continue
                 if isinstance(answer, tuple):
                     raise RefusedError(*answer)

@@ -172,7 +172,8 @@ def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
         if not is_line(row["path"]):
             raise line.wrong(f"{row['path'][:60]!r} is no path, which is one line of text")
         path = source.parent / row["path"]
-        name, split, *above = (class_name_at(line.where, row.get(column)) for column in wanted)
+        where = (f"{line.where}{'' if column == 'label' else f', column {column}'}" for column in wanted)
+        name, split, *above = map(class_name_at, where, map(row.get, wanted))
         if path in numbers:
             problem = "an image that is packed twice would be its own positive"
             raise line.wrong(f"{path} is on line {numbers[path]} already; {problem}")

@@ -53,7 +53,7 @@ def extract_to_folder(extraction: Extraction, output: Path) -> DescriptorSet:
         "precision": describer.precision,
         "part_images": extraction.part_size,
     }
-    count = len(extraction.parts)
+    parts = extraction.parts
 
     def begin() -> list[Any]:
         _begin(output, plan)
@@ -61,17 +61,17 @@ def extract_to_folder(extraction: Extraction, output: Path) -> DescriptorSet:
             read_descriptors(output)
             shutil.rmtree(output / PARTS_FOLDER, ignore_errors=True)
             return [[], True]
-        return [[number for number in range(count) if not _part_path(output, number).exists()], False]
+        return [[number for number in range(len(parts)) if not _part_path(output, number).exists()], False]
 
     missing, is_complete = on_all(world, begin, mine=world.rank == 0)[0]
     _require_shared(output, extraction)
-    before = len(images) - sum(len(extraction.parts[number]) for number in missing)
+    before = len(images) - sum(len(parts[number]) for number in missing)
     if before and world.rank == 0:
         logger.info("%s: %d of %d images are described already", output, before, len(images))
     for number, part in extraction.described(missing):
         write_whole(_part_path(output, number), part_file(part))
     if not is_complete:
-        on_all(world, lambda: _join_parts(extraction, output, count), mine=world.rank == 0)
+        on_all(world, lambda: _join_parts(extraction, output, len(parts)), mine=world.rank == 0)
     return read_descriptors(output)
 
 

@@ -185,8 +185,9 @@ class RecallAtK(RankLoss):
 
 @dataclass(frozen=True)
 class SupRecallAtK(BoundingStep, RecallAtK):
-    """RS@k with SupAP's steps in place of sigmoids (Ramzi et al. 2025)."""
+    """RS@k with SupAP's steps in place of sigmoids (Ramzi et al. 2025), without the released form's own query."""
 
+    form: Literal["paper", "suprank", "oml"] = "paper"
     presets: ClassVar[Presets] = {"suprank": {"form": "suprank", **BoundingStep.presets["released"]}}
 
 
