@@ -64,7 +64,6 @@ def train(
             raise DistapError(f"network: {type(network).__name__} has no parameter that requires a gradient")
         whole = network.describer.retrieval_network if isinstance(network, DescriptorNetwork) else network
         objects |= {f"model.{part}": GivenNetwork(whole) for part in GIVEN_PARTS}
-        objects["model.projection"] = None
     sets = data if isinstance(data, Mapping) else {} if data is None else {"train": data}
     if unknown := sets.keys() - {"train", "validation", "gallery"}:
         raise DistapError(f"data: it has {', '.join(map(str, unknown))}; expected train, validation and gallery")

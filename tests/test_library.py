@@ -167,6 +167,7 @@ step = distap.Multistage(NETWORK, micro_batch=5)
         (lambda: step(BATCH, LABELS, samples=["a"] * 24), "samples: a list of 24 str makes no tensor"),
         (lambda: distap.load("run", scales="1", sizing=224), "sizing: 224: must be text; scales: '1': "),
         (lambda: distap.load("run", device="gpu"), "device: 'gpu' cannot be used: Expected one of cpu"),
+        (lambda: distap.load("hf-hub:a/b", best=True), "hf-hub:a/b: best, sizing, scales and whitening are for runs"),
         (lambda: distap.train("emoji", "steps=1"), "overrides: 'steps=1': must be keys with values"),
     ],
 )

@@ -38,6 +38,7 @@ from distap.training.optimizer import parameter_groups
 from distap.world import World
 
 GIVEN_PARTS = ("backbone", "weights", "pooling")  # keys of the model for which a network in Python stands
+OF_HEADS = ("projection", "whitening", "layer_norm", "unit_length")  # and those that it cannot have
 
 
 def images_of(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingImages:
@@ -72,6 +73,8 @@ def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> Retr
         # The first parameters are a function of the seed, whatever was drawn before.
         torch.manual_seed(recipe.seed)
         if isinstance(model.backbone, GivenNetwork):
+            if told := [key for key in OF_HEADS if getattr(model, key)]:
+                raise DistapError(f"model.{told[0]}: a network given in Python ends as it does: leave the key out")
             refuse_unusable(model.backbone.given, freezes_batchnorm=True)
             given = model.backbone.retrieval_network(recipe.data.image_size, model.batchnorm, world.device)
             if getattr(chosen, "whole", False):

@@ -69,6 +69,13 @@ def test_a_search_writes_a_recipe_and_a_page_and_goes_on_after_a_kill(folder, mo
     assert "distap: tuning of " in page and page.count("<tr>") > 1
 
 
+def test_values_that_were_tried_are_not_tried_again_and_end_the_search(folder, monkeypatch):
+    (folder / "space.yaml").write_text("loss: [smooth_ap, multi_similarity]")
+    search = ["tune", "recipe.yaml", "--space", "space.yaml", "--output", "tuned", "--share", "0.1", "--minutes", "9"]
+    assert distap(monkeypatch, *search) == 0
+    assert len([*(folder / "tuned/trials").glob("*/*")]) == 3  # as it was, and each value
+
+
 def test_what_no_trial_could_do_is_refused_before_any(folder, monkeypatch, capfd):
     assert distap(monkeypatch, "tune", "recipe.yaml", "data.reading=streamed", "sampling=random") == 2
     assert "recipe.yaml, in a trial: data.reading is streamed" in capfd.readouterr().err

@@ -84,7 +84,7 @@ def test_packing_says_what_it_did(tmp_path, monkeypatch, capsys):
             "test_maxvit does not take images of 30 px",
         ),
         (["train", "{config}", "--ranks", "2", "data.validation={train}"], "classes with the training set"),
-        (["train", "{tmp}/nothing.yaml"], "nothing.yaml: the recipe cannot be read"),
+        *(([command, "{tmp}/no.yaml"], "no.yaml: the recipe cannot be read") for command in ("train", "recipes")),
         (["eval", "--checkpoint", "{tmp}"], "no checkpoint there"),
         (["report", "{tmp}", "--output", "{tmp}"], "no such run log"),
     ],

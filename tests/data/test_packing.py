@@ -163,6 +163,13 @@ def test_a_wrong_line_or_column_of_a_list_is_named(tmp_path, image_folder, text,
         pack(table, tmp_path / "out")
 
 
+def test_an_option_that_is_for_another_source_is_refused(tmp_path, image_folder, monkeypatch, capfd):
+    (image_folder / "list.csv").write_text(f"{HEADING}apple/0.png,1\n")
+    for given in ((image_folder, "--columns", "label=a"), (image_folder / "list.csv", "--nested", "top")):
+        assert distap(monkeypatch, "data", "pack", given[0], tmp_path / "out", *given[1:]) == 2
+        assert "--columns is for lists, --nested for folders" in capfd.readouterr().err
+
+
 ROWS = [
     ("apple/0.png", "apple", "train"),
     ("apple/1.png", "apple", "train"),

@@ -98,6 +98,12 @@ def test_options_that_cannot_be_are_refused(option, why):
         launch(option.split(), "launched", [], 20)
 
 
+def test_what_the_environment_asks_of_torchrun_alone_is_refused(monkeypatch):
+    monkeypatch.setenv("PET_RDZV_BACKEND", "c10d")
+    with pytest.raises(DistapError, match=r"--rdzv-backend: .* no such option"):
+        launch(["--nproc-per-node=2"], "launched", [], 20)
+
+
 def test_a_signal_that_comes_when_the_ranks_have_left_does_not_hide_how(tmp_path):
     with started(launcher(f"{TWO} --max-restarts=3", "stop_when_asked", tmp_path), tmp_path) as job:
         job.wait_for_step(0, 5)

@@ -14,7 +14,13 @@ from torch.distributed import HashStore
 from distap.errors import FAILED, MISTAKE, DistapError
 from distap.processes.forks import in_daemon
 from distap.processes.meeting import Party, RankProcess
-from distap.processes.watchdog import Watchdog
+from distap.processes.watchdog import Watchdog, is_of_the_network
+from distap.storage.remotes import UnreachableError
+
+
+def test_a_store_for_checkpoints_that_fails_is_no_lost_rank():
+    assert is_of_the_network(RuntimeError("Connection reset by peer"))
+    assert not is_of_the_network(UnreachableError("Connection reset by peer"))
 
 
 class Held(set):

@@ -110,6 +110,11 @@ def test_weights_of_queries_hold_with_a_memory_and_a_loss_of_descriptors_takes_n
     module(leaf, labels, extra={"weights": EXTRA["weights"]}).backward()
     listwise_loss("smooth_ap", normalize(again), labels, first, labels[:9], EXTRA["weights"].double()).backward()
     torch.testing.assert_close(leaf.grad, again.grad, rtol=1e-9, atol=1e-12)
+    lone = torch.cat([torch.tensor([99]), labels[1:]])
+    with pytest.raises(DistapError, match="each image that has some is alone in its class"):
+        rank(leaf.detach(), lone, "ap_q", weights="given", extra={"weights": (lone == 99).float()})
+    with pytest.raises(DistapError, match="a loss of the batch alone: leave the memory out"):
+        Multistage(small_network(), of_features, memory=9)(*small_images(IMAGES), extra={"teacher": EXTRA["teacher"]})
     with pytest.raises(DistapError, match="a loss of the batch's descriptors, so it cannot rank against a memory"):
         rank(leaf.detach(), labels, of_features, memory=module.memory, extra={"teacher": EXTRA["teacher"]})
 

@@ -15,9 +15,9 @@ def batch():
     return normalize(raw), labels
 
 
-def refusal(descriptors, labels):
+def refusal(descriptors, labels, loss="ap_q", **options):
     with pytest.raises(DistapError) as error:
-        rank(descriptors, labels)
+        rank(descriptors, labels, loss, **options)
     return str(error.value)
 
 
@@ -57,20 +57,21 @@ def test_labels_as_large_as_they_may_be_are_ranked():
     assert rank(descriptors, labels.to(torch.int32)).loss == rank(descriptors, labels).loss
 
 
-def test_wrong_types_and_shapes():
+def test_wrong_types_shapes_and_options():
     descriptors, labels = batch()
     assert "labels are torch.float64" in refusal(descriptors, labels.double())
     assert "labels are (11,) for 12 images" in refusal(descriptors, labels[:11])
     assert "labels are () for 12 images" in refusal(descriptors, labels[0])
     assert "descriptors are (12, 8) of torch.int64" in refusal(descriptors.long(), labels)
-
-
-def test_a_mode_that_there_is_not():
-    with pytest.raises(DistapError, match="mode is 'shraded'; did you mean sharded"):
-        rank(*batch(), mode="shraded")
-
-
-def test_options_for_what_is_a_loss_already():
+    assert "images are (12,) of torch.float64" in refusal(descriptors, labels, images=[0.1] * 12)
+    assert "mode is 'shraded'; did you mean sharded" in refusal(descriptors, labels, mode="shraded")
+    assert "SmoothAP: tau: -1.0" in refusal(descriptors, labels, SmoothAP, tau=-1.0)
     for options in ({"tau": 0.1}, {"weights": "class"}):
-        with pytest.raises(DistapError, match="is a loss already"):
-            rank(*batch(), SmoothAP(), **options)
+        assert "is a loss already" in refusal(descriptors, labels, SmoothAP(), **options)
+
+
+def test_a_precision_that_was_chosen_in_torch_is_left_alone():
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    rank(*batch())
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    torch.backends.cuda.matmul.fp32_precision = "none"

@@ -137,6 +137,13 @@ def test_cameras_domains_and_levels_by_hand():
     assert figures["ASI"] == pytest.approx((0 + 1 / 2) / 2)
 
 
+def test_graded_figures_take_queries_without_positives_and_a_domain_has_not_the_name_of_the_mean():
+    few, labels = normalize(torch.randn(700, 8)), [0, 0, *range(1, 699)]
+    assert distap.evaluate(few, labels, figures=["H-AP", "ASI"])["left_out"] == 698
+    with pytest.raises(DistapError, match="no part or domain of queries may be called mean"):
+        distap.evaluate(few[:4], [0, 0, 1, 1], domains=["a", "a", "mean", "mean"])
+
+
 def test_a_figure_without_its_k_or_with_another_name_is_an_error():
     for name in ("R", "R@0", "R@k", "mAP@", "mp@5", "mAP@5@6", "recall"):
         with pytest.raises(DistapError, match=f"no figure '{name}'; expected mAP, mAP@R"):

@@ -90,11 +90,14 @@ def test_no_costly_image_takes_more_memory_than_is_allowed(kind):
     decoders.close()
 
 
-def test_a_decoder_that_was_killed_is_replaced(decoders):
+def test_a_decoder_that_was_killed_is_replaced(decoders, monkeypatch):
     (process,) = active_children()
     process.kill()
     process.join()
-    assert decoders(upload(3)).shape == (3, 32, 32)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no memory"):
+        patch.setattr(Decoders, "_started", lambda _: os.open("/no memory", 0))
+        decoders(upload(3))
+    assert decoders(upload(3)).shape == (3, 32, 32)  # the next one starts it again
 
 
 def test_only_the_server_ends_a_decoder(decoders):
