@@ -10,10 +10,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt, ValidationError
 from torch import Tensor, nn
 
-from distap.errors import DistapError
+from distap.errors import DistapError, problems_of
 from distap.ranking.gathered import Gathered
 from distap.registry import adapter_of, build_part, sum_in_full
 from distap.world import World
@@ -186,8 +186,8 @@ def build_loss(loss: AnyLoss, **options: Any) -> Loss:
             raise DistapError(f"{loss.__name__} is a class; give an object of it")
         try:
             return adapter_of(loss).validate_python(options)
-        except (TypeError, ValueError) as error:
-            raise DistapError(f"{loss.__name__}: {error}") from error
+        except ValidationError as error:
+            raise DistapError(f"{loss.__name__}: {'; '.join(problems_of(map(dict, error.errors())))}") from error
     if options:
         raise DistapError(f"{loss} is a loss already; options go with names and classes of losses only")
     if isinstance(loss, Loss):
