@@ -15,7 +15,7 @@ EXTRACTED_IMAGES = "Folder, pattern or URL of shards, or any folder with images.
 EXTRACTED_FOLDER = "New folder to write, or the folder of a stopped extraction to continue."
 GRACE_SECONDS = 10.0  # for ranks to leave after a signal: finished parts are on the disk already
 DESCRIPTORS = Annotated[Path, typer.Argument(help="Folder that `distap extract` wrote.", show_default=False)]
-METHOD = "Scale principal components (pca), or shrink directions in which a class differs (lw)."
+METHOD = "Scale principal components (pca), or shrink directions in which images of one class differ (lw)."
 KIND = (
     "Kind of index: flat is exact, hnsw is fastest at high recall; or a string for faiss.index_factory, such as "
     "OPQ64,IVF4096,PQ64."

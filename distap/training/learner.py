@@ -123,7 +123,7 @@ class Learner:
         given: dict[str, Any] = {n: like(present.get(n), t) for n, t in without_prefix("network.", state).items()}
         self.network.load_state_dict(given)
         self._load_average(state)
-        # A checkpoint from before the first step has no state of the optimiser.
+        # A checkpoint from before the first update, as when all steps were skipped, has no state of the optimiser.
         optimizer = without_prefix("optimizer.", state)
         if optimizer:
             settings: dict[str, Any] = get_optimizer_state_dict(self.network, self._optimizer, options=_FLAT)

@@ -104,7 +104,7 @@ def check(source: Source | Path | str, workers: int = 1, track: Track = untracke
     """
     source = parse_source(source)
     if source.kind in ("hf", "given"):
-        raise DistapError(f"{source}: there are no files of ours to check; `distap data pack` makes some of a folder")
+        raise DistapError(f"{source}: there are no files of ours to check, such as shards or a folder of images")
     index = load_index(source, compare=False)
     order = np.lexsort((index.offset, index.shard))
     counts = np.bincount(index.shard, minlength=len(index.shard_name))
