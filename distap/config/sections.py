@@ -56,6 +56,7 @@ def _parsed(parse: Callable[[str], object]) -> Callable[[object], str | Source]:
 Shards = Annotated[str | Source, PlainValidator(_parsed(parse_source)), PlainSerializer(str)]
 SizingText = Annotated[str, AfterValidator(_parsed(Sizing.parse))]
 StoreURL = Annotated[str, AfterValidator(_parsed(parse_store))]
+Blocks = Annotated[dict[Literal["blocks"], int], Field(min_length=1)]
 
 
 class MemorySection(Section):
@@ -196,9 +197,7 @@ class ModelSection(Section):
     pooling: Annotated[Any, Chosen("pooling", otherwise="gem")] = "auto"
     """Pooling of the features of an image into one vector: native is the one that the backbone was pretrained with,
     and auto is native, or gem for a plain CNN."""
-    freeze: Literal["backbone"] | Annotated[dict[Literal["blocks"], int], Field(min_length=1)] | list[str] | None = (
-        None
-    )
+    freeze: Literal["backbone"] | Blocks | list[str] | None = None
     """Do not train `backbone`; or {blocks: N}, the first N blocks and the stem (-N: all but the last N); or the
     parameters that a list of patterns names, such as [pooling.power, backbone.stem.*]."""
     adapter: Annotated[Any, Chosen("adapter", otherwise="lora")] | None = None

@@ -128,7 +128,7 @@ def freeze(network: nn.Module, chosen: Mapping[Any, int] | Sequence[str]) -> Non
     """
     names = [name for name, _ in network.named_parameters()]
     if isinstance(chosen, Mapping):
-        frozen = _first_blocks(network.backbone, chosen.get("blocks", 0))
+        frozen = _first_blocks(network.backbone, chosen["blocks"])
     else:
         patterns = ["backbone.*"] if chosen == "backbone" else list(chosen)
         for pattern in patterns:
