@@ -219,6 +219,7 @@ GONE = {  # what the list of Removed in CHANGELOG.md says, and what no page may 
     "describe.size": r"describe\.size|rank\.memory_bytes|--dynamic-size|--dtype\b|--precision\b",
     "not_finite.jsonl": r"not_finite\.jsonl",
     "step.activation_checkpointing": r"activation_checkpointing|\boffload\b",
+    "rmac": r"\brmac\b|\bcrow\b",
     "replay.size: auto": r"replay\.size(: |=)auto",
 }
 
