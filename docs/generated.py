@@ -1,10 +1,12 @@
 """The hook by which mkdocs puts into pages what code says, `<!-- keys -->`, and studies, `<!-- study NAME -->`."""
 
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import fmean
 
 import typer
 
@@ -13,6 +15,7 @@ from distap.cli import app
 from distap.telemetry.metrics import GLOBAL, OF_RANK
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.gain import INIT, JUDGED, difference, mean_of
 from benchmarks.study.grid import Grid
 from benchmarks.study.results import Results, read_results
 from benchmarks.study.results import markdown as table_of
@@ -92,6 +95,23 @@ def study(name: str) -> str:
     return table_of(Results(grid, grid.study.seeds, read_results(file.with_suffix(".jsonl"))))
 
 
+def factors() -> Iterator[str]:
+    """A table of what single changes to `distap init`'s recipe bring on each set, and the updates that they allow."""
+    found: dict[str, dict[str, list]] = {}
+    for line in map(json.loads, (Path(__file__).parent / "studies/factors.jsonl").read_text().splitlines()):
+        found.setdefault(line["contender"], {}).setdefault(line["set"], []).append(line)
+    sets = [*found[INIT]]
+    yield f"| change | {' | '.join(f'{name} | updates' for name in sets)} |"
+    yield "|---|" + "---:|" * 2 * len(sets)
+    for change, of_sets in found.items():
+        cells = list[str]()
+        for lines, others in ((of_sets.get(name), found[INIT][name]) for name in sets):
+            told = None if lines is None else mean_of(lines, JUDGED) if change == INIT else difference(lines, others)
+            sign = "+" if told and told.mean >= 0 and change != INIT else ""
+            cells += [f"{sign}{told or ''}", f"{fmean(line['updates'] for line in lines):.0f}" if lines else ""]
+        yield f"| {change} | {' | '.join(cells)} |"
+
+
 def _name(parameter) -> str:
     if parameter.param_type_name == "option":
         return ", ".join(sorted(parameter.opts))
@@ -103,6 +123,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "metrics": metrics,
     "statuses": statuses,
     "commands": commands,
+    "factors": factors,
     "removed": removed,
 }
 
