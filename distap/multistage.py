@@ -181,7 +181,7 @@ class Multistage(RankingModule):
             logger.warning("descriptors of rows %s are not finite; the images are left out", self.not_finite[:10])
         gathered = gathered.with_extra(extra)
         if not self.normalise and not isinstance(self.loss, DescriptorLoss):
-            check_arguments(gathered.descriptors[gathered.own], gathered.labels[gathered.own], world, {}, ())
+            check_arguments(gathered.descriptors[gathered.own], gathered.labels[gathered.own], world, {}, None)
         ranking = self.ranking = stages.rank(described.gathering, gathered, batch.step)
         value = ranking.loss.to(described.descriptors.dtype)
         if not (torch.is_grad_enabled() and (trained or self.loss.parameters)):
@@ -234,7 +234,7 @@ class Multistage(RankingModule):
         except Exception as error:  # such as one of the caller's iterator: the other ranks must not wait
             problem = error
         mine = [len(known) if known.ndim else 0, are_alike(parts), int(torch.randint(2**62, ()))]
-        lengths, alike, seeds = zip(*agreed(world, problem, kind_of(known, others), mine), strict=True)
+        lengths, alike, seeds = zip(*agreed(world, problem, kind_of(known, others, self.loss), mine), strict=True)
         self._calls += 1
         # All ranks cut as many micro-batches, since FSDP gathers parameters in each: a shorter share is padded to the
         # longest, and if one rank's images differ in size, all ranks describe theirs one by one.

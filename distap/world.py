@@ -187,12 +187,10 @@ def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator
         CollectiveError: a rank is missing or lost, or the network is broken, also while the caller uses the world.
             If a collective holds this rank's main thread, the process ends with status 1 instead.
     """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     is_alone = names[0] not in os.environ
     try:
-        rank, size, local_rank = (0, 1, 0) if is_alone else [int(os.environ[name]) for name in names]
-        if not is_alone and (lacking := {"MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()):
-            raise KeyError(min(lacking))
+        rank, size, local_rank, _ = (0, 1, 0, 0) if is_alone else [int(os.environ[name]) for name in names]
     except (KeyError, ValueError) as error:
         raise DistapError(f"RANK is set, but the environment of torchrun is incomplete: {error}") from error
     device = device_of(local_rank, wanted)

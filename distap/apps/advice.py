@@ -15,7 +15,7 @@ from distap.data.loading.reader import ImageSet
 from distap.data.plan import Classes
 from distap.data.shards.index import Index, load_index
 from distap.data.shards.parallel import usable_cores
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.randomness import permutation
 from distap.storage.locations import part_of
 
@@ -156,11 +156,12 @@ def _sets_in(folder: Path) -> dict[str, str]:
 
     if (train := first(TRAIN)) is None:
         return {"train": _named(folder)}
-    if (test := first(TEST)) is not None:
-        return {"train": _named(train), "validation": _named(test)}
     queries, gallery = (first((part, *(f"{name}-{part}" for name in TEST))) for part in ("query", "gallery"))
-    held_out = {"validation": _named(queries), "gallery": _named(gallery)} if queries and gallery else {}
-    return {"train": _named(train), **held_out}
+    held_out = {"validation": queries, "gallery": gallery} if queries and gallery else {}
+    found = {"train": train, **({"validation": test} if (test := first(TEST)) else held_out)}
+    if others := [one.name for one in sorted(folder.iterdir()) if one not in found.values() and _holds_classes(one)]:
+        logger.warning("%s: not taken: %s; expected train and test, or train, query and gallery", folder, others)
+    return {key: _named(each) for key, each in found.items()}
 
 
 def _holds_classes(folder: Path) -> bool:

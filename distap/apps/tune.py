@@ -198,8 +198,7 @@ class Tuning:
         """Write the recipe of the best values, with the reason for each, and a page about all trials."""
         whole = sorted(self.study.get_trials(states=[TrialState.COMPLETE]), key=lambda trial: -(trial.value or 0))
         settings = {**self.with_values(whole[0].params, share=1), "run": f"{self.recipe.run}-tuned"}
-        trials = [trial for trial in self.study.trials if trial.state.is_finished()]
-        rows = [self.row(trial) for trial in trials if REPEATS not in trial.user_attrs]
+        rows = [self.row(t) for t in self.study.trials if t.state.is_finished() and REPEATS not in t.user_attrs]
         values = {"config": self.config, "headings": ["trial", *self.space, FIGURE], "rows": rows}
         recipe = RECIPE_TEMPLATES.get_template("tuned.yaml").render(
             values, whole=[*map(self.row, whole)], settings=yaml.safe_dump(settings, sort_keys=False)

@@ -90,15 +90,12 @@ serve_command.__signature__ = Signature([*_own, *_limits])  # type: ignore[attr-
 
 
 def _table(result: "Query") -> Table:
-    rows = [
-        (str(n), escape(h.key), escape(h.class_name), f"{h.similarity:.4f}") for n, h in enumerate(result.hits, 1)
-    ]
+    ranked = enumerate(result.hits, 1)
+    rows = [(str(n), escape(hit.key), escape(hit.class_name), f"{hit.similarity:.4f}") for n, hit in ranked]
     return text_table(escape(result.name), "", ("rank", "key", "class", "similarity"), rows)
 
 
 def _as_json(result: "Query") -> dict[str, Any]:
-    hits = [
-        {"rank": rank, "key": hit.key, "class": hit.class_name, "similarity": hit.similarity}
-        for rank, hit in enumerate(result.hits, 1)
-    ]
+    ranked = enumerate(result.hits, 1)
+    hits = [{"rank": n, "key": hit.key, "class": hit.class_name, "similarity": hit.similarity} for n, hit in ranked]
     return {"query": result.name, "hits": hits, **({"problem": result.problem} if result.problem else {})}

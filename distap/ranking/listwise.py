@@ -37,10 +37,13 @@ class RankingModule(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         # As a tensor, since safetensors, Accelerate and Hugging Face save nothing else.
-        return torch.frombuffer(bytearray(save(self.memory.state_dict())), dtype=torch.uint8)
+        state = {**self.memory.state_dict(), "calls": torch.tensor(self._calls)}  # by which dropout and simix draw
+        return torch.frombuffer(bytearray(save(state)), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
-        self.memory.load_state_dict(load(state.cpu().numpy().tobytes()))
+        saved = load(state.cpu().numpy().tobytes())
+        self._calls = int(saved.pop("calls", 0))
+        self.memory.load_state_dict(saved)
 
 
 class ListwiseLoss(RankingModule):

@@ -90,7 +90,7 @@ def rank(
     if group is not None:
         world = World(dist.get_rank(group), dist.get_world_size(group), device=descriptors.device, group=group)
     built, where = build_loss(loss, **options), check_mode(mode)
-    share = max(check_arguments(descriptors, labels, world, others, built.extras, images))
+    share = max(check_arguments(descriptors, labels, world, others, built, images))
     b, levels = len(labels), (labels if labels.ndim == 2 else labels[:, None]).long()
     # `gather` knows where rows belong by the number of slots alone, so all ranks must have the same number of rows.
     # Shares of one size are slots rank, rank + W, ...; the rows that fill a smaller share up take no part.

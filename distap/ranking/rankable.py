@@ -1,5 +1,6 @@
 """Refuse descriptors and labels that cannot be ranked, and graphs whose gradients would be lost."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,16 +15,16 @@ MOST_ROWS = 10
 
 
 def check_arguments(
-    descriptors: Tensor, labels: Tensor, world: World, extra: Extra, taken: Sequence[str], images: Any = None
+    descriptors: Tensor, labels: Tensor, world: World, extra: Extra, loss: Any, images: Any = None
 ) -> list[int]:
     """Return the number of each rank's labels.
 
     Raises a DistapError on all ranks if `rank` cannot rank some rank's descriptors, labels or extra tensors.
     """
     problem: str | None = _problem(descriptors, labels) or images_problem(images, labels)
-    problem = problem or extra_problem(extra, len(labels), taken)
+    problem = problem or extra_problem(extra, len(labels), loss.extras if loss else ())
     count = len(labels) if labels.ndim else 0
-    return agreed(world, problem, kind_of(labels, {"descriptors": descriptors, **extra}), count)
+    return agreed(world, problem, kind_of(labels, {"descriptors": descriptors, **extra}, loss), count)
 
 
 def agreed(world: World, problem: str | Exception | None, kind: str, mine: Any) -> list[Any]:
@@ -104,14 +105,14 @@ def extra_problem(extra: Extra, count: int, taken: Sequence[str]) -> str | None:
     return None
 
 
-def kind_of(labels: Tensor, tensors: Extra) -> str:
-    """Describe the shapes of labels and the types of tensors, which have to be the same on all ranks."""
+def kind_of(labels: Tensor, tensors: Extra, loss: object) -> str:
+    """Describe shapes of labels, types of tensors, and the loss, which have to be the same on all ranks."""
 
     def shape(rows: Tensor) -> str:
         return f"({', '.join(['b', *map(str, rows.shape[1:])])})"
 
     others = [f"{name} {shape(rows)} of {rows.dtype}" for name, rows in sorted(tensors.items())]
-    return ", ".join([f"labels {shape(labels)}", *others])
+    return ", ".join([f"labels {shape(labels)}", *others, re.sub(r" at 0x\w+", "", repr(loss))])
 
 
 def refuse_crossing(levels: Tensor) -> None:

@@ -31,6 +31,7 @@ from distap.ranking.gather import Gathering
 from distap.ranking.gathered import Gathered
 from distap.ranking.loss import Loss
 from distap.ranking.losses.base import DescriptorLoss
+from distap.ranking.losses.proxies import ProxyLoss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Mode, Ranking, rank_descriptors, start_gathering
 from distap.ranking.rankable import agreed, refuse_other_leaves
@@ -79,7 +80,7 @@ class ThreeStages:
         self._mixing = mixes_images(self.replica.network)
         if (keep := self.sizes.keep) and not self.replica.keeps_graphs:
             raise DistapError(f"replay.keep is {keep}, but this engine holds one graph at a time; set it to 0")
-        if self.memory.size and isinstance(self.loss, DescriptorLoss):
+        if self.memory.size and isinstance(self.loss, DescriptorLoss | ProxyLoss):
             raise DistapError(f"{type(self.loss).__name__} is a loss of the batch alone: leave the memory out")
         self._is_bound = False  # in a backward pass that cannot be given up
 

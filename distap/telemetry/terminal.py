@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import chain
-from math import nan
 from typing import Any, Literal, TypeVar
 
 from pydantic_core import to_json
@@ -133,8 +131,8 @@ def tell(text: str, **figures: float) -> None:
 def figures_table(columns: dict[str, dict[str, float]]) -> Table:
     """Draw results in percent, one column each; with two columns, add the gain in points."""
     gains, rows = ["gain"] if len(columns) == 2 else [], list[list[str]]()
-    for figure in dict.fromkeys(chain(*columns.values())):
-        values = [100 * column.get(figure, nan) for column in columns.values()]
+    for figure in {name: None for column in columns.values() for name in column}:
+        values = [100 * column.get(figure, float("nan")) for column in columns.values()]
         gain = [f"{values[1] - values[0]:+.1f}"] if gains else []
         rows.append([figure, *(f"{value:.1f}" for value in values), *gain])
     return text_table("", "", ["", *columns, *gains], rows)

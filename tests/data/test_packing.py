@@ -136,6 +136,7 @@ HEADING = "path,label\n"
     [
         (f"{HEADING}apple/0.png,-2", r"line 2: label '-2' is no class; a class is a whole number of 0 or more, or a"),
         (f"{HEADING}apple/0.png,N/A", r"left out: 1 images without a class: the label on line 2 is 'N/A' \(.*0\.png"),
+        ("path,label,split\napple/0.png,1,a\napple/1.png,1,", "1 images are of no split, such as 1.png; others are"),
         (f"{HEADING}apple/0.png", r"line 2: 1 columns, expected 2: path,label"),
         (f"{HEADING}apple/0.png,1,food", r"line 2: 3 columns, expected 2: path,label"),
         (f"{HEADING}apple/99.png,1", r"none of the 1 images can be read; first: .*apple/99.png: listed.* not there;"),

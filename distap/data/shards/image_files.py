@@ -185,6 +185,8 @@ def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
         if split and (Path(split).name != split or split.startswith(".") or not is_line(split)):
             raise line.wrong(f"split {split!r} cannot name a folder of shards")
         found.append(ImageFile(path, name, tuple(above), part=split))
+    if len(lacking := sorted(image.path.name for image in found if not image.part)) not in (0, len(found)):
+        raise DistapError(f"{source}: {len(lacking)} images are of no split, such as {lacking[0]}; others are of one")
     names = {image.class_name for image in found}
     if codes := [name for name in names if name.isdecimal() and name.startswith("0") and name.lstrip("0") in names]:
         told = f"such as {min(codes)} and {min(codes).lstrip('0')}"

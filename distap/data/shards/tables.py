@@ -69,8 +69,8 @@ def read_lines(file: Path, separator: str | None = None) -> Iterator[ListLine]:
                 if any(cells := [cell.strip() for cell in row]):
                     yield ListLine(file, number, cells)
     except (csv.Error, UnicodeEncodeError) as error:
-        told = f"not a table in UTF-8, as Excel's `CSV UTF-8` is: {error}"
-        raise DistapError(f"{file}, line {number + 1}: {told}") from error
+        why = f"not a table in UTF-8, as Excel's `CSV UTF-8` is{f': {error}' if isinstance(error, csv.Error) else ''}"
+        raise DistapError(f"{file}, line {number + 1}: {why}") from error
     except OSError as error:
         raise DistapError(f"{file}: cannot be read: {error.strerror or error}") from error
 

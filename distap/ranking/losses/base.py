@@ -246,6 +246,8 @@ class DescriptorLoss(Loss):
             descriptors = gathered.descriptors.clone().requires_grad_()
             extra = {name: gathered.extra[name].clone() for name in self.extras}
             value = self.loss(descriptors, gathered.labels.clone(), **extra)
+            if value.shape:
+                raise DistapError(f"{type(self).__name__} gave shape {tuple(value.shape)}; expected a scalar")
             gradient, *others = gradients(value, descriptors, *self.parameters)
         return LossValue(value.detach().double(), None, gradient, tuple(others))
 
