@@ -27,7 +27,7 @@ def check_arguments(
     return agreed(world, problem, kind_of(labels, {"descriptors": descriptors, **extra}, loss), count)
 
 
-def agreed(world: World, problem: str | Exception | None, kind: str, mine: Any) -> list[Any]:
+def agreed(world: World, problem: str | Exception | None, kind: Sequence[str], mine: Any) -> list[Any]:
     """Return the value of each rank, `mine` of this one.
 
     Raises a DistapError on all ranks if one has a problem, or if the `kind` of what they were given differs.
@@ -38,9 +38,9 @@ def agreed(world: World, problem: str | Exception | None, kind: str, mine: Any) 
     if any(texts):
         by_rank = [f"rank {rank}: {each}" for rank, each in enumerate(texts) if each]
         raise DistapError(text if len(set(texts)) == 1 else "; ".join(by_rank)) from cause
-    if len(set(kinds)) > 1:
-        by_rank = [f"rank {rank} has {each}" for rank, each in enumerate(kinds)]
-        raise DistapError(f"the ranks were given tensors of different kinds: {'; '.join(by_rank)}")
+    for each in (each for each in zip(*kinds, strict=True) if len(set(each)) > 1):
+        by_rank = [f"rank {rank} has {one}" for rank, one in enumerate(each)]
+        raise DistapError(f"the ranks were given tensors of different kinds, or other losses: {'; '.join(by_rank)}")
     return list(values)
 
 
@@ -105,14 +105,14 @@ def extra_problem(extra: Extra, count: int, taken: Sequence[str]) -> str | None:
     return None
 
 
-def kind_of(labels: Tensor, tensors: Extra, loss: object) -> str:
+def kind_of(labels: Tensor, tensors: Extra, loss: object) -> tuple[str, str]:
     """Describe shapes of labels, types of tensors, and the loss, which have to be the same on all ranks."""
 
     def shape(rows: Tensor) -> str:
         return f"({', '.join(['b', *map(str, rows.shape[1:])])})"
 
     others = [f"{name} {shape(rows)} of {rows.dtype}" for name, rows in sorted(tensors.items())]
-    return ", ".join([f"labels {shape(labels)}", *others, re.sub(r" at 0x\w+", "", repr(loss))])
+    return ", ".join([f"labels {shape(labels)}", *others]), re.sub(r" at 0x\w+", "", repr(loss))
 
 
 def refuse_crossing(levels: Tensor) -> None:

@@ -127,7 +127,7 @@ class ThreeStages:
             if not is_out_of_memory(error):
                 raise
             is_done = False
-        self.probed = all(agreed(self.world, problem, "", is_done))
+        self.probed = all(agreed(self.world, problem, (), is_done))
 
     def _probe(self, batch: Batch) -> None:
         """Describe a few images twice, and refuse a network whose gradient would be silently wrong."""

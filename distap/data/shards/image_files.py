@@ -154,7 +154,7 @@ def _in_folders(source: Path, nested: Nested | None) -> Listing:
     known: dict[str, tuple[str, ...]] = {}
     for folders in sorted(set(found.values()) if nested in ("leaf", "levels") else ()):
         if (other := known.setdefault(folders[-1], folders)) != folders:
-            both, remedy = "/".join(other), "`distap data pack --nested merge` makes one class of them, `path` two"
+            both, remedy = "/".join(other), "`--nested merge` of `distap data pack` makes one class, `path` two"
             raise DistapError(f"{source}: two folders have one name: {both} and {'/'.join(folders)}: {remedy}")
     named = {"top": lambda folders: folders[0], "path": "/".join}.get(nested or "", lambda folders: folders[-1])
     with_levels = slice(-2, None, -1) if nested == "levels" else slice(0)
