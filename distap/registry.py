@@ -244,7 +244,7 @@ class Chosen:
         if not isinstance(value, Mapping):
             if not _lack(self.kind, type(value)):
                 return value
-            raise ValueError(f"{self.kind}: expected a name, or a mapping with `name` and keys")
+            raise ValueError("expected a name, or a mapping with `name` and keys")
         if (name := value.get("name", self.otherwise)) is None:
             raise ValueError(f"the name of the {self.kind} is missing; {suggestion('', REGISTRY[self.kind])}")
         if name != GIVEN:

@@ -1,7 +1,7 @@
 """Losses that classify each image by similarity to proxies: one learned direction per class."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
@@ -183,7 +183,7 @@ class CrossScaleLearning(ProxyLoss):
     """Factor of the similarities and margins."""
     margins: Annotated[tuple[float, ...], Field(min_length=1)] = (0.25, 0.35, 0.45)
     """Margin of similarity of each level, from the finest; fewer levels take the first ones."""
-    tree: tuple[tuple[int, ...], ...] | None = None
+    tree: tuple[tuple[int, ...], ...] | None = field(default=None, repr=False)  # ranks compare the loss by its repr
     """Numbers of the coarser classes that hold each class, finer first; null takes the training set's."""
 
     def sized(self, classes: KnownClasses, dimensions: int | None, seed: int) -> SizedLoss:
