@@ -19,7 +19,7 @@ VALUES_KEPT = 5  # tensors of full size that autograd keeps or makes at once, ab
 def materialised_bytes(loss: Loss, batch: int, itemsize: int = 4) -> int | None:
     """About what `materialised_loss` and its backward take; None if the loss has no materialised form here."""
     if isinstance(loss, RecallAtK):
-        return VALUES_KEPT * itemsize * batch * IMAGES_A_CLASS  # a query at a time
+        return VALUES_KEPT * itemsize * batch * batch * IMAGES_A_CLASS
     if not isinstance(loss, HistogramLoss | SmoothAP | Calibration | BlackBoxAP):
         return None
     depth = 1
@@ -53,25 +53,29 @@ def materialised_loss(loss: Loss, descriptors: Tensor, labels: Tensor) -> Tensor
         return _calibration(loss, similarities, same_class, itself)
     if isinstance(loss, BlackBoxAP):
         return _blackbox(loss, similarities, same_class, itself)
+    if isinstance(loss, RecallAtK):
+        return torch.stack([_recall(loss, descriptors, labels, query) for query in range(len(labels))]).mean()
     raise TypeError(f"{type(loss).__name__} has no materialised form here")
 
 
 def released_recall_gradient(loss: RecallAtK, descriptors: Tensor, labels: Tensor) -> Tensor:
-    """The gradient of RS@k as the authors' trainer takes it: a forward and a backward pass for each query."""
+    """The gradient of RS@k in the least memory: a forward and a backward pass for each query."""
     leaf = descriptors.detach().requires_grad_()
-    for query, label in enumerate(labels.tolist()):
-        positives = (labels == label).nonzero().flatten()
-        positives = positives[positives != query]
-        similarities = leaf @ leaf[query]
-        before = torch.sigmoid((similarities - similarities[positives, None]) / loss.tau)
-        ranks = 1 + before.sum(1) - 0.5  # an image counts itself by half
-        recalls = []
-        for k in loss.ks:
-            hits = torch.sigmoid((k - ranks) / loss.hit_tau).sum().clamp(max=k)
-            recalls.append(hits / min(k, len(positives)))
-        ((1 - torch.stack(recalls).mean()) / len(labels)).backward()
+    for query in range(len(labels)):
+        (_recall(loss, leaf, labels, query) / len(labels)).backward()
     assert leaf.grad is not None
     return leaf.grad
+
+
+def _recall(loss: RecallAtK, descriptors: Tensor, labels: Tensor, query: int) -> Tensor:
+    """The loss of one query, as the authors compute it."""
+    positives = (labels == labels[query]).nonzero().flatten()
+    positives = positives[positives != query]
+    similarities = descriptors @ descriptors[query]
+    before = torch.sigmoid((similarities - similarities[positives, None]) / loss.tau)
+    ranks = 1 + before.sum(1) - 0.5  # an image counts itself by half
+    hits = [torch.sigmoid((k - ranks) / loss.hit_tau).sum().clamp(max=k) / min(k, len(positives)) for k in loss.ks]
+    return 1 - torch.stack(hits).mean()
 
 
 def _soft_binned(loss: HistogramLoss, similarities: Tensor, same_class: Tensor, itself: Tensor) -> Tensor:

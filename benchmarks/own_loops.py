@@ -73,6 +73,32 @@ class CachedGradients(FullBatch):
         self.optimizer.zero_grad(set_to_none=True)
 
 
+class ReleasedRecallLoop(FullBatch):
+    """The order of the trainer that Patel et al. released with RS@k, on one rank.
+
+    A first pass whose graphs are built and freed; the loss by autograd, query by query; and a second pass, for which
+    no random state is restored.
+    """
+
+    forwards = 2.0
+
+    def __call__(self) -> None:
+        task = self._task
+        parts = []
+        for rows in task.micro_batches:
+            with task.autocast():
+                parts.append(self._network(task.images(rows)).detach())
+        leaves = torch.cat(parts).requires_grad_()
+        _loss_of_all(leaves, task).backward()
+        assert leaves.grad is not None
+        for rows in task.micro_batches:
+            with task.autocast():
+                descriptors = self._network(task.images(rows))
+            descriptors.backward(leaves.grad[rows])
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
 class MultistageLoop(FullBatch):
     """distap's drop-in in a loop of one's own, with the caller's DistributedDataParallel and optimiser."""
 

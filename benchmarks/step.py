@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar
 
 import torch
+import yaml
 from pydantic import model_validator
 from typer import Option
 
@@ -31,12 +32,21 @@ from benchmarks.measuring import (
     peaks_of,
     relative_difference,
 )
-from benchmarks.own_loops import CachedGradients, Contender, FullBatch, GradCachePackage, MultistageLoop, lines_of
+from benchmarks.own_loops import (
+    CachedGradients,
+    Contender,
+    FullBatch,
+    GradCachePackage,
+    MultistageLoop,
+    ReleasedRecallLoop,
+    lines_of,
+)
 from distap.config.recipe import PrecisionName
 from distap.errors import DistapError
 from distap.model.folding import fold_batchnorm
 from distap.model.network import RetrievalNetwork
-from distap.ranking.losses.quantized import QuantizedAP
+from distap.ranking.loss import build_loss
+from distap.ranking.losses.smooth import RecallAtK
 from distap.stages.replica import autocast
 from distap.stages.sizes import free_memory
 from distap.world import World
@@ -81,6 +91,7 @@ class StepBenchmark(harness.Benchmark):
         "random"
     )
     image_size: harness.ImageSize = 96
+    loss: Annotated[str, Option(help="Loss as a recipe writes it.")] = "ap_q"
     batch: Annotated[int, Option(help="Images of a global batch, B.", min=1)] = 256
     micro_batch: harness.MicroBatch = 16
     ranks: Annotated[int | None, Option(help="Ranks on this machine; by default one a GPU, or two on CPUs.")] = None
@@ -182,7 +193,7 @@ class StepBenchmark(harness.Benchmark):
 
     def _task(self, batch: int, network: RetrievalNetwork, world: World, precision: PrecisionName) -> Task:
         images = SeededBatch(batch, self.image_size, IMAGES_A_CLASS, world)
-        return Task(network, images, self.micro_batch, QuantizedAP(), world, precision)
+        return Task(network, images, self.micro_batch, build_loss(yaml.safe_load(self.loss)), world, precision)
 
     def report_of(self, found: harness.Row) -> harness.Report:
         """Make a report of what rank 0 measured."""
@@ -190,7 +201,7 @@ class StepBenchmark(harness.Benchmark):
         floors = {row["contender"]: row for row in figures if row["contender"] in (TWO_PASSES, ONE_PASS)}
         title = (
             f"a step of {self.backbone}, {self.image_size} px, B = {self.batch}, micro-batches of "
-            f"{self.micro_batch}, {self.world_size} ranks, {'bf16' if self.bf16 else 'float32'}"
+            f"{self.micro_batch}, {self.loss}, {self.world_size} ranks, {'bf16' if self.bf16 else 'float32'}"
         )
         shown = []
         for row in figures:
@@ -293,6 +304,8 @@ def possible_contenders(task: Task, graph: float) -> tuple[dict[str, Contender],
         chosen["cached gradients"] = CachedGradients(task)
         if find_spec("gradcache"):
             chosen["gradcache package"] = GradCachePackage(task)
+        if isinstance(task.loss, RecallAtK) and world.size == 1:
+            chosen["RS@k's released loop"] = ReleasedRecallLoop(task)
     else:
         omitted["cached gradients"] = f"its loss takes {pairs / 1e9:.1f} GB, for all pairs by autograd"
     if graphs + pairs <= free:

@@ -46,7 +46,7 @@ def entries(text: str) -> dict[str, str]:
 def write(*upgrade: str) -> None:
     """Resolve everything together, then find out what each part needs of it."""
     if shutil.which("uv") is None:
-        sys.exit("launch/lock.py needs uv: pip install uv")
+        sys.exit("launch/lock.py needs uv, which launch/setup installs: put .venv/bin on the PATH")
     everything = [argument for source in sources().values() for argument in source if argument != str(PROJECT)]
     compiled(str(PROJECT), *everything, "--generate-hashes", "--output-file", str(LOCK), *upgrade)
     whole = entries(LOCK.read_text())  # which has the versions of before, unless they are to be upgraded
