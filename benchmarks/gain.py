@@ -104,9 +104,10 @@ class GainBenchmark(harness.Benchmark):
         if wrong := [one for one in (*self.variant, *self.recipe) if ": " not in one]:
             raise DistapError(f"{wrong[0]!r}: expected a name, a colon and a space, and what it stands for")
         about = dict.fromkeys(self.contender, "") | dict(one.split(": ", 1) for one in (*self.variant, *self.recipe))
-        each = [(name, contender) for name in self.set for contender in about]
-        trainings = chain.from_iterable(self.trained(name, one, about[one], lines) for name, one in each)
-        for _ in track(trainings, "trainings", len(each) * (len(self.rate) + self.seeds)):
+        # In turns, since a shared machine slows down at times.
+        turns = (zip(*(self.trained(of, one, about[one], lines) for one in about), strict=True) for of in self.set)
+        trainings = chain.from_iterable(chain.from_iterable(turns))
+        for _ in track(trainings, "trainings", len(self.set) * len(about) * (len(self.rate) + self.seeds)):
             pass
         rows = list(chain.from_iterable(self.rows(name, about, lines) for name in self.set))
         title = f"{self.seconds:.0f} s of processor time"
