@@ -26,16 +26,9 @@ from distap.storage.remotes import UnreachableError
 from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.terminal import origin, set_up_run_logging
 from distap.telemetry.tracing import traced
-from distap.training.build import (
-    describing_of,
-    describing_of_set,
-    images_of,
-    learner_of,
-    loss_of,
-    step_of,
-)
+from distap.training.build import describing_of, describing_of_set, images_of, learner_of, loss_of, step_of
 from distap.training.run_report import RunReport
-from distap.training.run_state import Figures, RunState, is_begun, score_of
+from distap.training.run_state import Figures, RunState, is_begun, require_same, score_of
 from distap.training.schedule import Length
 from distap.training.start_checks import checked_data, checked_network, described_once, whiten_projection
 from distap.world import World, joined_world
@@ -76,6 +69,7 @@ class Trainer:
         self.recipe, self.world = recipe, world
         self.endpoint, self._began = endpoint or Endpoint(world.rank), time.perf_counter()
         self.endpoint.watchdog = world.watchdog
+        require_same(recipe, world)
         # The report comes first, so that metrics show a start that takes long or fails again and again.
         self.report = RunReport(recipe, world, recipe.sampling.size, self.endpoint)
         self.stopwatch = Stopwatch(world.device)

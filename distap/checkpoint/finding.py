@@ -100,7 +100,7 @@ def _verified(checkpoints: Checkpoints, name: str, download: Path, world: World)
             try:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
-                checkpoints.fetch(name, names, folder)
+                checkpoints.fetch(name, [*names, MANIFEST_FILE], folder)
             except OSError as error:
                 raise DistapError(f"{folder}: no checkpoint can be downloaded to there: {error}; see run") from error
         for file in names:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import distap
 from distap.checkpoint.agreement import on_all
 from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER, Checkpoint, Checkpoints, FilesBeside
 from distap.checkpoint.finding import newest_checkpoint
@@ -19,6 +20,7 @@ from distap.data.sampling import MinedSampling
 from distap.errors import CAUSES, DistapError, logger
 from distap.evaluation.saved import FOLDER as EVALUATIONS
 from distap.model.backbone import SOURCES, built_again
+from distap.ranking.rankable import agreed
 from distap.registry import by_path
 from distap.storage.files import Storage
 from distap.telemetry.runlog import RUN_LOG, STARTS_LOG
@@ -30,6 +32,16 @@ from distap.world import World
 BESIDE = ("recipe.yaml", RUN_LOG, STARTS_LOG, f"{EVALUATIONS}/*/*", "loggers/*", "tensorboard/*")
 Figures = dict[str, dict[str, float]]  # by data set, the validation set first
 MAY_CHANGE = ("learning_rate", "clip_norm", "head_only")  # of `optimizer`; its state does not depend on them
+HOSTS_OWN: dict[str, Any] = {"run": True, "logs": True, "metrics": True}  # of a recipe; data are compared apart
+HOSTS_OWN["data"] = {"train", "validation", "gallery", "workers", "prefetch", "pixels"}
+
+
+def require_same(recipe: Recipe, world: World) -> None:
+    """Raise a DistapError on all ranks if one has another recipe, but for what is a host's own, or another distap."""
+    settings = {"distap": distap.__version__, **recipe.model_dump(mode="json", exclude=HOSTS_OWN)}
+    of_rank_0 = world.gather_values(settings)[0]
+    others = "; ".join(_differences(of_rank_0, settings, "{}: {} on rank 0, {} here"))
+    agreed(world, others and f"not what rank 0 trains: {others}; start all hosts alike", (), None)
 
 
 def is_begun(recipe: Recipe, world: World) -> bool:
@@ -157,12 +169,12 @@ def _identity(recipe: dict[str, Any], fingerprint: object) -> dict[str, Any]:
     }
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the settings that differ from those of `now`, each as `key: was A, is B`."""
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], told: str = "{}: was {}, is {}") -> list[str]:
+    """Return the settings that differ from those of `now`, each `told` by key and both values."""
     was, has = (dict(by_path({name: of[name] for name in now if name in of}, ".")) for of in (before, now))
     changed = [key for key in was | has if was.get(key, "unset") != has.get(key, "unset")]
     return [
-        f"{key}: was {_shown(was.get(key, 'unset'))}, is {_shown(has.get(key, 'unset'))}"
+        told.format(key, _shown(was.get(key, "unset")), _shown(has.get(key, "unset")))
         for key in changed
         if not any(other.startswith(f"{key}.") for other in changed)  # a null that became a section
     ]

@@ -52,9 +52,7 @@ def test_a_file_that_is_missing_cut_or_longer_is_refused(tmp_path, images):
     with pytest.raises(DistapError, match="no such file; `distap extract` writes it"):
         read_descriptors(tmp_path)
     write_descriptors(tmp_path, images)
-    for path in tmp_path.iterdir():
-        if path.name == "about.json":
-            continue
+    for path in {*tmp_path.iterdir()} - {tmp_path / "about.json"}:
         whole = path.read_bytes()
         for damaged in (whole[:-1], whole[: len(whole) // 2], b"", whole + b"x"):
             path.write_bytes(damaged)

@@ -8,6 +8,7 @@ import torch
 from servers import s3_files, s3_server
 from small_trainings import losses, parameters, recipe, train
 
+from distap.apps.export.exporting import export_to_folder
 from distap.checkpoint.finding import opened_checkpoint
 from distap.data.shards.indexing import index_shards
 from distap.errors import FINISHED, RESTART, DistapError
@@ -61,6 +62,7 @@ def test_a_run_that_was_stopped_goes_on_elsewhere_bit_for_bit(tmp_path, training
     _, network = trained_network(url, World())
     saved = parameters(undisturbed)
     assert all(torch.equal(value, saved[f"network.{name}"]) for name, value in network.state_dict().items())
+    assert export_to_folder(url, tmp_path / "exported", ["safetensors"])[0].dimensions == network.dimensions
     with opened_checkpoint(url, best=True) as best:
         assert best.manifest.score == next(iter(best.state()["figures"].values()))["mAP"]
     with pytest.raises(DistapError, match="s3://shards/nothing: no checkpoint there"):

@@ -281,17 +281,22 @@ def test_too_much_damage_in_one_step_stops_the_training(tmp_path, training_shard
 
 
 def start_apart(world, run, shards):
-    """Rank 1 sees another data set."""
-    try:
-        train(world, run, shards[world.rank :])
-    except DistapError as error:
-        return str(error)
-    return "trained"
+    """Rank 1 sees another data set, has another recipe, or only workers of its own."""
+    apart = (shards[world.rank :], {}), (shards, {"steps": 2 + world.rank}), (shards, {"data__workers": world.rank})
+    said = []
+    for own, changes in apart:
+        try:
+            said.append(Trainer(recipe(run, own, **changes), world).train())
+        except DistapError as error:
+            said.append(str(error))
+    return said
 
 
-def test_ranks_that_see_different_data_are_refused_on_every_rank(tmp_path, training_shards):
-    for answer in on_ranks(2, start_apart, tmp_path, training_shards):
-        assert "the ranks see different data" in answer
+def test_ranks_that_do_not_train_the_same_are_refused_on_every_rank(tmp_path, training_shards):
+    for data, settings, of_hosts in on_ranks(2, start_apart, tmp_path, training_shards):
+        assert "the ranks see different data" in data
+        assert settings == "rank 1: not what rank 0 trains: steps: 2 on rank 0, 3 here; start all hosts alike"
+        assert of_hosts == FINISHED
 
 
 def test_the_log_tells_where_the_seconds_of_a_step_went(tmp_path, training_shards):

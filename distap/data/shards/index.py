@@ -17,13 +17,7 @@ from numpy.typing import NDArray
 from distap.data.labels import table_of_levels
 from distap.data.map_style import rows_behind
 from distap.data.plan import Classes
-from distap.data.shards.image_files import (
-    ImageFile,
-    levels_of_each_class,
-    list_images,
-    look_at_all,
-    sort_classes,
-)
+from distap.data.shards.image_files import ImageFile, levels_of_each_class, list_images, look_at_all, sort_classes
 from distap.data.shards.image_folders import Skipped
 from distap.errors import DistapError
 from distap.randomness import permutation

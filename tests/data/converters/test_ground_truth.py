@@ -116,10 +116,7 @@ def test_uned_is_right_by_class_and_domain_in_one_index(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        (lambda c: c.update(qimlist=["q", "r"]), "ValueError.*shorter"),
-        (lambda c: c.pop("gnd"), "KeyError.*gnd"),
-    ],
+    [(lambda c: c.update(qimlist=["q", "r"]), "ValueError.*shorter"), (lambda c: c.pop("gnd"), "KeyError.*gnd")],
 )
 def test_a_wrong_ground_truth_of_revisited_is_refused(change, message, tmp_path):
     contents = copy.deepcopy(CONTENTS)
