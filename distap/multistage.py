@@ -22,7 +22,7 @@ from distap.ranking.loss import AnyLoss
 from distap.ranking.losses.base import DescriptorLoss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Ranking
-from distap.ranking.rankable import agreed, check_arguments, extra_problem, images_problem, kind_of, label_problem
+from distap.ranking.rankable import check_arguments, extra_problem, images_problem, kind_of, label_problem
 from distap.stages.exactness import evaluating
 from distap.stages.fsdp import FSDPReplica
 from distap.stages.given_batch import GivenBatch, Outputs, are_alike, cut_along_rows, refuse_graphs, rows_of
@@ -234,7 +234,7 @@ class Multistage(RankingModule):
         except Exception as error:  # such as one of the caller's iterator: the other ranks must not wait
             problem = error
         mine = [len(known) if known.ndim else 0, are_alike(parts), int(torch.randint(2**62, ()))]
-        lengths, alike, seeds = zip(*agreed(world, problem, kind_of(known, others, self.loss), mine), strict=True)
+        lengths, alike, seeds = zip(*world.agreed(problem, kind_of(known, others, self.loss), mine), strict=True)
         self._calls += 1
         # All ranks cut as many micro-batches, since FSDP gathers parameters in each: a shorter share is padded to the
         # longest, and if one rank's images differ in size, all ranks describe theirs one by one.

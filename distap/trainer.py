@@ -75,9 +75,7 @@ class Trainer:
         self.stopwatch = Stopwatch(world.device)
         # Data: what a person may have got wrong is found by rank 0 alone, and told once.
         self.images, self.sets = first_on_rank_0(world, partial(checked_data, recipe, world, self.stopwatch))
-        if len(set(world.gather_values(data := self.images.fingerprint))) > 1:
-            own = f"rank {world.rank} has fingerprint {data[:12]}"
-            raise DistapError(f"{recipe.data.train}: the ranks see different data; {own}")
+        world.agreed(None, [self.images.fingerprint[:12]], None, f"data in {recipe.data.train}")
         self.length = first_on_rank_0(world, partial(Length, recipe, self.images.index, self.images.size))
         # Network and evaluations, before an engine takes its parameters apart.
         self.is_begun = is_begun(recipe, world)

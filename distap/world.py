@@ -12,7 +12,7 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -135,6 +135,24 @@ class World:
     def all_agree(self, holds: bool) -> bool:
         """Return, on every rank, whether the condition holds on all ranks."""
         return self.maximum(0.0 if holds else 1.0) == 0.0
+
+    def agreed(
+        self, problem: str | Exception | None, kind: Sequence[str], mine: Any, of: str = "inputs"
+    ) -> list[Any]:
+        """Return the value of each rank, `mine` of this one.
+
+        Raises a DistapError on all ranks if one has a problem, or if the `kind` of what they see differs.
+        """
+        text = str(problem or "") if isinstance(problem, str | DistapError | None) else repr(problem)
+        texts, kinds, values = zip(*self.gather_values([text, kind, mine]), strict=True)
+        cause = problem if isinstance(problem, Exception) else None
+        if any(texts):
+            by_rank = [f"rank {rank}: {each}" for rank, each in enumerate(texts) if each]
+            raise DistapError(text if len(set(texts)) == 1 else "; ".join(by_rank)) from cause
+        for each in (each for each in zip(*kinds, strict=True) if len(set(each)) > 1):
+            by_rank = [f"rank {rank} has {one}" for rank, one in enumerate(each)]
+            raise DistapError(f"the ranks see different {of}: {'; '.join(by_rank)}")
+        return list(values)
 
     def barrier(self) -> None:
         self._together(dist.barrier)

@@ -99,7 +99,7 @@ class Agent:
     def _start(self, port: int, failures: int) -> None:
         place = self._place
         if place.port:
-            last, meeting = place.first + place.ranks - 1, f"{place.address}:{place.port}"
+            last, meeting = place.first + place.ranks - 1, f"{place.address}:{place.port}, and wait there for all"
             logger.info("starting ranks %d to %d of %d, which all meet at %s", place.first, last, place.size, meeting)
         self._ranks.clear()
         # A fork has this process's handlers until it sets its own. A signal in between would be noted there, where

@@ -19,9 +19,9 @@ from concurrent.futures import wait
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
-from distap.errors import CollectiveError
+from distap.errors import CollectiveError, DistapError
 from distap.processes.forks import in_daemon
 
 POLL_SECONDS = 0.05
@@ -70,7 +70,10 @@ def join(rank: int, size: int, timeout_seconds: float) -> Party:
 
     def joined() -> Party:
         left = timedelta(seconds=max(deadline - time.monotonic(), 1))
-        server = TCPStore(host, port, None, serves, left, wait_for_workers=False, multi_tenant=True)
+        try:
+            server = TCPStore(host, port, None, serves, left, wait_for_workers=False, multi_tenant=True)
+        except DistError as error:
+            raise CollectiveError(f"{where} cannot be opened: {str(error).splitlines()[0]}") from error
         server.set_timeout(timedelta(seconds=timeout_seconds))  # what is left to join is too short for later
         store, members = _met(server, RankProcess(rank), size, timeout_seconds, deadline)
         return Party(store, members, f"{host}:{port}", rank, serves)
@@ -103,6 +106,10 @@ def _met(
         if store.check(["members"]):
             members = [RankProcess(**json.loads(line)) for line in store.get("members").splitlines()]
             if me in members:  # or else they are of an earlier attempt
+                if len(members) != size:
+                    raise DistapError(
+                        f"{me} was started as one of {size} ranks, {members[0]} as one of {len(members)}"
+                    )
                 return store, members
         if time.monotonic() > deadline:
             # If all have answered, but are not written down, rank 0 is the one that is gone.

@@ -24,24 +24,7 @@ def check_arguments(
     problem: str | None = _problem(descriptors, labels) or images_problem(images, labels)
     problem = problem or extra_problem(extra, len(labels), loss.extras if loss else ())
     count = len(labels) if labels.ndim else 0
-    return agreed(world, problem, kind_of(labels, {"descriptors": descriptors, **extra}, loss), count)
-
-
-def agreed(world: World, problem: str | Exception | None, kind: Sequence[str], mine: Any) -> list[Any]:
-    """Return the value of each rank, `mine` of this one.
-
-    Raises a DistapError on all ranks if one has a problem, or if the `kind` of what they were given differs.
-    """
-    text = str(problem or "") if isinstance(problem, str | DistapError | None) else repr(problem)
-    texts, kinds, values = zip(*world.gather_values([text, kind, mine]), strict=True)
-    cause = problem if isinstance(problem, Exception) else None
-    if any(texts):
-        by_rank = [f"rank {rank}: {each}" for rank, each in enumerate(texts) if each]
-        raise DistapError(text if len(set(texts)) == 1 else "; ".join(by_rank)) from cause
-    for each in (each for each in zip(*kinds, strict=True) if len(set(each)) > 1):
-        by_rank = [f"rank {rank} has {one}" for rank, one in enumerate(each)]
-        raise DistapError(f"the ranks were given tensors of different kinds, or other losses: {'; '.join(by_rank)}")
-    return list(values)
+    return world.agreed(problem, kind_of(labels, {"descriptors": descriptors, **extra}, loss), count)
 
 
 def _problem(descriptors: Tensor, labels: Tensor) -> str | None:

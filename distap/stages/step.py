@@ -34,7 +34,7 @@ from distap.ranking.losses.base import DescriptorLoss
 from distap.ranking.losses.proxies import ProxyLoss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Mode, Ranking, rank_descriptors, start_gathering
-from distap.ranking.rankable import agreed, refuse_other_leaves
+from distap.ranking.rankable import refuse_other_leaves
 from distap.stages.exactness import SavedBuffers, drift, drift_error, mixes_images, normalises_by_batch, refuse_mixing
 from distap.stages.micro_batches import BackwardPass, Batch, MicroBatchSizes, Rows, backward_passes, is_out_of_memory
 from distap.stages.replica import Replica
@@ -127,7 +127,7 @@ class ThreeStages:
             if not is_out_of_memory(error):
                 raise
             is_done = False
-        self.probed = all(agreed(self.world, problem, (), is_done))
+        self.probed = all(self.world.agreed(problem, (), is_done))
 
     def _probe(self, batch: Batch) -> None:
         """Describe a few images twice, and refuse a network whose gradient would be silently wrong."""

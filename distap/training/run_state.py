@@ -20,7 +20,6 @@ from distap.data.sampling import MinedSampling
 from distap.errors import CAUSES, DistapError, logger
 from distap.evaluation.saved import FOLDER as EVALUATIONS
 from distap.model.backbone import SOURCES, built_again
-from distap.ranking.rankable import agreed
 from distap.registry import by_path
 from distap.storage.files import Storage
 from distap.telemetry.runlog import RUN_LOG, STARTS_LOG
@@ -41,7 +40,7 @@ def require_same(recipe: Recipe, world: World) -> None:
     settings = {"distap": distap.__version__, **recipe.model_dump(mode="json", exclude=HOSTS_OWN)}
     of_rank_0 = world.gather_values(settings)[0]
     others = "; ".join(_differences(of_rank_0, settings, "{}: {} on rank 0, {} here"))
-    agreed(world, others and f"not what rank 0 trains: {others}; start all hosts alike", (), None)
+    world.agreed(others and f"not what rank 0 trains: {others}; start all hosts alike", (), None)
 
 
 def is_begun(recipe: Recipe, world: World) -> bool:

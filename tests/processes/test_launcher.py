@@ -40,8 +40,7 @@ TWO = "--nproc-per-node=2"
 
 def test_ranks_that_finish_give_status_0(tmp_path):
     with started(launcher(TWO, "finish", tmp_path).command, tmp_path) as job:
-        assert job.status() == FINISHED
-        assert job.left() == []
+        assert (job.status(), job.left()) == (FINISHED, [])
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
@@ -62,8 +61,7 @@ def test_ranks_of_a_host_that_lacks_something_meet(tmp_path, host):
 
 def test_a_mistake_is_not_tried_again_and_gives_status_2(tmp_path):
     with started(launcher(f"{TWO} --max-restarts=3", "mistake", tmp_path), tmp_path) as job:
-        assert job.status() == MISTAKE
-        assert job.left() == []
+        assert (job.status(), job.left()) == (MISTAKE, [])
         assert not (tmp_path / "0.1").exists()
         assert "rank 1" in job.said and "left: DistapError: no such data" in job.said
 

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from distap.errors import FAILED, MISTAKE, DistapError
 from distap.processes.forks import in_daemon
-from distap.processes.meeting import Party, RankProcess
+from distap.processes.meeting import Party, RankProcess, _met
 from distap.processes.watchdog import Watchdog, is_of_the_network
 from distap.storage.remotes import UnreachableError
 
@@ -48,21 +48,16 @@ def test_a_stopped_rank_ends_all_others_with_its_name_and_the_collective(tmp_pat
         job.wait_for_step(2, 5)
         stopped = job.pid(rank)
         os.kill(stopped, signal.SIGSTOP)
-        assert job.status(seconds=120) == FAILED
-        assert job.left() == []
-        told = re.findall(
-            rf"rank \d: all_gather of rows \(gather of step \d+\) did not finish within 5 s: "
-            rf"rank {rank} \(\S+, pid {stopped}\) has not been heard of for \d+ s",
-            job.said,
-        )
-        assert len(told) == 2, job.said
+        assert (job.status(seconds=120), job.left()) == (FAILED, [])
+        told = rf"rank {rank} \(\S+, pid {stopped}\) has not been heard of for \d+ s"
+        told = rf"rank \d: all_gather of rows \(gather of step \d+\) did not finish within 5 s: {told}"
+        assert len(re.findall(told, job.said)) == 2, job.said
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_stuck_is_named_with_what_it_does(tmp_path):
     with started(launcher(ranks(2), "stuck", tmp_path, timeout_seconds=3), tmp_path) as job:
-        assert job.status(seconds=120) == FAILED
-        assert job.left() == []
+        assert (job.status(seconds=120), job.left()) == (FAILED, [])
         told = rf"rank 1 \(\S+, pid {job.pid(1)}\) has not reached it; it has been in describe of step 3 for \d+ s"
         # Both say so, and the stuck one where it stands.
         assert len(re.findall(told, job.said)) == 2, job.said
@@ -72,9 +67,16 @@ def test_a_rank_that_is_stuck_is_named_with_what_it_does(tmp_path):
 @pytest.mark.slow
 def test_a_rank_that_never_joins_is_named_on_all_others(tmp_path):
     with started(launcher(ranks(3), "absent", tmp_path), tmp_path) as job:
-        assert job.status(seconds=120) == FAILED
-        assert job.left() == []
+        assert (job.status(seconds=120), job.left()) == (FAILED, [])
         assert len(re.findall(r"rank 1 of 3 did not join within 5 s; those that did: rank 0 \(", job.said)) == 2
+
+
+def test_hosts_that_expect_other_numbers_of_ranks_are_told_both():
+    store = HashStore()
+    first = in_daemon(lambda: _met(store, RankProcess(0), 2, 9, 1e9), "a test")
+    with pytest.raises(DistapError, match=r"rank 1 \(.* as one of 3 ranks, rank 0 \(.* as one of 2"):
+        _met(store, RankProcess(1), 3, 9, 1e9)
+    assert len(first.result()[1]) == 2
 
 
 class CountingStore:

@@ -139,13 +139,12 @@ def test_a_file_that_is_cut_or_damaged_is_refused_before_faiss_sees_it(monkeypat
     monkeypatch.setattr(faiss, "read_index", lambda _: pytest.fail("Faiss was given a damaged file"))
     path = written / name
     whole = path.read_bytes()
-    for length in (0, 1, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:length])
-        with pytest.raises(DistapError, match=f"{name}: .*: {length} bytes, not the {len(whole)} in about.json"):
-            read_index(written)
-    for place in (0, 9, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
-        with pytest.raises(DistapError, match=f"{name}: damaged or another file"):
+    places, told = (len(whole) // 2, len(whole) - 1), f"bytes, not the {len(whole)} in about.json"
+    wrong = {whole[:n]: f".*: {n} {told}" for n in (0, 1, *places)}
+    wrong |= {whole[:n] + bytes([whole[n] ^ 4]) + whole[n + 1 :]: "damaged or another file" for n in (0, 9, *places)}
+    for found, problem in wrong.items():
+        path.write_bytes(found)
+        with pytest.raises(DistapError, match=f"{name}: {problem}"):
             read_index(written)
     path.unlink()
     with pytest.raises(DistapError, match=f"{name}: No such file"):

@@ -82,6 +82,5 @@ def _same_subject(file: Path) -> dict[str, Any]:
 
 
 DATASETS["ijb-c"] = Dataset(  # Maze et al. 2018, with the protocol of retrieval of Brown et al. 2020
-    Split("test", "ijbc_metadata.csv", _ijb_c, truth=_same_subject),
-    folders=("protocols", "protocols/archive", ""),
+    Split("test", "ijbc_metadata.csv", _ijb_c, truth=_same_subject), folders=("protocols", "protocols/archive", "")
 )

@@ -111,6 +111,5 @@ def _in_hierarchy(source: Path, file: Path) -> Iterator[ImageFile]:
 
 
 DATASETS["h-gldv2"] = Dataset(  # Ramzi et al. 2023; counts: elias-ramzi/SupRank, config/dataset/gldv2_hier.yaml
-    Split("train", "train_clean.csv", _in_hierarchy, (Count(970_981, 46_593),)),
-    folders=FOLDERS,
+    Split("train", "train_clean.csv", _in_hierarchy, (Count(970_981, 46_593),)), folders=FOLDERS
 )

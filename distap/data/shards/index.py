@@ -199,7 +199,7 @@ def _index_of_whole(source: Source, compare: bool) -> Index:
         if not source.scheme and source.pattern is None and not any(Path(source.base).glob("*.tar")):
             remedy = f"a folder with a sub-folder a class is imagefolder:{source}, or is packed by `distap data pack`"
             raise DistapError(f"{source}: no .tar file is in it; {remedy}") from error
-        remedy = f"`distap data index {quote(str(source))}` makes one from its shards"
+        remedy = f"`distap data index {quote(str(source))}` makes one from its shards, if they are there"
         raise DistapError(f"{source}: no {source.index_name} in it; {remedy}") from error
     if compare:
         _require_shards(source, index)

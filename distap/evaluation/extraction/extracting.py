@@ -60,10 +60,7 @@ class Extraction:
     boxes: Mapping[int, Box] = field(default_factory=dict)  # by image number, the part to describe, in pixels
 
     def __post_init__(self) -> None:
-        world = self.how.world
-        if len(set(world.gather_values(self.images.index.fingerprint))) > 1:
-            mine = f"rank {world.rank} has fingerprint {self.images.index.fingerprint[:12]}"
-            raise DistapError(f"{self.images.name}: the ranks see different images; {mine}")
+        self.how.world.agreed(None, [self.images.index.fingerprint[:12]], None, f"images in {self.images.name}")
 
     @property
     def part_size(self) -> int:
