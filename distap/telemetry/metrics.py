@@ -32,7 +32,7 @@ OF_RANK: dict[str, tuple[Any, ...]] = {
     "read_retries": (Counter, "data_read_retries", "Reads that were tried again"),
     "step": (Gauge, "step", "Steps behind the present state"),
     "last_step": (Gauge, "last_step_timestamp_seconds", "When the last step ended"),
-    "restarts": (Gauge, "restarts", "Times that the launcher has started the ranks again"),
+    "restarts": (Gauge, "restarts", "Times that this launcher has started the ranks again"),
     "host_memory": (Gauge, "host_memory_peak_bytes", "Greatest resident memory so far"),
     "device_memory": (Gauge, "device_memory_peak_bytes", "Greatest GPU memory so far"),
 }
