@@ -1,6 +1,9 @@
 # shellcheck shell=bash
 # Functions about this host; the scripts that start a training source this file.
 
+# torch warns of lost connections with pages of C++ frames; distap's own errors name rank, host and collective.
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
+
 # Print the Python to run: $PYTHON, that of the active environment, that of .venv in the repository, or `python`.
 find_python() {
     local own
