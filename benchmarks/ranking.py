@@ -100,6 +100,8 @@ class RankingBenchmark(harness.Benchmark):
         for name, loss in losses.items():
             candidates[name] = partial(rank_descriptors, loss, gathered, "sharded", memory_bytes)
             taken = materialised_bytes(loss, batch)
+            if isinstance(loss, RecallAtK) and taken:
+                taken //= batch  # a query at a time
             if world.size == 1 and taken is not None and taken <= self.materialised_mb * 10**6:
                 candidates[f"materialised {name}"] = partial(_materialised_gradient, loss, gathered)
         for candidate in candidates.values():
