@@ -136,15 +136,13 @@ class World:
         """Return, on every rank, whether the condition holds on all ranks."""
         return self.maximum(0.0 if holds else 1.0) == 0.0
 
-    def agreed(
-        self, problem: str | Exception | None, kind: Sequence[str], mine: Any, of: str = "inputs"
-    ) -> list[Any]:
-        """Return the value of each rank, `mine` of this one.
+    def agreed(self, problem: str | Exception | None, kind: Sequence[str], own: Any, of: str = "inputs") -> list[Any]:
+        """Return the value of each rank, `own` of this one.
 
         Raises a DistapError on all ranks if one has a problem, or if the `kind` of what they see differs.
         """
         text = str(problem or "") if isinstance(problem, str | DistapError | None) else repr(problem)
-        texts, kinds, values = zip(*self.gather_values([text, kind, mine]), strict=True)
+        texts, kinds, values = zip(*self.gather_values([text, kind, own]), strict=True)
         cause = problem if isinstance(problem, Exception) else None
         if any(texts):
             by_rank = [f"rank {rank}: {each}" for rank, each in enumerate(texts) if each]
@@ -209,6 +207,7 @@ def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator
     is_alone = names[0] not in os.environ
     try:
         rank, size, local_rank, _ = (0, 1, 0, 0) if is_alone else [int(os.environ[name]) for name in names]
+        _ = is_alone or os.environ["MASTER_ADDR"]  # which the meeting reads, as it does the port
     except (KeyError, ValueError) as error:
         raise DistapError(f"RANK is set, but the environment of torchrun is incomplete: {error}") from error
     device = device_of(local_rank, wanted)

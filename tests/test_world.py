@@ -44,10 +44,10 @@ def test_an_incomplete_environment_of_torchrun_is_an_error(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(DistapError, match="environment of torchrun is incomplete"), joined_world():
         pass
-    for name in ("WORLD_SIZE", "LOCAL_RANK"):
+    for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
-    monkeypatch.delenv("MASTER_PORT", raising=False)
-    with pytest.raises(DistapError, match="environment of torchrun is incomplete: 'MASTER_PORT'"), joined_world():
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(DistapError, match="environment of torchrun is incomplete: 'MASTER_ADDR'"), joined_world():
         pass
 
 
