@@ -16,10 +16,13 @@ IMAGES_A_CLASS = 8
 VALUES_KEPT = 5  # tensors of full size that autograd keeps or makes at once, about
 
 
-def materialised_bytes(loss: Loss, batch: int, itemsize: int = 4) -> int | None:
-    """About what `materialised_loss` and its backward take; None if the loss has no materialised form here."""
+def materialised_bytes(loss: Loss, batch: int, itemsize: int = 4, recall_queries: int | None = None) -> int | None:
+    """About what `materialised_loss` and its backward take; None if the loss has no materialised form here.
+
+    RS@k may take its queries one by one (`released_recall_gradient`): `recall_queries` of them at once.
+    """
     if isinstance(loss, RecallAtK):
-        return VALUES_KEPT * itemsize * batch * batch * IMAGES_A_CLASS
+        return VALUES_KEPT * itemsize * batch * (recall_queries or batch) * IMAGES_A_CLASS
     if not isinstance(loss, HistogramLoss | SmoothAP | Calibration | BlackBoxAP):
         return None
     depth = 1

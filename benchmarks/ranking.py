@@ -99,9 +99,7 @@ class RankingBenchmark(harness.Benchmark):
         candidates: dict[str, Callable[[], object]] = {"dense": dense_product(gathered)}
         for name, loss in losses.items():
             candidates[name] = partial(rank_descriptors, loss, gathered, "sharded", memory_bytes)
-            taken = materialised_bytes(loss, batch)
-            if isinstance(loss, RecallAtK) and taken:
-                taken //= batch  # a query at a time
+            taken = materialised_bytes(loss, batch, recall_queries=1)
             if world.size == 1 and taken is not None and taken <= self.materialised_mb * 10**6:
                 candidates[f"materialised {name}"] = partial(_materialised_gradient, loss, gathered)
         for candidate in candidates.values():
