@@ -103,7 +103,7 @@ def test_micro_batches_are_halved_until_they_fit():
 
 
 def gathered_on(device, dtype):
-    raw, labels = problem(4, 300, 7)
+    raw, labels = problem(4, 300, 40)
     raw, labels = normalize(raw).to(device, dtype), labels.unique(return_inverse=True)[1].to(device)
     return gather(raw, labels, torch.ones_like(labels, dtype=torch.bool), World(device=device), len(labels))
 

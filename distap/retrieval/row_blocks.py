@@ -113,17 +113,14 @@ def require_same_dimensions(queries: Descriptors, gallery: Descriptors) -> None:
 
 
 def installed_faiss() -> Any:
-    """Return the module of Faiss, which only search needs. Raise a DistapError if it is missing.
-
-    Faiss then takes as many threads as torch, so that ranks on one machine share its cores.
-    """
+    """Return the module of Faiss, which only search needs. Raise a DistapError if it is missing."""
     try:
         import faiss
         import faiss.contrib.exhaustive_search
     except ImportError as error:
         remedy = "pip install 'distap[cpu]', or 'distap[gpu]' for NVIDIA GPUs"
         raise DistapError(f"the search for neighbours needs Faiss: {remedy} ({error})") from error
-    faiss.omp_set_num_threads(torch.get_num_threads())
+    faiss.omp_set_num_threads(torch.get_num_threads())  # ranks on one machine share its cores
     return faiss
 
 

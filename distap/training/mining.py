@@ -13,7 +13,7 @@ from distap.data.plan import Classes
 from distap.data.sampling import MinedSampling
 from distap.errors import logger
 from distap.evaluation.extraction.extracting import Describing, Extraction, extract_descriptors
-from distap.retrieval.row_blocks import nearest
+from distap.retrieval.row_blocks import installed_faiss, nearest
 
 
 class NearestClasses:
@@ -24,6 +24,7 @@ class NearestClasses:
     """
 
     def __init__(self, images: IndexedImages, sampling: MinedSampling) -> None:
+        installed_faiss()  # an error now, not after all images are described
         self.images, self._near = images, sampling.near
 
     def renew(self, describing: Describing) -> None:

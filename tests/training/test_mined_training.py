@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import sys
 
 import numpy as np
 import pytest
@@ -34,10 +35,8 @@ def train_on_ranks(world, run, shards):
 def test_each_class_brings_those_that_are_nearest_to_it():
     classes, sampling = Classes(np.repeat(np.arange(12), 3)), MinedSampling(classes=6, images=2, near=3)
     pairs = np.arange(12) // 3 * 3  # four groups of three, each nearest to the others of its own
-    nearest = np.stack(
-        [np.roll(group + np.arange(3), -own) for own, group in zip(np.arange(12) % 3, pairs, strict=True)]
-    )
-    nearest = np.array([[own, *(one for one in row if one != own)] for own, row in enumerate(nearest.tolist())])
+    groups = enumerate((pairs[:, None] + np.arange(3)).tolist())
+    nearest = np.array([[own, *(one for one in group if one != own)] for own, group in groups])
     near = Classes(classes.labels, nearest=nearest)
     plan = Plan(near, sampling, 0)
     batches = [plan.batch(step) for step in range(40)]
@@ -99,11 +98,10 @@ def test_a_request_to_stop_while_it_mines_ends_with_one_checkpoint(tmp_path, tra
     assert evaluated[0] == evaluated[1] == [0, 2, 4, 5]
 
 
-def test_descriptors_cannot_be_mined(tmp_path, training_shards):
+def test_what_cannot_mine_is_refused_before_the_first_step(tmp_path, training_shards, monkeypatch):
+    model = {"backbone": "test_resnet", "weights": {"name": "random"}, "projection": 8}
     with pytest.raises(DistapError, match="which describes images again"):
-        recipe(
-            tmp_path,
-            ("described:somewhere",),
-            **SETTINGS,
-            model={"backbone": "test_resnet", "weights": {"name": "random"}, "projection": 8},
-        )
+        recipe(tmp_path, ("described:somewhere",), **SETTINGS, model=model)
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(DistapError, match="needs Faiss"):
+        Trainer(recipe(tmp_path, training_shards, **SETTINGS), World())
