@@ -141,7 +141,7 @@ def gradient_of(step: Callable[[], object], optimizer: Optimizer | None) -> Tens
             torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
         )
 
-    hook = optimizer.register_step_pre_hook(record) if optimizer else None
+    hook = optimizer.register_step_post_hook(record) if optimizer else None
     step()
     if hook is not None:
         hook.remove()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from benchmarks.contenders import DistapStep, Floor, Task, adam
 from benchmarks.materialised import materialised_loss
@@ -139,6 +140,61 @@ class GradCachePackage(FullBatch):
             self._cache(task.images(slice(None)), no_sync_except_last=task.world.size > 1)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+class SentenceTransformersCache(FullBatch):
+    """The gradient cache of sentence-transformers, with a loss of one's own in it.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+
+    forwards = 2.0
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        network, caching = self._network, importlib.import_module("sentence_transformers.base.losses.gradcache")
+
+        class CachedLoss(caching.CachedLossMixin):  # type: ignore[name-defined]
+            mini_batch_size = task.micro_batch
+
+            def model(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+                return {"sentence_embedding": network(features["pixel_values"])}
+
+            def calculate_loss(self, reps: list[list[Tensor]], *_: Any, with_backward: bool) -> Tensor:
+                loss = _loss_of_all(torch.cat(reps[0]), task)
+                loss.backward()
+                return loss.detach()
+
+        self._loss = CachedLoss()
+
+    def __call__(self) -> None:
+        task = self._task
+        with task.autocast():
+            self._loss.forward_cached([{"pixel_values": task.images(slice(None))}]).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+class OMLPipeline(FullBatch):
+    """A step of OML's Lightning pipeline, which takes the whole batch at once, with a loss of one's own in it.
+
+    Raises:
+        ImportError: it is not installed, or not with the Lightning that it needs.
+    """
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self._lightning = importlib.import_module("pytorch_lightning")
+        module = importlib.import_module("oml.lightning.modules.extractor").ExtractorModule
+        self._module = module(self._network, lambda descriptors, _: _loss_of_all(descriptors, task), self.optimizer)
+
+    def __call__(self) -> None:
+        task = self._task
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = self._lightning.Trainer(max_steps=1, enable_model_summary=False, **quiet)
+        batch = {"input_tensors": task.images(slice(None)), "labels": task.batch.labels}
+        trainer.fit(self._module, DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
 
 
 Contender = Floor | DistapStep | FullBatch

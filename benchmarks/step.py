@@ -38,7 +38,9 @@ from benchmarks.own_loops import (
     FullBatch,
     GradCachePackage,
     MultistageLoop,
+    OMLPipeline,
     ReleasedRecallLoop,
+    SentenceTransformersCache,
     lines_of,
 )
 from distap.config.recipe import PrecisionName
@@ -74,6 +76,10 @@ DEMAND_COLUMNS = (
 )
 
 
+PACKAGES: dict[str, tuple[str, type[FullBatch]]] = {  # that are measured where they are installed
+    "gradcache package": ("gradcache", GradCachePackage),
+    "sentence-transformers": ("sentence_transformers", SentenceTransformersCache),
+}
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -302,14 +308,17 @@ def possible_contenders(task: Task, graph: float) -> tuple[dict[str, Contender],
     pairs, graphs = materialised_bytes(task.loss, task.batch.total) or 0, graph * len(task.batch.samples)
     if pairs <= free:
         chosen["cached gradients"] = CachedGradients(task)
-        if find_spec("gradcache"):
-            chosen["gradcache package"] = GradCachePackage(task)
+        for name, (package, loop) in PACKAGES.items():
+            if find_spec(package):
+                chosen[name] = loop(task)
         if isinstance(task.loss, RecallAtK) and world.size == 1:
             chosen["RS@k's released loop"] = ReleasedRecallLoop(task)
     else:
         omitted["cached gradients"] = f"its loss takes {pairs / 1e9:.1f} GB, for all pairs by autograd"
     if graphs + pairs <= free:
         chosen["full batch"] = FullBatch(task)
+        if find_spec("oml") and world.size == 1:
+            chosen["OML's pipeline"] = OMLPipeline(task)
     else:
         omitted["full batch"] = f"a rank's graph takes {graphs / 1e9:.1f} GB, its loss {pairs / 1e9:.1f} GB"
     return chosen, {name: f"{why}; {free / 1e9:.1f} GB may be used" for name, why in omitted.items()}
