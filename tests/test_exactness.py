@@ -96,9 +96,7 @@ def test_images_that_require_a_gradient_are_refused(given):
     images, labels = images_and_labels()
     prompted = images + nn.Parameter(torch.zeros(1, 3, 1, 1, dtype=torch.float64))
     network = Network()
-    network.forward = lambda pixels: Network.forward(
-        network, pixels["pixels"] if isinstance(pixels, dict) else pixels
-    )
+    network.forward = lambda one: Network.forward(network, one["pixels"] if isinstance(one, dict) else one)
     with pytest.raises(DistapError, match="require a gradient"):
         Multistage(network, "ap_q", 4)(given(prompted), labels)
     with torch.no_grad():
@@ -113,6 +111,11 @@ def test_images_that_require_a_gradient_are_refused(given):
 def test_a_loss_that_closes_over_a_parameter_is_refused(loss):
     with pytest.raises(DistapError, match=r"a parameter \(5, 6\) would get no gradient: the loss closes over it"):
         Multistage(Network(), loss, 4)(*images_and_labels())
+
+
+def test_a_loss_without_a_graph_is_refused():
+    with pytest.raises(DistapError, match="has no graph: is it detached"):
+        Multistage(Network(), lambda descriptors, labels: descriptors.detach().norm(), 4)(*images_and_labels())
 
 
 def test_proxies_train_with_a_frozen_network():

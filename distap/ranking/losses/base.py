@@ -248,6 +248,8 @@ class DescriptorLoss(Loss):
             value = self.loss(descriptors, gathered.labels.clone(), **extra)
             if value.shape:
                 raise DistapError(f"{type(self).__name__} gave shape {tuple(value.shape)}; expected a scalar")
+            if not value.requires_grad and value:  # without a pair it is 0
+                raise DistapError(f"the loss, {value:g}, has no graph: is it detached, or computed outside torch?")
             gradient, *others = gradients(value, descriptors, *self.parameters)
         return LossValue(value.detach().double(), None, gradient, tuple(others))
 
