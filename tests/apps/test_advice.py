@@ -29,7 +29,7 @@ def test_the_recipe_of_a_folder_trains_as_it_is_and_evaluates(tmp_path, monkeypa
     assert loaded.steps * loaded.sampling.size >= 10 * images - loaded.sampling.size
     assert (loaded.data.image_size, loaded.sizing) == (64, "crop 96")
     few = len(train) < 100  # which spoil what is pretrained
-    assert loaded.optimizer.learning_rate == (1e-4 if few else 3e-4)
+    assert (loaded.optimizer.learning_rate, loaded.ema) == ((1e-4, 0.98) if few else (3e-4, None))
     assert distap(monkeypatch, "train", recipe, "--dry-run", *QUICK) == 0
     assert distap(monkeypatch, "train", recipe, "steps=2", *QUICK) == 0
     assert [entry["step"] for entry in read_run_log(tmp_path / "runs/recipe") if "validation" in entry] == [0, 2]
