@@ -4,6 +4,7 @@ import shutil
 import time
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -136,21 +137,25 @@ class Tuning:
         lease.take()
         try:
             for interrupted in self.study.get_trials(states=[TrialState.RUNNING]):
-                self.study.enqueue_trial(interrupted.params)  # which goes on from its checkpoint
                 self.study.tell(interrupted.number, state=TrialState.FAIL)
+                self.try_one(interrupted.params)  # which goes on from its checkpoint
             if all(trial.params for trial in self.study.get_trials(states=[TrialState.COMPLETE])):
                 self.try_one({})
-            repeated = 0
+            repeated, keys = 0, cycle(self.space)
             while time.monotonic() < self.end and repeated < MOST_REPEATED:
-                repeated = 0 if self.try_one(self.space) else repeated + 1
+                # A change of the best so far: of few trials with values of all keys at random, hardly one is as good.
+                best, key = self.study.best_params if self.study.best_trials else {}, next(keys)
+                best.pop(key, None)
+                repeated = 0 if self.try_one(best, key) else repeated + 1
         finally:
             lease.release()
         if not self.study.best_trials:
             raise DistapError(f"{self.folder}: no trial came to its end: {self.row(self.study.trials[-1])[-1]}")
 
-    def try_one(self, space: dict[str, BaseDistribution]) -> bool:
-        """Run a trial with values that Optuna suggests, and write recipe and page; or return False if it was run."""
-        asked = self.study.ask(space)
+    def try_one(self, held: dict[str, Any], *others: str) -> bool:
+        """Run a trial with these values, and Optuna's of other keys; return False if it was run before."""
+        self.study.enqueue_trial(held)
+        asked = self.study.ask({key: self.space[key] for key in (*held, *others)})
         alike = [each for each in self.study.trials if each.params == asked.params]
         if any(each.state in (TrialState.COMPLETE, TrialState.PRUNED) for each in alike):
             asked.set_user_attr(REPEATS, True)

@@ -35,8 +35,7 @@ def on_all(world: World, work: Callable[[], Any], mine: bool = True) -> list[Any
     problem = done.exception()
     told = [None, [_kind(problem), str(problem) or type(problem).__name__]] if problem else [done.result(), None]
     answers = world.gather_values(told)
-    failures = {rank: failure for rank, (_, failure) in enumerate(answers) if failure is not None}
-    if failures:
+    if failures := {rank: failure for rank, (_, failure) in enumerate(answers) if failure is not None}:
         if problem is not None and _kind(problem) == 0:
             raise problem  # its traceback is wanted
         texts = [f"rank {rank}: {text}" if world.size > 1 else text for rank, (_, text) in failures.items()]

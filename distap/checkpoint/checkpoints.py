@@ -59,8 +59,7 @@ class Checkpoint:
             state: dict[str, Any] = read_json(self.path / STATE_FILE)
         except (OSError, ValueError) as error:
             raise DamagedCheckpointError(self.where, f"{STATE_FILE}: {error}") from error
-        missing = [name for name in names if not isinstance(state.get(name), dict)]
-        if missing:
+        if missing := [name for name in names if not isinstance(state.get(name), dict)]:
             raise DamagedCheckpointError(self.where, f"{STATE_FILE} has no {', '.join(missing)}")
         return state
 

@@ -178,8 +178,7 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
         if self.positions is None:
             return [[] for _ in asking]
         known = [number for number, name in enumerate(names) if str(name) in self.positions]
-        missing = [str(query.name) for query in asking if str(query.name) not in self.positions]
-        if missing:
+        if missing := [str(query.name) for query in asking if str(query.name) not in self.positions]:
             raise DistapError(f"query {missing[0]} and {len(missing) - 1} more have no position")
         given = [
             self.positions[str(name)] for name in (*(names[one] for one in known), *(one.name for one in asking))

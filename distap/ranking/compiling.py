@@ -13,11 +13,9 @@ from distap.errors import logger
 # Histograms on a GPU need 16 times as many pairs, and a thousand steps (an H100 saves 14 ms of 22 then).
 PAYS_FROM_PAIRS, ON_GPU = 2**22, 16
 
-Function = Callable[..., Any]
-
 
 @functools.cache
-def compiled(function: Function) -> Function:
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function of tensors and numbers with torch.compile, or return it unchanged if that fails."""
     chosen = torch.compile(function, dynamic=True)
     seen: set[tuple[Any, ...]] = set()  # arguments that need no new graph

@@ -108,8 +108,7 @@ def _begin(output: Path, plan: dict[str, Any]) -> None:
         raise DistapError(f"{output}: holds something that is no extraction; choose another folder")
     with reading(path, "distap extract"):
         earlier = read_json(path)
-    different = [name for name, value in plan.items() if earlier.get(name) != value]
-    if different:
+    if different := [name for name, value in plan.items() if earlier.get(name) != value]:
         told = "; ".join(f"{name} was {earlier.get(name)!r} and is {plan[name]!r}" for name in different)
         problem = f"an extraction of something else was begun there: {told}"
         raise DistapError(f"{output}: {problem}; give what it was begun with, or choose another folder")

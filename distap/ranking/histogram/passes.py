@@ -96,8 +96,8 @@ class Passes(Counter):
         self._bins = loss.high, loss.width, loss.centres  # arguments of the functions of pairs
         pays = pairs >= compiling.PAYS_FROM_PAIRS * (compiling.ON_GPU if budget.device.type == "cuda" else 1)
         functions: list[Callable[..., Any]] = [soft_counts, bin_codes, slope_of_pairs]
-        functions = [compiling.compiled(one) if pays else one for one in functions]
-        self._soft_counts, self._bin_codes, self._slope_of_pairs = functions
+        chosen = map(compiling.compiled, functions) if pays else functions
+        self._soft_counts, self._bin_codes, self._slope_of_pairs = chosen
         self._own: list[Images] = []  # of each part
         self._rest: list[Images] = []
         self._tiles: list[tuple[Tile, UInt8[Tensor, "r c"] | None]] = []  # with the bins of their pairs, if kept
