@@ -306,19 +306,18 @@ def possible_contenders(task: Task, graph: float) -> tuple[dict[str, Contender],
     else:
         omitted[GRAPHS_KEPT] = f"two graphs take {2 * graph * task.micro_batch / 1e9:.1f} GB"
     pairs, graphs = materialised_bytes(task.loss, task.batch.total) or 0, graph * len(task.batch.samples)
+    cached: dict[str, type[FullBatch]] = {"cached gradients": CachedGradients}
+    cached |= {name: loop for name, (package, loop) in PACKAGES.items() if find_spec(package)}
+    if isinstance(task.loss, RecallAtK) and world.size == 1:
+        cached["RS@k's released loop"] = ReleasedRecallLoop
     if pairs <= free:
-        chosen["cached gradients"] = CachedGradients(task)
-        for name, (package, loop) in PACKAGES.items():
-            if find_spec(package):
-                chosen[name] = loop(task)
-        if isinstance(task.loss, RecallAtK) and world.size == 1:
-            chosen["RS@k's released loop"] = ReleasedRecallLoop(task)
+        chosen |= {name: loop(task) for name, loop in cached.items()}
     else:
-        omitted["cached gradients"] = f"its loss takes {pairs / 1e9:.1f} GB, for all pairs by autograd"
+        omitted |= dict.fromkeys(cached, f"its loss takes {pairs / 1e9:.1f} GB, for all pairs by autograd")
+    whole: dict[str, type[FullBatch]] = {"full batch": FullBatch}
+    whole |= {"OML's pipeline": OMLPipeline} if find_spec("oml") and world.size == 1 else {}
     if graphs + pairs <= free:
-        chosen["full batch"] = FullBatch(task)
-        if find_spec("oml") and world.size == 1:
-            chosen["OML's pipeline"] = OMLPipeline(task)
+        chosen |= {name: loop(task) for name, loop in whole.items()}
     else:
-        omitted["full batch"] = f"a rank's graph takes {graphs / 1e9:.1f} GB, its loss {pairs / 1e9:.1f} GB"
+        omitted |= dict.fromkeys(whole, f"a rank's graph takes {graphs / 1e9:.1f} GB, its loss {pairs / 1e9:.1f} GB")
     return chosen, {name: f"{why}; {free / 1e9:.1f} GB may be used" for name, why in omitted.items()}
