@@ -133,8 +133,7 @@ def test_descriptors_that_cannot_be_ranked_are_named(described):
                 call(values)
     labels = torch.arange(60) % 20
     assert distap.evaluate(long, labels, dot_product=True) != distap.evaluate(described, labels)
-    index = distap.search_index(long, dot_product=True)
-    assert index.search(long[3], 1)[0][0].similarity == pytest.approx(4)
+    assert distap.search_index(long, dot_product=True).search(long[3], 1)[0][0].similarity == pytest.approx(4)
     with pytest.raises(DistapError, match="query 0 has length 2, expected 1"):
         distap.search_index(described).search(long[3], 1)
     with pytest.raises(DistapError, match="none of the 60 images has another of its class"):

@@ -1,11 +1,14 @@
 """`distap tune`: trials on held-out classes; it goes on after a kill, and says what is wrong with a space."""
 
+from unittest.mock import patch
+
 import pytest
 import yaml
 from commands import distap
 from images import write_images
 from launching import started
 
+from distap.apps.tune import Tuning
 from distap.config.reading import load_recipe
 from distap.telemetry.runlog import read_run_log
 
@@ -69,11 +72,14 @@ def test_a_search_writes_a_recipe_and_a_page_and_goes_on_after_a_kill(folder, mo
     assert "distap: tuning of " in page and page.count("<tr>") > 1
 
 
-def test_values_that_were_tried_are_not_tried_again_and_end_the_search(folder, monkeypatch):
-    (folder / "space.yaml").write_text("loss: [smooth_ap, multi_similarity]")
-    search = ["tune", "recipe.yaml", "--space", "space.yaml", "--output", "tuned", "--share", "0.1", "--minutes", "9"]
-    assert distap(monkeypatch, *search) == 0
-    assert len([*(folder / "tuned/trials").glob("*/*")]) == 3  # as it was, and each value
+def test_each_trial_changes_one_value_of_the_best_until_all_were_tried(folder, monkeypatch):
+    (folder / "space.yaml").write_text("{loss: [smooth_ap, multi_similarity], model.pooling: [gem, mean]}")
+    with patch.object(Tuning, "train", autospec=True) as train:
+        train.side_effect = lambda search, trial, _: search.study.tell(trial, len(trial.params))
+        assert distap(monkeypatch, "tune", "recipe.yaml", "--space", "space.yaml", "--minutes", "9") == 0
+    base, first, best, *others = (call.args[1].params for call in train.call_args_list)
+    assert (base, len(first), len(best), len(others)) == ({}, 1, 2, 2) and first.items() < best.items()
+    assert all(len(best.items() & other.items()) == 1 for other in others)
 
 
 def test_what_no_trial_could_do_is_refused_before_any(folder, monkeypatch, capfd):

@@ -90,8 +90,7 @@ def test_a_url_in_place_of_a_folder_is_refused(tmp_path, monkeypatch, capfd, com
 def test_help_breaks_lines_only_at_the_width_of_the_terminal(monkeypatch, capfd):
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
     assert distap(monkeypatch, "search", "--help") == 0
-    told = capfd.readouterr().out
-    assert "among its own hits. Files that cannot be used are named" in told
+    assert "among its own hits. Files that cannot be used are named" in capfd.readouterr().out
 
 
 def test_long_work_tells_its_rate_and_the_time_left_now_and_then(capfd):

@@ -49,8 +49,7 @@ def test_a_name_alone_and_keys_without_a_name_mean_what_they_say(recipe, overrid
 
 def test_a_recipe_in_a_checkpoint_is_read_again_as_the_same(recipe):
     loaded = load_recipe(recipe, ["optimizer={name: lion, betas: [0.9, 0.99]}", "schedule=cosine", "engine=fsdp"])
-    again = load_recipe(loaded.model_dump(mode="json"), where="checkpoint")
-    assert again == loaded
+    assert load_recipe(loaded.model_dump(mode="json"), where="checkpoint") == loaded
     assert loaded.model_dump()["model"]["backbone"] == loaded.model.architecture == "resnet50"
     assert loaded.model_dump()["optimizer"]["name"] == "lion"
 

@@ -134,8 +134,7 @@ def test_a_missing_reader_is_named_with_its_extra(monkeypatch):
 
 
 def test_broken_exif_leaves_the_image_as_it_is_stored():
-    data = encoded(PHOTO, "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
-    assert EncodedImage(data).size == (301, 203)
+    assert EncodedImage(encoded(PHOTO, "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff")).size == (301, 203)
     assert EncodedImage(encoded(PHOTO, "JPEG", exif=turned(77))).size == (301, 203)
 
 
@@ -265,8 +264,7 @@ def test_an_arithmetic_jpeg_of_countless_scans_is_refused_before_it_is_decoded()
 
 def test_a_larger_limit_than_pillows_own_is_obeyed(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    data = encoded(Image.new("RGB", (50, 40)), "PNG")
-    assert decode(data, max_pixels=2000).size == (50, 40)
+    assert decode(encoded(Image.new("RGB", (50, 40)), "PNG"), max_pixels=2000).size == (50, 40)
 
 
 @pytest.mark.parametrize("file_format", ["EPS", "PPM", "TGA", "ICO", "PDF"])

@@ -141,8 +141,7 @@ def test_every_reason_is_printed_with_a_number_and_an_example(drawer, tmp_path, 
     assert "no image is left of 1 classes: ghost" in printed
     alike = re.search(r"2 images are in two classes, by size and CRC-32, such as cat/(.+) and dog/(.+)", printed)
     assert alike.groups() in (("кот 0.jpg", "the same.jpg"), ("cmyk.jpg", "again.jpg"))
-    rows = table.read_text().splitlines()
-    assert len(rows) == 1 + sum(int(count) for count, *_ in told)
+    assert len(table.read_text().splitlines()) == 1 + sum(int(count) for count, *_ in told)
 
 
 def test_a_folder_that_is_not_packed_tells_what_it_leaves_out(drawer, monkeypatch, capsys, caplog):

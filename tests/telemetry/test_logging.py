@@ -124,6 +124,5 @@ def test_all_that_a_training_says_until_it_is_stopped_is_lines_of_one_run(tmp_pa
     steps = [line["step"] for line in lines if "loss" in line]
     assert steps == list(range(1, len(steps) + 1))
     assert {line["rank"] for line in lines if line["level"] == "info"} == {0}
-    asked = {line["rank"] for line in lines if "stopping after this step" in line["message"]}
-    assert asked == {0, 1}
+    assert {line["rank"] for line in lines if "stopping after this step" in line["message"]} == {0, 1}
     assert lines[-1]["rank"] is None and lines[-1]["message"].startswith("stopped on request: ")
