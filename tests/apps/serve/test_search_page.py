@@ -96,7 +96,8 @@ def test_back_and_forward_return_to_earlier_searches(url, searcher, browser, ima
     assert page.wait(f"Most similar to {of_image[1]}") == of_key
     driver.back()
     assert page.wait("Most similar to query.png") == of_image
-    assert page.chosen() == ["query.png"] and driver.find_element("id", "preview").is_displayed()
+    assert page.chosen() == ["query.png"]
+    WebDriverWait(driver, 20).until(lambda _: driver.find_element("id", "preview").is_displayed())
     driver.back()
     WebDriverWait(driver, 20).until(lambda _: not driver.find_element("id", "results").is_displayed())
     assert page.chosen() == []
