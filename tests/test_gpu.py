@@ -102,8 +102,8 @@ def test_micro_batches_are_halved_until_they_fit():
     assert distance(found, expected) < 1e-3
 
 
-def gathered_on(device, dtype):
-    raw, labels = problem(4, 300, 40)
+def gathered_on(device, dtype, classes):
+    raw, labels = problem(4, 300, classes)
     raw, labels = normalize(raw).to(device, dtype), labels.unique(return_inverse=True)[1].to(device)
     return gather(raw, labels, torch.ones_like(labels, dtype=torch.bool), World(device=device), len(labels))
 
@@ -112,7 +112,8 @@ def gathered_on(device, dtype):
 def test_every_loss_is_near_to_float64_on_the_cpu(name):
     rankings = []
     for device, dtype in ((DEVICE, torch.float32), (torch.device("cpu"), torch.float64)):
-        gathered = gathered_on(device, dtype)
+        # Large classes take the interpolated sums; but simix makes a virtual image of each pair of a class.
+        gathered = gathered_on(device, dtype, 40 if name == "simix" else 7)
         loss = build_loss(LOSSES[name]).sized(int(gathered.labels.max()) + 1, gathered.descriptors.shape[1], 0)
         if loss.learned is not None:
             loss.learned.to(device)

@@ -113,8 +113,7 @@ def test_descriptors_of_any_layout_are_taken(described):
     given = [list(described), described.tolist(), read_only, reversed_rows, described.numpy().astype(">f4"), graph]
     for values in given:
         assert distap.evaluate(values, labels) == figures
-        found = distap.search_index(values)
-        assert [hit.row for hit in found.search(values[7], 5)[0]] == nearest  # one vector
+        assert [hit.row for hit in distap.search_index(values).search(values[7], 5)[0]] == nearest  # one vector
     for values in (described.half(), described.numpy().astype(np.float16), described.bfloat16()):
         assert distap.evaluate(values, labels)["mAP"] == pytest.approx(figures["mAP"], rel=0.05)
 

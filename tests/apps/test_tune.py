@@ -73,10 +73,14 @@ def test_a_search_writes_a_recipe_and_a_page_and_goes_on_after_a_kill(folder, mo
 
 
 def test_each_trial_changes_one_value_of_the_best_until_all_were_tried(folder, monkeypatch):
+    search = ["tune", "recipe.yaml", "--space", "space.yaml", "--output", "tuned", "--share", "0.1", "--minutes", "9"]
+    (folder / "space.yaml").write_text("loss: [smooth_ap, multi_similarity]")
+    assert distap(monkeypatch, *search) == 0
+    assert len([*(folder / "tuned/trials").glob("*/*")]) == 3  # as it was, and each value
     (folder / "space.yaml").write_text("{loss: [smooth_ap, multi_similarity], model.pooling: [gem, mean]}")
     with patch.object(Tuning, "train", autospec=True) as train:
         train.side_effect = lambda search, trial, _: search.study.tell(trial, len(trial.params))
-        assert distap(monkeypatch, "tune", "recipe.yaml", "--space", "space.yaml", "--minutes", "9") == 0
+        assert distap(monkeypatch, *search) == 0
     base, first, best, *others = (call.args[1].params for call in train.call_args_list)
     assert (base, len(first), len(best), len(others)) == ({}, 1, 2, 2) and first.items() < best.items()
     assert all(len(best.items() & other.items()) == 1 for other in others)

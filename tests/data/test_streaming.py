@@ -64,8 +64,7 @@ def test_a_run_that_goes_on_begins_a_new_pass_which_is_the_same_each_time(spoilt
 def test_shards_over_http_give_what_the_files_give_through_faults_that_pass(spoilt, expected):
     with web_server(spoilt) as server:
         server.faults = ["503", "cut", "429"]
-        images = streamed(f"{server.url}/{{000..007}}.tar")
-        assert seen(images, range(2), SAMPLING.size) == expected[:2]
+        assert seen(streamed(f"{server.url}/{{000..007}}.tar"), range(2), SAMPLING.size) == expected[:2]
         with pytest.raises(DistapError, match="a web server cannot list its files"):
             streamed(server.url)
 

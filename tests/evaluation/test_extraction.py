@@ -56,8 +56,7 @@ def test_a_folder_is_described_as_its_images_one_by_one_and_says_how(tmp_path, p
     maker = describer(sizing, scales=(1.0, 0.7071), batch_pixels=5 * 40 * 40, first=7)
     extract(photos, tmp_path / "out", maker=maker)
     found = read_descriptors(tmp_path / "out")
-    images = open_images(photos)
-    assert found.keys.tolist() == images.keys.tolist() and len(found) == 31
+    assert found.keys.tolist() == open_images(photos).keys.tolist() and len(found) == 31
     assert set(found.classes.tolist()) == {""}
     assert found.described_by == maker.described_by and found.data == str(photos)
     again = describer_like(found.described_by, network())

@@ -21,8 +21,7 @@ def test_thinning_keeps_the_mean():
     ],
 )
 def test_marks_have_as_many_digits_as_tell_them_apart(values, in_percent, texts):
-    chart = Chart(list(enumerate(values)), "a", in_percent)
-    assert [text for _, text in chart.y_ticks()] == texts
+    assert [text for _, text in Chart(list(enumerate(values)), "a", in_percent).y_ticks()] == texts
 
 
 def test_zeros_and_no_finite_points_are_told_without_an_axis():
