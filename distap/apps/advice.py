@@ -139,7 +139,7 @@ def recipe_for(seen: Look, run: str, backbone: str | None, weights: str, size: i
         rate = CAREFUL_RATE if is_careful else PRETRAINED_RATE
     gpus, takes_bf16 = gpus_here()
     of_images = {"seen": seen, "count": count, "a_class": a_class, "is_small": is_small, "is_careful": is_careful}
-    of_sizes = {"side": side, "larger": larger}
+    of_sizes = {"side": side, "larger": larger, "takes_any": takes_any}
     of_steps = {"classes": classes, "images": images, "batch": batch, "steps": steps, "warmup": steps // WARMUP_SHARE}
     of_network = {"backbone": backbone, "weights": weights, "rate": rate, "decay": decay, "source": source}
     of_machine = {"gpus": gpus, "takes_bf16": takes_bf16, "workers": max(2, usable_cores() // max(1, gpus) - 1)}

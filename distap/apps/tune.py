@@ -153,7 +153,7 @@ class Tuning:
             raise DistapError(f"{self.folder}: no trial came to its end: {self.row(self.study.trials[-1])[-1]}")
 
     def try_one(self, held: dict[str, Any], *others: str) -> bool:
-        """Run a trial with these values, and Optuna's of other keys; return False if it was run before."""
+        """Run a trial with these values and Optuna's of others, write recipe and page; False if it was run before."""
         self.study.enqueue_trial(held)
         asked = self.study.ask({key: self.space[key] for key in (*held, *others)})
         alike = [each for each in self.study.trials if each.params == asked.params]
