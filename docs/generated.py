@@ -115,7 +115,8 @@ def factors() -> Iterator[str]:
 def _name(parameter) -> str:
     if parameter.param_type_name == "option":
         return ", ".join(sorted(parameter.opts))
-    return (parameter.metavar or parameter.name.upper()) + ("..." if parameter.nargs != 1 else "")
+    name = parameter.metavar or parameter.name.upper()
+    return name + ("..." if parameter.nargs != 1 and not name.endswith("...") else "")
 
 
 PAGES: dict[str, Callable[[], Iterator[str]]] = {

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from distap.config.recipe import Recipe
-from distap.registry import REGISTRY, Chosen, class_of
+from distap.registry import REGISTRY, Chosen, class_of, name_of, place_of
 
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 PLAIN = {"int": "integer", "float": "number", "bool": "true or false", "str": "text", "Path": "path"} | {
@@ -153,4 +153,7 @@ def _default(value: Any) -> str:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(_default, value))}]"
+    for kind in REGISTRY:
+        if place_of(value) in REGISTRY[kind].values():
+            return name_of(kind, value)
     return f"{value:g}" if isinstance(value, float) else str(value)
