@@ -51,7 +51,8 @@ class Multistage(RankingModule):
       mean over ranks is the whole; with `reduce=True` it is summed here.
 
     The parameters of a loss that has some, such as `proxy_nca`, are parameters of this module: give
-    `multistage.learned.parameters()` to the optimiser. They get their whole gradient on every rank.
+    `multistage.learned.parameters()` to the optimiser. They get their whole gradient on every rank. To go on bit for
+    bit, save this module's state and torch's random state.
 
     Args:
         network: takes images as the call gives them, with fewer rows, and returns descriptors (n, C).
@@ -119,6 +120,8 @@ class Multistage(RankingModule):
     ) -> Tensor:
         """Return the loss of the batch: a scalar, the same on every rank, to differentiate once.
 
+        The first call also tries the network out, with two or three images at a time, which hooks see.
+
         Args:
             images: of this rank: a tensor (b, ...); a list of tensors (C, H, W) of any sizes, described one by one
                 unless all are alike; a dict or other nesting of tensors (b, ...); or an iterator of micro-batches,
@@ -178,7 +181,8 @@ class Multistage(RankingModule):
             self._probed.add(network.training)
         gathered, self.not_finite = stages.gather(described, batch), described.lost
         if self.not_finite:
-            logger.warning("descriptors of rows %s are not finite; the images are left out", self.not_finite[:10])
+            told = "%d of this rank's %d descriptors are not finite, and their images left out, such as rows %s"
+            logger.warning(told, len(self.not_finite), len(described.descriptors), self.not_finite[:10])
         gathered = gathered.with_extra(extra)
         if not self.normalise and not isinstance(self.loss, DescriptorLoss):
             check_arguments(gathered.descriptors[gathered.own], gathered.labels[gathered.own], world, {}, None)

@@ -183,7 +183,7 @@ class TimmWeights:
             pretrained = timm.create_model(name, True, pretrained_cfg=about, num_classes=0, **arguments)
         except Exception as error:  # the hub's client raises its own
             raise DistapError(
-                f"model.weights: timm could not load weights of {name}: {error} Without a network, set HF_HOME to a "
+                f"model.weights: timm could not load weights of {name}: {error}. Without a network, set HF_HOME to a "
                 "copy of the folder of a machine that has loaded them (and HF_HUB_OFFLINE=1, so that nothing is "
                 "asked), or model.weights to {name: file, path: FILE} or {name: package, package: NAME}; or random"
             ) from error

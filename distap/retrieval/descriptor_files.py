@@ -132,15 +132,15 @@ def read_described(
     with reading(path, command):
         about = read_json(path)
         if about["version"] != DESCRIPTORS_VERSION:
-            raise DistapError(
-                f"{path}: version {about['version']!r}, this distap reads {DESCRIPTORS_VERSION}; {remedy}"
-            )
+            told = f"version {about['version']!r}, this distap reads {DESCRIPTORS_VERSION}; {remedy}"
+            raise DistapError(f"{path}: {told}")
+        if name not in about["files"]:  # descriptors in place of an index, or an index in place of descriptors
+            raise DistapError(f"{folder}: has no {name}, which `{command}` writes")
         about |= {"data": str(about["data"]), "left_out": dict(about["left_out"])}
         described_by = DescribedBy(**about["described_by"])
         shape = int(about["images"]), int(about["dimensions"])
-        expected = {
-            each: FileIdentity(**{"sha256": "", **about["files"][each]}) for each in (name, KEYS_FILE, CLASSES_FILE)
-        }
+        named = (name, KEYS_FILE, CLASSES_FILE)
+        expected = {each: FileIdentity(**{"sha256": "", **about["files"][each]}) for each in named}
     for each, identity in expected.items():
         if told := identity.difference(folder / each, ABOUT_FILE):
             raise DistapError(f"{folder / each}: {told}; {remedy}")
@@ -153,9 +153,8 @@ def read_described(
 
 def read_descriptors(folder: Path) -> DescriptorSet:
     """Read a folder of `distap extract`, the descriptors as a memory map; see `read_described` for errors."""
-    about, described_by, keys, classes, shape = read_described(
-        folder, DESCRIPTORS_FILE, "distap extract", "extract again"
-    )
+    found = read_described(folder, DESCRIPTORS_FILE, "distap extract", "extract again")
+    about, described_by, keys, classes, shape = found
     with reading(folder / DESCRIPTORS_FILE, "distap extract"):
         values = np.lib.format.open_memmap(folder / DESCRIPTORS_FILE, mode="r")
         if (values.shape, str(values.dtype)) != (shape, about["dtype"]):

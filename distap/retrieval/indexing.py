@@ -111,25 +111,18 @@ class SearchIndex:
 
 
 def write_index(folder: Path, index: SearchIndex, descriptors: DescriptorSet) -> None:
-    """Write a folder for `read_index`, of an index over all descriptors, in their order.
-
-    Earlier contents become invalid as soon as writing starts.
-    """
+    """Write a folder for `read_index`, of an index over all descriptors, in their order."""
     require_free_for_index(folder)
     written = {INDEX_FILE: lambda file: faiss.write_index(index.index, file.name)}
     files.write_described(folder, descriptors, written, **index.about)
 
 
 def require_free_for_index(folder: Path) -> None:
-    """Raise a DistapError if a folder holds descriptors, whose files an index would replace, or other files."""
+    """Raise a DistapError if a folder holds anything but an index whose writing was interrupted."""
     held = folder.iterdir() if folder.is_dir() else [folder] if folder.exists() else []
     found = {path.name for path in held}
-    if files.DESCRIPTORS_FILE in found:
-        raise DistapError(f"{folder}: holds descriptors; name another folder for the index")
-    foreign = sorted(found - {INDEX_FILE, files.KEYS_FILE, files.CLASSES_FILE, files.ABOUT_FILE})
-    if foreign and INDEX_FILE not in found:
-        some = ", ".join(foreign[:3])
-        raise DistapError(f"{folder}: {some} would be lost; move it elsewhere, or name a new folder")
+    if found - {INDEX_FILE, files.KEYS_FILE, files.CLASSES_FILE}:
+        raise DistapError(f"{folder}: {', '.join(sorted(found)[:3])} would be lost; move it, or name a new folder")
 
 
 def read_index(folder: Path) -> SearchIndex:

@@ -129,7 +129,8 @@ def test_ranks_share_the_cores_unless_they_were_told(tmp_path):
 
 
 def test_several_hosts_meet_where_they_are_told_to():
-    line = " ".join(told("train-multi-node", *"--nodes 4 --node 3 --host 10.77.9.1:555 --ranks 2".split()))
+    given = ["--nodes", "4", "--node", "3", "--host", "10.77.9.1:555", "--ranks", "2"]
+    line = " ".join(told("train-multi-node", *given))
     assert "--nnodes=4 --nproc-per-node=2 --node-rank=3 --master-addr=10.77.9.1 --master-port=555" in line
     assert line.endswith("recipe.yaml steps=3")
     unknown = told("train-multi-node", "--nodes", "2", "--node", "0", "--host", "node-that-nobody-knows")

@@ -16,7 +16,6 @@ from distap.ranking.losses.calibration import Calibration
 class Margins(SimilarityLoss):
     """What Calibration computes, without its derivative."""
 
-    self_pair: bool = False
     alpha: float = 0.9
     beta: float = 0.6
 
@@ -33,7 +32,7 @@ class Constant(SimilarityLoss):
 
 
 PAIRS = [
-    (Margins(alpha=0.8), Calibration(alpha=0.8), False),
+    (Margins(0.8, self_pair=False), Calibration(alpha=0.8), False),
     (Margins(self_pair=True, weights="class"), Calibration(self_pair=True, weights="class"), True),
 ]
 

@@ -160,9 +160,9 @@ def test_an_index_made_by_strangers_is_refused_where_its_answers_would_be_wrong(
         (numbered, gallery, "names an image .* of 700; index it again"),
         (built["flat"].index, replace(gallery, keys=np.char.add("\ud800", gallery.keys)), "surrogates not allowed"),
     ):
-        write_index(tmp_path, replace(built["flat"], index=index), of)
+        write_index(tmp_path / message[:5], replace(built["flat"], index=index), of)
         with pytest.raises(DistapError, match=message):
-            read_index(tmp_path).search(gallery.descriptors[690:], 5)
+            read_index(tmp_path / message[:5]).search(gallery.descriptors[690:], 5)
 
 
 def test_queries_of_other_dimensions_are_refused_and_more_results_than_images_are_all_of_them(gallery, written):
@@ -188,18 +188,18 @@ def test_threads_that_search_at_once_find_what_one_finds(gallery, written):
     queries = gallery.descriptors[:200]
     with ThreadPoolExecutor(16) as pool:
         found = list(pool.map(lambda row: index.search(queries[row : row + 1], 5)[0], range(200)))
-    assert [[hit.row for hit in hits] for hits in found] == [
-        [hit.row for hit in hits] for hits in index.search(queries, 5)
-    ]
+    rows = [[hit.row for hit in hits] for hits in found]
+    assert rows == [[hit.row for hit in hits] for hits in index.search(queries, 5)]
 
 
 def test_an_index_does_not_take_the_folder_of_anything_else(tmp_path, gallery, built):
     write_descriptors(tmp_path / "descriptors", gallery)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
-    for name, message in (("descriptors", "holds descriptors"), ("mine", r"notes\.txt would be lost")):
+    write_index(tmp_path / "index", built["flat"], gallery)
+    for name, lost in (("descriptors", "descriptors.npy"), ("mine", "notes.txt"), ("index", "index.faiss")):
         before = sorted((tmp_path / name).iterdir())
-        with pytest.raises(DistapError, match=message):
+        with pytest.raises(DistapError, match=f"{lost} would be lost"):
             write_index(tmp_path / name, built["flat"], gallery)
         assert sorted((tmp_path / name).iterdir()) == before
 

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 from distap.data.images.formats import readable_formats
 from distap.data.labels import class_name_at, nesting
 from distap.data.shards.image_folders import Skipped, counted, walk_images
-from distap.data.shards.tables import read_list
+from distap.data.shards.tables import ListLine, read_list
 from distap.data.sizing import Box
 from distap.errors import DistapError, logger
 from distap.randomness import permutation
@@ -166,7 +166,7 @@ def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
     """List the images of a CSV file by its columns, without those that have no class."""
     places, lines = read_list(source, renamed)
     wanted = ["label", "split", *(column for column in places if column.startswith("level"))]
-    found, left_out, numbers = list[ImageFile](), list[Skipped](), dict[Path, int]()
+    found, left_out, seen = list[ImageFile](), list[Skipped](), dict[Path, ListLine]()
     for line in lines:
         row = {column: line.cells[place] for column, place in places.items()}
         if not is_line(row["path"]):
@@ -174,10 +174,11 @@ def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
         path = source.parent / row["path"]
         where = (f"{line.where}{'' if column == 'label' else f', column {column}'}" for column in wanted)
         name, split, *above = map(class_name_at, where, map(row.get, wanted))
-        if path in numbers:
-            problem = "an image that is packed twice would be its own positive"
-            raise line.wrong(f"{path} is on line {numbers[path]} already; {problem}")
-        numbers[path] = line.number
+        if (first := seen.setdefault(path, line)) is not line:
+            if first.cells != line.cells:
+                raise line.wrong(f"{path} is on line {first.number} already, with other cells")
+            left_out.append(Skipped(str(path), "lines that repeat another"))
+            continue
         if not name:
             told = f"images without a class: the label on line {line.number} is {as_line(row['label'])!r}"
             left_out.append(Skipped(str(path), told))

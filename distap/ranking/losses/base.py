@@ -75,7 +75,7 @@ class Rows:
         return by_negative.scatter_add_(1, self.same_class, by_positive * self.is_positive)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)  # a first number is for a subclass's own first field
 class SimilarityLoss(Loss):
     """A loss that averages, over queries, a function of each query's similarities to the whole gallery.
 
