@@ -39,11 +39,8 @@ def opened_checkpoint(where: str | Path, best: bool = False) -> Iterator[Checkpo
         checkpoints = Checkpoints(Storage(run))
         names = [name for name in [checkpoints.best()[1]] if name] if best else checkpoints.names()
     if not names:
-        lacking = (
-            " has been evaluated; data.validation asks for it"
-            if best
-            else "; expected a run or its checkpoint (of an export, use distap.load)"
-        )
+        expected = "; expected a run or its checkpoint (distap.load takes an export)"
+        lacking = " has been evaluated; data.validation asks for it" if best else expected
         raise DistapError(f"{url}: no checkpoint there{lacking}")
     with tempfile.TemporaryDirectory(prefix="distap-") as temporary:
         download = Path(temporary, checkpoints.folder, names[-1])
