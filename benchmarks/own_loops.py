@@ -180,7 +180,7 @@ class OMLPipeline(FullBatch):
     """A step of OML's Lightning pipeline, which takes the whole batch at once, with a loss of one's own in it.
 
     Raises:
-        ImportError: it is not installed, or not with the Lightning that it needs.
+        ImportError: it is not installed, or not with the Lightning that it needs (OML 4.0: below 2.6).
     """
 
     def __init__(self, task: Task) -> None:
