@@ -58,6 +58,11 @@ class World:
             return nullcontext()
         return self.watchdog.collective(name, self.device)
 
+    def called(self, rank: int) -> str:
+        """Return a rank's number, with its host if there are several."""
+        hosts = [member.host for member in self.watchdog.party.members] if self.watchdog else []
+        return f"rank {rank} ({hosts[rank]})" if len({*hosts}) > 1 else f"rank {rank}"
+
     def slots(self, total: int) -> range:
         """Return this rank's slots of a global batch of `total` images."""
         return range(self.rank, total, self.size)
@@ -145,10 +150,10 @@ class World:
         texts, kinds, values = zip(*self.gather_values([text, kind, own]), strict=True)
         cause = problem if isinstance(problem, Exception) else None
         if any(texts):
-            by_rank = [f"rank {rank}: {each}" for rank, each in enumerate(texts) if each]
+            by_rank = [f"{self.called(rank)}: {each}" for rank, each in enumerate(texts) if each]
             raise DistapError(text if len(set(texts)) == 1 else "; ".join(by_rank)) from cause
         for each in (each for each in zip(*kinds, strict=True) if len(set(each)) > 1):
-            by_rank = [f"rank {rank} has {one}" for rank, one in enumerate(each)]
+            by_rank = [f"{self.called(rank)} has {one}" for rank, one in enumerate(each)]
             raise DistapError(f"the ranks see different {of}: {'; '.join(by_rank)}")
         return list(values)
 

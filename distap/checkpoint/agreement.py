@@ -38,7 +38,7 @@ def on_all(world: World, work: Callable[[], Any], mine: bool = True) -> list[Any
     if failures := {rank: failure for rank, (_, failure) in enumerate(answers) if failure is not None}:
         if problem is not None and _kind(problem) == 0:
             raise problem  # its traceback is wanted
-        texts = [f"rank {rank}: {text}" if world.size > 1 else text for rank, (_, text) in failures.items()]
+        texts = [f"{world.called(rank)}: {text}" if world.size > 1 else text for rank, (_, text) in failures.items()]
         error = _KINDS[min(kind for kind, _ in failures.values())]("; ".join(texts))
         if isinstance(error, DistapError):
             error.is_on_all_ranks = world.size > 1

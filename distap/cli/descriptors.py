@@ -72,8 +72,7 @@ def extract_command(
         print_warning(f"stopped: the same command continues from the parts in {output}")
         raise
     if is_first:
-        left_out = len(written.left_out)
-        told = f"; {left_out} files left out, see {output / 'about.json'}" if left_out else ""
+        told = f"; {count} files left out, see {output / 'about.json'}" if (count := len(written.left_out)) else ""
         numbers = f"{len(written)} descriptors of {written.descriptors.shape[1]} dimensions"
         print_result(f"{output}: {numbers}{told}")
 

@@ -153,10 +153,9 @@ def read_described(
 
 def read_descriptors(folder: Path) -> DescriptorSet:
     """Read a folder of `distap extract`, the descriptors as a memory map; see `read_described` for errors."""
-    found = read_described(folder, DESCRIPTORS_FILE, "distap extract", "extract again")
-    about, described_by, keys, classes, shape = found
+    about, by, keys, classes, shape = read_described(folder, DESCRIPTORS_FILE, "distap extract", "extract again")
     with reading(folder / DESCRIPTORS_FILE, "distap extract"):
         values = np.lib.format.open_memmap(folder / DESCRIPTORS_FILE, mode="r")
         if (values.shape, str(values.dtype)) != (shape, about["dtype"]):
             raise ValueError(f"{values.dtype} of shape {values.shape}, not as {ABOUT_FILE} says")
-    return DescriptorSet(values, keys, classes, described_by, about["data"], about["left_out"])
+    return DescriptorSet(values, keys, classes, by, about["data"], about["left_out"])

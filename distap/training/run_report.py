@@ -175,7 +175,7 @@ class RunReport:
             return
         if written.error is not None:
             self.metrics.checkpoint_failures.inc()
-            told = "%s: the checkpoint cannot be written: %s; the one before stays the newest"
+            told = "%s: the checkpoint cannot be written: %s; the one before, if any, stays the newest"
             logger.error(told, written.where, written.error)
             return
         self.metrics.checkpoint_step.set(written.step)

@@ -46,8 +46,7 @@ def test_a_host_that_was_cut_off_and_comes_back_goes_on_with_the_other(hosts, tm
         hosts.cut()
         b.wait_until(lambda: f"again: status {FAILED}" in b.said)
         hosts.mend()
-        assert a.status() == FINISHED, a.said
-        assert b.status() == FINISHED, b.said
+        assert (a.status(), b.status()) == (FINISHED, FINISHED), a.said + b.said
         assert a.left() == b.left() == []
     assert "starting ranks 1 to 1 of 2, which all meet at 10.77.0.1:29500" in b.said
     assert "going on from" in a.said + b.said

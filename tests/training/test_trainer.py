@@ -282,6 +282,7 @@ def test_too_much_damage_in_one_step_stops_the_training(tmp_path, training_shard
 
 def start_apart(world, run, shards):
     """Rank 1 sees another data set, has another recipe, or only workers of its own."""
+    object.__setattr__(world.watchdog.party.members[1], "host", "b")
     apart = (shards[world.rank :], {}), (shards, {"steps": 2 + world.rank}), (shards, {"data__workers": world.rank})
     said = []
     for own, changes in apart:
@@ -295,7 +296,7 @@ def start_apart(world, run, shards):
 def test_ranks_that_do_not_train_the_same_are_refused_on_every_rank(tmp_path, training_shards):
     for data, settings, of_hosts in on_ranks(2, start_apart, tmp_path, training_shards):
         assert "the ranks see different data" in data
-        assert settings == "rank 1: not what rank 0 trains: steps: 2 on rank 0, 3 here; start all hosts alike"
+        assert settings == "rank 1 (b): not what rank 0 trains: steps: 2 on rank 0, 3 here; start all hosts alike"
         assert of_hosts == FINISHED
 
 
