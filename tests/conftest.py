@@ -46,8 +46,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 # The longest files come first, so that none is left alone at the end; those that mostly wait are apart.
 FIRST = """
-multi_node recipes partial_training engines watchdog multistage faults examples tune slurm losses commands trainer
-cut_network wheel compiled_loops length_and_rates ranks nccl_rules trained_losses export study
+container multi_node recipes partial_training engines watchdog multistage faults examples tune slurm losses commands
+trainer cut_network wheel compiled_loops length_and_rates ranks nccl_rules trained_losses export study
 engine_trainings stored_run from_run_to_run decoders site peak_memory extraction backbones reads service serving
 """
 
