@@ -46,6 +46,7 @@ class World:
     device: torch.device = CPU
     group: dist.ProcessGroup | None = None  # None is torch's default group
     watchdog: Watchdog | None = None
+    hosts: tuple[str, ...] = ()  # of all ranks, where they met by `join`
 
     def note(self, activity: str) -> None:
         """Tell the watchdog what this rank does from now on, such as `describe of step 12`."""
@@ -60,8 +61,7 @@ class World:
 
     def called(self, rank: int) -> str:
         """Return a rank's number, with its host if there are several."""
-        hosts = [member.host for member in self.watchdog.party.members] if self.watchdog else []
-        return f"rank {rank} ({hosts[rank]})" if len({*hosts}) > 1 else f"rank {rank}"
+        return f"rank {rank} ({self.hosts[rank]})" if len({*self.hosts}) > 1 else f"rank {rank}"
 
     def slots(self, total: int) -> range:
         """Return this rank's slots of a global batch of `total` images."""
@@ -245,7 +245,7 @@ def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator
                 world_size=size,
                 timeout=timedelta(seconds=timeout_seconds + LATER_SECONDS),
             )
-        yield World(rank, size, local_rank, device, watchdog=watchdog)
+        yield World(rank, size, local_rank, device, None, watchdog, tuple(one.host for one in party.members))
     except BaseException as error:
         problem = error
         raise

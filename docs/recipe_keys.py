@@ -153,7 +153,7 @@ def _default(value: Any) -> str:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(_default, value))}]"
-    for kind in REGISTRY:
-        if place_of(value) in REGISTRY[kind].values():
+    for kind, known in REGISTRY.items():
+        if place_of(value) in known.values():
             return name_of(kind, value)
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from distap.errors import DistapError
 from distap.storage.atomic import FileIdentity
 from distap.storage.texts import parsed_json
+from distap.world import World
 
 MANIFEST_FILE, STATE_FILE = "manifest.json", "state.json"
 SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")  # the tensors that one rank wrote
@@ -89,7 +89,7 @@ def _text(content: dict[str, Any]) -> str:
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor], world: World) -> None:
     """Write this rank's part of all tensors into a folder, which may differ between ranks.
 
     Raises:
@@ -97,9 +97,10 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], group: dist.Proce
     """
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
-        save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+        save(dict(tensors), storage_writer=writer, process_group=world.group, no_dist=world.group is None)
     except CheckpointException as error:  # a BaseException, which carries the errors of all ranks
-        raise OSError("; ".join(f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items())) from error
+        causes = (f"{world.called(rank)}: {cause[0]}" for rank, cause in error.failures.items())
+        raise OSError("; ".join(causes)) from error
 
 
 def read_tensors(folder: Path, files: Collection[str], prefix: str = "") -> dict[str, Tensor]:
@@ -124,8 +125,7 @@ def read_tensors(folder: Path, files: Collection[str], prefix: str = "") -> dict
         # Each rank reads what it needs from the same files, so the ranks have nothing to agree on.
         load(tensors, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
-        causes = "; ".join(str(cause[0]) for cause in error.failures.values())
-        raise DamagedCheckpointError(folder, causes) from error
+        raise DamagedCheckpointError(folder, "; ".join(str(one[0]) for one in error.failures.values())) from error
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise DamagedCheckpointError(folder, str(error)) from error
     return tensors

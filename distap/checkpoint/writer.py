@@ -135,7 +135,7 @@ class CheckpointWriter:
         checkpoints = self.checkpoints
         name = str(on_all(ranks, lambda: checkpoints.begin(manifest.step), mine=is_first)[0])
         with checkpoints.place(name, self.spool) as folder:
-            write_tensors(folder, tensors, ranks.group)
+            write_tensors(folder, tensors, ranks)
             shares = on_all(ranks, lambda: self._send(checkpoints, name, folder, state))
         # `on_all` is the barrier too: the manifest follows once all ranks' files are on the disk or in the store.
         files = {file: FileIdentity(**identity) for share in shares for file, identity in share.items()}

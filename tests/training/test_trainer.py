@@ -282,7 +282,7 @@ def test_too_much_damage_in_one_step_stops_the_training(tmp_path, training_shard
 
 def start_apart(world, run, shards):
     """Rank 1 sees another data set, has another recipe, or only workers of its own."""
-    object.__setattr__(world.watchdog.party.members[1], "host", "b")
+    world = World(world.rank, world.size, watchdog=world.watchdog, hosts=("a", "b"))
     apart = (shards[world.rank :], {}), (shards, {"steps": 2 + world.rank}), (shards, {"data__workers": world.rank})
     said = []
     for own, changes in apart:
