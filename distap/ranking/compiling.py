@@ -17,13 +17,13 @@ PAYS_FROM_PAIRS, ON_GPU = 2**22, 16
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function of tensors and numbers with torch.compile, or return it unchanged if that fails."""
-    chosen = torch.compile(function, dynamic=True)
+    chosen = torch.compile(function, dynamic=True, options={"assert_indirect_indexing": False})
     seen: set[tuple[Any, ...]] = set()  # arguments that need no new graph
     logger.info("ranking: %s is compiled", function.__name__)
 
     def call(*arguments: Any) -> Any:
         nonlocal chosen
-        kind = tuple((one.shape, one.dtype, one.device) if isinstance(one, Tensor) else one for one in arguments)
+        kind = tuple((one.shape, one.stride(), one.type()) if isinstance(one, Tensor) else one for one in arguments)
         try:
             # Changing torch's settings takes as long as a small tile, so only a new kind of arguments changes them.
             if kind in seen:

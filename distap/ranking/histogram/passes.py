@@ -18,7 +18,8 @@ needs no product.
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from math import ceil
+from typing import Any, ClassVar, cast
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64, UInt8
@@ -27,9 +28,10 @@ from torch.nn.functional import pad
 
 from distap.ranking import compiling
 from distap.ranking.gathered import Gathered, QueryWeights
-from distap.ranking.histogram.tiles import Images, SameClass, Tile, tiles
+from distap.ranking.histogram.tiles import Images, Tile, tiles
 from distap.ranking.loss import Budget, Counter, Loss, LossValue
 
+WINDOW = 6  # bins that a CPU counts at once: most tiles reach no more
 Counts = Float64[Tensor, "b M"]  # cumulative soft counts of b queries in M bins
 
 
@@ -93,7 +95,7 @@ class Passes(Counter):
 
     def __init__(self, loss: HistogramLoss, pairs: int, budget: Budget) -> None:
         super().__init__(loss, budget)
-        self._bins = loss.high, loss.width, loss.centres  # arguments of the functions of pairs
+        self._window = loss.centres - 1 if budget.device.type == "cuda" else min(WINDOW, loss.centres - 1)
         pays = pairs >= compiling.PAYS_FROM_PAIRS * (compiling.ON_GPU if budget.device.type == "cuda" else 1)
         functions: list[Callable[..., Any]] = [soft_counts, bin_codes, slope_of_pairs]
         chosen = map(compiling.compiled, functions) if pays else functions
@@ -130,42 +132,50 @@ class Passes(Counter):
             yield from tiles(own, earlier, self.budget, mirrored=False)  # c
 
     def _count(self, tile: Tile) -> None:
-        similarities, same_class, codes = tile.similarities(), tile.same_class(), None
-        # One byte a pair, while the budget lasts, saves pass two the product of descriptors: B² bytes for B² C
-        # multiplications.
+        similarities, codes = tile.similarities(), None
         if self._kept_bytes + similarities.numel() <= self.budget.half:
-            codes = self._codes(tile, similarities, same_class)
+            codes = self._codes(tile, similarities)
             self._kept_bytes += similarities.numel()
         self._tiles.append((tile, codes))
-        if tile.mirrored:
-            # A copy always: of a single row or column, `contiguous` would give what is overwritten next.
-            transposed, mirror = similarities.t().clone(memory_format=torch.contiguous_format), tile.mirror()
-            self._add_counts(mirror, transposed, mirror.same_class())
-        self._add_counts(tile, similarities, same_class)
+        sides = [(tile, similarities), (tile.mirror(), similarities.t())][: 1 + tile.mirrored]
+        least = similarities.min()
+        # A side is counted twice: its positives, picked out by their columns, then all pairs with -inf in their
+        # places, which lies beyond the last bin and counts nowhere.
+        if (same_class := tile.same_class()) is not None:
+            most = similarities.max()
+            for side, values in sides:
+                self._add_counts(self._counts[1, side.counts], self._positives(side, values), most, least)
+            _add_in(similarities, *same_class, -torch.inf)
+        most = similarities.max()
+        for side, values in sides:
+            self._add_counts(self._counts[0, side.counts], values, most, least)
 
-    def _add_counts(self, tile: Tile, similarities: Float[Tensor, "r c"], same_class: SameClass) -> None:
-        # A tile is counted twice: its positives, picked out by their columns, then all pairs with -inf in their
-        # places, which lies beyond the last bin and counts nowhere. This overwrites the similarities.
-        negatives, positives = self._counts[:, tile.counts]
-        if same_class is not None:
-            columns, is_real = same_class
-            is_counted = is_real
-            if tile.is_diagonal and not self.loss.self_pair:
-                is_counted = is_real & (columns != torch.arange(len(columns), device=columns.device)[:, None])
-            # Each pair is counted once, from one value of its similarity. The difference 'all minus positives' would
-            # leave a rounding residue in bins without negatives, and with it a gradient where there is no loss.
-            of_positives = similarities.gather(1, columns).masked_fill_(~is_counted, -torch.inf)
-            positives += self._soft_counts(of_positives, *self._bins)
-            _add_in(similarities, columns, is_real, -torch.inf)
-        negatives += self._soft_counts(similarities, *self._bins)
+    def _add_counts(self, counts: Tensor, similarities: Tensor, most: Tensor, least: Tensor) -> None:
+        # Bins before the first that a pair of the tile reaches hold none of them, and those beyond the last hold all.
+        high, width, last, begin, end = self.loss.high, self.loss.width, counts.shape[1], 0, counts.shape[1]
+        if not most.is_cuda:  # a GPU is not waited for
+            begin = int(min(last - 1, max(0, (high - most.item()) / width)))  # in this order, NaN is passed over
+            end = ceil(min(last, max(begin, (high - least.item()) / width) + 1))
+        for first in range(begin, end, self._window):
+            soft = self._soft_counts(similarities, high - first * width, width, self._window + 1)
+            counts[:, first : first + self._window] += soft[:, : last - first]
+        counts[:, first + self._window :] += soft[:, -1:]
 
-    def _codes(self, tile: Tile, similarities: Float[Tensor, "r c"], same_class: SameClass) -> UInt8[Tensor, "r c"]:
+    def _positives(self, side: Tile, similarities: Float[Tensor, "r c"]) -> Float[Tensor, "r P"]:
+        columns, is_counted = cast(tuple[Tensor, Tensor], side.same_class())
+        if side.is_diagonal and not self.loss.self_pair:
+            is_counted = is_counted & (columns != torch.arange(len(columns), device=columns.device)[:, None])
+        # Each pair is counted once, from one value of its similarity. The difference 'all minus positives' would
+        # leave a rounding residue in bins without negatives, and with it a gradient where there is no loss.
+        return similarities.gather(1, columns).masked_fill_(~is_counted, -torch.inf)
+
+    def _codes(self, tile: Tile, similarities: Float[Tensor, "r c"]) -> UInt8[Tensor, "r c"]:
         # The place of each pair's slope in the table of `_slopes_by_code`, for M bin centres:
         #
         #     0 ... M - 2      a negative in this bin          M ... 2 M - 2    a positive in bin code - M
         #     M - 1            a negative outside: slope 0     2 M - 1          a positive outside: slope 0
-        codes: Tensor = self._bin_codes(similarities, *self._bins)
-        if same_class is not None:
+        codes: Tensor = self._bin_codes(similarities, self.loss.high, self.loss.width, self.loss.centres)
+        if (same_class := tile.same_class()) is not None:
             _add_in(codes, *same_class, self.loss.centres)
         if tile.is_diagonal:
             # An image's similarity to itself is constant: its slope would only change the descriptor's length.
@@ -211,10 +221,12 @@ class Passes(Counter):
         # Both slopes are lookups, once all ranks have shared their tables, (b, 2 M) each. So every part of a
         # descriptor's gradient comes from its own row of pairs, and no B x C values have to be reduced over ranks.
         gradient = slopes.new_zeros(self._counts.shape[1], self._own[0].descriptors.shape[1])
+        by_images = {images: slopes[:, images.positions] for images in (*self._own, *self._rest)}
+        by_query = {images: by_images[images].t().contiguous() for images in self._own}
         for tile, kept in self._tiles:
-            codes = self._codes(tile, tile.similarities(), tile.same_class()) if kept is None else kept
-            by_row = slopes[:, tile.queries.positions[tile.rows]].t().contiguous()
-            by_similarity = self._slope_of_pairs(codes, by_row, slopes[:, tile.others.positions[tile.columns]])
+            codes = self._codes(tile, tile.similarities()) if kept is None else kept
+            by_row, by_column = by_query[tile.queries][tile.rows], by_images[tile.others][:, tile.columns]
+            by_similarity = self._slope_of_pairs(codes, by_row, by_column)
             gradient[tile.counts].addmm_(by_similarity, tile.others.descriptors[tile.columns])
             if tile.mirrored:  # the sum of both slopes is symmetric, so the mirror image needs no lookup of its own
                 gradient[tile.mirror().counts].addmm_(by_similarity.t(), tile.queries.descriptors[tile.rows])
@@ -240,18 +252,17 @@ def soft_counts(
     similarities: Float[Tensor, "r c"], high: float, width: float, bins: int
 ) -> Float[Tensor, "r slopes"]:
     """Return cumulative soft counts per row in all bins but the last (Revaud et al. 2019, eq. 9); skip -inf."""
-    # With t = (high - s) / width, a pair adds clamp(m + 1 - t, 0, 1) to bin m, and from_high is -t:
-    #
-    #     1 |‾‾‾‾‾‾‾‾\
-    #       |         \            of bin m, over t
-    #     0 |__________\_____
-    #           t = m   m + 1
-    from_high = (similarities - high) / width
-    counts, soft = from_high.new_empty(bins - 1, len(from_high)), torch.empty_like(from_high)
-    # A bin at a time, in place: uncompiled this stays in cache, and compiled all bins come from one reading.
+    # A pair adds relu(m + 1 - t) - relu(m - t) to bin m: each relu serves two bins, and unlike a clamp it is one
+    # operation when compiled. Rounded at a power of two, t loses no more digits, so that whole pairs add exactly 1.
+    top = 2 ** bins.bit_length()
+    from_top = top - ((high - similarities) / width).relu_()
+    counts, below = from_top.new_empty(bins - 1, len(from_top)), torch.zeros_like(from_top)
+    # A bin at a time: uncompiled this stays in cache, and compiled all bins come from one reading.
     for m in range(1, bins):
-        counts[m - 1] = soft.copy_(from_high).add_(m).clamp_(0, 1).sum(-1)
-    return counts.t()
+        up_to = (from_top + (m - top)).relu_()
+        counts[m - 1] = below.sub_(up_to).sum(-1)
+        below = up_to
+    return -counts.t()
 
 
 def bin_codes(similarities: Float[Tensor, "r c"], high: float, width: float, bins: int) -> UInt8[Tensor, "r c"]:

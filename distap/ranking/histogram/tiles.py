@@ -73,6 +73,8 @@ class Tile:
         """
         # Both sides are sorted by class, and labels are on the CPU, so this waits for no device.
         mine, theirs = self.queries.labels[self.rows], self.others.labels[self.columns]
+        if mine[-1] < theirs[0] or theirs[-1] < mine[0]:
+            return None
         columns, is_real = runs(theirs, mine, self.queries.descriptors.device)
         return (columns, is_real) if columns.shape[1] else None
 
