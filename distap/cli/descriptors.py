@@ -16,10 +16,7 @@ EXTRACTED_FOLDER = "New folder to write, or the folder of a stopped extraction t
 GRACE_SECONDS = 10.0  # for ranks to leave after a signal: finished parts are on the disk already
 DESCRIPTORS = Annotated[Path, typer.Argument(help="Folder that `distap extract` wrote.", show_default=False)]
 METHOD = "Scale principal components (pca), or shrink directions in which images of one class differ (lw)."
-KIND = (
-    "Kind of index: flat is exact, hnsw is fastest at high recall; or a string for faiss.index_factory, such as "
-    "OPQ64,IVF4096,PQ64."
-)
+KIND = "Kind of index: flat (exact), hnsw (fastest at high recall), or Faiss's string, such as OPQ64,IVF4096,PQ64."
 WRITTEN = "File to write the whitening to, such as RUN/whitening.safetensors."
 SEARCH = "Search parameters of Faiss to store in the index, such as nprobe=64 or efSearch=128."
 

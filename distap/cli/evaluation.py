@@ -13,10 +13,7 @@ from distap.storage.locations import parse_source
 from distap.telemetry.terminal import set_up_logging
 
 data_option = partial(typer.Option, rich_help_panel="Data sets")
-DATA = (
-    "Data set, as PATH or NAME=PATH: shards, or a folder of `distap data convert` with a ground truth. Repeat the "
-    "option for several."
-)
+DATA = "Data set, PATH or NAME=PATH: shards, or a folder that `distap data convert` wrote. Repeat for several."
 GALLERY_SET = "Shards to search in; the images of each data set are the queries."
 DISTRACTORS = "Descriptors to add to the gallery, right for no query: files, or folders of `distap extract`."
 TRUTH = "JSON file that says for each query which images are right; see the guide on retrieval."

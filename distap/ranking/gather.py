@@ -31,13 +31,13 @@ class Gathering:
 
     def __init__(self, world: World, slots: int, counter: Counter | None = None) -> None:
         self.world, self.slots, self.counter = world, slots, counter
-        self.arrived = 0  # slots of all ranks that have arrived
         self._own_rows, self._share = len(world.slots(slots)), -(-slots // world.size)
         self._is_own = torch.arange(slots) % world.size == world.rank
         self._unsent = deque(strips(0, self._share, max(LEAST_SENT, -(-self._share // MOST_CHUNKS))))
         self._on_the_way = deque[Arrival]()
         self._landed = deque[tuple[Tensor, ToHost]]()  # chunks whose facts are on their way to the CPU
-        self._filled = self._in_gallery = self._counted = 0  # own rows added; rows of the gallery; slots counted
+        # Slots of all ranks that have arrived, and that were counted; own rows added; rows of the gallery.
+        self.arrived = self._counted = self._filled = self._in_gallery = 0
         self._packed: Tensor | None = None
 
     @torch.no_grad()

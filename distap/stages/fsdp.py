@@ -46,7 +46,6 @@ class FSDPReplica(Replica):
     def describing(self) -> Iterator[None]:
         """Gather all parameters, and keep them until the end of the next replay, unless `frees` is set."""
         # Otherwise FSDP would free a unit after each micro-batch and gather it again before the next one.
-        self._stay_whole(True)
         self._gather()
         try:
             yield
@@ -56,7 +55,6 @@ class FSDPReplica(Replica):
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        self._stay_whole(True)
         self._gather()
         try:
             yield
@@ -86,6 +84,7 @@ class FSDPReplica(Replica):
             unit.reshard()
 
     def _gather(self) -> None:
+        self._stay_whole(True)
         if not any(isinstance(parameter, DTensor) for parameter in self.network.parameters()):
             return
         # All units by hand and in one order. FSDP would gather each when it is used, and ranks with other numbers of

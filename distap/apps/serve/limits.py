@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 DECODED_PIXELS = 50_000_000  # of an upload that is scaled down before the network sees it: 150 MB
 DESCRIBED_PIXELS = 4_000_000  # of an upload that the network sees whole: a ResNet takes some 150 bytes per pixel
 PIXELS = "50 million; 4 million where the gallery was described in original size"
-ALLOWED_HOST = (
-    "Answer requests to this host name or address too, *.DOMAIN, or * (any). Repeat the option for several."
-)
+ALLOWED_HOST = "Answer requests to this host name or address too, *.DOMAIN, or * (any). Repeat for several."
 
 
 @dataclass(frozen=True)

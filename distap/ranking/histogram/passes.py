@@ -18,6 +18,7 @@ needs no product.
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from math import ceil
 from typing import Any, ClassVar, cast
 
@@ -97,11 +98,8 @@ class Passes(Counter):
         super().__init__(loss, budget)
         self._window = loss.centres - 1 if budget.device.type == "cuda" else min(WINDOW, loss.centres - 1)
         pays = pairs >= compiling.PAYS_FROM_PAIRS * (compiling.ON_GPU if budget.device.type == "cuda" else 1)
-        functions: list[Callable[..., Any]] = [soft_counts, bin_codes, slope_of_pairs]
-        chosen = map(compiling.compiled, functions) if pays else functions
-        self._soft_counts, self._bin_codes, self._slope_of_pairs = chosen
-        self._own: list[Images] = []  # of each part
-        self._rest: list[Images] = []
+        self._fast: Callable[[Callable[..., Any]], Any] = compiling.compiled if pays else lambda function: function
+        self._parts: list[tuple[Images, Images]] = []  # own images of each part, and the rest
         self._tiles: list[tuple[Tile, UInt8[Tensor, "r c"] | None]] = []  # with the bins of their pairs, if kept
         self._kept_bytes = 0
         # Negatives and positives of each own image at or above each bin but the last, which holds all of them. Counts
@@ -110,13 +108,12 @@ class Passes(Counter):
 
     def add(self, descriptors: Float[Tensor, "n C"], labels: Int64[Tensor, " n"], is_own: Bool[Tensor, " n"]) -> None:
         """Count the pairs among the gallery's next images, and between them and earlier ones."""
-        own = Images.of(descriptors, labels, is_own, self.seen, self._counts.shape[1])
-        rest = Images.of(descriptors, labels, ~is_own, self.seen)
+        first_row = self._counts.shape[1]
+        own, rest = (Images.of(descriptors, labels, each, self.seen, first_row) for each in (is_own, ~is_own))
         self._counts = pad(self._counts, (0, 0, 0, len(own.labels)))
         for tile in self._new_tiles(own, rest):
             self._count(tile)
-        self._own.append(own)
-        self._rest.append(rest)
+        self._parts.append((own, rest))
         super().add(descriptors, labels, is_own)
 
     def _new_tiles(self, own: Images, rest: Images) -> Iterator[Tile]:
@@ -125,41 +122,40 @@ class Passes(Counter):
         #               earlier own   earlier rest   new own    new rest
         # earlier own      (done)        (done)         b'          d          b' is b transposed: mirrored
         # new own            b             c            a           d
-        for mine in (own, *self._own):
+        for mine in (own, *(earlier for earlier, _ in self._parts)):
             yield from tiles(own, mine, self.budget, mirrored=True)  # a, b
             yield from tiles(mine, rest, self.budget, mirrored=False)  # d
-        for earlier in self._rest:
+        for _, earlier in self._parts:
             yield from tiles(own, earlier, self.budget, mirrored=False)  # c
 
     def _count(self, tile: Tile) -> None:
-        similarities, codes = tile.similarities(), None
-        if self._kept_bytes + similarities.numel() <= self.budget.half:
-            codes = self._codes(tile, similarities)
-            self._kept_bytes += similarities.numel()
-        self._tiles.append((tile, codes))
+        similarities = tile.similarities()
+        is_kept = self._kept_bytes + similarities.numel() <= self.budget.half
+        self._kept_bytes += is_kept * similarities.numel()
+        self._tiles.append((tile, self._codes(tile, similarities) if is_kept else None))
         sides = [(tile, similarities), (tile.mirror(), similarities.t())][: 1 + tile.mirrored]
-        least = similarities.min()
+        least = None if similarities.is_cuda else similarities.amin().item()  # a GPU is not waited for
         # A side is counted twice: its positives, picked out by their columns, then all pairs with -inf in their
         # places, which lies beyond the last bin and counts nowhere.
         if (same_class := tile.same_class()) is not None:
-            most = similarities.max()
             for side, values in sides:
-                self._add_counts(self._counts[1, side.counts], self._positives(side, values), most, least)
+                self._add_counts(self._counts[1, side.counts], self._positives(side, values), least)
             _add_in(similarities, *same_class, -torch.inf)
-        most = similarities.max()
         for side, values in sides:
-            self._add_counts(self._counts[0, side.counts], values, most, least)
+            self._add_counts(self._counts[0, side.counts], values, least)
 
-    def _add_counts(self, counts: Tensor, similarities: Tensor, most: Tensor, least: Tensor) -> None:
+    def _add_counts(self, counts: Tensor, similarities: Tensor, least: float | None) -> None:
         # Bins before the first that a pair of the tile reaches hold none of them, and those beyond the last hold all.
         high, width, last, begin, end = self.loss.high, self.loss.width, counts.shape[1], 0, counts.shape[1]
-        if not most.is_cuda:  # a GPU is not waited for
-            begin = int(min(last - 1, max(0, (high - most.item()) / width)))  # in this order, NaN is passed over
-            end = ceil(min(last, max(begin, (high - least.item()) / width) + 1))
-        for first in range(begin, end, self._window):
-            soft = self._soft_counts(similarities, high - first * width, width, self._window + 1)
-            counts[:, first : first + self._window] += soft[:, : last - first]
-        counts[:, first + self._window :] += soft[:, -1:]
+        if least is not None:
+            # In this order, min and max pass over NaN, which is told later.
+            begin = int(min(last - 1, max(0, (high - similarities.amax().item()) / width)))
+            end = ceil(min(last, max(begin, (high - least) / width) + 1))
+        windows = (high - first * width for first in range(begin, end, self._window))
+        soft = torch.cat(
+            [self._fast(soft_counts)(similarities, each, width, self._window + 1) for each in windows], dim=1
+        )
+        counts[:, begin:] += soft[:, torch.arange(last - begin, device=soft.device).clamp_(max=soft.shape[1] - 1)]
 
     def _positives(self, side: Tile, similarities: Float[Tensor, "r c"]) -> Float[Tensor, "r P"]:
         columns, is_counted = cast(tuple[Tensor, Tensor], side.same_class())
@@ -174,7 +170,7 @@ class Passes(Counter):
         #
         #     0 ... M - 2      a negative in this bin          M ... 2 M - 2    a positive in bin code - M
         #     M - 1            a negative outside: slope 0     2 M - 1          a positive outside: slope 0
-        codes: Tensor = self._bin_codes(similarities, self.loss.high, self.loss.width, self.loss.centres)
+        codes: Tensor = self._fast(bin_codes)(similarities, self.loss.high, self.loss.width, self.loss.centres)
         if (same_class := tile.same_class()) is not None:
             _add_in(codes, *same_class, self.loss.centres)
         if tile.is_diagonal:
@@ -188,30 +184,21 @@ class Passes(Counter):
         if len(labels):
             self.add(remembered, labels, torch.zeros_like(labels, dtype=torch.bool))
         # From the order of counting, part by part and by class, to that of `gathered.own`.
-        order = torch.cat([own.positions for own in self._own]).argsort()
+        order = torch.cat([own.positions for own, _ in self._parts]).argsort()
         sizes = gathered.class_sizes[gathered.own, 0].double()
         totals = torch.stack([self.seen - sizes, sizes - float(not self.loss.self_pair)])
-        # The last bin holds all pairs, whose number is known: it need not be counted.
-        tables = torch.cat([self._counts[:, order], totals[:, :, None]], dim=2)
+        # The last bin holds all pairs, whose number is known: it need not be counted, and no similarity changes it.
+        tables = [table.requires_grad_() for table in torch.cat([self._counts[:, order], totals[:, :, None]], dim=2)]
         weight = gathered.query_weights(self.loss.weights)[gathered.own]
-        losses, by_count = self._losses_and_slopes(tables, weight)
-        loss = gathered.world.sum((weight * losses).sum())
-        per_query = torch.where(weight > 0, losses, torch.nan)
-        slopes = _slopes_by_code(by_count / self.loss.width, gathered)
-        return LossValue(loss, per_query, self._gradient(slopes)[order])
-
-    def _losses_and_slopes(
-        self, counts: Float64[Tensor, "2 b M"], weight: Float64[Tensor, " b"]
-    ) -> tuple[Float64[Tensor, " b"], Float64[Tensor, "b two_slopes"]]:
         # The loss of each query, and its derivative by a negative, then by a positive, in each of the M - 1 bins. In
         # bin m a pair of similarity s adds m + 1 - (high - s) / width to the count of bin m, and a constant to the
         # others: the slope by s is that by this count over the width. Autograd sees (b, M) tables, never pairs.
         with torch.enable_grad():
-            tables = [table.requires_grad_() for table in counts]
             losses = 1 - self.loss.average_precision(*tables)
             by_count = torch.autograd.grad((weight * losses).sum(), tables)
-        # The last cumulative count is the number of pairs: no similarity changes it.
-        return losses.detach(), torch.cat([table[:, :-1] for table in by_count], dim=1)
+        slopes = _slopes_by_code(torch.cat([table[:, :-1] for table in by_count], dim=1) / self.loss.width, gathered)
+        loss = gathered.world.sum((weight * losses).sum())
+        return LossValue(loss, torch.where(weight > 0, losses, torch.nan), self._gradient(slopes)[order])
 
     def _gradient(self, slopes: Float[Tensor, "codes N"]) -> Float[Tensor, "b C"]:
         # Pass two. The similarity of i and j moves the counts of both as queries:
@@ -220,17 +207,16 @@ class Passes(Counter):
         #
         # Both slopes are lookups, once all ranks have shared their tables, (b, 2 M) each. So every part of a
         # descriptor's gradient comes from its own row of pairs, and no B x C values have to be reduced over ranks.
-        gradient = slopes.new_zeros(self._counts.shape[1], self._own[0].descriptors.shape[1])
-        by_images = {images: slopes[:, images.positions] for images in (*self._own, *self._rest)}
-        by_query = {images: by_images[images].t().contiguous() for images in self._own}
+        gradient = slopes.new_zeros(self._counts.shape[1], self._parts[0][0].descriptors.shape[1])
+        by_images = {images: slopes[:, images.positions] for images in chain(*self._parts)}
         for tile, kept in self._tiles:
             codes = self._codes(tile, tile.similarities()) if kept is None else kept
-            by_row, by_column = by_query[tile.queries][tile.rows], by_images[tile.others][:, tile.columns]
-            by_similarity = self._slope_of_pairs(codes, by_row, by_column)
+            by_row, by_column = by_images[tile.queries][:, tile.rows].t(), by_images[tile.others][:, tile.columns]
+            by_similarity = self._fast(slope_of_pairs)(codes, by_row, by_column)
             gradient[tile.counts].addmm_(by_similarity, tile.others.descriptors[tile.columns])
             if tile.mirrored:  # the sum of both slopes is symmetric, so the mirror image needs no lookup of its own
                 gradient[tile.mirror().counts].addmm_(by_similarity.t(), tile.queries.descriptors[tile.rows])
-        self._tiles, self._own, self._rest = [], [], []  # their memory is free from now on
+        self._tiles, self._parts = [], []  # their memory is free from now on
         return gradient
 
 
@@ -244,8 +230,7 @@ def _slopes_by_code(slopes: Float64[Tensor, "b two_slopes"], gathered: Gathered)
 
 def _add_in(table: Tensor, columns: Int64[Tensor, "r P"], is_real: Bool[Tensor, "r P"], value: int | float) -> None:
     """Add values at columns of each row, in place; padding repeats a column and adds nothing."""
-    values = torch.zeros(columns.shape, dtype=table.dtype, device=table.device)
-    table.scatter_add_(1, columns, values.masked_fill_(is_real, value))
+    table.scatter_add_(1, columns, torch.where(is_real, value, 0).to(table.dtype))
 
 
 def soft_counts(
@@ -260,8 +245,7 @@ def soft_counts(
     # A bin at a time: uncompiled this stays in cache, and compiled all bins come from one reading.
     for m in range(1, bins):
         up_to = (from_top + (m - top)).relu_()
-        counts[m - 1] = below.sub_(up_to).sum(-1)
-        below = up_to
+        counts[m - 1], below = below.sub_(up_to).sum(-1), up_to
     return -counts.t()
 
 

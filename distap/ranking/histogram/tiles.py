@@ -13,7 +13,6 @@ from distap.ranking.device_copies import queued
 from distap.ranking.gathered import runs
 from distap.ranking.loss import Budget, strips
 
-SameClass = tuple[Int64[Tensor, "r P"], Bool[Tensor, "r P"]] | None
 MOST_COLUMNS = 2**20  # of a tile: float32 sums over longer rows would lose digits
 
 
@@ -66,7 +65,7 @@ class Tile:
     def similarities(self) -> Float[Tensor, "r c"]:
         return self.queries.descriptors[self.rows] @ self.others.descriptors[self.columns].t()
 
-    def same_class(self) -> SameClass:
+    def same_class(self) -> tuple[Int64[Tensor, "r P"], Bool[Tensor, "r P"]] | None:
         """Return for each row the columns of its class, P at most, and which of them are no padding.
 
         Padding repeats a column. None if no pair of the tile is of one class.
@@ -84,7 +83,7 @@ def tiles(queries: Images, others: Images, budget: Budget, mirrored: bool) -> It
     pairs = budget.pairs(queries.descriptors.element_size())
     # Twice as wide as high: the matrix product is fastest on tiles that are about square.
     for rows in strips(0, len(queries.labels), max(1, int((pairs / 2) ** 0.5))):
-        first, width = 0, min(MOST_COLUMNS, max(1, pairs // (rows.stop - rows.start)))
+        width = min(MOST_COLUMNS, max(1, pairs // (rows.stop - rows.start)))
         # Similarities are symmetric, so images against themselves need half of the products of a whole square:
         #
         #     D d d d     D: a tile on the diagonal, which has each of its pairs both as (i, j) and as (j, i)
@@ -93,6 +92,5 @@ def tiles(queries: Images, others: Images, budget: Budget, mirrored: bool) -> It
         #           D
         if queries is others:
             yield Tile(queries, rows, others, rows, mirrored=False)
-            first = rows.stop
-        for columns in strips(first, len(others.labels), width):
+        for columns in strips(rows.stop if queries is others else 0, len(others.labels), width):
             yield Tile(queries, rows, others, columns, mirrored)
