@@ -130,6 +130,8 @@ class Passes(Counter):
 
     def _count(self, tile: Tile) -> None:
         similarities = tile.similarities()
+        # One byte a pair, while the budget lasts, saves pass two the product of descriptors: B² bytes for B² C
+        # multiplications.
         is_kept = self._kept_bytes + similarities.numel() <= self.budget.half
         self._kept_bytes += is_kept * similarities.numel()
         self._tiles.append((tile, self._codes(tile, similarities) if is_kept else None))
@@ -237,8 +239,15 @@ def soft_counts(
     similarities: Float[Tensor, "r c"], high: float, width: float, bins: int
 ) -> Float[Tensor, "r slopes"]:
     """Return cumulative soft counts per row in all bins but the last (Revaud et al. 2019, eq. 9); skip -inf."""
-    # A pair adds relu(m + 1 - t) - relu(m - t) to bin m: each relu serves two bins, and unlike a clamp it is one
-    # operation when compiled. Rounded at a power of two, t loses no more digits, so that whole pairs add exactly 1.
+    # With t = (high - s) / width, a pair adds relu(m + 1 - t) - relu(m - t) to bin m: each relu serves two bins, and
+    # unlike a clamp it is one operation when compiled.
+    #
+    #     1 |‾‾‾‾‾‾‾‾\
+    #       |         \            of bin m, over t
+    #     0 |__________\_____
+    #           t = m   m + 1
+    #
+    # Rounded once at a power of two, t loses no more digits, so that a pair of an earlier bin adds exactly 1.
     top = 2 ** bins.bit_length()
     from_top = top - ((high - similarities) / width).relu_()
     counts, below = from_top.new_empty(bins - 1, len(from_top)), torch.zeros_like(from_top)
