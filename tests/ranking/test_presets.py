@@ -14,11 +14,10 @@ def batch():
 
 
 # Loss, norm of the gradient through the normalisation, and one of its entries, in float64, as computed with:
-# APLoss and TAPLoss of naver/deep-image-retrieval; SoftBinAP, SmoothAP and SupAP
-# of elias-ramzi/ROADMAP, and its CalibrationLoss, which is ContrastiveLoss of pytorch-metric-learning 2.9;
-# FastAPLoss of the same package; BlackBoxAP of elias-ramzi/ROADMAP with a margin of 0, its query left out. SupAP is
-# that of an early version (5010e15) and, by a plain loop that gives the same numbers for that one, that of the code
-# since November 2022.
+# APLoss and TAPLoss of naver/deep-image-retrieval; SoftBinAP, SmoothAP and SupAP of elias-ramzi/ROADMAP, and its
+# CalibrationLoss, which is ContrastiveLoss of pytorch-metric-learning 2.9; FastAPLoss of the same package; BlackBoxAP
+# of elias-ramzi/ROADMAP with a margin of 0, its query left out. SupAP is that of an early version (5010e15) and, by
+# a plain loop that gives the same numbers for that one, that of the code since November 2022.
 FIRST = {"offset": 1.44, "delta": 0.05}
 INATURALIST = {"offset": -4.0, "delta": 0.05, "start": 0.0}
 PUBLISHED = [
