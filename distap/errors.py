@@ -108,6 +108,11 @@ def checked(function: F) -> F:
             keys = [names[at] if isinstance(at, int) else at for at in places]
             wrong = [{**item, "loc": (key,)} for item, key in zip(error.errors(), keys, strict=True)]
             raise DistapError("; ".join(problems_of(wrong))) from error
+        except DistapError as error:  # of an option that the function hands on, such as one of a loss
+            near = [one for key in named.keys() - set(names) for one in difflib.get_close_matches(key, names, n=1)]
+            if not near:
+                raise
+            raise DistapError(f"{error}; {function.__qualname__.split('.')[0]} itself has {near[0]}") from error
 
     return cast(F, call)
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from distap.errors import DistapError, checked, logger, tensor_given
+from distap.errors import checked, logger, tensor_given
 from distap.model.pooling import NAMED, pooled
 from distap.ranking.listwise import KnownGradient, RankingModule
 from distap.ranking.loss import AnyLoss
@@ -99,11 +98,7 @@ class Multistage(RankingModule):
         pooling: Literal["cls", "cls_mean", "mean", "max"] | None = None,
         **options: Any,
     ) -> None:
-        try:
-            super().__init__(loss, group, mode, memory, memory_bytes, **options)
-        except DistapError as error:
-            near = [name for key in options for name in get_close_matches(key, Multistage.__init__.__annotations__)]
-            raise DistapError(f"{error}; Multistage itself has {near[0]}" if near else str(error)) from error
+        super().__init__(loss, group, mode, memory, memory_bytes, **options)
         self.network = network
         self.sizes = micro_batch if isinstance(micro_batch, MicroBatchSizes) else MicroBatchSizes(micro_batch)
         self.normalise, self.freeze_batchnorm = normalise, freeze_batchnorm

@@ -17,6 +17,7 @@ PAYS_FROM_PAIRS, ON_GPU = 2**22, 16
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function of tensors and numbers with torch.compile, or return it unchanged if that fails."""
+    # Indices come from codes of our own: to check each would take as long as to look it up.
     chosen = torch.compile(function, dynamic=True, options={"assert_indirect_indexing": False})
     seen: set[tuple[Any, ...]] = set()  # arguments that need no new graph
     logger.info("ranking: %s is compiled", function.__name__)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from math import ceil
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64, UInt8
@@ -29,7 +29,7 @@ from torch.nn.functional import pad
 
 from distap.ranking import compiling
 from distap.ranking.gathered import Gathered, QueryWeights
-from distap.ranking.histogram.tiles import Images, Tile, tiles
+from distap.ranking.histogram.tiles import Images, SameClass, Tile, tiles
 from distap.ranking.loss import Budget, Counter, Loss, LossValue
 
 WINDOW = 6  # bins that a CPU counts at once: most tiles reach no more
@@ -96,7 +96,7 @@ class Passes(Counter):
 
     def __init__(self, loss: HistogramLoss, pairs: int, budget: Budget) -> None:
         super().__init__(loss, budget)
-        self._window = loss.centres - 1 if budget.device.type == "cuda" else min(WINDOW, loss.centres - 1)
+        self._window = loss.centres - 1 if budget.device.type == "cuda" else WINDOW
         pays = pairs >= compiling.PAYS_FROM_PAIRS * (compiling.ON_GPU if budget.device.type == "cuda" else 1)
         self._fast: Callable[[Callable[..., Any]], Any] = compiling.compiled if pays else lambda function: function
         self._parts: list[tuple[Images, Images]] = []  # own images of each part, and the rest
@@ -129,21 +129,22 @@ class Passes(Counter):
             yield from tiles(own, earlier, self.budget, mirrored=False)  # c
 
     def _count(self, tile: Tile) -> None:
-        similarities = tile.similarities()
-        # One byte a pair, while the budget lasts, saves pass two the product of descriptors: B² bytes for B² C
-        # multiplications.
+        similarities, same_class = tile.similarities(), tile.same_class()
         is_kept = self._kept_bytes + similarities.numel() <= self.budget.half
         self._kept_bytes += is_kept * similarities.numel()
-        self._tiles.append((tile, self._codes(tile, similarities) if is_kept else None))
-        sides = [(tile, similarities), (tile.mirror(), similarities.t())][: 1 + tile.mirrored]
+        self._tiles.append((tile, self._codes(tile, similarities, same_class) if is_kept else None))
+        sides = [(tile, similarities, same_class)]
+        if tile.mirrored:
+            sides.append((tile.mirror(), similarities.t(), tile.mirror().same_class()))
         least = None if similarities.is_cuda else similarities.amin().item()  # a GPU is not waited for
         # A side is counted twice: its positives, picked out by their columns, then all pairs with -inf in their
         # places, which lies beyond the last bin and counts nowhere.
-        if (same_class := tile.same_class()) is not None:
-            for side, values in sides:
-                self._add_counts(self._counts[1, side.counts], self._positives(side, values), least)
+        for side, values, found in sides:
+            if found is not None:
+                self._add_counts(self._counts[1, side.counts], self._positives(side, values, *found), least)
+        if same_class is not None:
             _add_in(similarities, *same_class, -torch.inf)
-        for side, values in sides:
+        for side, values, _ in sides:
             self._add_counts(self._counts[0, side.counts], values, least)
 
     def _add_counts(self, counts: Tensor, similarities: Tensor, least: float | None) -> None:
@@ -153,27 +154,24 @@ class Passes(Counter):
             # In this order, min and max pass over NaN, which is told later.
             begin = int(min(last - 1, max(0, (high - similarities.amax().item()) / width)))
             end = ceil(min(last, max(begin, (high - least) / width) + 1))
-        windows = (high - first * width for first in range(begin, end, self._window))
-        soft = torch.cat(
-            [self._fast(soft_counts)(similarities, each, width, self._window + 1) for each in windows], dim=1
-        )
+        tops = (high - first * width for first in range(begin, end, self._window))
+        soft = torch.cat([self._fast(soft_counts)(similarities, top, width, self._window + 1) for top in tops], dim=1)
         counts[:, begin:] += soft[:, torch.arange(last - begin, device=soft.device).clamp_(max=soft.shape[1] - 1)]
 
-    def _positives(self, side: Tile, similarities: Float[Tensor, "r c"]) -> Float[Tensor, "r P"]:
-        columns, is_counted = cast(tuple[Tensor, Tensor], side.same_class())
+    def _positives(self, side: Tile, similarities: Tensor, columns: Tensor, is_counted: Tensor) -> Tensor:
         if side.is_diagonal and not self.loss.self_pair:
             is_counted = is_counted & (columns != torch.arange(len(columns), device=columns.device)[:, None])
         # Each pair is counted once, from one value of its similarity. The difference 'all minus positives' would
         # leave a rounding residue in bins without negatives, and with it a gradient where there is no loss.
         return similarities.gather(1, columns).masked_fill_(~is_counted, -torch.inf)
 
-    def _codes(self, tile: Tile, similarities: Float[Tensor, "r c"]) -> UInt8[Tensor, "r c"]:
+    def _codes(self, tile: Tile, similarities: Float[Tensor, "r c"], same_class: SameClass) -> UInt8[Tensor, "r c"]:
         # The place of each pair's slope in the table of `_slopes_by_code`, for M bin centres:
         #
         #     0 ... M - 2      a negative in this bin          M ... 2 M - 2    a positive in bin code - M
         #     M - 1            a negative outside: slope 0     2 M - 1          a positive outside: slope 0
         codes: Tensor = self._fast(bin_codes)(similarities, self.loss.high, self.loss.width, self.loss.centres)
-        if (same_class := tile.same_class()) is not None:
+        if same_class is not None:
             _add_in(codes, *same_class, self.loss.centres)
         if tile.is_diagonal:
             # An image's similarity to itself is constant: its slope would only change the descriptor's length.
@@ -212,7 +210,7 @@ class Passes(Counter):
         gradient = slopes.new_zeros(self._counts.shape[1], self._parts[0][0].descriptors.shape[1])
         by_images = {images: slopes[:, images.positions] for images in chain(*self._parts)}
         for tile, kept in self._tiles:
-            codes = self._codes(tile, tile.similarities()) if kept is None else kept
+            codes = self._codes(tile, tile.similarities(), tile.same_class()) if kept is None else kept
             by_row, by_column = by_images[tile.queries][:, tile.rows].t(), by_images[tile.others][:, tile.columns]
             by_similarity = self._fast(slope_of_pairs)(codes, by_row, by_column)
             gradient[tile.counts].addmm_(by_similarity, tile.others.descriptors[tile.columns])

@@ -13,6 +13,7 @@ from distap.ranking.device_copies import queued
 from distap.ranking.gathered import runs
 from distap.ranking.loss import Budget, strips
 
+SameClass = tuple[Int64[Tensor, "r P"], Bool[Tensor, "r P"]] | None
 MOST_COLUMNS = 2**20  # of a tile: float32 sums over longer rows would lose digits
 
 
@@ -65,7 +66,7 @@ class Tile:
     def similarities(self) -> Float[Tensor, "r c"]:
         return self.queries.descriptors[self.rows] @ self.others.descriptors[self.columns].t()
 
-    def same_class(self) -> tuple[Int64[Tensor, "r P"], Bool[Tensor, "r P"]] | None:
+    def same_class(self) -> SameClass:
         """Return for each row the columns of its class, P at most, and which of them are no padding.
 
         Padding repeats a column. None if no pair of the tile is of one class.
