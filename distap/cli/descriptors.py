@@ -56,19 +56,17 @@ def extract_command(
         with joined_world() as world:
             set_up_logging(world.rank)
             recipe, network = trained_network(checkpoint, world, best, overrides or [])
-            data = recipe.data
 
             def opened() -> tuple[ImageDescriber, ImageSet]:
                 return describing_of(recipe, network, world, whitening=whitening).describer, open_images(source)
 
             describer, images = first_on_rank_0(world, opened)
-            extraction = Extraction(Describing(describer, world, data.workers, shown=True), images)
+            extraction = Extraction(Describing(describer, world, recipe.data.workers, shown=True), images)
             written = extract_to_folder(extraction, output)
-            is_first = world.rank == 0
     except SystemExit:
         print_warning(f"stopped: the same command continues from the parts in {output}")
         raise
-    if is_first:
+    if world.rank == 0:
         told = f"; {count} files left out, see {output / 'about.json'}" if (count := len(written.left_out)) else ""
         numbers = f"{len(written)} descriptors of {written.descriptors.shape[1]} dimensions"
         print_result(f"{output}: {numbers}{told}")

@@ -40,7 +40,7 @@ def eval_command(
     database_augmentation: Annotated[float | None, options.refinement(help=DATABASE_AUGMENTATION, min=0)] = None,
     neighbours: Annotated[int, options.refinement(help=NEIGHBOURS_HELP, min=1)] = 10,
     rerank: Annotated[int | None, options.refinement(help=RERANK, min=1)] = None,
-    output: Annotated[Path | None, options.output(help=RESULTS_FOLDER)] = None,
+    output: Annotated[Path | None, typer.Option(help=RESULTS_FOLDER, rich_help_panel="Output")] = None,
     as_json: JSON = False,
     whitening: options.WHITENING = None,
 ) -> None:

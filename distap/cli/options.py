@@ -49,7 +49,6 @@ OVERRIDES = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...",
 # Options of one panel of --help.
 network = partial(typer.Option, rich_help_panel="Network")
 refinement = partial(typer.Option, rich_help_panel="Refinement of descriptors")
-output = partial(typer.Option, rich_help_panel="Output")
 
 TRAINED = "Trained network: a run folder, one of its checkpoints, a URL of either, or a recipe, untrained."
 CHECKPOINT = network(help=TRAINED, show_default=False)

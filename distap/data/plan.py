@@ -105,7 +105,7 @@ class Plan:
         self.sampling.check(self.classes)
 
     def batch(self, step: int) -> Samples:
-        """Return (B,) the sample in each slot of a step's global batch, as a read-only array."""
+        """Return (B,) the sample in each slot of a step's global batch; not to be written to, since it is cached."""
         return _batch(self, step)
 
     def stand_ins(self, step: int, slot: int) -> Samples:
@@ -126,9 +126,7 @@ class Plan:
 @lru_cache(maxsize=4)
 def _batch(plan: Plan, step: int) -> Samples:
     # Cached, because a worker that meets many damaged images of a step asks for its batch again and again.
-    batch = plan.sampling.batch(plan.classes, plan.seed, step)
-    batch.flags.writeable = False
-    return batch
+    return plan.sampling.batch(plan.classes, plan.seed, step)
 
 
 def in_turn(counts: Numbers, starts: Numbers, takes: Numbers, longest: int, *key: int, of: Numbers) -> Numbers:

@@ -114,6 +114,8 @@ class Gathered:
     def spread(self, rows: Shaped[Tensor, "b *K"], fill: float = 0.0) -> Shaped[Tensor, "slots_of_rank *K"]:
         """Spread this rank's rows to its slots, with `fill` at slots that take no part."""
         # Collectives work by slots: they have equal shares on all ranks, and the rows that take part may have not.
+        if len(rows) == len(self.local):
+            return rows
         full = rows.new_full((len(self.local), *rows.shape[1:]), fill)
         full[self.local] = rows
         return full

@@ -122,10 +122,8 @@ def start_gathering(
 ) -> Gathering:
     """Begin to gather a batch for `rank_descriptors`; count pairs as they arrive if the loss allows it."""
     # In mode central rank 0 counts the pairs of all queries, once all are there.
-    counter = None
-    if mode == "sharded" or world.size == 1:
-        counter = loss.counter(len(world.slots(slots)) * slots, Budget(world.device, memory_bytes))
-    return Gathering(world, slots, counter)
+    pairs, counts = len(world.slots(slots)) * slots, mode == "sharded" or world.size == 1
+    return Gathering(world, slots, loss.counter(pairs, Budget(world.device, memory_bytes)) if counts else None)
 
 
 # Autograd differentiates the formulas of losses, also where the caller wants no gradient; tensors that are made in
@@ -146,8 +144,7 @@ def rank_descriptors(
     images are of one class, every rank raises a DistapError.
     """
     batch = len(gathered.images)
-    if gathered.gallery_levels.shape[1] > 1:
-        refuse_crossing(gathered.gallery_levels)
+    refuse_crossing(gathered.gallery_levels)
     queries = int((gathered.class_sizes[:batch, loss.query_level] > 1).sum()) if loss.needs_positives else batch
     # Every rank finds this out for itself: the others would wait if rank 0 alone did.
     if not queries:
@@ -173,7 +170,8 @@ def rank_descriptors(
             found = rank_on_rank_zero(loss, gathered, budget)
     # All ranks have to skip the step, or none: one that went on alone would wait in the next collective.
     numbers = found.value, found.gradient, *found.by_parameters
-    is_finite = world.all_agree(all(bool(one.isfinite().all()) for one in numbers))
+    # By the sum, in one pass; finite numbers whose sum is not are no gradient either.
+    is_finite = world.all_agree(all(bool(one.sum().isfinite()) for one in numbers))
     per_query = None if found.per_query is None else gathered.spread(found.per_query, torch.nan)
     gradient, counts = gathered.spread(found.gradient), (queries, batch - queries)
     return Ranking(found.value, per_query, gradient, *counts, is_finite, found.by_parameters)

@@ -101,9 +101,9 @@ def kind_of(labels: Tensor, tensors: Extra, loss: object) -> tuple[str, str]:
 def refuse_crossing(levels: Tensor) -> None:
     """Raise a DistapError unless each class (N, L) lies within one class of the next level."""
     for level in range(levels.shape[1] - 1):
-        # Different pairs are sorted by the finer class, so one that lies within two others stands twice in a row.
-        pairs = levels[:, level : level + 2].unique(dim=0)
-        again = pairs[1:, 0] == pairs[:-1, 0]
+        # Sorted by the finer class, one that lies within two others has different neighbours somewhere.
+        pairs = levels[levels[:, level].argsort(stable=True), level : level + 2]
+        again = (pairs[1:, 0] == pairs[:-1, 0]) & (pairs[1:, 1] != pairs[:-1, 1])
         if again.any():
             (label, one), (_, other) = pairs[:-1][again][0].tolist(), pairs[1:][again][0].tolist()
             raise DistapError(

@@ -22,13 +22,10 @@ def traced(folder: Path, rank: int, step: int) -> Iterator[None]:
     # The profiler's library would print its begin and end, and an error if there is no GPU.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    profiler, begun = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True), False
+    profiler = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
     with _surviving(rank, step):
         profiler.start()
-        begun = True
     yield
-    if not begun:
-        return
     path = folder / f"step-{step}.rank-{rank}.json.gz"
     with _surviving(rank, step):
         profiler.add_metadata_json("distap", json.dumps({"rank": rank, "step": step}))

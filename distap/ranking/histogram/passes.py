@@ -32,7 +32,7 @@ from distap.ranking.gathered import Gathered, QueryWeights
 from distap.ranking.histogram.tiles import Images, SameClass, Tile, tiles
 from distap.ranking.loss import Budget, Counter, Loss, LossValue
 
-WINDOW = 6  # bins that a CPU counts at once: most tiles reach no more
+WINDOW = 6  # bins that a CPU counts at once: most tiles reach no more, whose pairs have so many codes and one more
 Counts = Float64[Tensor, "b M"]  # cumulative soft counts of b queries in M bins
 
 
@@ -98,10 +98,11 @@ class Passes(Counter):
         super().__init__(loss, budget)
         self._window = loss.centres - 1 if budget.device.type == "cuda" else WINDOW
         pays = pairs >= compiling.PAYS_FROM_PAIRS * (compiling.ON_GPU if budget.device.type == "cuda" else 1)
+        self._few = WINDOW + 1 if pays else 0  # codes that are compared with and not looked up
         self._fast: Callable[[Callable[..., Any]], Any] = compiling.compiled if pays else lambda function: function
         self._parts: list[tuple[Images, Images]] = []  # own images of each part, and the rest
-        self._tiles: list[tuple[Tile, UInt8[Tensor, "r c"] | None]] = []  # with the bins of their pairs, if kept
-        self._kept_bytes = 0
+        self._tiles: list[tuple[Tile, slice, UInt8[Tensor, "r c"] | None]] = []  # with their codes, which if kept
+        self._pairs = 0  # that were counted
         # Negatives and positives of each own image at or above each bin but the last, which holds all of them. Counts
         # reach B: float32 within a tile and float64 between tiles stay exact up to a million.
         self._counts = torch.zeros(2, 0, loss.centres - 1, dtype=torch.float64, device=budget.device)
@@ -130,13 +131,12 @@ class Passes(Counter):
 
     def _count(self, tile: Tile) -> None:
         similarities, same_class = tile.similarities(), tile.same_class()
-        is_kept = self._kept_bytes + similarities.numel() <= self.budget.half
-        self._kept_bytes += is_kept * similarities.numel()
-        self._tiles.append((tile, self._codes(tile, similarities, same_class) if is_kept else None))
+        self._pairs += similarities.numel()
+        codes = self._codes(tile, similarities, same_class) if self._pairs <= self.budget.half else None
         sides = [(tile, similarities, same_class)]
         if tile.mirrored:
-            sides.append((tile.mirror(), similarities.t(), tile.mirror().same_class()))
-        least = None if similarities.is_cuda else similarities.amin().item()  # a GPU is not waited for
+            sides.append((tile.mirror(), similarities.t(), same_class and tile.mirror().same_class()))
+        least = self.loss.low if similarities.is_cuda else similarities.amin().item()  # a GPU is not waited for
         # A side is counted twice: its positives, picked out by their columns, then all pairs with -inf in their
         # places, which lies beyond the last bin and counts nowhere.
         for side, values, found in sides:
@@ -145,18 +145,23 @@ class Passes(Counter):
         if same_class is not None:
             _add_in(similarities, *same_class, -torch.inf)
         for side, values, _ in sides:
-            self._add_counts(self._counts[0, side.counts], values, least)
+            reached = self._add_counts(self._counts[0, side.counts], values, least)
+        # Pairs before bin 0 have the code of those beyond the last, and positives have codes of their own.
+        first = reached.start if same_class is None and len(reached) < self._few else 0
+        self._tiles.append((tile, slice(first, first + self._few if first else None), codes))
 
-    def _add_counts(self, counts: Tensor, similarities: Tensor, least: float | None) -> None:
+    def _add_counts(self, counts: Tensor, similarities: Tensor, least: float) -> range:
         # Bins before the first that a pair of the tile reaches hold none of them, and those beyond the last hold all.
-        high, width, last, begin, end = self.loss.high, self.loss.width, counts.shape[1], 0, counts.shape[1]
-        if least is not None:
-            # In this order, min and max pass over NaN, which is told later.
-            begin = int(min(last - 1, max(0, (high - similarities.amax().item()) / width)))
-            end = ceil(min(last, max(begin, (high - least) / width) + 1))
-        tops = (high - first * width for first in range(begin, end, self._window))
-        soft = torch.cat([self._fast(soft_counts)(similarities, top, width, self._window + 1) for top in tops], dim=1)
-        counts[:, begin:] += soft[:, torch.arange(last - begin, device=soft.device).clamp_(max=soft.shape[1] - 1)]
+        high, width, last = self.loss.high, self.loss.width, counts.shape[1]
+        # In this order, min and max pass over NaN, which is told later.
+        most = high if similarities.is_cuda else similarities.amax().item()
+        begin = int(min(last - 1, max(0, (high - most) / width)))
+        reached = range(begin, ceil(min(last, max(begin, (high - least) / width) + 1)))
+        for first in reached[:: self._window]:
+            soft = self._fast(soft_counts)(similarities, high - first * width, width, self._window + 1)
+            counts[:, first : first + self._window] += soft[:, : last - first]
+        counts[:, first + self._window :] += soft[:, -1:]
+        return reached
 
     def _positives(self, side: Tile, similarities: Tensor, columns: Tensor, is_counted: Tensor) -> Tensor:
         if side.is_diagonal and not self.loss.self_pair:
@@ -166,7 +171,7 @@ class Passes(Counter):
         return similarities.gather(1, columns).masked_fill_(~is_counted, -torch.inf)
 
     def _codes(self, tile: Tile, similarities: Float[Tensor, "r c"], same_class: SameClass) -> UInt8[Tensor, "r c"]:
-        # The place of each pair's slope in the table of `_slopes_by_code`, for M bin centres:
+        # The place of each pair's slope in the table `by_code`, for M bin centres:
         #
         #     0 ... M - 2      a negative in this bin          M ... 2 M - 2    a positive in bin code - M
         #     M - 1            a negative outside: slope 0     2 M - 1          a positive outside: slope 0
@@ -196,9 +201,13 @@ class Passes(Counter):
         with torch.enable_grad():
             losses = 1 - self.loss.average_precision(*tables)
             by_count = torch.autograd.grad((weight * losses).sum(), tables)
-        slopes = _slopes_by_code(torch.cat([table[:, :-1] for table in by_count], dim=1) / self.loss.width, gathered)
+        slopes = torch.cat([table[:, :-1] for table in by_count], dim=1) / self.loss.width
+        # By code first: neighbours in a row are neighbouring columns of a tile, so that lookups on a GPU coalesce.
+        shared = gathered.share(slopes.to(gathered.gallery.dtype)).t().unflatten(0, (2, -1))
+        # Zeros for pairs outside the bins, and for remembered images, which are no queries.
+        by_code = pad(shared, (0, len(gathered.gallery) - shared.shape[2], 0, 1)).flatten(0, 1)
         loss = gathered.world.sum((weight * losses).sum())
-        return LossValue(loss, torch.where(weight > 0, losses, torch.nan), self._gradient(slopes)[order])
+        return LossValue(loss, torch.where(weight > 0, losses, torch.nan), self._gradient(by_code)[order])
 
     def _gradient(self, slopes: Float[Tensor, "codes N"]) -> Float[Tensor, "b C"]:
         # Pass two. The similarity of i and j moves the counts of both as queries:
@@ -209,23 +218,15 @@ class Passes(Counter):
         # descriptor's gradient comes from its own row of pairs, and no B x C values have to be reduced over ranks.
         gradient = slopes.new_zeros(self._counts.shape[1], self._parts[0][0].descriptors.shape[1])
         by_images = {images: slopes[:, images.positions] for images in chain(*self._parts)}
-        for tile, kept in self._tiles:
+        for tile, few, kept in self._tiles:
             codes = self._codes(tile, tile.similarities(), tile.same_class()) if kept is None else kept
-            by_row, by_column = by_images[tile.queries][:, tile.rows].t(), by_images[tile.others][:, tile.columns]
-            by_similarity = self._fast(slope_of_pairs)(codes, by_row, by_column)
+            by_row, by_column = by_images[tile.queries][few, tile.rows].t(), by_images[tile.others][few, tile.columns]
+            by_similarity = self._fast(slope_of_pairs)(codes, by_row, by_column, few.start)
             gradient[tile.counts].addmm_(by_similarity, tile.others.descriptors[tile.columns])
             if tile.mirrored:  # the sum of both slopes is symmetric, so the mirror image needs no lookup of its own
                 gradient[tile.mirror().counts].addmm_(by_similarity.t(), tile.queries.descriptors[tile.rows])
         self._tiles, self._parts = [], []  # their memory is free from now on
         return gradient
-
-
-def _slopes_by_code(slopes: Float64[Tensor, "b two_slopes"], gathered: Gathered) -> Float[Tensor, "codes N"]:
-    """Return slopes of all ranks by code and column: negatives by bin, 0, positives by bin, 0."""
-    # By code first: neighbours in a row are neighbouring columns of a tile, so that lookups on a GPU coalesce.
-    shared = gathered.share(slopes.to(gathered.gallery.dtype)).t().unflatten(0, (2, -1))
-    # Zeros for pairs outside the bins, and for remembered images, which are no queries.
-    return pad(shared, (0, len(gathered.gallery) - shared.shape[2], 0, 1)).flatten(0, 1)
 
 
 def _add_in(table: Tensor, columns: Int64[Tensor, "r P"], is_real: Bool[Tensor, "r P"], value: int | float) -> None:
@@ -264,8 +265,15 @@ def bin_codes(similarities: Float[Tensor, "r c"], high: float, width: float, bin
 
 
 def slope_of_pairs(
-    codes: UInt8[Tensor, "r c"], by_row: Float[Tensor, "r codes"], by_column: Float[Tensor, "codes c"]
+    codes: UInt8[Tensor, "r c"], by_row: Float[Tensor, "r codes"], by_column: Float[Tensor, "codes c"], first: int
 ) -> Float[Tensor, "r c"]:
     """Return the loss's derivative by each similarity: the slope of the row's query plus that of the column's."""
-    index = codes.long()
-    return by_row.gather(1, index) + by_column.gather(0, index)
+    if by_row.shape[1] > WINDOW + 1:
+        index = codes.long()
+        return by_row.gather(1, index) + by_column.gather(0, index)
+    # On a CPU, to compare with few codes takes a third of the time of looking up.
+    place, of_row, of_column = codes.int() - first, by_row[:, :1], by_column[:1]
+    for m in range(1, by_row.shape[1]):
+        of_row = torch.where(place < m, of_row, by_row[:, m : m + 1])
+        of_column = torch.where(place < m, of_column, by_column[m])
+    return of_row + of_column
