@@ -1,7 +1,7 @@
 """A training step on a seeded batch: bare passes, and distap's own step. benchmarks/own_loops.py has the other ways.
 
-All but the bare passes end with an update of the same optimiser at a learning rate of zero, so that every step does
-the same work on the same numbers.
+All but the bare passes end with an update of the same optimiser. Its learning rate is zero unless one is set, so that
+every step does the same work on the same numbers.
 """
 
 import copy
@@ -47,7 +47,7 @@ class SeededBatch:
     step = 0
 
     def __init__(self, total: int, image_size: int, images_a_class: int, world: World) -> None:
-        self.total = total
+        self.total, self.classes = total, -(-total // images_a_class)
         self.samples = torch.tensor(world.slots(total))
         self.labels = self.samples // images_a_class
         self.present = torch.ones(len(self.samples), dtype=torch.bool)
@@ -198,6 +198,7 @@ class DistapStep:
             stopwatch=self.stopwatch,
         )
         self._step = TrainingStep(stages, Learner(replica, self.optimizer))
+        self.learning_rate = 0.0
         self.seconds: list[dict[str, float]] = []  # by stage, of each step
         self.forwards = 2.0
         self.result: StepResult
@@ -208,7 +209,7 @@ class DistapStep:
     def on(self, batch: Batch) -> None:
         """Do a step on another batch of the same size."""
         self.stopwatch.seconds.clear()
-        self.result = self._step(batch, 0.0)
+        self.result = self._step(batch, self.learning_rate)
         self.forwards = 1 + self.result.replayed / batch.total
         self.seconds.append(dict(self.stopwatch.seconds))
 

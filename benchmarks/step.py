@@ -33,14 +33,14 @@ from benchmarks.measuring import (
     relative_difference,
 )
 from benchmarks.own_loops import (
+    PACKAGES,
     CachedGradients,
     Contender,
     FullBatch,
-    GradCachePackage,
+    MetricLearningLoop,
     MultistageLoop,
     OMLPipeline,
     ReleasedRecallLoop,
-    SentenceTransformersCache,
     lines_of,
 )
 from distap.config.recipe import PrecisionName
@@ -48,7 +48,7 @@ from distap.errors import DistapError
 from distap.model.folding import fold_batchnorm
 from distap.model.network import RetrievalNetwork
 from distap.ranking.loss import build_loss
-from distap.ranking.losses.smooth import RecallAtK
+from distap.ranking.losses.smooth import SmoothAP
 from distap.stages.replica import autocast
 from distap.stages.sizes import free_memory
 from distap.world import World
@@ -75,11 +75,6 @@ DEMAND_COLUMNS = (
     "MB={reduces_mb:.2f}|others={others}|MB={others_mb:.2f}"
 )
 
-
-PACKAGES: dict[str, tuple[str, type[FullBatch]]] = {  # that are measured where they are installed
-    "gradcache package": ("gradcache", GradCachePackage),
-    "sentence-transformers": ("sentence_transformers", SentenceTransformersCache),
-}
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -308,14 +303,15 @@ def possible_contenders(task: Task, graph: float) -> tuple[dict[str, Contender],
     pairs, graphs = materialised_bytes(task.loss, task.batch.total) or 0, graph * len(task.batch.samples)
     cached: dict[str, type[FullBatch]] = {"cached gradients": CachedGradients}
     cached |= {name: loop for name, (package, loop) in PACKAGES.items() if find_spec(package)}
-    if isinstance(task.loss, RecallAtK) and world.size == 1:
-        cached["RS@k's released loop"] = ReleasedRecallLoop
+    cached |= {"RS@k's released loop": ReleasedRecallLoop} if world.size == 1 else {}
     if pairs <= free:
         chosen |= {name: loop(task) for name, loop in cached.items()}
     else:
         omitted |= dict.fromkeys(cached, f"its loss takes {pairs / 1e9:.1f} GB, for all pairs by autograd")
     whole: dict[str, type[FullBatch]] = {"full batch": FullBatch}
     whole |= {"OML's pipeline": OMLPipeline} if find_spec("oml") and world.size == 1 else {}
+    if type(task.loss) is SmoothAP and world.size == 1 and find_spec("pytorch_metric_learning"):
+        whole["pytorch-metric-learning"] = MetricLearningLoop
     if graphs + pairs <= free:
         chosen |= {name: loop(task) for name, loop in whole.items()}
     else:

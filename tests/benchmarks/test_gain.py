@@ -15,10 +15,10 @@ def test_each_trains_at_its_best_rate_and_a_line_is_not_trained_again(tmp_path, 
         images = write_images(tmp_path / part, {f"{part} {number}": 6 for number in range(5)}, 64, seed)
         pack(images, tmp_path / "data/digits/shards" / part)
     asked = {"set": ["digits"], "seconds": 0.1, "output": tmp_path / "gain.jsonl"}
-    loops = GainBenchmark(**asked, contender=["triplet", "ArcFace"], rate=[1e-4, 1e-2], seeds=1)
+    loops = GainBenchmark(**asked, contender=["triplet", "ArcFace", "Multistage"], rate=[1e-4, 1e-2], seeds=1)
     rows = loops.report().figures
     lines = [json.loads(line) for line in loops.output.read_text().splitlines()]
-    assert len(lines) == 2 * (2 + 1) and all(line["updates"] > 0 for line in lines)
+    assert len(lines) == 3 * (2 + 1) and all(line["updates"] > 0 for line in lines)
     for row in rows:
         tried = [line for line in lines if line["contender"] == row["contender"] and line["held_out"]]
         assert row["rate"] == max(tried, key=lambda line: line["mAP"])["rate"]
