@@ -62,7 +62,6 @@ STEPS: dict[str, Callable[[Task], Loop]] = {  # of init's recipe, on its batches
     "RS@k's released loop": ReleasedRecallLoop,
     "full batch": FullBatch,
     "OML's pipeline": OMLPipeline,
-    "pytorch-metric-learning": MetricLearningLoop,
 }
 INIT = "init"
 RATES = [1e-4, 3e-4, 1e-3, 3e-3]

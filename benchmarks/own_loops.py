@@ -66,7 +66,7 @@ class MetricLearningLoop(FullBatch):
         miner: a class of `miners`.
     """
 
-    def __init__(self, task: Task, loss: str = "SmoothAPLoss", miner: str | None = None) -> None:
+    def __init__(self, task: Task, loss: str, miner: str | None = None) -> None:
         super().__init__(task)
         losses, miners = (importlib.import_module(f"pytorch_metric_learning.{part}") for part in ("losses", "miners"))
         make = getattr(losses, loss)
@@ -118,8 +118,8 @@ class CachedGradients(FullBatch):
 class ReleasedRecallLoop(FullBatch):
     """The order of the trainer that Patel et al. released with RS@k, on one rank.
 
-    A first pass whose graphs are built and freed; the loss by autograd, query by query; and a second pass, for which
-    no random state is restored.
+    A first pass whose graphs are built and freed; the loss by autograd, RS@k's query by query; and a second pass, for
+    which no random state is restored.
     """
 
     forwards = 2.0
@@ -250,7 +250,7 @@ def lines_of(contender: Contender) -> int | None:
     if not isinstance(contender, FullBatch):
         return None
     written: list[Callable[..., Any]] = [contender.__call__]
-    written += [_loss_of_all] if not isinstance(contender, MultistageLoop | MetricLearningLoop) else []
+    written += [_loss_of_all] if not isinstance(contender, MultistageLoop) else []
     written += [_reducing, _random_state, _restored] if isinstance(contender, CachedGradients) else []
     texts = [ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(one)))) for one in written]
     made = 0 if type(contender) in (FullBatch, CachedGradients) else 1  # the object that is called

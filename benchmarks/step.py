@@ -37,7 +37,6 @@ from benchmarks.own_loops import (
     CachedGradients,
     Contender,
     FullBatch,
-    MetricLearningLoop,
     MultistageLoop,
     OMLPipeline,
     ReleasedRecallLoop,
@@ -48,7 +47,6 @@ from distap.errors import DistapError
 from distap.model.folding import fold_batchnorm
 from distap.model.network import RetrievalNetwork
 from distap.ranking.loss import build_loss
-from distap.ranking.losses.smooth import SmoothAP
 from distap.stages.replica import autocast
 from distap.stages.sizes import free_memory
 from distap.world import World
@@ -310,8 +308,6 @@ def possible_contenders(task: Task, graph: float) -> tuple[dict[str, Contender],
         omitted |= dict.fromkeys(cached, f"its loss takes {pairs / 1e9:.1f} GB, for all pairs by autograd")
     whole: dict[str, type[FullBatch]] = {"full batch": FullBatch}
     whole |= {"OML's pipeline": OMLPipeline} if find_spec("oml") and world.size == 1 else {}
-    if type(task.loss) is SmoothAP and world.size == 1 and find_spec("pytorch_metric_learning"):
-        whole["pytorch-metric-learning"] = MetricLearningLoop
     if graphs + pairs <= free:
         chosen |= {name: loop(task) for name, loop in whole.items()}
     else:
