@@ -282,10 +282,8 @@ class DrawnBatch(SeededBatch):
         data, self._seed = recipe.data, recipe.seed
         index = load_index(data.train_source)
         classes = Classes(index.label)
-        self._reader, self._transform = (
-            ImageSet(data.train_source, index),
-            data.augmentation.transform(data.image_size),
-        )
+        self._reader = ImageSet(data.train_source, index)
+        self._transform = data.augmentation.transform(data.image_size)
         self.classes, a_class = classes.count, max(BATCH // classes.count, IMAGES_A_CLASS)
         self.total = min(BATCH // a_class, classes.count) * a_class if name in LOOPS else recipe.sampling.size
         self._draws = (recipe.sampling.batch(classes, recipe.seed, step) for step in count())

@@ -6,6 +6,7 @@ What the streamed forms are measured against. No memory, no ranks, uniform weigh
 import torch
 from torch import Tensor
 
+from distap.errors import DistapError
 from distap.ranking.histogram.passes import HistogramLoss
 from distap.ranking.loss import Loss
 from distap.ranking.losses.blackbox import BlackBoxAP
@@ -58,7 +59,7 @@ def materialised_loss(loss: Loss, descriptors: Tensor, labels: Tensor) -> Tensor
         return _blackbox(loss, similarities, same_class, itself)
     if isinstance(loss, RecallAtK):
         return torch.stack([_recall(loss, descriptors, labels, query) for query in range(len(labels))]).mean()
-    raise TypeError(f"{type(loss).__name__} has no materialised form here")
+    raise DistapError(f"{type(loss).__name__} has no materialised form here")
 
 
 def released_recall_gradient(loss: RecallAtK, descriptors: Tensor, labels: Tensor) -> Tensor:

@@ -50,8 +50,7 @@ class FullBatch:
 
     @property
     def learning_rate(self) -> float:
-        rate: float = self.optimizer.param_groups[0]["lr"]
-        return rate
+        return float(self.optimizer.param_groups[0]["lr"])
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
