@@ -13,6 +13,7 @@ from distap.cli.options import run
 BENCHMARKS = {
     "ranking": "benchmarks.ranking:RankingBenchmark",
     "step": "benchmarks.step:StepBenchmark",
+    "recipe": "benchmarks.recipe:RecipeBenchmark",
     "gain": "benchmarks.gain:GainBenchmark",
     "data": "benchmarks.data:DataBenchmark",
     "eval": "benchmarks.evaluation:EvaluationBenchmark",
