@@ -85,6 +85,7 @@ Line = dict[str, Any]  # of the output: what was trained, and what it reached
 class GainBenchmark(harness.Benchmark):
     """Print what `distap init`'s recipe gains on unseen classes, next to plain loops of pytorch-metric-learning.
 
+    The recipe's images, batches and loss may also train in the loops of other packages, where these are installed.
     Each contender has the same processor time, and takes the best of some rates, chosen with seed 0 by classes that
     are held out from training; then each seed trains on all training classes, and the test classes are reported.
     Every training is a line of the output; a run that was stopped goes on with what is missing.

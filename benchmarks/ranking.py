@@ -15,7 +15,7 @@ from typer import Option
 
 from benchmarks import harness
 from benchmarks.materialised import materialised_bytes, materialised_loss, released_recall_gradient
-from benchmarks.measuring import peaks_of
+from benchmarks.measuring import flops_of, matrix_rate, peaks_of
 from distap.ranking.gather import gather
 from distap.ranking.gathered import Gathered
 from distap.ranking.loss import Loss, build_loss
@@ -28,11 +28,12 @@ from distap.world import World
 OPTIONS: dict[str, dict[str, Any]] = {"recall_at_k": {"preset": "released"}}
 NOISE = 0.7  # of an image's own direction against its class's, with which all bins are in use
 COLUMNS = (
-    "loss={loss}|B={batch:,}|C={dimensions}|ranks={ranks}|ms={ms:,.0f}|x dense={x_dense:.2f}|MB={mb:,.0f}|"
-    "faster={faster:.1f}x|its MB={its_mb:,.0f}|error={error:.0e}"
+    "loss={loss}|B={batch:,}|C={dimensions}|ranks={ranks}|ms={ms:,.0f}|x dense={x_dense:.2f}|GFLOP/s={gflops:,.0f}|"
+    "of rate={share:.0%}|MB={mb:,.0f}|faster={faster:.1f}x|its MB={its_mb:,.0f}|error={error:.0e}"
 )
 CAPTION = (
-    "x dense: times one B x B x C product on the same threads. MB: peak beside the descriptors. faster: than the "
+    "x dense: times one B x B x C product on the same threads. GFLOP/s: in matrix products alone, over the time of "
+    "all; of rate: of the fastest product here. MB: peak beside the descriptors. faster: than the "
     "materialised form with autograd, whose peak is its MB. error: of the gradient in float32, relative to float64."
 )
 
@@ -81,6 +82,8 @@ class RankingBenchmark(harness.Benchmark):
                 "ms": 1000 * row["seconds"],
                 "x_dense": row["seconds"] / row["dense_seconds"],
                 "mb": harness.over(row["peak_bytes"], 1e6),
+                "gflops": row["flops"] / row["seconds"] / 1e9,
+                "share": row["flops"] / row["seconds"] / row["matrix_rate"],
                 "faster": harness.over(row["materialised_seconds"], row["seconds"]),
                 "its_mb": harness.over(row["materialised_peak_bytes"], 1e6),
             }
@@ -104,7 +107,8 @@ class RankingBenchmark(harness.Benchmark):
                 candidates[f"materialised {name}"] = partial(_materialised_gradient, loss, gathered)
         for candidate in candidates.values():
             candidate()  # compiles what is compiled
-        peaks = peaks_of(candidates, world)
+        peaks, rate = peaks_of(candidates, world), matrix_rate(world.device, torch.float32, may_use_tf32=False)
+        flops = {name: flops_of(candidates[name]) for name in losses}
         seconds = {name: turns.median for name, turns in harness.take_turns(candidates, self.rounds, world).items()}
         return [
             {
@@ -115,6 +119,8 @@ class RankingBenchmark(harness.Benchmark):
                 "seconds": seconds[name],
                 "dense_seconds": seconds["dense"],
                 "peak_bytes": peaks.get(name),
+                "flops": flops[name],  # of this rank
+                "matrix_rate": rate,
                 "materialised_seconds": seconds.get(f"materialised {name}"),
                 "materialised_peak_bytes": peaks.get(f"materialised {name}"),
                 "error": _error(loss, gathered, memory_bytes) if batch <= self.error_batch else None,
