@@ -169,8 +169,7 @@ def rank_descriptors(
         else:
             found = rank_on_rank_zero(loss, gathered, budget)
     # All ranks have to skip the step, or none: one that went on alone would wait in the next collective.
-    numbers = found.value, found.gradient, *found.by_parameters
-    # By the sum, in one pass; finite numbers whose sum is not are no gradient either.
+    numbers = found.value, found.gradient, *found.by_parameters  # finite if their sums are, read in one pass
     is_finite = world.all_agree(all(bool(one.sum().isfinite()) for one in numbers))
     per_query = None if found.per_query is None else gathered.spread(found.per_query, torch.nan)
     gradient, counts = gathered.spread(found.gradient), (queries, batch - queries)

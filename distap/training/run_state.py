@@ -117,6 +117,7 @@ class RunState:
         tensors = self.learner.state_dict() | parts
         lost = [name for name, tensor in tensors.items() if not bool(local(tensor).isfinite().all())]
         if not self.world.all_agree(not lost):
+            self.writer.wait()  # for the one before, which stays
             raise DistapError(
                 f"step {step}: {', '.join(lost[:3]) or 'the state of another rank'} is not finite, so no checkpoint "
                 f"is written; the newest one before it stays. Usual causes: {CAUSES}"
