@@ -63,6 +63,7 @@ STEPS: dict[str, Callable[[Task], Loop]] = {  # of init's recipe, on its batches
     "full batch": FullBatch,
     "OML's pipeline": OMLPipeline,
 }
+IN_LOOPS = {**LOOPS, **STEPS}
 INIT = "init"
 RATES = [1e-4, 3e-4, 1e-3, 3e-3]
 BATCH, IMAGES_A_CLASS = 64, 4  # of the loops
@@ -116,7 +117,7 @@ class GainBenchmark(harness.Benchmark):
         lines = [json.loads(line) for line in self.output.read_text().splitlines()] if self.output.exists() else []
         for option, name, known in (
             *(("--set", name, [*SIZES]) for name in self.set),
-            *(("--contender", name, [INIT, *LOOPS, *STEPS]) for name in self.contender),
+            *(("--contender", name, [INIT, *IN_LOOPS]) for name in self.contender),
         ):
             if name not in known:
                 raise DistapError(f"{option}: there is no {name!r}; {suggestion(name, known)}")
@@ -198,7 +199,7 @@ class Judge:
         with tempfile.TemporaryDirectory() as folder:
             make = partial(self._recipe, rate, seed, held_out)
             recipe = make(FEW_STEPS, Path(folder))
-            if self.contender in {**LOOPS, **STEPS}:
+            if self.contender in IN_LOOPS:
                 network, updates, spent = looped(recipe, self.contender, rate, self._seconds)
             else:
                 if held_out not in self._paces:
@@ -266,7 +267,7 @@ def looped(recipe: Recipe, name: str, rate: float, seconds: float) -> tuple[Retr
     network = network_of(recipe, World()).train()
     torch.manual_seed(recipe.seed)
     task = Task(network, batch, recipe.replay.size, recipe.loss, World())
-    loop = LOOPS[name](task) if name in LOOPS else STEPS[name](task)
+    loop = IN_LOOPS[name](task)
     updates, started = 0, time.process_time()
     while (done := (time.process_time() - started) / seconds) < 1:
         batch.draw(updates)
@@ -285,10 +286,11 @@ class DrawnBatch(SeededBatch):
         classes = Classes(index.label)
         self._reader = ImageSet(data.train_source, index)
         self._transform = data.augmentation.transform(data.image_size)
-        self.classes, a_class = classes.count, max(BATCH // classes.count, IMAGES_A_CLASS)
-        self.total = min(BATCH // a_class, classes.count) * a_class if name in LOOPS else recipe.sampling.size
+        self.classes, self.total = classes.count, recipe.sampling.size
         self._draws = (recipe.sampling.batch(classes, recipe.seed, step) for step in count())
         if name in LOOPS:
+            a_class = max(BATCH // self.classes, IMAGES_A_CLASS)
+            self.total = min(BATCH // a_class, self.classes) * a_class
             np.random.seed(recipe.seed)  # of the sampler, which takes no generator
             samplers = import_module("pytorch_metric_learning.samplers")
             sampler = samplers.MPerClassSampler(index.label, a_class, self.total, max(len(index), self.total))
@@ -301,9 +303,11 @@ class DrawnBatch(SeededBatch):
         """Replace the images by those of the next step."""
         self.samples = torch.from_numpy(next(self._draws))
         self.labels = self._labels[self.samples]
-        seeds = (seed_for(self._seed, step, slot) for slot in count())
-        encoded = map(self._reader.encoded, self.samples.tolist())
-        self.pixels = torch.stack([seeded(self._transform, *one) for one in zip(encoded, seeds, strict=False)])
+        pixels = [
+            seeded(self._transform, self._reader.encoded(sample), seed_for(self._seed, step, slot))
+            for slot, sample in enumerate(self.samples.tolist())
+        ]
+        self.pixels = torch.stack(pixels)
 
 
 def figures_of(recipe: Recipe, network: RetrievalNetwork) -> dict[str, float]:

@@ -32,7 +32,7 @@ from distap.ranking.gathered import Gathered, QueryWeights
 from distap.ranking.histogram.tiles import Images, SameClass, Tile, tiles
 from distap.ranking.loss import Budget, Counter, Loss, LossValue
 
-WINDOW = 6  # bins that a CPU counts at once: most tiles reach no more, whose pairs have so many codes and one more
+WINDOW = 6  # bins that a CPU counts at once: most tiles reach no more
 Counts = Float64[Tensor, "b M"]  # cumulative soft counts of b queries in M bins
 
 
@@ -98,7 +98,7 @@ class Passes(Counter):
         super().__init__(loss, budget)
         self._window = loss.centres - 1 if budget.device.type == "cuda" else WINDOW
         pays = pairs >= compiling.PAYS_FROM_PAIRS * (compiling.ON_GPU if budget.device.type == "cuda" else 1)
-        self._few = WINDOW + 1 if pays else 0  # codes that are compared with and not looked up
+        self._few = WINDOW + 1 if pays else 0  # codes of a tile that are compared with, and not looked up
         self._fast: Callable[[Callable[..., Any]], Any] = compiling.compiled if pays else lambda function: function
         self._parts: list[tuple[Images, Images]] = []  # own images of each part, and the rest
         self._tiles: list[tuple[Tile, slice, UInt8[Tensor, "r c"] | None]] = []  # with their codes, which if kept
@@ -268,10 +268,10 @@ def slope_of_pairs(
     codes: UInt8[Tensor, "r c"], by_row: Float[Tensor, "r codes"], by_column: Float[Tensor, "codes c"], first: int
 ) -> Float[Tensor, "r c"]:
     """Return the loss's derivative by each similarity: the slope of the row's query plus that of the column's."""
-    if by_row.shape[1] > WINDOW + 1:
+    if first == 0:
         index = codes.long()
         return by_row.gather(1, index) + by_column.gather(0, index)
-    # On a CPU, to compare with few codes takes a third of the time of looking up.
+    # These are few codes, from `first` on. On a CPU, to compare with them takes a third of the time of looking up.
     place, of_row, of_column = codes.int() - first, by_row[:, :1], by_column[:1]
     for m in range(1, by_row.shape[1]):
         of_row = torch.where(place < m, of_row, by_row[:, m : m + 1])
