@@ -1,4 +1,4 @@
-"""The shape of the package: its size, its names, its layers, and how much of it one step runs."""
+"""The shape of the package: its files, its names, its layers, and how much of it one step runs."""
 
 import ast
 import re
@@ -15,23 +15,14 @@ from benchmarks.trace import traced_step
 
 ROOT = Path(__file__).parents[1]
 MODULES = {path.relative_to(ROOT): path.read_text() for path in sorted((ROOT / "distap").rglob("*.py"))}
-MOST_LINES, MOST_OF_A_FILE, MOST_LAYERS = 24_000, 300, 10
+MOST_LINES_OF_A_FILE, MOST_LAYERS = 400, 10
 MOST_FILES_OF_A_STEP, MOST_LINES_OF_A_STEP = 30, 600
 MOST_ROOMS, MOST_FLOORS = 26, 10
 
 
-def test_the_package_stays_small():
+def test_no_file_is_long():
     lines = {path: text.count("\n") for path, text in MODULES.items()}
-    assert sum(lines.values()) <= MOST_LINES
-    assert [path for path in lines if lines[path] > MOST_OF_A_FILE] == []
-    assert sum(path.read_text().count("\n") for path in (ROOT / "tests").rglob("*.py")) <= sum(lines.values())
-
-
-def test_the_docs_stay_short():
-    pages = {
-        path.resolve() for path in (ROOT / "README.md", ROOT / "k8s" / "README.md", *(ROOT / "docs").rglob("*.md"))
-    }
-    assert sum(len(page.read_text().split()) for page in pages) <= 25_000
+    assert [path for path in lines if lines[path] > MOST_LINES_OF_A_FILE] == []
 
 
 def test_no_public_name_is_defined_twice():
