@@ -27,7 +27,7 @@ from distap.stages.exactness import evaluating
 from distap.stages.fsdp import FSDPReplica
 from distap.stages.given_batch import GivenBatch, Outputs, are_alike, cut_along_rows, refuse_graphs, rows_of
 from distap.stages.micro_batches import MicroBatchSizes
-from distap.stages.replica import CallersReplica, ReplacedForward, refuse_unusable, world_of
+from distap.stages.replica import CallersReplica, ReplacedForward, refuse_exchanged, refuse_unusable, world_of
 from distap.stages.step import ThreeStages
 from distap.world import World
 
@@ -150,16 +150,19 @@ class Multistage(RankingModule):
     @torch.compiler.disable  # type: ignore[untyped-decorator] # a compiled network is enough
     def _loss(self, network: nn.Module, *given: Any) -> Tensor:
         batch, world, alike, seed, extra = self._batch(network, *given)
-        trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        named = network.named_parameters()
+        trained = {name: parameter for name, parameter in named if parameter.requires_grad}
         forward = Outputs(network, world, self.normalise, self.output, self.pool)
-        sums = self.reduce and self._syncs and world.size > 1
+        is_wrapped = isinstance(self.network, DistributedDataParallel | FSDPModule)
+        sums = self.reduce and not is_wrapped and world.size > 1
         # DistributedDataParallel, FSDP and Horovod average over the ranks, so the gradient is given W times.
-        parts, times = (network, world, forward), 1.0 if sums else float(world.size)
+        times = 1.0 if sums else float(world.size)
         replica: FSDPReplica | CallersReplica
         if isinstance(network, FSDPModule):
-            replica = FSDPReplica(*parts, frees=True, syncs=self._syncs)
+            replica = FSDPReplica(network, world, forward, frees=True, syncs=self._syncs)
         else:
-            replica = CallersReplica(*parts, trained=trained, sums=sums)
+            parameters = list(trained.values())
+            replica = CallersReplica(network, world, forward, trained=parameters, sums=sums)
         # Without `freeze_batchnorm` all BatchNorm layers are in evaluation mode already.
         with evaluating(network, _BatchNorm):
             stages = ThreeStages(
@@ -194,6 +197,7 @@ class Multistage(RankingModule):
         # Stage three runs in the caller's `backward`, after accumulation and a loss scale have acted.
         def replay(upstream: Tensor) -> Sequence[Tensor | None]:
             if trained:
+                refuse_exchanged(network, trained)
                 scaled = replace(ranking, gradient=ranking.gradient * (upstream * times))
                 # Autograd runs a Function's backward without building a graph, but replay needs one.
                 with torch.enable_grad(), evaluating(network, _BatchNorm):
@@ -207,13 +211,19 @@ class Multistage(RankingModule):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients on this rank: backward passes of losses computed inside do not reduce them."""
+        """Keep gradients on this rank: backward passes of losses computed inside do not reduce them.
+
+        The next backward pass of a loss computed outside reduces them together with its own. With `reduce=True` every
+        backward pass sums its own gradients, inside as well: what lay in `.grad` before could not be told from what
+        other ranks have added to it.
+        """
+        before = self._syncs
         self._syncs = False
         try:
             with self.network.no_sync() if isinstance(self.network, DistributedDataParallel) else nullcontext():
                 yield
         finally:
-            self._syncs = True
+            self._syncs = before
 
     def extra_repr(self) -> str:
         return f"loss={self.loss!r}, sizes={self.sizes!r}"

@@ -18,6 +18,7 @@ NAMES = {
     ("torch._subclasses.fake_tensor", "FakeTensorMode"): "the cost of a network without running it",
     ("torch.fx.experimental._config", ""): "sizes that ranking's compiled functions take as unknown",
     ("torch.nn.modules.batchnorm", "_BatchNorm"): "every kind of BatchNorm",
+    ("torch.nn.modules.batchnorm", "_NormBase"): "layers with running statistics",
     ("torch.utils._python_dispatch", "TorchDispatchMode"): "counting operations",
     ("torch.utils._pytree", "tree_leaves"): "tensors in a batch of any shape",
     ("torch.utils._pytree", "tree_map"): "tensors in a batch of any shape",
@@ -26,12 +27,14 @@ NAMES = {
 }
 # Attributes of objects of other packages, and what we need them for; tests of their places run them.
 ATTRIBUTES = {
+    "_backward_hooks": "torch.Tensor: hooks on a parameter's gradient, which act on the whole of it",
     "_backward_active_depth": "DeepSpeed ZeRO: whether a backward pass is under way",
     "_cdata": "torch's storage: which tensors share memory",
     "_coalesce_grad_reduction": "DeepSpeed ZeRO: one reduction a step",
     "_config": "DeepSpeed: the settings that it has read",
     "_PartitionedParameterCoordinator__params_to_release": "DeepSpeed ZeRO 3: parameters to give back",
     "_hp_optimizer_states_linked": "DeepSpeed ZeRO: where the optimiser's state is",
+    "_post_accumulate_grad_hooks": "torch.Tensor: hooks that act when a gradient was added up",
     "_lazy_init_hp_params_optimizer_state": "DeepSpeed ZeRO: the optimiser's state before the first step",
     "_release_process_group_references": "DeepSpeed: its process groups, at the end of a training",
     "_version": "torch.Tensor: whether a tensor was changed in place",

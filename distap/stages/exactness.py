@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from distap.errors import DistapError
 
@@ -94,10 +94,11 @@ def evaluating(network: nn.Module, kind: type = nn.Module) -> Iterator[None]:
 
 
 class SavedBuffers:
-    """Buffers of layers in training mode, such as counters and running estimates, as they are before a stage.
+    """Buffers of layers in training mode, such as counters and running estimates, as they were at some time.
 
-    Describe and replay each run the network, so buffers that move in a pass would move twice per step, and replay
-    would compute with other ones than describe.
+    A pass may move them: spectral normalisation moves the vectors that its weights are divided by. Every micro-batch of
+    a step, in describe and in replay, begins from the buffers of before the step. So all images of a batch meet the
+    same weights, as in one pass over the whole batch, and the buffers move once per step.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -108,14 +109,30 @@ class SavedBuffers:
             if buffer.layout is torch.strided
         ]
 
-    def restore(self) -> None:
-        """Restore all saved buffers, changed or not, because a comparison would wait for the device."""
+    def restore(self, statistics: bool = True) -> None:
+        """Restore all saved buffers, changed or not, because a comparison would wait for the device.
+
+        Without `statistics`, leave those of BatchNorm and InstanceNorm as they are: no descriptor depends on them in
+        training mode, and they gather what each micro-batch adds.
+        """
         for layer, name, tensor, before in self._saved:
+            if not statistics and isinstance(layer, _NormBase):
+                continue
             if tensor.shape != before.shape:
                 tensor = before.clone()
-            # By `data`: autograd would refuse a graph that holds the buffer, though it does not use its values.
-            tensor.data.copy_(before)
+            # Nothing can write into an expanded tensor, so it has not changed.
+            if not is_expanded(tensor):
+                # By `data`: autograd would refuse a graph that holds the buffer, though it does not use its values.
+                tensor.data.copy_(before)
             setattr(layer, name, tensor)
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Tell whether several elements of a tensor are one number in memory, as after `Tensor.expand`."""
+    return any(
+        stride == 0 and size > 1
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
 
 
 def drift(again: Float[Tensor, "n C"], before: Float[Tensor, "n C"]) -> Float[Tensor, ""]:

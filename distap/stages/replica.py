@@ -9,8 +9,8 @@ The contract of all: parameters move along the sum over ranks of what `backward`
 already divided by the global number of queries.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -79,14 +79,27 @@ class Replica:
 class CallersReplica(Replica):
     """The caller's network, possibly wrapped in DistributedDataParallel.
 
-    Gradients of micro-batches are summed next to the parameters, where no hook of a wrapper sees them, and given to
-    autograd once. With `sums`, they are summed over the ranks first; otherwise the caller's wrapper does that.
+    Gradients of micro-batches are summed next to the parameters, where no hook of a wrapper or of the caller sees them,
+    and given to autograd once. With `sums`, they are summed over the ranks first; otherwise the caller's wrapper does
+    that.
     """
 
-    def __init__(self, *parts: Any, trained: Sequence[Tensor], sums: bool) -> None:
-        super().__init__(*parts)
-        self.inputs, self._sums = list(trained), sums
+    def __init__(
+        self,
+        network: nn.Module,
+        world: World,
+        forward: Callable[[Any], Tensor],
+        *,
+        trained: Sequence[Tensor],
+        sums: bool,
+    ) -> None:
+        super().__init__(network, world, forward)
+        self._sums = sums
+        self.inputs = list(trained)
         self.gradients: list[Tensor | None] = [None] * len(self.inputs)  # for each of `inputs`
+
+    def replaying(self) -> AbstractContextManager[None]:
+        return without_hooks(self.inputs)
 
     def backward(self, descriptors: Tensor, gradient: Tensor, is_last: bool) -> None:
         # Not `backward`, which would fill `.grad` and run the hooks of a wrapper once for each micro-batch.
@@ -115,6 +128,45 @@ class ReplacedForward(nn.Module):
 
     def forward(self, value: Tensor) -> Tensor:
         return self._replacement(value)
+
+
+@contextmanager
+def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Hide the hooks of `Tensor.register_hook` from passes of micro-batches: they are for the whole gradient."""
+    hooks = [(parameter, parameter._backward_hooks) for parameter in parameters]
+    hidden = [(parameter, of_parameter) for parameter, of_parameter in hooks if of_parameter]
+    for parameter, _ in hidden:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for parameter, of_parameter in hidden:
+            parameter._backward_hooks = of_parameter
+
+
+def refuse_exchanged(network: nn.Module, trained: Mapping[str, Tensor]) -> None:
+    """Raise a DistapError unless the parameters that the network had when it described images are still its own."""
+    # Others would get the gradient, or none would, and nothing else would tell: where their values are the same, the
+    # descriptors do not drift.
+    present = dict(network.named_parameters())
+    for name, parameter in trained.items():
+        if present.get(name) is not parameter or not parameter.requires_grad:
+            raise DistapError(
+                f"{name} is another parameter in backward() than it was when the images were described, or was frozen "
+                "since, so its gradient would be lost. Keep the network's parameters until backward() has run. "
+                "torch.func.functional_call lends a module other parameters for one call only: copy their values into "
+                "the network's own instead"
+            )
+
+
+def refuse_hooks(network: nn.Module) -> None:
+    """Raise a DistapError that names a parameter whose hooks would act on the gradient of each micro-batch."""
+    for name, parameter in network.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise DistapError(
+                f"{name} has a hook on its gradient, which would act on each micro-batch's part of it; remove the "
+                "hook, or train in a loop of your own with distap.Multistage, where it acts once on the whole gradient"
+            )
 
 
 def summed(world: World, gradients: list[Tensor | None], like: Sequence[Tensor]) -> list[Tensor | None]:

@@ -101,7 +101,7 @@ class ThreeStages:
                 # Micro-batches that keep their graph are the last ones, so that graphs wait the shortest for replay.
                 try:
                     with torch.set_grad_enabled(keeps):
-                        descriptors = self._forward(batch, rows, keeps)
+                        descriptors = self._forward(batch, rows, buffers, keeps)
                 except RuntimeError as error:
                     self.sizes.halve("describe", keeps, error, self._mixing)
                     # Graphs that wait for the replay hold the memory that is missing. Their descriptors stay.
@@ -134,11 +134,13 @@ class ThreeStages:
         few, network = min(self.sizes.images, PROBED, len(batch.labels)), self.replica.network
         images = moved(batch.images(slice(0, few)), self.world.device)
 
+        buffers = SavedBuffers(network)
+
         def describe(count: int, seed: int) -> Tensor:
             self._draw_from(seed)
-            return self.replica.forward(tree_map_only(Tensor, lambda one: one[:count], images))
+            buffers.restore()
+            return self.replica.forward(tree_map_only(Tensor, lambda tensor: tensor[:count], images))
 
-        buffers = SavedBuffers(network)
         # A network that torch.compile has compiled would be compiled again for cuts of other sizes.
         eagerly = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
         try:
@@ -189,8 +191,8 @@ class ThreeStages:
         with self.stage("replay", batch.step), self.replica.replaying():
             longest = self.world.maximum(float(ranking.gradient.norm(dim=1).max())) if self.skip_below else 0.0
             others = self.world if self.replica.lockstep else None
-            # Running estimates and counters of the network are to move once per step, and to be alike in both passes:
-            # replay computes with those from before describe, and leaves those from after it.
+            # The statistics of BatchNorm are to move once per step: replay moves them again, so they go back to those
+            # that describe has left.
             after = SavedBuffers(self.replica.network)
             # Until memory suffices: all gradients so far are given up, so a smaller cut begins from nothing.
             while True:
@@ -205,7 +207,8 @@ class ThreeStages:
                 self.replica.discard()
                 # Of a graph that was sent back autograd has freed what a second backward pass would need.
                 described.kept.clear()
-            # Unless describe has moved them by numbers that are not finite; for replay those images are blank.
+            # Describe may have moved them by numbers that are not finite; for replay those images are blank. So the
+            # statistics then move by what replay adds to those from before the step.
             if not described.lost:
                 after.restore()
             # After the loop, so that a rank which starts its replay again has sent nothing that the others would add.
@@ -230,7 +233,7 @@ class ThreeStages:
             if number == first_again:
                 described.buffers.restore()
             if again is None:
-                again = self._forward(batch, one.rows)
+                again = self._forward(batch, one.rows, described.buffers)
                 if not one.is_padding:
                     worst = torch.maximum(worst, drift(again.detach(), described.descriptors[one.rows]))
             counts[int(one.kept is not None)] += one.gradient.any(dim=1).sum()
@@ -240,8 +243,14 @@ class ThreeStages:
             self._is_bound = False
         return worst, counts
 
-    def _forward(self, batch: Batch, rows: Rows, keeps: bool = False) -> Float[Tensor, "n C"]:
-        """Describe a micro-batch; (seed, step, slot) seeds dropout, so describe and replay draw the same."""
+    def _forward(
+        self, batch: Batch, rows: Rows, buffers: SavedBuffers, keeps: bool = False
+    ) -> Float[Tensor, "n C"]:
+        """Describe a micro-batch, with the buffers of before the step.
+
+        (seed, step, slot) seeds dropout, so describe and replay draw the same.
+        """
+        buffers.restore(statistics=False)
         images = moved(batch.images(rows), self.world.device)
         if keeps:  # the graph may need the pixels after the batch has overwritten their memory
             images = tree_map_only(Tensor, Tensor.clone, images)
