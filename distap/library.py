@@ -21,7 +21,7 @@ from distap.telemetry.terminal import track
 from distap.trainer import trained
 from distap.training.build import GIVEN_PARTS, describing_of, trained_network
 from distap.training.descriptor_network import DescriptorNetwork
-from distap.world import World
+from distap.world import World, refuse_default_device
 
 
 @checked
@@ -54,6 +54,7 @@ def train(
     Raises:
         DistapError: a key, a value or an object is wrong, or the training failed; the message says what to do.
     """
+    refuse_default_device()
     if threading.current_thread() is not threading.main_thread():
         raise DistapError("distap.train listens for signals, so call it in the main thread")
     if torch.distributed.is_initialized():
@@ -70,7 +71,8 @@ def train(
     shows = track if os.environ.get("RANK", "0") == "0" else untracked
     objects |= {f"data.{name}": source_of(one, shows) for name, one in sets.items()}
     read = load_recipe(recipe if isinstance(recipe, Mapping) else Path(recipe), [{**(overrides or {}), **objects}])
-    with trained(read) as status:
+    # A notebook may have turned gradients off for everything that is not training.
+    with torch.inference_mode(False), torch.enable_grad(), trained(read) as status:
         pass
     if status != FINISHED:
         raise SystemExit(status)
@@ -103,6 +105,7 @@ def load(
     Raises:
         DistapError: there is no such network, it is damaged, or `network` is missing or does not fit.
     """
+    refuse_default_device()
     try:
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         # torch.device accepts the number of a GPU that is not there; only an allocation tells.

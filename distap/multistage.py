@@ -22,14 +22,14 @@ from distap.ranking.loss import AnyLoss
 from distap.ranking.losses.base import DescriptorLoss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Ranking
-from distap.ranking.rankable import check_arguments, extra_problem, images_problem, kind_of, label_problem
+from distap.ranking.rankable import extra_problem, images_problem, kind_of, label_problem, refuse_lengths
 from distap.stages.exactness import evaluating
 from distap.stages.fsdp import FSDPReplica
 from distap.stages.given_batch import GivenBatch, Outputs, are_alike, cut_along_rows, refuse_graphs, rows_of
 from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.replica import CallersReplica, ReplacedForward, refuse_exchanged, refuse_unusable, world_of
 from distap.stages.step import ThreeStages
-from distap.world import World
+from distap.world import CPU, World, refuse_default_device
 
 
 class Multistage(RankingModule):
@@ -140,16 +140,24 @@ class Multistage(RankingModule):
             return loss
         # All of it inside a forward pass of DDP, which then awaits the gradients of its parameters. They come from
         # KnownGradient, once, whatever the number of micro-batches.
-        replicas, network, given = self.network, self.network.module, (images, labels, samples, extra)
-        replicas.module = ReplacedForward(network, lambda _: self._loss(network, *given))
+        replicas = self.network
+        network = self.network.module
+        replicas.module = ReplacedForward(network, lambda _: self._loss(network, images, labels, samples, extra))
         try:
             return replicas(torch.zeros(()))
         finally:
             replicas.module = network
 
     @torch.compiler.disable  # type: ignore[untyped-decorator] # a compiled network is enough
-    def _loss(self, network: nn.Module, *given: Any) -> Tensor:
-        batch, world, alike, seed, extra = self._batch(network, *given)
+    def _loss(
+        self,
+        network: nn.Module,
+        images: Any,
+        labels: Tensor | ArrayLike | None,
+        samples: Sequence[int] | None,
+        extra: Mapping[str, Tensor | ArrayLike] | None,
+    ) -> Tensor:
+        batch, world, alike, seed, tensors = self._batch(network, images, labels, samples, extra)
         named = network.named_parameters()
         trained = {name: parameter for name, parameter in named if parameter.requires_grad}
         forward = Outputs(network, world, self.normalise, self.output, self.pool)
@@ -186,10 +194,11 @@ class Multistage(RankingModule):
         if self.not_finite:
             told = "%d of this rank's %d descriptors are not finite, and their images left out, such as rows %s"
             logger.warning(told, len(self.not_finite), len(described.descriptors), self.not_finite[:10])
-        gathered = gathered.with_extra(extra)
-        if not self.normalise and not isinstance(self.loss, DescriptorLoss):
-            check_arguments(gathered.descriptors[gathered.own], gathered.labels[gathered.own], world, {}, None)
+        gathered = gathered.with_extra(tensors)
+        if self.normalise or not isinstance(self.loss, DescriptorLoss):
+            refuse_lengths(gathered)
         ranking = self.ranking = stages.rank(described.gathering, gathered, batch.step)
+        self.warn_if_alike(ranking)
         value = ranking.loss.to(described.descriptors.dtype)
         if not (torch.is_grad_enabled() and (trained or self.loss.parameters)):
             return value
@@ -237,6 +246,7 @@ class Multistage(RankingModule):
         parts, known, others = list[Any](), torch.empty(0), dict[str, Tensor]()
         problem: str | Exception
         try:
+            refuse_default_device()
             parts, known = cut_along_rows(images, labels)
             refuse_graphs(parts)
             problem = label_problem(known, sum(map(rows_of, parts))) or ("" if len(known) else "no images were given")
@@ -247,7 +257,7 @@ class Multistage(RankingModule):
             refuse_unusable(network, self.freeze_batchnorm)
         except Exception as error:  # such as one of the caller's iterator: the other ranks must not wait
             problem = error
-        mine = [len(known) if known.ndim else 0, are_alike(parts), int(torch.randint(2**62, ()))]
+        mine = [len(known) if known.ndim else 0, are_alike(parts), int(torch.randint(2**62, (), device=CPU))]
         lengths, alike, seeds = zip(*world.agreed(problem, kind_of(known, others, self.loss), mine), strict=True)
         self._calls += 1
         # All ranks cut as many micro-batches, since FSDP gathers parameters in each: a shorter share is padded to the

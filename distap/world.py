@@ -278,6 +278,16 @@ def device_of(local_rank: int, wanted: str = "auto") -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def refuse_default_device() -> None:
+    """Raise a DistapError if torch creates tensors elsewhere than on the CPU where a call names no device."""
+    device = torch.get_default_device()
+    if device.type != "cpu":
+        raise DistapError(
+            f"torch's default device is {device} here, but distap creates numbers of images and ranks on the CPU: "
+            "enclose the call in `with torch.device('cpu')`, and move network and images to their device by `to`"
+        )
+
+
 def without_gpu() -> str:
     """Say with which CUDA torch was built and which driver is here, for a message that torch sees no GPU."""
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"

@@ -29,6 +29,7 @@ NAMES = {
 ATTRIBUTES = {
     "_backward_hooks": "torch.Tensor: hooks on a parameter's gradient, which act on the whole of it",
     "_backward_active_depth": "DeepSpeed ZeRO: whether a backward pass is under way",
+    "_cache_enabled": "torch's parametrisations: whether passes share what they compute",
     "_cdata": "torch's storage: which tensors share memory",
     "_coalesce_grad_reduction": "DeepSpeed ZeRO: one reduction a step",
     "_config": "DeepSpeed: the settings that it has read",

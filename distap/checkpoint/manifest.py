@@ -8,7 +8,8 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,12 @@ def _text(content: dict[str, Any]) -> str:
     return json.dumps({**content, "sha256": checksum}, indent=2, sort_keys=True) + "\n"
 
 
-# We call it without a process group on purpose; the user can do nothing about the warning.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+@contextmanager
+def _alone_on_purpose() -> Iterator[None]:
+    """Ignore torch's warning that it has no process group, also where the caller makes warnings errors."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], world: World) -> None:
@@ -96,8 +101,15 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], world: World) -> 
         OSError: on all ranks, if any rank cannot write.
     """
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    is_alone = world.group is None
     try:
-        save(dict(tensors), storage_writer=writer, process_group=world.group, no_dist=world.group is None)
+        with _alone_on_purpose():
+            save(
+                dict(tensors),
+                storage_writer=writer,
+                process_group=world.group,
+                no_dist=is_alone,
+            )
     except CheckpointException as error:  # a BaseException, which carries the errors of all ranks
         causes = (f"{world.called(rank)}: {cause[0]}" for rank, cause in error.failures.items())
         raise OSError("; ".join(causes)) from error
@@ -123,7 +135,8 @@ def read_tensors(folder: Path, files: Collection[str], prefix: str = "") -> dict
                 raise ValueError(f"{name} is to have {size:,} bytes, more than all files together")
             tensors[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
         # Each rank reads what it needs from the same files, so the ranks have nothing to agree on.
-        load(tensors, storage_reader=reader, no_dist=True)
+        with _alone_on_purpose():
+            load(tensors, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
         raise DamagedCheckpointError(folder, "; ".join(str(one[0]) for one in error.failures.values())) from error
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:

@@ -10,9 +10,10 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from distap.errors import CAUSES, COLLAPSED, logger
 from distap.ranking.loss import AnyLoss, build_loss
 from distap.ranking.memory import CrossBatchMemory
-from distap.ranking.rank import check_mode, rank
+from distap.ranking.rank import Ranking, check_mode, rank
 
 Gradients = Callable[[Tensor], Sequence[Tensor | None]]
 
@@ -34,6 +35,19 @@ class RankingModule(nn.Module):
         self.learned = self.loss.learned
         self.group, self.mode, self.memory_bytes = group, check_mode(mode), memory_bytes
         self.memory, self._calls = CrossBatchMemory(memory), 0
+        self._is_warned = False
+
+    def warn_if_alike(self, ranking: Ranking) -> None:
+        """Warn, once until it has changed, that all descriptors of a batch are alike."""
+        is_alike = ranking.spread < COLLAPSED
+        if is_alike and not self._is_warned:
+            logger.warning(
+                "the network has given all images of this batch the same descriptor (spread %.1g), from which no "
+                "ranking can be learnt. Usual causes: %s",
+                ranking.spread,
+                CAUSES,
+            )
+        self._is_warned = is_alike
 
     def get_extra_state(self) -> Tensor:
         # As a tensor, since safetensors, Accelerate and Hugging Face save nothing else.
@@ -64,6 +78,7 @@ class ListwiseLoss(RankingModule):
         DistapError: the loss, an option or the mode is unknown.
     """
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # a compiled network is enough
     def forward(
         self,
         embeddings: Tensor,
@@ -94,6 +109,7 @@ class ListwiseLoss(RankingModule):
                 extra=extra,
             )
             self._calls += 1
+            self.warn_if_alike(ranking)
             value = ranking.loss.to(descriptors.dtype)
             # Descriptors have this rank's gradient; the loss's parameters have all ranks', and each takes a share.
             ranks = 1 if self.group is None else dist.get_world_size(self.group)

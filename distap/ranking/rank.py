@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # `help` shows the types as they are written here
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
@@ -19,7 +20,7 @@ from distap.ranking.gathered import Gathered
 from distap.ranking.loss import AnyLoss, Budget, Counter, Loss, build_loss, full_precision, rank_on_rank_zero
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rankable import check_arguments, refuse_crossing
-from distap.world import World
+from distap.world import World, refuse_default_device
 
 Mode = Literal["sharded", "central"]
 
@@ -39,8 +40,10 @@ class Ranking:
     skipped_queries: int  # of all ranks, without
     is_finite: bool  # on all ranks
     by_parameters: tuple[Tensor, ...] = ()  # gradient by the loss's own parameters, of all ranks together
+    spread: float = math.nan  # mean squared distance of the batch's descriptors to their mean; 0 if all are alike
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator] # losses are compiled by themselves
 def rank(
     descriptors: Tensor | ArrayLike,
     labels: Tensor | ArrayLike,
@@ -83,6 +86,7 @@ def rank(
         DistapError: on every rank, for an unknown loss or option, and for descriptors or labels that cannot be
             ranked; the message says which rows.
     """
+    refuse_default_device()
     descriptors, labels = tensor_given(descriptors, "descriptors"), tensor_given(labels, "labels")
     images = None if images is None else tensor_given(images, "images")
     others = {name: tensor_given(rows, f"extra: {name}") for name, rows in (extra or {}).items()}
@@ -172,5 +176,13 @@ def rank_descriptors(
     numbers = found.value, found.gradient, *found.by_parameters  # finite if their sums are, read in one pass
     is_finite = world.all_agree(all(bool(one.sum().isfinite()) for one in numbers))
     per_query = None if found.per_query is None else gathered.spread(found.per_query, torch.nan)
-    gradient, counts = gathered.spread(found.gradient), (queries, batch - queries)
-    return Ranking(found.value, per_query, gradient, *counts, is_finite, found.by_parameters)
+    return Ranking(
+        loss=found.value,
+        per_query=per_query,
+        gradient=gathered.spread(found.gradient),
+        queries=queries,
+        skipped_queries=batch - queries,
+        is_finite=is_finite,
+        by_parameters=found.by_parameters,
+        spread=float(gathered.descriptors.var(dim=0, correction=0).sum()),
+    )

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from distap.errors import LENGTH_TOLERANCE, DistapError
+from distap.ranking.gathered import Gathered
 from distap.world import World
 
 Extra = Mapping[str, Tensor]  # further tensors of images, (b, ...)
@@ -37,6 +39,17 @@ def _problem(descriptors: Tensor, labels: Tensor) -> str | None:
     wrong = ~lengths.isfinite()
     if wrong.any():
         return f"{_rows(wrong)}: descriptors hold values that are not finite (NaN or infinite)"
+    return _length_problem(lengths)
+
+
+def _length_problem(lengths: Tensor) -> str | None:
+    """Return why descriptors of these lengths cannot be ranked; None if they can."""
+    wrong = lengths == 0
+    if wrong.any():
+        return (
+            f"{_rows(wrong)}: descriptors have length 0, and so no direction to rank by: all their numbers are 0; "
+            "look at these images, and at what the network makes of them"
+        )
     wrong = (lengths - 1).abs() > LENGTH_TOLERANCE
     if wrong.any():
         return (
@@ -44,6 +57,18 @@ def _problem(descriptors: Tensor, labels: Tensor) -> str | None:
             "normalise them first (torch.nn.functional.normalize)"
         )
     return None
+
+
+def refuse_lengths(gathered: Gathered) -> None:
+    """Raise a DistapError, on every rank alike, that names the rank and rows of descriptors not of length 1."""
+    world = gathered.world
+    # Images that take no part have no descriptor that could be wrong.
+    lengths = gathered.descriptors.new_ones(len(gathered.taking_part))
+    lengths[gathered.taking_part] = torch.linalg.vector_norm(gathered.descriptors, dim=1)
+    problems = [_length_problem(lengths[rank :: world.size]) for rank in range(world.size)]
+    if any(problems):
+        by_rank = [f"{world.called(rank)}: {problem}" for rank, problem in enumerate(problems) if problem]
+        raise DistapError("; ".join(by_rank) if world.size > 1 else str(problems[0]))
 
 
 def label_problem(labels: Tensor, count: int) -> str | None:
@@ -120,17 +145,32 @@ def _rows(wrong: Tensor) -> str:
 
 def refuse_other_leaves(outputs: Sequence[Tensor], known: Iterable[Tensor], advice: str) -> None:
     """Raise a DistapError if backward passes from all outputs would reach a tensor that is none of `known`."""
-    ours = {id(one) for one in known}
-    first, *others = map(_leaves, outputs)
-    for leaf in first:
-        if id(leaf) not in ours and all(any(leaf is one for one in of_other) for of_other in others):
+    known_ids = {id(tensor) for tensor in known}
+    shared = set.intersection(*map(_nodes, outputs))
+    leaves = [node.variable for node in shared if hasattr(node, "variable")]
+    for leaf in leaves:
+        if id(leaf) not in known_ids:
             kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor"
             raise DistapError(f"a {kind} {tuple(leaf.shape)} would get no gradient: {advice}")
 
 
-def _leaves(output: Tensor) -> list[Tensor]:
+def refuse_shared_graphs(outputs: Sequence[Tensor]) -> None:
+    """Raise a DistapError if the graphs of several passes meet in an operation, and not only in leaves."""
+    shared = set.intersection(*map(_nodes, outputs))
+    operations = sorted(node.name() for node in shared if not hasattr(node, "variable"))
+    if operations:
+        names = ", ".join(name.removesuffix("Backward0") for name in operations[:MOST_ROWS])
+        raise DistapError(
+            f"all passes of the network share a part of their graph ({names}), which the first backward pass frees: "
+            "compute it inside the network's forward(), or detach() it"
+        )
+
+
+def _nodes(output: Tensor) -> set[Node]:
+    """Return all operations and leaves of a graph; those of a leaf have the attribute `variable`."""
     # Not by recursion: a deep network has more nodes in a row than Python has frames.
-    nodes, seen, found = [output.grad_fn], set(), list[Tensor]()
+    nodes: list[Node | None] = [output.grad_fn]
+    seen = set[Node]()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
@@ -141,7 +181,5 @@ def _leaves(output: Tensor) -> list[Tensor]:
                 "the network checkpoints activations with use_reentrant=True, which hides parameters from autograd; "
                 "pass use_reentrant=False (gradient_checkpointing_kwargs of Hugging Face networks)"
             )
-        if (leaf := getattr(node, "variable", None)) is not None:
-            found.append(leaf)
         nodes += [following for following, _ in node.next_functions]
-    return found
+    return seen

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.utils import parametrize
 
 from distap.errors import DistapError
 
@@ -93,12 +94,25 @@ def evaluating(network: nn.Module, kind: type = nn.Module) -> Iterator[None]:
             module.training = True
 
 
+@contextmanager
+def without_caches() -> Iterator[None]:
+    """Compute parametrised weights anew in each pass, also inside torch's `parametrize.cached()`."""
+    # What is cached in describe has no graph, and would have none in replay; what is cached in replay has one that
+    # the first micro-batch's backward pass frees.
+    enabled = parametrize._cache_enabled
+    parametrize._cache_enabled = 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = enabled
+
+
 class SavedBuffers:
     """Buffers of layers in training mode, such as counters and running estimates, as they were at some time.
 
-    A pass may move them: spectral normalisation moves the vectors that its weights are divided by. Every micro-batch of
-    a step, in describe and in replay, begins from the buffers of before the step. So all images of a batch meet the
-    same weights, as in one pass over the whole batch, and the buffers move once per step.
+    A pass may move them: spectral normalisation moves the vectors from which it computes its weights. Every
+    micro-batch of a step, in describe and in replay, begins from the buffers of before the step. So all images of a
+    batch meet the same weights, as in one pass over the whole batch, and the buffers move once per step.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -129,10 +143,17 @@ class SavedBuffers:
 
 def is_expanded(tensor: Tensor) -> bool:
     """Tell whether several elements of a tensor are one number in memory, as after `Tensor.expand`."""
-    return any(
-        stride == 0 and size > 1
-        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    )
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def make_writable(network: nn.Module) -> None:
+    """Give each element of expanded parameters and buffers memory of its own, so that checkpoints can be loaded."""
+    for module in network.modules():
+        for parameter in filter(is_expanded, module.parameters(recurse=False)):
+            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+        for name, buffer in module.named_buffers(recurse=False):
+            if is_expanded(buffer):
+                setattr(module, name, buffer.clone(memory_format=torch.contiguous_format))
 
 
 def drift(again: Float[Tensor, "n C"], before: Float[Tensor, "n C"]) -> Float[Tensor, ""]:

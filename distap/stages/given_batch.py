@@ -86,6 +86,11 @@ class Outputs:
                 f"the network returned {_told(output)} for {n} images; descriptors (n, C) are expected: name a field "
                 "by `output`, and a `pooling` of tokens or maps"
             )
+        if not output.is_floating_point():
+            raise DistapError(
+                f"the network returned numbers of {output.dtype}; descriptors are real numbers of a floating-point "
+                "type (of complex ones, torch.view_as_real(output).flatten(1) has the same distances)"
+            )
         # Ranking compares similarities that differ by little, which 16 bits would tie.
         descriptors = output.to(torch.promote_types(output.dtype, torch.float32))
         return normalize(descriptors) if self._normalise else descriptors

@@ -79,9 +79,9 @@ class Replica:
 class CallersReplica(Replica):
     """The caller's network, possibly wrapped in DistributedDataParallel.
 
-    Gradients of micro-batches are summed next to the parameters, where no hook of a wrapper or of the caller sees them,
-    and given to autograd once. With `sums`, they are summed over the ranks first; otherwise the caller's wrapper does
-    that.
+    Gradients of micro-batches are summed next to the parameters, where no hook of a wrapper or of the caller sees
+    them, and given to autograd once. With `sums`, they are summed over the ranks first; otherwise the caller's
+    wrapper does that.
     """
 
     def __init__(
@@ -152,10 +152,10 @@ def refuse_exchanged(network: nn.Module, trained: Mapping[str, Tensor]) -> None:
     for name, parameter in trained.items():
         if present.get(name) is not parameter or not parameter.requires_grad:
             raise DistapError(
-                f"{name} is another parameter in backward() than it was when the images were described, or was frozen "
-                "since, so its gradient would be lost. Keep the network's parameters until backward() has run. "
-                "torch.func.functional_call lends a module other parameters for one call only: copy their values into "
-                "the network's own instead"
+                f"{name} is another parameter in backward() than when the images were described, or was "
+                "frozen since, so its gradient would be lost. Keep the network's parameters until backward() has run. "
+                "torch.func.functional_call lends a module other parameters for one call only: copy their values "
+                "into the network's own instead"
             )
 
 
@@ -165,7 +165,7 @@ def refuse_hooks(network: nn.Module) -> None:
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise DistapError(
                 f"{name} has a hook on its gradient, which would act on each micro-batch's part of it; remove the "
-                "hook, or train in a loop of your own with distap.Multistage, where it acts once on the whole gradient"
+                "hook, or train in a loop of your own with distap.Multistage, where it acts once, on the whole"
             )
 
 

@@ -34,8 +34,16 @@ from distap.ranking.losses.base import DescriptorLoss
 from distap.ranking.losses.proxies import ProxyLoss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Mode, Ranking, rank_descriptors, start_gathering
-from distap.ranking.rankable import refuse_other_leaves
-from distap.stages.exactness import SavedBuffers, drift, drift_error, mixes_images, normalises_by_batch, refuse_mixing
+from distap.ranking.rankable import refuse_other_leaves, refuse_shared_graphs
+from distap.stages.exactness import (
+    SavedBuffers,
+    drift,
+    drift_error,
+    mixes_images,
+    normalises_by_batch,
+    refuse_mixing,
+    without_caches,
+)
 from distap.stages.micro_batches import BackwardPass, Batch, MicroBatchSizes, Rows, backward_passes, is_out_of_memory
 from distap.stages.replica import Replica
 from distap.stopwatch import Stopwatch
@@ -147,7 +155,9 @@ class ThreeStages:
             with eagerly:
                 if torch.is_grad_enabled() and not self.replica.lockstep:
                     # Leaves of both passes: a pass may make some of its own.
-                    refuse_other_leaves([describe(few, 0), describe(few, 0)], network.parameters(), OUTSIDE)
+                    passes = [describe(few, 0), describe(few, 0)]
+                    refuse_other_leaves(passes, network.parameters(), OUTSIDE)
+                    refuse_shared_graphs(passes)
                 if few > 1 and not normalises_by_batch(network):
                     with torch.no_grad():
                         refuse_mixing(describe, network, few)
@@ -243,9 +253,7 @@ class ThreeStages:
             self._is_bound = False
         return worst, counts
 
-    def _forward(
-        self, batch: Batch, rows: Rows, buffers: SavedBuffers, keeps: bool = False
-    ) -> Float[Tensor, "n C"]:
+    def _forward(self, batch: Batch, rows: Rows, buffers: SavedBuffers, keeps: bool = False) -> Float[Tensor, "n C"]:
         """Describe a micro-batch, with the buffers of before the step.
 
         (seed, step, slot) seeds dropout, so describe and replay draw the same.
@@ -272,5 +280,5 @@ class ThreeStages:
         """Time a stage, announce it to other ranks' watchdogs, and restore torch's random state at its end."""
         self.world.note(f"{name} of step {step + 1}")
         devices = [self.world.device] if self.world.device.type == "cuda" else []
-        with self.stopwatch.stage(name), torch.random.fork_rng(devices):
+        with self.stopwatch.stage(name), torch.random.fork_rng(devices), without_caches():
             yield

@@ -28,9 +28,9 @@ from distap.ranking.loss import Loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.registry import Part
 from distap.retrieval.whitening import load_whitening
-from distap.stages.exactness import default_drift
+from distap.stages.exactness import default_drift, make_writable
 from distap.stages.micro_batches import MicroBatchSizes
-from distap.stages.replica import Replica, refuse_unusable
+from distap.stages.replica import Replica, refuse_hooks, refuse_unusable
 from distap.stages.step import ThreeStages
 from distap.stopwatch import Stopwatch
 from distap.training.learner import Learner, TrainingStep
@@ -76,6 +76,8 @@ def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> Retr
             if told := [key for key in OF_HEADS if getattr(model, key)]:
                 raise DistapError(f"model.{told[0]}: a network given in Python ends as it does: leave the key out")
             refuse_unusable(model.backbone.given, freezes_batchnorm=True)
+            refuse_hooks(model.backbone.given)
+            make_writable(model.backbone.given)
             given = model.backbone.retrieval_network(recipe.data.image_size, model.batchnorm, world.device)
             if getattr(chosen, "whole", False):
                 chosen.load(given)

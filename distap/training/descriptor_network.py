@@ -105,8 +105,9 @@ class DescriptorNetwork(
             files = {BACKBONE: {name.removeprefix("backbone."): state.pop(name) for name in backbone}, HEAD: state}
             about = {"model": self._recipe.model.model_dump(mode="json", exclude={"weights", "freeze", "adapter"})}
         for file, tensors in files.items():
-            held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-            (folder / file).write_bytes(save(held, {"format": "pt"}))  # save_file lets only its owner read it
+            # One copy for each name: safetensors refuses two names that share memory, as tied weights do.
+            copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+            (folder / file).write_bytes(save(copies, {"format": "pt"}))  # save_file lets only its owner read it
         if described.whitening is not None:
             save_whitening(folder / WHITENING_FILE, described.whitening)
         pretrained = getattr(network.backbone, "pretrained_cfg", None) or {}

@@ -196,8 +196,9 @@ class TrainingStep:
             described.buffers.restore()  # a step that is skipped moves no statistics either
         skipped = None if norm < float("inf") else "gradient" if ranking.is_finite else "loss"
         counts = replayed, kept, ranking.skipped_queries
-        spread = float(gathered.descriptors.var(dim=0, correction=0).sum())
-        return StepResult(float(ranking.loss), learning_rate, norm, worst, *counts, skipped, not_finite, spread)
+        return StepResult(
+            float(ranking.loss), learning_rate, norm, worst, *counts, skipped, not_finite, ranking.spread
+        )
 
 
 def set_rates(optimizer: Any, learning_rate: float) -> None:

@@ -16,7 +16,7 @@ from distap.checkpoint.writer import Written
 from distap.config.recipe import Recipe
 from distap.data.images.decoding import REASONS
 from distap.data.loading.share import ShareOfBatch, TrainingImages
-from distap.errors import CAUSES, DistapError, logger
+from distap.errors import CAUSES, COLLAPSED, DistapError, logger
 from distap.evaluation.saved import Evaluation, folder_of_step, saved_steps
 from distap.model.network import RetrievalNetwork
 from distap.registry import name_of
@@ -29,7 +29,7 @@ from distap.training.learner import StepResult
 from distap.training.schedule import Length
 from distap.world import DRIVER, World, without_gpu
 
-COLLAPSED, COLLAPSED_STEPS = 1e-5, 5  # mean squared distance of descriptors to their mean, and steps that it lasts
+COLLAPSED_STEPS = 5  # with a spread below COLLAPSED, after which it is told
 STEP_FIGURES = "loss", "learning_rate", "gradient_norm", "spread", "replay_drift"  # of a step and of the metrics
 NAMED_IMAGES = 10  # images of a step whose descriptor is not finite that are named
 
