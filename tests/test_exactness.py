@@ -6,12 +6,15 @@ from functools import partial
 import pytest
 import torch
 from batches import TensorBatch, small_images, small_network
+from definitions import built
 from safetensors.torch import save
 from steps import learning, step_with
 from timm.layers.norm_act import BatchNormAct2d
 from torch import nn
+from torch.func import functional_call
 from torch.nn.functional import batch_norm, cross_entropy, normalize
-from torch.nn.utils.parametrizations import spectral_norm
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import distap
@@ -254,3 +257,157 @@ def test_timm_s_batchnorm_with_an_activation_inside_counts_as_one():
     network = nn.Sequential(nn.Conv2d(3, 4, 3), BatchNormAct2d(4), nn.Flatten())
     assert mixes_images(network.train()) == "1 normalises by the statistics of its micro-batch"
     assert normalises_by_batch(network) and mixes_images(network.eval()) is None
+
+
+def gradients_of(network, loss):
+    network.zero_grad()
+    loss.backward()
+    return [parameter.grad.clone() for parameter in network.parameters()]
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [lambda gradient: 0.1 * gradient, lambda gradient: gradient.clamp(-1e-3, 1e-3), lambda gradient: gradient + 1],
+    ids=["scale", "clamp", "add"],
+)
+def test_a_hook_on_a_parameter_acts_once_on_the_whole_gradient(hook):
+    images, labels = images_and_labels()
+    network = Network()
+    calls = []
+    network.layer.weight.register_hook(lambda gradient: calls.append(1))
+    handle = network.layer.weight.register_hook(hook)
+    multistage = Multistage(network, "ap_q", distap.MicroBatchSizes(5, keep=2))
+    expected = gradients_of(network, distap.ListwiseLoss("ap_q")(network(images), labels))
+    gradients = gradients_of(network, multistage(images, labels))
+    assert calls == [1, 1]
+    torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=1e-15)
+    handle.remove()
+    assert not torch.equal(gradients_of(network, multistage(images, labels))[0], gradients[0])
+
+
+def test_a_hook_after_accumulation_acts_once_on_the_whole_gradient():
+    images, labels = images_and_labels()
+    network = Network()
+    calls = []
+    network.layer.weight.register_post_accumulate_grad_hook(lambda parameter: calls.append(parameter.grad.clone()))
+    gradients = gradients_of(network, Multistage(network, "ap_q", 5)(images, labels))
+    (gradient,) = calls
+    assert torch.equal(gradient, gradients[0])
+
+
+def exchange_a_parameter(network):
+    network.layer.weight = nn.Parameter(network.layer.weight.detach().clone())
+
+
+def exchange_a_layer(network):
+    network.layer = deepcopy(network.layer)
+
+
+def freeze_a_parameter(network):
+    network.layer.weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [exchange_a_parameter, exchange_a_layer, freeze_a_parameter])
+def test_a_parameter_that_changes_its_place_before_backward_is_named(change):
+    network = Network()
+    loss = Multistage(network, "ap_q", 5)(*images_and_labels())
+    change(network)
+    with pytest.raises(DistapError, match=r"layer\.weight is another parameter in backward\(\)"):
+        loss.backward()
+
+
+def test_parameters_lent_by_functional_call_are_refused():
+    multistage = Multistage(Network(), "ap_q", 5)
+    lent = {name: parameter.detach().clone().requires_grad_() for name, parameter in multistage.named_parameters()}
+    loss = functional_call(multistage, lent, images_and_labels())
+    with pytest.raises(DistapError, match=r"layer\.weight is another parameter.*functional_call"):
+        loss.backward()
+
+
+def test_weights_that_torch_caches_have_the_gradient_of_one_pass():
+    images, labels = images_and_labels()
+    network = Network(layer=weight_norm(nn.Linear(3 * 8 * 8, 6).double()))
+    expected = gradients_of(network, distap.ListwiseLoss("ap_q")(network(images), labels))
+    multistage = Multistage(network, "ap_q", 5)
+    for _ in range(2):
+        with parametrize.cached():
+            gradients = gradients_of(network, multistage(images, labels))
+        torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=1e-15)
+
+
+def test_a_graph_that_all_passes_share_is_refused():
+    layer = nn.Linear(6, 6).double()
+    shift = layer(torch.ones(6, dtype=torch.float64)).tanh()
+    network = Network(lambda descriptors: descriptors + shift)
+    network.outside = layer
+    with pytest.raises(DistapError, match=r"all passes of the network share a part of their graph \(.*Tanh"):
+        Multistage(network, "ap_q", 5)(*images_and_labels())
+
+
+def test_complex_descriptors_are_refused():
+    with pytest.raises(DistapError, match=r"numbers of torch\.complex128; descriptors are real numbers"):
+        Multistage(Network(lambda d: torch.complex(d, d)), "ap_q", 5)(*images_and_labels())
+
+
+def test_another_default_device_is_refused():
+    images, labels = images_and_labels()
+    network = Network()
+    with torch.device("meta"):
+        for call in (
+            lambda: Multistage(network, "ap_q", 5)(images, labels),
+            lambda: distap.ListwiseLoss("ap_q")(network(images), labels),
+            lambda: distap.rank(normalize(images.flatten(1)), labels),
+            lambda: distap.train("emoji"),
+            lambda: distap.load("run"),
+        ):
+            with pytest.raises(DistapError, match="torch's default device is meta here"):
+                call()
+
+
+@pytest.mark.parametrize("ending", ["multistage", "listwise"])
+def test_descriptors_of_length_zero_are_named(ending):
+    images, labels = images_and_labels()
+    images[3] = images[7] = 0
+    network = Network(layer=nn.Linear(3 * 8 * 8, 6, bias=False).double())
+    with pytest.raises(DistapError, match="rows 3, 7: descriptors have length 0"):
+        if ending == "multistage":
+            Multistage(network, "ap_q", 5)(images, labels)
+        else:
+            distap.ListwiseLoss("ap_q")(network(images), labels)
+
+
+def test_a_network_that_gives_one_descriptor_is_told_of_once(caplog):
+    images, labels = images_and_labels()
+    network = Network(lambda descriptors: 0 * descriptors + 1)
+    for module, given in (
+        (Multistage(network, "ap_q", 5), images),
+        (distap.ListwiseLoss("ap_q"), network(images)),
+    ):
+        caplog.clear()
+        for _ in range(2):
+            module(given, labels)
+        (record,) = caplog.records
+        assert "given all images of this batch the same descriptor" in record.getMessage()
+
+
+def test_an_expanded_buffer_of_a_layer_in_training_mode_is_taken():
+    images, labels = images_and_labels()
+    network = Network().train()
+    expected = gradients_of(network, Multistage(network, "ap_q", 5)(images, labels))
+    network.register_buffer("mean", torch.zeros(1).expand(8))
+    assert torch.equal(gradients_of(network, Multistage(network, "ap_q", 5)(images, labels))[0], expected[0])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("loss", ["ap_q", "smooth_ap", "proxy_nca"])
+def test_a_compiled_function_around_a_listwise_loss_gives_the_same_gradient(loss):
+    images, labels = images_and_labels()
+    network = Network()
+    listwise = distap.ListwiseLoss(built(loss, 5, 6))
+
+    def function(images, labels):
+        return listwise(network(images), labels)
+
+    expected = gradients_of(network, function(images, labels))
+    gradients = gradients_of(network, torch.compile(function, backend="eager")(images, labels))
+    torch.testing.assert_close(gradients, expected, rtol=1e-12, atol=1e-15)

@@ -1,6 +1,5 @@
 """Multistage against one pass of autograd over the whole batch, in float64."""
 
-from contextlib import nullcontext
 from copy import deepcopy
 from functools import cache
 from types import SimpleNamespace
@@ -102,8 +101,8 @@ def one_case(world, wrapper, name, mode):
         values.append(outer(images, levels_of(labels)))
         (3 * values[-1]).backward()
 
-    if passes == 2:  # what is summed here is so in each pass
-        with nullcontext() if wrapper == "summed here" else multistage.no_sync():
+    if passes == 2:
+        with multistage.no_sync():
             backward()
     collectives = collectives_of(backward) if name in CHOSEN else backward()
     gradients = gradients_of(network) + [one.grad for one in multistage.loss.parameters]

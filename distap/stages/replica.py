@@ -153,9 +153,9 @@ def refuse_exchanged(network: nn.Module, trained: Mapping[str, Tensor]) -> None:
         if present.get(name) is not parameter or not parameter.requires_grad:
             raise DistapError(
                 f"{name} is another parameter in backward() than when the images were described, or was "
-                "frozen since, so its gradient would be lost. Keep the network's parameters until backward() has run. "
-                "torch.func.functional_call lends a module other parameters for one call only: copy their values "
-                "into the network's own instead"
+                "frozen since, so its gradient would be lost: keep the network's parameters until backward() "
+                "has run. torch.func.functional_call lends a module other parameters for one call only: copy "
+                "their values into the network's own instead"
             )
 
 
