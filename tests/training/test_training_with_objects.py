@@ -3,6 +3,7 @@
 import importlib
 import signal
 import sys
+import warnings
 
 import pytest
 import torch
@@ -170,6 +171,67 @@ def described_file(path):
     from distap.data.images.decoding import EncodedImage
 
     return EncodedImage(path.read_bytes())
+
+
+class Tied(nn.Module):
+    """Two layers that share a weight, and an expanded buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3 * 32 * 32, 16)
+        self.second, self.third = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.third.weight = self.second.weight
+        self.register_buffer("shift", torch.full((1,), 0.5).expand(16))
+
+    def forward(self, pixels):
+        hidden = torch.relu(self.first(pixels.flatten(1)))
+        return self.third(torch.relu(self.second(hidden))) + self.shift
+
+
+def test_a_network_with_tied_weights_and_an_expanded_buffer_goes_on_and_can_be_saved(tmp_path, folders):
+    data = {"train": ImageFolder(folders / "train")}
+    for steps in (2, 4):  # the second call goes on from the checkpoint of the first
+        distap.train(recipe(tmp_path / "run", steps=steps), network=Tied(), data=data)
+    distap.train(recipe(tmp_path / "whole"), network=Tied(), data=data)
+    ours, theirs = parameters(tmp_path / "run"), parameters(tmp_path / "whole")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+    network = distap.load(tmp_path / "run", network=Tied())
+    network.save_pretrained(tmp_path / "saved")
+    again = distap.load(tmp_path / "saved", network=Tied())
+    paths = sorted(folders.rglob("*.png"))[:3]
+    assert torch.equal(again.describe(paths), network.describe(paths))
+
+
+@pytest.mark.parametrize(
+    "setting", [torch.no_grad, torch.inference_mode, lambda: torch.set_grad_enabled(False)], ids=str
+)
+def test_gradients_that_the_caller_has_turned_off_are_on_while_it_trains(tmp_path, folders, setting):
+    data = {"train": ImageFolder(folders / "train")}
+    distap.train(recipe(tmp_path / "plain", steps=2), network=Own(), data=data)
+    network = Own()
+    with setting():
+        distap.train(recipe(tmp_path / "run", steps=2), network=network, data=data)
+    assert losses(tmp_path / "run") == losses(tmp_path / "plain")
+    torch.set_grad_enabled(True)
+
+
+def test_warnings_may_be_errors(tmp_path, folders):
+    data = {"train": ImageFolder(folders / "train")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        distap.train(recipe(tmp_path / "run", steps=1), network=Own(), data=data)
+        distap.train(recipe(tmp_path / "run", steps=2), network=Own(), data=data)
+    assert len(losses(tmp_path / "run")) == 2
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_parameter_is_refused_by_name(tmp_path, folders, register):
+    network = Own()
+    getattr(network.head.weight, register)(lambda gradient: None)
+    with pytest.raises(DistapError, match=r"head\.weight has a hook on its gradient.*Multistage"):
+        distap.train(recipe(tmp_path / "run"), network=network, data=ImageFolder(folders / "train"))
 
 
 def test_overrides_are_nested_or_dotted_and_a_name_chooses_anew(tmp_path, folders):
