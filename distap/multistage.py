@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distap.errors import checked, logger, tensor_given
 from distap.model.pooling import NAMED, pooled
+from distap.ranking.compiling import uncompiled
 from distap.ranking.listwise import KnownGradient, RankingModule
 from distap.ranking.loss import AnyLoss
 from distap.ranking.losses.base import DescriptorLoss
@@ -148,7 +149,7 @@ class Multistage(RankingModule):
         finally:
             replicas.module = network
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator] # a compiled network is enough
+    @uncompiled
     def _loss(
         self,
         network: nn.Module,

@@ -2,16 +2,25 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from distap.errors import logger
 
+F = TypeVar("F", bound=Callable[..., Any])
 # From about this many pairs per rank, what compiling costs once (some ten seconds) is saved within a hundred steps.
 # Histograms on a GPU need 16 times as many pairs, and a thousand steps (an H100 saves 14 ms of 22 then).
 PAYS_FROM_PAIRS, ON_GPU = 2**22, 16
+
+
+def uncompiled(function: F) -> F:
+    """Let a function run as it is inside what the caller compiles by torch.compile.
+
+    Ranking compiles its own loops; a compiled network around it is enough.
+    """
+    return cast(F, torch.compiler.disable(function))
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from distap.errors import CAUSES, COLLAPSED, logger
+from distap.ranking.compiling import uncompiled
 from distap.ranking.loss import AnyLoss, build_loss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Ranking, check_mode, rank
@@ -78,7 +79,7 @@ class ListwiseLoss(RankingModule):
         DistapError: the loss, an option or the mode is unknown.
     """
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator] # a compiled network is enough
+    @uncompiled
     def forward(
         self,
         embeddings: Tensor,

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from distap.errors import DistapError, suggestion, tensor_given
+from distap.ranking.compiling import uncompiled
 from distap.ranking.gather import Gathering, gather
 from distap.ranking.gathered import Gathered
 from distap.ranking.loss import AnyLoss, Budget, Counter, Loss, build_loss, full_precision, rank_on_rank_zero
@@ -43,7 +44,7 @@ class Ranking:
     spread: float = math.nan  # mean squared distance of the batch's descriptors to their mean; 0 if all are alike
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator] # losses are compiled by themselves
+@uncompiled
 def rank(
     descriptors: Tensor | ArrayLike,
     labels: Tensor | ArrayLike,
