@@ -79,6 +79,12 @@ def test_decoded_images_arrays_and_tensors_are_described_alike(photos, run):
             network.describe([wrong])
 
 
+def test_describing_under_another_default_device_is_refused(photos, run):
+    network = distap.load(run, device="cpu")
+    with torch.device("meta"), pytest.raises(DistapError, match="torch's default device is meta here"):
+        network.describe(sorted(photos.iterdir())[:2])
+
+
 def test_a_saved_network_describes_the_same_and_timm_reads_its_backbone(photos, run, tmp_path):
     network = distap.load(run, scales=(1, 0.7), sizing="side 64", device="cpu")
     network.save_pretrained(tmp_path / "saved")

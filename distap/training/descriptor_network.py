@@ -25,7 +25,7 @@ from distap.model.trained import ADAPTERS, BACKBONE, CHANGED, CONFIG, HEAD, read
 from distap.registry import build_part
 from distap.retrieval.whitening import WHITENING_FILE, save_whitening
 from distap.training.build import describing_of, network_of, with_given
-from distap.world import World
+from distap.world import World, refuse_default_device
 
 DECODED_AT_ONCE = 128  # images that are decoded before they are described
 DESCRIBED = ("sizing", "scales", "antialias", "dimensions")  # keys of a recipe's evaluation, and of DescribedBy
@@ -83,6 +83,7 @@ class DescriptorNetwork(
             DamagedImageError: an image cannot be decoded.
             DistapError: it is none of these.
         """
+        refuse_default_device()
         if isinstance(images, str | Path | bytes | Image.Image) or not isinstance(images, Iterable):
             raise DistapError(f"images: a {type(images).__name__}; describe takes several, so put one into a list")
         left, parts = iter(images), list[Tensor]()
