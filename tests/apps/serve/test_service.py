@@ -107,6 +107,39 @@ def test_a_body_that_does_not_arrive_in_time_is_refused(searcher):
         asyncio.run(story(made))
 
 
+def test_uploads_that_trickle_keep_no_search_out_and_the_oldest_gives_way(searcher):
+    async def story(made):
+        forever = asyncio.Event()
+        begun = 0
+
+        async def slow():
+            nonlocal begun
+            yield body(upload(0))[:50]
+            begun += 1
+            await forever.wait()
+
+        async with client_of(made) as client:
+
+            async def trickle() -> httpx.Response:
+                return await client.post("/api/search", content=slow(), headers=MULTIPART)
+
+            trickling = []
+            for number in range(3):  # as many as there are places
+                trickling.append(asyncio.create_task(trickle()))
+                await until(lambda number=number: begun == number + 1)
+            assert made.under_way == 0
+            assert (await post(client)).status_code == 200
+            oldest = await trickling[0]
+            assert (oldest.status_code, oldest.json()["error"]["reason"]) == (408, "slow")
+            assert [task.done() for task in trickling] == [True, False, False]
+            for task in trickling:
+                task.cancel()
+            await asyncio.gather(*trickling, return_exceptions=True)
+
+    with service(searcher, queue=2) as made:
+        asyncio.run(story(made))
+
+
 def test_an_upload_for_which_the_disk_has_no_room_is_told_so_in_one_line(searcher, caplog):
     async def story(made):
         async with client_of(made) as client:
