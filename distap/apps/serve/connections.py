@@ -48,8 +48,8 @@ class Connection(H11Protocol):
 
     def __init__(self, all_connections: Connections, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._all_connections = all_connections
-        self._awaited: tuple[str, object] | None = None  # as _what_is_awaited() last returned it
+        self._all = all_connections
+        self._awaited: str | None = None  # what the client has to do; None if it is the server's turn
         self._since = 0.0
         self._received = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -57,8 +57,8 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._update()
-        if len(self.connections) > self._all_connections.most:
-            next(iter(self._all_connections.waiting)).drop()
+        if len(self.connections) > self._all.most:
+            next(iter(self._all.waiting)).drop()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -98,52 +98,43 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     def _update(self) -> None:
-        """Start the client's time if the server waits for something else than before."""
-        if self not in self.connections:  # it is closed
-            return
+        """Start or end the client's time when the turn changes."""
         awaited = self._what_is_awaited()
-        if awaited == self._awaited and self._timer is not None:
+        if awaited == self._awaited or self not in self.connections:  # in which it is until it is closed
             return
         self._stop_waiting()
-        self._awaited = awaited
-        self._since = self.loop.time()
-        self._received = 0
         if awaited is not None:
-            self._all_connections.waiting[self] = None
-            self._timer = self.loop.call_at(self._deadline(), self._close_if_late)
+            self._awaited = awaited
+            self._since = self.loop.time()
+            self._received = 0
+            self._all.waiting[self] = None
+            self._close_if_late()
 
-    def _what_is_awaited(self) -> tuple[str, object] | None:
-        """Return what the client has to do, after or within which request; None if it is the server's turn."""
-        cycle = self.cycle
+    def _what_is_awaited(self) -> str | None:
         if self.flow.write_paused:
-            return "reading", cycle
-        if cycle is not None and cycle.more_body:
-            return "body", cycle
-        if cycle is None or cycle.response_complete:
-            return "header", cycle
-        return None
-
-    def _deadline(self) -> float:
-        assert self._awaited is not None
-        limits = self._all_connections
-        match self._awaited[0]:
-            case "header":
-                seconds = limits.header_seconds
-            case "reading":
-                seconds = limits.unread_seconds
-            case _:
-                seconds = seconds_to_arrive(self._received, limits.body_seconds) + limits.answer_seconds
-        return self._since + seconds
+            return "reading"
+        if self.cycle is None:
+            return "header"
+        if self.cycle.more_body:
+            return "body"
+        return "header" if self.cycle.response_complete else None
 
     def _close_if_late(self) -> None:
-        deadline = self._deadline()  # later than it was, by what has arrived of a body
+        if self._awaited == "header":
+            seconds = self._all.header_seconds
+        elif self._awaited == "reading":
+            seconds = self._all.unread_seconds
+        else:  # the more of it is here, the longer
+            seconds = seconds_to_arrive(self._received, self._all.body_seconds) + self._all.answer_seconds
+        deadline = self._since + seconds
         if self.loop.time() < deadline:
             self._timer = self.loop.call_at(deadline, self._close_if_late)
         else:
             self.drop()
 
     def _stop_waiting(self) -> None:
-        self._all_connections.waiting.pop(self, None)
+        self._awaited = None
+        self._all.waiting.pop(self, None)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
