@@ -18,6 +18,7 @@ from distap.apps.serve.limits import ServeSettings, seconds_to_arrive
 from distap.errors import DistapError
 
 BACKLOG = 128  # connections that the system accepts before the server does
+ACCEPTED_AT_ONCE = 16  # of them by the server
 MOST_CONNECTIONS = 1000
 OTHER_FILES = 100  # of the index, shards, decoders and libraries
 RESET = struct.pack("ii", 1, 0)  # of SO_LINGER: wait for 0 s
@@ -143,7 +144,7 @@ class Connection(H11Protocol):
 def connections_within_files(settings: ServeSettings) -> int:
     """Return the number of connections for which the process may open files, after raising its soft limit."""
     uploads = settings.threads + settings.queue
-    accepted = 3 * BACKLOG  # asyncio accepts up to this many before it tells of the first
+    accepted = 3 * ACCEPTED_AT_ONCE  # asyncio tells of a connection two rounds after it accepted it
     others = uploads + accepted + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = MOST_CONNECTIONS + others

@@ -19,7 +19,13 @@ try:
     import uvicorn
 
     from distap.apps.serve.app import Service, build_app
-    from distap.apps.serve.connections import BACKLOG, Connection, Connections, connections_within_files
+    from distap.apps.serve.connections import (
+        ACCEPTED_AT_ONCE,
+        BACKLOG,
+        Connection,
+        Connections,
+        connections_within_files,
+    )
 except ImportError as error:
     raise DistapError(f"serving needs {error.name}: pip install 'distap[serve]'") from error
 
@@ -74,7 +80,7 @@ def server_of(service: Service, connections: Connections) -> uvicorn.Server:
             build_app(service),
             # uvicorn calls this with the arguments of its own class.
             http=cast(Any, partial(Connection, connections)),
-            backlog=BACKLOG,
+            backlog=ACCEPTED_AT_ONCE,
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -88,6 +94,12 @@ def server_of(service: Service, connections: Connections) -> uvicorn.Server:
 
 
 class _Server(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen with our own backlog, since asyncio takes uvicorn's for the number accepted at once too."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Finish the requests under way; uvicorn's own handler would then end the process by the signal."""
         self.should_exit = True

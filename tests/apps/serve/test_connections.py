@@ -194,10 +194,10 @@ def connections_for(files: int) -> subprocess.CompletedProcess[str]:
 
 def test_there_are_fewer_connections_than_files_and_the_soft_limit_is_raised_for_them():
     connections, files = map(int, connections_for(1024).stdout.split())
-    assert 400 < connections < 1024 - 300 and files == 1024
+    assert 700 < connections < 1024 - 200 and files == 1024
     assert connections_for(10_000).stdout.startswith("1000 ")
 
 
 def test_a_limit_of_files_that_leaves_none_for_connections_is_refused():
-    error = connections_for(300).stderr
-    assert "DistapError" in error and "300 open files" in error and "ulimit -n" in error
+    error = connections_for(200).stderr
+    assert "DistapError" in error and "200 open files" in error and "ulimit -n" in error
