@@ -42,7 +42,7 @@ class Service:
         self.metrics = ServingMetrics()
         self.metrics.images.set(len(searcher.index))
         self.under_way = 0  # searches that wait or run
-        self.arrivals = uploads.Arrivals(settings)
+        self.arrivals = uploads.Arrivals(settings, self._require_place)
         self._threads = ThreadPoolExecutor(settings.threads, "search")
         # Each search uses this many threads, so that all searches together have the cores.
         torch.set_num_threads(max(torch.get_num_threads() // settings.threads, 1))

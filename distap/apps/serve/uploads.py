@@ -78,14 +78,19 @@ class Arrivals:
     speak of, and a stranger could hold any number of places.
     """
 
-    def __init__(self, settings: ServeSettings) -> None:
+    def __init__(self, settings: ServeSettings, require_place: Callable[[], None]) -> None:
+        self._require_place = require_place  # raises a RefusedError if no search may wait
         self._longest = settings.timeout_seconds
         self._most = settings.threads + settings.queue
         self._deadlines: dict[asyncio.Timeout, None] = {}  # the oldest first
 
     @asynccontextmanager
-    async def arriving(self) -> AsyncIterator[Callable[[int], None]]:
-        """Yield a function to call with the number of bytes received; raise TimeoutError if they are too slow."""
+    async def arriving(self) -> AsyncIterator[Callable[[int, bool], None]]:
+        """Yield a function to call with the number of bytes received, and whether these are all.
+
+        Raises:
+            TimeoutError: they arrive too slowly.
+        """
         started = asyncio.get_running_loop().time()
         if len(self._deadlines) == self._most:
             oldest = next(iter(self._deadlines))
@@ -95,7 +100,9 @@ class Arrivals:
         async with asyncio.timeout_at(started + seconds_to_arrive(0, self._longest)) as deadline:
             self._deadlines[deadline] = None
 
-            def note(received: int) -> None:
+            def note(received: int, is_whole: bool) -> None:
+                if is_whole:  # many may have arrived at once, and to parse them in vain takes time from searches
+                    self._require_place()
                 if deadline in self._deadlines:  # otherwise it is given up
                     deadline.reschedule(started + seconds_to_arrive(received, self._longest))
 
@@ -134,10 +141,10 @@ async def read_upload(request: Request, settings: ServeSettings, arrivals: Arriv
         raise RefusedError(507, "disk_full", "the server's temporary disk cannot take the image") from error
 
 
-def _limited(request: Request, limit: int, note: Callable[[int], None]) -> Callable[[], Awaitable[Message]]:
+def _limited(request: Request, limit: int, note: Callable[[int, bool], None]) -> Callable[[], Awaitable[Message]]:
     """Return an ASGI receiver of the body that stops at the limit, whatever Content-Length says.
 
-    It calls `note` with the number of bytes received so far.
+    It calls `note` with the number of bytes received so far, and whether these are all.
     """
     received = 0
     too_large = RefusedError(413, "too_large", f"the request has more than {limit:,} bytes: send a smaller file")
@@ -150,7 +157,7 @@ def _limited(request: Request, limit: int, note: Callable[[int], None]) -> Calla
         received += len(message.get("body", b""))
         if received > limit:
             raise too_large
-        note(received)
+        note(received, not message.get("more_body", False))
         return message
 
     return receive
