@@ -29,7 +29,7 @@ class Connections:
     """The connections of a server, and the seconds for which it waits for a client.
 
     Above `most`, the one that has waited longest for its client is closed, so that newcomers such as probes are
-    answered, however many connections a stranger holds.
+    answered, however many connections a stranger holds. Those whose bodies arrive come last.
     """
 
     most: int
@@ -38,6 +38,10 @@ class Connections:
     header_seconds: float = 10.0  # from the start of a connection, or its last answer, to the end of the next header
     unread_seconds: float = 10.0  # for reading some of an answer that does not fit into the system's buffers
     waiting: dict["Connection", None] = field(default_factory=dict)  # the longest first
+
+    def make_room(self) -> None:
+        longest = next(iter(self.waiting))
+        next((connection for connection in self.waiting if connection.awaited != "body"), longest).drop()
 
 
 class Connection(H11Protocol):
@@ -50,7 +54,7 @@ class Connection(H11Protocol):
     def __init__(self, all_connections: Connections, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._all = all_connections
-        self._awaited: str | None = None  # what the client has to do; None if it is the server's turn
+        self.awaited: str | None = None  # what the client has to do; None if it is the server's turn
         self._since = 0.0
         self._received = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -59,7 +63,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._update()
         if len(self.connections) > self._all.most:
-            next(iter(self._all.waiting)).drop()
+            self._all.make_room()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -101,11 +105,11 @@ class Connection(H11Protocol):
     def _update(self) -> None:
         """Start or end the client's time when the turn changes."""
         awaited = self._what_is_awaited()
-        if awaited == self._awaited or self not in self.connections:  # in which it is until it is closed
+        if awaited == self.awaited or self not in self.connections:  # in which it is until it is closed
             return
         self._stop_waiting()
         if awaited is not None:
-            self._awaited = awaited
+            self.awaited = awaited
             self._since = self.loop.time()
             self._received = 0
             self._all.waiting[self] = None
@@ -121,9 +125,9 @@ class Connection(H11Protocol):
         return "header" if self.cycle.response_complete else None
 
     def _close_if_late(self) -> None:
-        if self._awaited == "header":
+        if self.awaited == "header":
             seconds = self._all.header_seconds
-        elif self._awaited == "reading":
+        elif self.awaited == "reading":
             seconds = self._all.unread_seconds
         else:  # the more of it is here, the longer
             seconds = seconds_to_arrive(self._received, self._all.body_seconds) + self._all.answer_seconds
@@ -134,7 +138,7 @@ class Connection(H11Protocol):
             self.drop()
 
     def _stop_waiting(self) -> None:
-        self._awaited = None
+        self.awaited = None
         self._all.waiting.pop(self, None)
         if self._timer is not None:
             self._timer.cancel()

@@ -28,7 +28,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Message
 from torch import Tensor
 
-from distap.apps.serve.limits import LEAST_SPEED, ServeSettings, seconds_to_arrive
+from distap.apps.serve.limits import FIRST_SECONDS, LEAST_SPEED, ServeSettings, seconds_to_arrive
 from distap.data.images.decoding import DamagedImageError, EncodedImage, NoReaderError, image_file
 from distap.data.images.formats import readable_formats
 from distap.data.sizing import Sizing
@@ -74,42 +74,50 @@ def refused_image(error: DamagedImageError) -> RefusedError:
 class Arrivals:
     """The uploads that arrive: as many at a time as searches may run and wait, and none for too long.
 
-    When one more begins to arrive, the oldest is given up, which is a slow one: a whole upload takes no time to
-    speak of, and a stranger could hold any number of places.
+    When there are too many, the slowest is given up if it arrives at less than the least speed, so that a stranger
+    cannot hold the places; otherwise the new one is told to come again.
     """
 
     def __init__(self, settings: ServeSettings, require_place: Callable[[], None]) -> None:
         self._require_place = require_place  # raises a RefusedError if no search may wait
         self._longest = settings.timeout_seconds
         self._most = settings.threads + settings.queue
-        self._deadlines: dict[asyncio.Timeout, None] = {}  # the oldest first
+        self._latest: dict[asyncio.Timeout, float] = {}  # until when each has time by the least speed
 
     @asynccontextmanager
     async def arriving(self) -> AsyncIterator[Callable[[int, bool], None]]:
         """Yield a function to call with the number of bytes received, and whether these are all.
 
         Raises:
-            TimeoutError: they arrive too slowly.
+            RefusedError: too many arrive already.
+            TimeoutError: it arrives too slowly.
         """
         started = asyncio.get_running_loop().time()
-        if len(self._deadlines) == self._most:
-            oldest = next(iter(self._deadlines))
-            del self._deadlines[oldest]
-            oldest.reschedule(started)
+        self._make_room(started)
 
         async with asyncio.timeout_at(started + seconds_to_arrive(0, self._longest)) as deadline:
-            self._deadlines[deadline] = None
+            self._latest[deadline] = started + FIRST_SECONDS
 
             def note(received: int, is_whole: bool) -> None:
                 if is_whole:  # many may have arrived at once, and to parse them in vain takes time from searches
                     self._require_place()
-                if deadline in self._deadlines:  # otherwise it is given up
+                if deadline in self._latest:  # otherwise it is given up
+                    self._latest[deadline] = started + FIRST_SECONDS + received / LEAST_SPEED
                     deadline.reschedule(started + seconds_to_arrive(received, self._longest))
 
             try:
                 yield note
             finally:
-                self._deadlines.pop(deadline, None)
+                self._latest.pop(deadline, None)
+
+    def _make_room(self, now: float) -> None:
+        if len(self._latest) < self._most:
+            return
+        slowest = min(self._latest, key=self._latest.__getitem__)
+        if self._latest[slowest] > now + FIRST_SECONDS - 1.0:  # it is behind by less than a second
+            raise busy(f"{self._most} uploads arrive already")
+        del self._latest[slowest]
+        slowest.reschedule(now)
 
 
 async def read_upload(request: Request, settings: ServeSettings, arrivals: Arrivals) -> bytes:

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 import httpx
 import pytest
+from galleries import upload
 from serving import BOUNDARY, body
 
 from distap.apps.search import open_thumbnails
@@ -153,6 +154,19 @@ def test_connections_beyond_the_bound_close_those_that_wait_longest(searcher):
         assert all(received_until_closed(client, b"") == b"" for client in clients[:-8])
         clients[-1].sendall(HEALTH + b"\r\n")
         assert clients[-1].recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_idle_connections_are_closed_before_one_whose_upload_arrives(searcher):
+    image = body(upload(0))
+    with serving_here(searcher, most=4, seconds=60) as port, ExitStack() as idle, connected(port) as client:
+        client.sendall(UPLOAD + f"Expect: 100-continue\r\nContent-Length: {len(image)}\r\n\r\n".encode())
+        assert client.recv(65536).startswith(b"HTTP/1.1 100")
+        client.sendall(image[:-10])
+        for _ in range(50):
+            idle.enter_context(connected(port))
+        assert httpx.get(f"http://127.0.0.1:{port}/healthz").status_code == 200
+        client.sendall(image[-10:])
+        assert client.recv(65536).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize(
