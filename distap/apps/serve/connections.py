@@ -118,7 +118,7 @@ class Connection(H11Protocol):
     def _what_is_awaited(self) -> str | None:
         if self.flow.write_paused:
             return "reading"
-        if self.cycle is None:
+        if not self.cycle:  # None before the first request
             return "header"
         if self.cycle.more_body:
             return "body"
