@@ -22,6 +22,7 @@ BENCHMARKS = {
     "network": "benchmarks.network:NetworkBenchmark",
     "scale": "benchmarks.scale:ScaleBenchmark",
     "gpu": "benchmarks.gpu:GPUBenchmark",
+    "serve": "benchmarks.serve:serve_command",
     "trace": "benchmarks.trace:TraceBenchmark",
     "plan": "benchmarks.plan.command:plan_command",
     "study": "benchmarks.study.command:study_command",

@@ -75,8 +75,8 @@ def serve_command(
 ) -> None:
     """Answer searches over HTTP: a page to upload images to, a JSON API, health and Prometheus metrics.
 
-    On SIGTERM the requests under way are finished and the exit status is 0. There is no encryption and no password:
-    put a proxy in front of it if others can reach it.
+    On SIGTERM or SIGHUP the requests under way are finished and the exit status is 0. There is no encryption and no
+    password: put a proxy in front of it if others can reach it.
     """
     from distap.apps.serve.server import serve
 

@@ -2,22 +2,27 @@
 
 | request       | answer                                                                             |
 |---------------|------------------------------------------------------------------------------------|
-| GET /metrics  | metrics for Prometheus                                                             |
+| GET /metrics  | metrics for Prometheus; 400 by a name of another site (DNS rebinding)              |
 | GET /healthz  | 200 while the rank can go on; 503 once it has decided to leave after a fault       |
 | GET /readyz   | 200 while it trains; 503 before its state is loaded, and once it was asked to stop |
 
-A rank whose threads all hang answers nothing, which a liveness probe takes for unhealthy.
+A rank whose threads all hang answers nothing, which a liveness probe takes for unhealthy. Clients take nothing from
+the training but MOST_CONNECTIONS files and threads, each for REQUEST_SECONDS.
 """
 
 import json
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from http import HTTPStatus
+from ipaddress import ip_address
 from socketserver import TCPServer
-from threading import Thread
+from threading import BoundedSemaphore, Thread
 from typing import Any, cast
+from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 from wsgiref.types import StartResponse, WSGIEnvironment
 
@@ -26,6 +31,12 @@ from prometheus_client.exposition import ThreadingWSGIServer
 
 from distap.errors import DistapError, logger
 from distap.processes.watchdog import Watchdog
+
+MOST_CONNECTIONS = 64
+REQUEST_SECONDS = 10.0  # from the start of a connection to the end of its answer; each has one request
+FOREIGN_HOST = (
+    "unknown host; ask by an IP address, localhost, or this host's name (or set metrics.address to the name)"
+)
 
 
 @dataclass
@@ -36,6 +47,7 @@ class Endpoint:
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     watchdog: Watchdog | None = None
     not_ready: Callable[[], str | None] = lambda: "starting"  # why it does not train now
+    address: str = "127.0.0.1"
 
     @contextmanager
     def served(self, port: int | None, address: str) -> Iterator["Endpoint"]:
@@ -43,9 +55,10 @@ class Endpoint:
         if port is None:
             yield self
             return
+        self.address = address
         kind = _IPv6Server if ":" in address else _Server
         try:
-            listening = make_server(address, port, self.answer, kind, RequestHandler)
+            listening = make_server(address, port, self.answer, kind, _RequestHandler)
         except OSError as error:
             problem = f"cannot listen on {address}:{port}: {error.strerror or error}"
             raise DistapError(f"metrics.port: {problem}; choose another, or null for none") from error
@@ -68,9 +81,11 @@ class Endpoint:
     def answer(self, request: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         """Answer an HTTP request as a WSGI application."""
         path = request.get("PATH_INFO", "/")
-        if path == "/metrics":
+        if path == "/metrics" and _is_foreign(request.get("HTTP_HOST", "localhost"), self.address):
+            status, content = HTTPStatus.BAD_REQUEST, {"error": FOREIGN_HOST}
+        elif path == "/metrics":
             return cast(Iterable[bytes], make_wsgi_app(self.registry)(request, start))
-        if path == "/healthz":
+        elif path == "/healthz":
             fault = self.watchdog and self.watchdog.verdict
             status, content = self._said("leaving after a fault" if fault else None, "healthy")
             content |= {"fault": fault} if fault else {}
@@ -95,6 +110,34 @@ class _Server(ThreadingWSGIServer):
 
     request_queue_size = 128  # with the usual 5, many connections at a time make a probe wait for seconds
 
+    def __init__(self, *arguments: Any) -> None:
+        self._places = BoundedSemaphore(MOST_CONNECTIONS)
+        self._begun: dict[socket.socket, float] = {}  # when each connection began, the oldest first
+        super().__init__(*arguments)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Take a place for a new connection. If there is none, cut the oldest off, so that probes are answered."""
+        has_place = self._places.acquire(blocking=False)
+        if not has_place:
+            for oldest in list(self._begun)[:1]:
+                _cut_off(oldest)
+            has_place = self._places.acquire(timeout=1.0)
+        if has_place:
+            self._begun[request] = time.monotonic()
+        return has_place
+
+    def service_actions(self) -> None:
+        """Cut off the connections whose time is over, twice a second."""
+        for request, begun in list(self._begun.items()):
+            if time.monotonic() - begun > REQUEST_SECONDS:
+                _cut_off(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection and give its place back, at the end of its thread."""
+        super().shutdown_request(request)
+        if self._begun.pop(request, None) is not None:
+            self._places.release()
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("a request of %s was broken off", client_address, exc_info=True)
 
@@ -109,8 +152,33 @@ class _IPv6Server(_Server):
     address_family = socket.AF_INET6
 
 
-class RequestHandler(WSGIRequestHandler):
-    timeout = 10.0  # seconds in which a client has to send more of its request or take more of the answer
-
+class _RequestHandler(WSGIRequestHandler):
     def log_message(self, format: str, *arguments: Any) -> None:
         """Log nothing, because probes come every few seconds."""
+
+
+def _cut_off(connection: socket.socket) -> None:
+    """End what a thread waits for at a connection, which the thread then closes."""
+    with suppress(OSError):  # it is closed already
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+@cache
+def _own_names() -> tuple[str, str]:
+    """Return the names of this host. The name service may take its time, so ask only when a name is in question."""
+    return socket.gethostname().lower(), socket.getfqdn().lower()
+
+
+def _is_foreign(host: str, address: str) -> bool:
+    """Return whether the header Host may be the domain of a page that made it point here, to read in a browser.
+
+    No page can do so with an IP address, or with a name without a dot, such as those of services in compose.
+    """
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:
+        return True
+    with suppress(ValueError):
+        ip_address(name)
+        return False
+    return "." in name and name not in (address.lower(), *_own_names())

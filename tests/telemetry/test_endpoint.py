@@ -1,10 +1,13 @@
 import json
+import select
 import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
 from prometheus_client import Gauge
@@ -23,10 +26,12 @@ def endpoint():
         yield endpoint, f"http://127.0.0.1:{port}"
 
 
-def ask(url, method="GET"):
+def ask(url, method="GET", headers=None):
     """Status and content of the answer."""
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=10) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, method=method, headers=headers or {}), timeout=10
+        ) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as refused:
         with refused:
@@ -77,15 +82,79 @@ def test_metrics_that_come_later_are_answered(endpoint):
     assert status == 200 and "late 2.0" in text
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /metrics HTTP/1.1\r\nHost: local"])
-def test_connections_without_a_whole_request_keep_no_probe_out_and_are_closed(endpoint, monkeypatch, sent):
-    monkeypatch.setattr(distap.telemetry.endpoint.RequestHandler, "timeout", 2.0)
+# What a client sends first, and then again and again.
+SLOW = {
+    "nothing": (b"", b""),
+    "half a header": (b"GET /metrics HTTP/1.1\r\nHost: local", b""),
+    "a header byte by byte": (b"G", b"E"),
+    "a header line by line": (b"GET /metrics HTTP/1.1\r\n", b"X: y\r\n"),
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", SLOW)
+def test_connections_without_a_whole_request_keep_no_probe_out_and_are_closed(endpoint, monkeypatch, name):
+    monkeypatch.setattr(distap.telemetry.endpoint, "REQUEST_SECONDS", 2.0)
+    first, again = SLOW[name]
     with ExitStack() as idle:
         sockets = [idle.enter_context(connected(endpoint[1])) for _ in range(300)]
-        for each in sockets:
-            each.sendall(sent)
+        for client in sockets:
+            send(client, first)
         assert all(ask(f"{endpoint[1]}/healthz")[0] == 200 for _ in range(5))
-        assert all(each.recv(1) == b"" for each in sockets)
+        assert all(is_closed_while_sending(client, again) for client in sockets)
+
+
+def test_many_connections_take_few_files_and_threads_of_the_training(endpoint):
+    threads, files = threading.active_count(), open_files()
+    with ExitStack() as idle:
+        for _ in range(300):
+            idle.enter_context(connected(endpoint[1]))
+        assert ask(f"{endpoint[1]}/readyz")[0] == 503  # it starts
+        assert threading.active_count() - threads <= 64
+        assert open_files() - files <= 300 + 65  # the clients' own, and one on its way
+
+
+def open_files():
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:9400", 200),
+        ("10.1.2.3:9400", 200),  # a pod's address
+        ("[fd00::1]:9400", 200),
+        ("localhost", 200),
+        ("LOCALHOST.:9400", 200),
+        ("training:9400", 200),  # a service of compose or Kubernetes
+        (socket.gethostname(), 200),
+        (f"{socket.getfqdn()}:9400", 200),
+        ("rebound.example", 400),
+        ("rebound.example:9400", 400),
+        ("127.0.0.1.rebound.example", 400),
+        ("localhost.rebound.example", 400),
+        ("rebound.example.", 400),
+        ("[", 400),
+    ],
+)
+def test_metrics_are_not_answered_to_a_page_of_another_site(endpoint, host, status):
+    assert ask(f"{endpoint[1]}/metrics", headers={"Host": host})[0] == status
+    assert ask(f"{endpoint[1]}/healthz", headers={"Host": host})[0] == 200  # probes ask by any name
+
+
+def send(client, data):
+    with suppress(ConnectionError):  # it is cut off already
+        client.sendall(data)
+
+
+def is_closed_while_sending(client, again):
+    """Wait until a connection is closed, and send `again` meanwhile."""
+    try:
+        while not select.select([client], [], [], 0.01)[0]:
+            client.sendall(again)
+        return client.recv(1) == b""
+    except ConnectionError:
+        return True
 
 
 def connected(url):

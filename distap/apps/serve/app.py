@@ -41,7 +41,8 @@ class Service:
         self.settings = settings
         self.metrics = ServingMetrics()
         self.metrics.images.set(len(searcher.index))
-        self.under_way = 0  # searches that wait, whose uploads arrive, or that run
+        self.under_way = 0  # searches that wait or run
+        self.arrivals = uploads.Arrivals(settings, self._require_place)
         self._threads = ThreadPoolExecutor(settings.threads, "search")
         # Each search uses this many threads, so that all searches together have the cores.
         torch.set_num_threads(max(torch.get_num_threads() // settings.threads, 1))
@@ -80,16 +81,13 @@ class Service:
     async def _found(
         self, search: Callable[[T, int], list[Hit]], read: Callable[[], Awaitable[T]], k: int
     ) -> list[Hit]:
-        """Search in a thread for the query that `read` returns; call `read` only when the queue has a place."""
+        """Search in a thread for the query that `read` returns, which takes a place in the queue once it is here."""
         loop, seconds = asyncio.get_running_loop(), self.settings.timeout_seconds
-        if self.under_way == (most := self.settings.threads + self.settings.queue):
-            raise busy(f"{most} searches are under way already")
+        self._require_place()  # before a body arrives in vain
+        query = await read()
+        self._require_place()
+        future = self._threads.submit(search, query, k)
         self.under_way += 1
-        try:
-            future = self._threads.submit(search, await read(), k)
-        except BaseException:
-            self._leave()
-            raise
         # A thread cannot be interrupted, so a search that takes too long keeps its place until it ends.
         future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._leave))
         try:
@@ -102,6 +100,11 @@ class Service:
             if isinstance(error, TooLittleMemoryError) or error.status == FAILED:  # it may pass
                 raise busy("there is not enough memory at the moment") from error
             raise
+
+    def _require_place(self) -> None:
+        most = self.settings.threads + self.settings.queue
+        if self.under_way >= most:
+            raise busy(f"{most} searches are under way already")
 
     def _leave(self) -> None:
         self.under_way -= 1
@@ -175,7 +178,8 @@ def _add_searches(app: FastAPI, service: Service) -> None:
     async def search_by_image(request: Request, k: wanted = usual) -> SearchAnswer:
         """Find the images that are most similar to an upload."""
         try:
-            return answer(await service.by_image(partial(uploads.read_upload, request, service.settings), k))
+            read = partial(uploads.read_upload, request, service.settings, service.arrivals)
+            return answer(await service.by_image(read, k))
         except RefusedError as problem:
             service.metrics.refused.labels(problem.reason).inc()
             raise

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 DECODED_PIXELS = 50_000_000  # of an upload that is scaled down before the network sees it: 150 MB
 DESCRIBED_PIXELS = 4_000_000  # of an upload that the network sees whole: a ResNet takes some 150 bytes per pixel
 PIXELS = "50 million; 4 million where the gallery was described in original size"
+FIRST_SECONDS = 10.0  # of a body, in which it may stall
+LEAST_SPEED = 1000  # bytes of a body per second after that
 ALLOWED_HOST = "Answer requests to this host name or address too, *.DOMAIN, or * (any). Repeat for several."
 
 
@@ -51,3 +53,8 @@ class ServeSettings:
         if maker.sizing == "original":
             return int(DESCRIBED_PIXELS / max(1.0, *maker.scales) ** 2)
         return DECODED_PIXELS
+
+
+def seconds_to_arrive(received: int, longest: float) -> float:
+    """Return the seconds that a body may take, given the bytes of it that are here; `longest` bounds it."""
+    return min(longest, FIRST_SECONDS + received / LEAST_SPEED)

@@ -1,9 +1,12 @@
 """Run a server: it loads the index, listens, and stops without losing a request."""
 
 import logging
+import signal
 import socket
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any, cast
 
 from distap.apps.search import open_searcher, open_thumbnails
 from distap.apps.serve.limits import ServeSettings
@@ -16,10 +19,15 @@ try:
     import uvicorn
 
     from distap.apps.serve.app import Service, build_app
+    from distap.apps.serve.connections import (
+        ACCEPTED_AT_ONCE,
+        BACKLOG,
+        Connection,
+        Connections,
+        connections_within_files,
+    )
 except ImportError as error:
     raise DistapError(f"serving needs {error.name}: pip install 'distap[serve]'") from error
-
-BACKLOG = 2048
 
 
 def serve(
@@ -35,26 +43,19 @@ def serve(
     with listening(settings) as listener:  # before all that takes long, since the port may be taken
         set_up_logging(world.rank)
         # A client's mistakes are counted in the metrics; a line for each would let anyone fill the log.
-        logging.getLogger("python_multipart").setLevel(logging.ERROR)
+        for name in ("python_multipart", "uvicorn.error"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        connections = Connections(connections_within_files(settings), settings.timeout_seconds)
         searcher = open_searcher(index, checkpoint, whitening, world=world, best=best)
         service = Service(settings, searcher, open_thumbnails(searcher.index, images))
         held = f"{len(searcher.index):,} images of {searcher.index.data}"
         where = f"http://{settings.host_in_url}:{listener.getsockname()[1]}"
         console.print(f"serving {held} on {where}", markup=False)
         try:
-            _Server(
-                uvicorn.Config(
-                    build_app(service),
-                    lifespan="off",
-                    log_config=None,
-                    access_log=False,
-                    server_header=False,
-                    proxy_headers=False,
-                    ws="none",
-                    # A request may take this long to arrive, and as long again to be searched for.
-                    timeout_graceful_shutdown=int(2 * settings.timeout_seconds) + 1,
-                )
-            ).run([listener])
+            server = server_of(service, connections)
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+                signal.signal(signal.SIGHUP, server.handle_exit)
+            server.run([listener])
         finally:
             service.close()
 
@@ -72,7 +73,33 @@ def listening(settings: ServeSettings) -> socket.socket:
     return listener
 
 
+def server_of(service: Service, connections: Connections) -> uvicorn.Server:
+    """Return a server whose connections wait for their clients as `connections` says."""
+    return _Server(
+        uvicorn.Config(
+            build_app(service),
+            # uvicorn calls this with the arguments of its own class.
+            http=cast(Any, partial(Connection, connections)),
+            backlog=ACCEPTED_AT_ONCE,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            ws="none",
+            # A request may take this long to arrive, and as long again to be searched for.
+            timeout_graceful_shutdown=int(2 * service.settings.timeout_seconds) + 1,
+        )
+    )
+
+
 class _Server(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen with our own backlog, since asyncio takes uvicorn's for the number accepted at once too."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Finish the requests under way; uvicorn's own handler would then end the process by the signal."""
         self.should_exit = True

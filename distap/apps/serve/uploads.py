@@ -8,9 +8,10 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -27,7 +28,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Message
 from torch import Tensor
 
-from distap.apps.serve.limits import ServeSettings
+from distap.apps.serve.limits import FIRST_SECONDS, LEAST_SPEED, ServeSettings, seconds_to_arrive
 from distap.data.images.decoding import DamagedImageError, EncodedImage, NoReaderError, image_file
 from distap.data.images.formats import readable_formats
 from distap.data.sizing import Sizing
@@ -70,15 +71,64 @@ def refused_image(error: DamagedImageError) -> RefusedError:
     return RefusedError(400, "damaged", f"the image is damaged ({error}): save it again and send it whole")
 
 
-async def read_upload(request: Request, settings: ServeSettings) -> bytes:
+class Arrivals:
+    """The uploads that arrive: as many at a time as searches may run and wait, and none for too long.
+
+    When there are too many, the slowest is given up if it arrives at less than the least speed, so that a stranger
+    cannot hold the places; otherwise the new one is told to come again.
+    """
+
+    def __init__(self, settings: ServeSettings, require_place: Callable[[], None]) -> None:
+        self._require_place = require_place  # raises a RefusedError if no search may wait
+        self._longest = settings.timeout_seconds
+        self._most = settings.threads + settings.queue
+        self._latest: dict[asyncio.Timeout, float] = {}  # until when each has time by the least speed
+
+    @asynccontextmanager
+    async def arriving(self) -> AsyncIterator[Callable[[int, bool], None]]:
+        """Yield a function to call with the number of bytes received, and whether these are all.
+
+        Raises:
+            RefusedError: too many arrive already.
+            TimeoutError: it arrives too slowly.
+        """
+        started = asyncio.get_running_loop().time()
+        self._make_room(started)
+
+        async with asyncio.timeout_at(started + seconds_to_arrive(0, self._longest)) as deadline:
+            self._latest[deadline] = started + FIRST_SECONDS
+
+            def note(received: int, is_whole: bool) -> None:
+                if is_whole:  # many may have arrived at once, and to parse them in vain takes time from searches
+                    self._require_place()
+                if deadline in self._latest:  # otherwise it is given up
+                    self._latest[deadline] = started + FIRST_SECONDS + received / LEAST_SPEED
+                    deadline.reschedule(started + seconds_to_arrive(received, self._longest))
+
+            try:
+                yield note
+            finally:
+                self._latest.pop(deadline, None)
+
+    def _make_room(self, now: float) -> None:
+        if len(self._latest) < self._most:
+            return
+        slowest = min(self._latest, key=self._latest.__getitem__)
+        if self._latest[slowest] > now + FIRST_SECONDS - 1.0:  # it is behind by less than a second
+            raise busy(f"{self._most} uploads arrive already")
+        del self._latest[slowest]
+        slowest.reschedule(now)
+
+
+async def read_upload(request: Request, settings: ServeSettings, arrivals: Arrivals) -> bytes:
     """Return the image file that a request uploads in its form field `image`."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "multipart/form-data":
         raise RefusedError(415, "not_multipart", f"the body is {content_type or 'of no type'}: {UPLOAD_HELP}")
-    # The oldest FastAPI that we support has no such limits.
-    limited = Request(request.scope, _limited(request, settings.max_upload_bytes))
     try:
-        async with asyncio.timeout(settings.timeout_seconds):
+        async with arrivals.arriving() as note:
+            # The oldest FastAPI that we support has no such limits.
+            limited = Request(request.scope, _limited(request, settings.max_upload_bytes, note))
             form = await limited.form(max_files=1, max_fields=FIELDS, max_part_size=FIELD_BYTES)
             try:
                 image = form.get("image")
@@ -92,15 +142,18 @@ async def read_upload(request: Request, settings: ServeSettings) -> bytes:
     except UnicodeError as error:
         raise RefusedError(400, "bad_request", f"the form is in no charset that can be read: {error}") from error
     except TimeoutError as error:
-        late = f"the upload did not arrive within {settings.timeout_seconds:g} s"
-        raise RefusedError(408, "slow", f"{late}: send a smaller image") from error
+        fast = f"within {settings.timeout_seconds:g} s, and {LEAST_SPEED:,} bytes of it a second"
+        raise RefusedError(408, "slow", f"the upload did not arrive {fast}: send a smaller image") from error
     except OSError as error:
         logger.error("an upload cannot be kept while it arrives: %s: %s", gettempdir(), error.strerror or error)
         raise RefusedError(507, "disk_full", "the server's temporary disk cannot take the image") from error
 
 
-def _limited(request: Request, limit: int) -> Callable[[], Awaitable[Message]]:
-    """Return an ASGI receiver of the body that stops at the limit, whatever Content-Length says."""
+def _limited(request: Request, limit: int, note: Callable[[int, bool], None]) -> Callable[[], Awaitable[Message]]:
+    """Return an ASGI receiver of the body that stops at the limit, whatever Content-Length says.
+
+    It calls `note` with the number of bytes received so far, and whether these are all.
+    """
     received = 0
     too_large = RefusedError(413, "too_large", f"the request has more than {limit:,} bytes: send a smaller file")
     if (length := request.headers.get("content-length", "")).isdecimal() and int(length) > limit:
@@ -112,6 +165,7 @@ def _limited(request: Request, limit: int) -> Callable[[], Awaitable[Message]]:
         received += len(message.get("body", b""))
         if received > limit:
             raise too_large
+        note(received, not message.get("more_body", False))
         return message
 
     return receive
@@ -174,7 +228,7 @@ class Decoders:
 
 def _prepare(job: DecodingJob) -> None:
     """Make this process a decoder, within the job's memory, that ends with the server and by no signal to all."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     server: Any = multiprocessing.parent_process()
     threading.Thread(target=lambda: (wait([server.sentinel]), os._exit(0)), daemon=True).start()

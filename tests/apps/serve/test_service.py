@@ -1,7 +1,7 @@
 import asyncio
 import resource
 import threading
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from encodings.aliases import aliases
 
 import httpx
@@ -104,6 +104,55 @@ def test_a_body_that_does_not_arrive_in_time_is_refused(searcher):
         assert made.under_way == 0
 
     with service(searcher, timeout_seconds=0.2) as made:
+        asyncio.run(story(made))
+
+
+@asynccontextmanager
+async def uploads_that_stall(client, begun: bytes, number: int):
+    """Tasks of uploads whose bodies begin so and go no further."""
+    forever, arrived = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def stalling():
+        yield begun
+        arrived.release()
+        await forever.wait()
+
+    tasks = []
+    for _ in range(number):
+        tasks.append(asyncio.create_task(client.post("/api/search", content=stalling(), headers=MULTIPART)))
+        await arrived.acquire()
+    yield tasks
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_uploads_that_trickle_keep_no_search_out_and_the_slowest_gives_way(searcher):
+    async def story(made):
+        async with client_of(made) as client, uploads_that_stall(client, body(upload(0))[:50], 3) as stalled:
+            assert made.under_way == 0
+            async with asyncio.timeout(60):
+                while (await post(client)).status_code == 503:  # until one is behind
+                    await asyncio.sleep(0.05)
+            slowest = await stalled[0]
+            assert (slowest.status_code, slowest.json()["error"]["reason"]) == (408, "slow")
+            assert [task.done() for task in stalled] == [True, False, False]
+
+    with service(searcher, queue=2, timeout_seconds=300) as made:
+        asyncio.run(story(made))
+
+
+def test_uploads_that_arrive_fast_enough_give_no_place_to_new_ones(searcher):
+    async def story(made):
+        begun = body(bytes(1_000_000))[:-40]  # what a slow client would need a quarter of an hour for
+        async with client_of(made) as client, uploads_that_stall(client, begun, 3) as stalled:
+            refused = await post(client)
+            assert (refused.status_code, refused.json()["error"]["reason"]) == (503, "busy")
+            assert not any(task.done() for task in stalled)
+            key = next(iter(searcher.index.rows))
+            assert (await client.get("/api/search", params={"key": key})).status_code == 200
+
+    with service(searcher, queue=2, timeout_seconds=300) as made:
         asyncio.run(story(made))
 
 

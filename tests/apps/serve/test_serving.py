@@ -160,7 +160,23 @@ def test_under_load_no_answer_is_wrong_and_memory_stays_bounded(served, searcher
     assert "Traceback" not in job.said
 
 
-def test_asked_to_stop_it_finishes_what_is_under_way(gallery, searcher, tmp_path):
+def test_requests_that_are_no_http_leave_no_lines_in_the_log(served):
+    url, job = served
+    host, port = url.removeprefix("http://").split(":")
+    before = job.said
+    for sent in (
+        b"garbage\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n",
+    ):
+        with socket.create_connection((host, int(port)), timeout=60) as client:
+            client.sendall(sent)
+            assert client.recv(65536).startswith(b"HTTP/1.1 400")
+    assert counted(url, "distap_search_requests_total") > 0  # so that a line would have been written
+    assert job.said == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_asked_to_stop_it_finishes_what_is_under_way(gallery, searcher, tmp_path, number):
     image = upload(9)
     content = body(image)
     with serving(gallery, tmp_path) as (url, job):
@@ -171,7 +187,7 @@ def test_asked_to_stop_it_finishes_what_is_under_way(gallery, searcher, tmp_path
             upload_socket.sendall(head.encode() + content[:100])
             job.wait_until(lambda: counted(url, "distap_search_requests_in_flight") == 2)
             for pid in job.left():  # as a service manager does, which knows all processes of a service
-                os.kill(pid, signal.SIGTERM)
+                os.kill(pid, number)
             job.wait_until(lambda: is_closed(host, int(port)))
             upload_socket.sendall(content[100:])
             answer = b"".join(iter(lambda: upload_socket.recv(65536), b""))
