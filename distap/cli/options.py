@@ -53,6 +53,11 @@ refinement = partial(typer.Option, rich_help_panel="Refinement of descriptors")
 TRAINED = "Trained network: a run folder, one of its checkpoints, a URL of either, or a recipe, untrained."
 CHECKPOINT = network(help=TRAINED, show_default=False)
 BEST = Annotated[bool, network("--best", help="Use a run folder's best checkpoint, not its newest.")]
+TRUSTED = (
+    "Import classes that are not distap's if the trained network's record names some, which runs their code, and "
+    "read an architecture from the hub or folder that it names."
+)
+TRUST = Annotated[bool, network("--trust", help=TRUSTED)]
 WHITENING = Annotated[
     Path | None, refinement(help="Apply this whitening, a file or folder that `distap whiten` wrote.")
 ]

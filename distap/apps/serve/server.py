@@ -29,6 +29,7 @@ def serve(
     whitening: Path | None,
     images: str | None,
     best: bool,
+    trust: bool = False,
 ) -> None:
     """Answer requests until SIGTERM or SIGINT; `open_searcher` and `open_thumbnails` explain the arguments."""
     world = World(device=device_of(0))
@@ -36,7 +37,7 @@ def serve(
         set_up_logging(world.rank)
         # A client's mistakes are counted in the metrics; a line for each would let anyone fill the log.
         logging.getLogger("python_multipart").setLevel(logging.ERROR)
-        searcher = open_searcher(index, checkpoint, whitening, world=world, best=best)
+        searcher = open_searcher(index, checkpoint, whitening, world=world, best=best, trust=trust)
         service = Service(settings, searcher, open_thumbnails(searcher.index, images))
         held = f"{len(searcher.index):,} images of {searcher.index.data}"
         where = f"http://{settings.host_in_url}:{listener.getsockname()[1]}"
