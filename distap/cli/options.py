@@ -16,6 +16,7 @@ from typer.core import TyperCommand
 
 from distap.data.shards.parallel import in_processes
 from distap.errors import DistapError
+from distap.processes.forks import leave
 from distap.processes.stopping import go_deaf
 from distap.storage.locations import scheme_of
 from distap.telemetry.terminal import console, print_error
@@ -72,7 +73,11 @@ def run(command: typer.Typer, name: str) -> None:
     except DistapError as error:
         go_deaf()
         print_error(error)
-        sys.exit(error.status)
+        leave(error.status)
+    except SystemExit as end:
+        if not isinstance(end.code, int):
+            raise
+        leave(end.code)
 
 
 JSON = Annotated[bool, typer.Option("--json", help="Print results as JSON, and nothing else to the standard output.")]

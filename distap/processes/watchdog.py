@@ -31,6 +31,7 @@ import torch.distributed as dist
 from pydantic import Field
 
 from distap.errors import FAILED, MISTAKE, CollectiveError, logger
+from distap.processes.forks import start_daemon
 from distap.processes.meeting import Party, RankProcess, listed
 from distap.processes.shared_values import SharedValues
 
@@ -94,10 +95,8 @@ class Watchdog:
         self._beats = SharedValues[Beat](Beat, self._store, party.secret, party.scope)
         self._verdicts = SharedValues[Verdict](Verdict, self._store, party.secret, party.scope)
         self._tell()
-        self._beating = threading.Thread(target=self._beat, name="distap-beat", daemon=True)
-        self._judging = threading.Thread(target=self._judge, name="distap-judge", daemon=True)
-        self._beating.start()
-        self._judging.start()
+        self._beating = start_daemon(self._beat, "distap-beat")
+        self._judging = start_daemon(self._judge, "distap-judge")
 
     def stop(self, error: BaseException | None = None) -> None:
         """Tell the other ranks why this rank leaves, and end the threads."""
