@@ -82,7 +82,9 @@ METHODS = dict.fromkeys(REGISTRY, "build") | {
 
 LOSS_BASE = "distap.ranking.loss:Loss"  # has methods that most losses do not write themselves
 
-TRUST = "--trust on the command line or trust=True in Python"
+# Prefixes of networks that timm does not list: `hf-hub:ORGANISATION/NAME` and `local-dir:FOLDER`.
+SOURCES = ("hf-hub:", "local-dir:")
+WAY_TO_TRUST = "--trust on the command line or trust=True in Python"
 _CHOSEN: set[tuple[str, str]] = set()  # kinds and names of others' classes that this process has been told to import
 
 GIVEN = "given"  # in the record of a run, the name of an object in Python that no recipe can name
@@ -139,7 +141,7 @@ def require_trusted(kind: str, name: str) -> None:
     if name not in (*REGISTRY[kind], GIVEN) and (kind, name) not in _CHOSEN:
         raise ValueError(
             f"{kind} {name!r} is a class that the record of a network names, and importing it would run its code; "
-            f"if you trust who wrote it, say so by {TRUST}"
+            f"if you trust who wrote it, say so by {WAY_TO_TRUST}"
         )
 
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from distap.config.recipe import DescribingSection, ImagesSection, NetworkRecipe, Recipe
 from distap.errors import DistapError, problems_of, suggestion
-from distap.registry import REGISTRY, TRUST, Builds, builds_recorded, by_path, fields_of
+from distap.registry import REGISTRY, SOURCES, WAY_TO_TRUST, Builds, builds_recorded, by_path, fields_of
 from distap.storage.locations import from_folder
 from distap.storage.texts import MOST_TEXT, read_text, without_secrets
 
@@ -111,14 +111,12 @@ def recorded_recipe(
         if kept["data"].get(key) and folder not in (None, str(Path.cwd())) and Path(str(folder)).is_dir():
             kept["data"][key] = from_folder(kept["data"][key], str(folder))
     recipe = _checked(NetworkRecipe, _overridden(kept, overrides), lambda key: source, builds_recorded(trusted))
-    from distap.model.backbone import SOURCES  # here, since recipes are read without torch
-
     architecture = recipe.model.architecture
     # Of a base, as of peft's adapters, tensors are read elsewhere in any case; of a whole network, nothing need be.
     if not trusted and "base" not in settings and architecture.startswith(SOURCES):
         raise DistapError(
             f"{source}: model.backbone: its record has the architecture read from {architecture}; if you trust who "
-            f"wrote it, say so by {TRUST}"
+            f"wrote it, say so by {WAY_TO_TRUST}"
         )
     return recipe
 

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from distap.errors import DistapError
+from distap.registry import SOURCES
 
-# Prefixes of networks that timm does not list: `hf-hub:ORGANISATION/NAME` and `local-dir:FOLDER`.
-SOURCES = ("hf-hub:", "local-dir:")
 # Let vision transformers take images of any size: position embeddings are resampled, borders padded to whole patches.
 ANY_SIZE: dict[str, Any] = {"dynamic_img_size": True, "dynamic_img_pad": True}
 OURS = (
