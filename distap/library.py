@@ -89,6 +89,7 @@ def load(
     whitening: str | Path | None = None,
     device: str | torch.device | None = None,
     network: nn.Module | None = None,
+    trust: bool = False,
 ) -> DescriptorNetwork:
     """Load a trained network for use.
 
@@ -102,6 +103,8 @@ def load(
         whitening: a result of `distap whiten`.
         device: None takes a GPU if there is one.
         network: a network built like the one given to `train`; it gets the trained parameters.
+        trust: import classes that are not distap's if the network's record names some, which runs their code, and
+            read an architecture from the hub or folder that it names.
     Raises:
         DistapError: there is no such network, it is damaged, or `network` is missing or does not fit.
     """
@@ -117,11 +120,13 @@ def load(
         if best or sizing or scales or whitening:
             raise DistapError(f"{name}: best, sizing, scales and whitening are for runs; what was saved has its own")
         found: DescriptorNetwork = DescriptorNetwork.from_pretrained(
-            name.removeprefix(HUB), device=place, network=network
+            name.removeprefix(HUB), device=place, network=network, trust=trust
         )
         return found
     world = World(device=place)
-    recipe, whole = trained_network(source, world, best, given=network)
+    recipe, whole = trained_network(source, world, best, given=network, trusted=trust)
     wanted = None if scales is None else [*map(float, scales)]
     describing = describing_of(recipe, whole, world, sizing, wanted, whitening=whitening)
-    return DescriptorNetwork(describing.describer, recipe)
+    loaded = DescriptorNetwork(describing.describer, recipe)
+    loaded.trusts = trust
+    return loaded

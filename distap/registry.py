@@ -7,12 +7,12 @@ pydantic model: its fields are the keys next to `name`, and METHODS names the me
 
 import ast
 import importlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, GetCoreSchemaHandler, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError, core_schema
@@ -82,12 +82,19 @@ METHODS = dict.fromkeys(REGISTRY, "build") | {
 
 LOSS_BASE = "distap.ranking.loss:Loss"  # has methods that most losses do not write themselves
 
+# Prefixes of networks that timm does not list: `hf-hub:ORGANISATION/NAME` and `local-dir:FOLDER`.
+SOURCES = ("hf-hub:", "local-dir:")
+WAY_TO_TRUST = "--trust on the command line or trust=True in Python"
+_CHOSEN: set[tuple[str, str]] = set()  # kinds and names of others' classes that this process has been told to import
+
 GIVEN = "given"  # in the record of a run, the name of an object in Python that no recipe can name
 
 
 def class_of(kind: str, name: str) -> type:
     """Import the class of a name of this kind or of "package.module:Class"; raise a ValueError if there is none."""
     check_name(kind, name)
+    if name not in REGISTRY[kind]:
+        _CHOSEN.add((kind, name))
     module, _, attribute = REGISTRY[kind].get(name, name).partition(":")
     try:
         loaded = importlib.import_module(module)
@@ -126,6 +133,18 @@ def check_name(kind: str, name: str) -> None:
         raise ValueError(f"{kind} {name!r} is unknown; {suggestion(str(name), REGISTRY[kind])}{of_yours}")
 
 
+def require_trusted(kind: str, name: str) -> None:
+    """Raise a ValueError for a class that a record names, unless it is ours or a recipe here names it too.
+
+    To import a class is to run code, and records of networks come from strangers.
+    """
+    if name not in (*REGISTRY[kind], GIVEN) and (kind, name) not in _CHOSEN:
+        raise ValueError(
+            f"{kind} {name!r} is a class that the record of a network names, and importing it would run its code; "
+            f"if you trust who wrote it, say so by {WAY_TO_TRUST}"
+        )
+
+
 def name_of(kind: str, part: object) -> str:
     """Return the recipe's name for an object of this kind."""
     own = getattr(part, "name", None)  # a class that serves several names keeps the one it was given
@@ -146,7 +165,7 @@ def fields_of(chosen: type) -> list[str]:
 
 
 @cache
-def adapter_of(chosen: type) -> TypeAdapter[Any]:
+def adapter_of(chosen: Any) -> TypeAdapter[Any]:
     """Return what validates and writes the fields of a class; it takes milliseconds to make."""
     return TypeAdapter(chosen)
 
@@ -163,6 +182,28 @@ def fields_in_source(place: str) -> list[str]:
     for node in (each for each in written.body if isinstance(each, ast.AnnAssign)):
         found[ast.unparse(node.target)] = "ClassVar" not in ast.unparse(node.annotation)
     return [key for key, is_field in found.items() if is_field]
+
+
+def build_recorded(kind: str, settings: Any, trusted: bool) -> Any:
+    """Build the part that a network's record describes; a DistapError for a class that needs trust."""
+    try:
+        part = adapter_of(Annotated[Any, Chosen(kind)]).validate_python(settings, context=builds_recorded(trusted))
+        return part.build() if isinstance(part, Part) else part  # a record of an object cannot be built, and says so
+    except ValidationError as error:
+        raise DistapError(f"model.{kind}: {'; '.join(problems_of(map(dict, error.errors())))}") from error
+    except ValueError as error:
+        raise DistapError(str(error)) from error
+
+
+def builds_recorded(trusted: bool) -> "Builds":
+    """Return the context in which `Chosen` builds the parts of a record, but for objects in Python."""
+
+    def builds(part: Part) -> bool:
+        if not trusted:
+            require_trusted(part.kind, part.name)
+        return part.name != GIVEN
+
+    return builds
 
 
 def build_part(kind: str, name: str, **options: Any) -> Any:
@@ -194,7 +235,7 @@ class Part:
     name: str
     keys: Mapping[str, Any]
 
-    def build(self) -> Any:
+    def build(self, context: "Builds | None" = None) -> Any:
         """Import the class and build the object; raise ValidationError for a wrong key, ValueError for the name."""
         if self.name == GIVEN:
             raise ValueError(
@@ -210,7 +251,8 @@ class Part:
                     f"{self.kind} {self.name} has no preset {preset!r}; {suggestion(str(preset), presets)}"
                 )
             options = {**presets[str(preset)], **options}
-        return adapter_of(chosen).validate_python(options | ({"name": self.name} if "name" in own else {}))
+        named = {"name": self.name} if "name" in own else {}
+        return adapter_of(chosen).validate_python(options | named, context=context)
 
     def require_known(self, own: Collection[str]) -> None:
         """Raise a ValidationError for each key that is neither among the fields `own` of the class nor a preset."""
@@ -222,12 +264,16 @@ class Part:
             raise ValidationError.from_exception_data(f"{self.kind} {self.name}", wrong)
 
 
+Builds = Callable[[Part], bool]
+
+
 @dataclass(frozen=True)
 class Chosen:
     """Annotate a field that a recipe chooses by name: `loss: Annotated[Any, Chosen("loss")] = "ap_q"`.
 
     A recipe gives a name, or a mapping of `name` and keys. The field then holds the object that they describe. If the
-    validation has a context, it is a function of a `Part` that tells whether to build it: others stay as they are.
+    validation has a context, it is a function of a `Part` that tells whether to build it: others stay as they are. It
+    raises a ValueError for one that must not be built.
     """
 
     kind: str  # a key of REGISTRY
@@ -252,7 +298,7 @@ class Chosen:
         part = Part(self.kind, str(name), {key: value[key] for key in value if key != "name"})
         if (place := REGISTRY[self.kind].get(part.name, "")).startswith("distap."):
             part.require_known(fields_in_source(place))
-        return part.build() if info.context is None or info.context(part) else part
+        return part.build(info.context) if info.context is None or info.context(part) else part
 
     def _dump(self, part: Any, info: core_schema.SerializationInfo) -> Any:
         if isinstance(part, Part):

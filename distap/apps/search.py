@@ -89,12 +89,14 @@ def open_searcher(
     *,
     world: "World",
     best: bool = False,
+    trust: bool = False,
 ) -> Searcher:
     """Open an index with the network and the whitening that described its images.
 
     Args:
         checkpoint: a run folder or one of its checkpoints, or the URL of either; None allows searches by key alone.
         best: take a run folder's best checkpoint instead of its newest.
+        trust: let the network's record name classes that are not distap's.
     """
     opened = read_index(index)
     maker = opened.described_by
@@ -106,7 +108,7 @@ def open_searcher(
     from distap.retrieval.whitening import load_whitening
     from distap.training.build import trained_network
 
-    _, network = trained_network(checkpoint, world, best)
+    _, network = trained_network(checkpoint, world, best, trusted=trust)
     learned = None if whitening is None else load_whitening(whitening)
     return Searcher(opened, describer_like(maker, network, learned))
 

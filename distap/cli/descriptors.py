@@ -27,6 +27,7 @@ def extract_command(
     checkpoint: Annotated[str, options.CHECKPOINT],
     overrides: options.OVERRIDES = None,
     best: options.BEST = False,
+    trust: options.TRUST = False,
     ranks: options.RANKS = "1",
     whitening: options.WHITENING = None,
 ) -> None:
@@ -55,7 +56,7 @@ def extract_command(
     try:
         with joined_world() as world:
             set_up_logging(world.rank)
-            recipe, network = trained_network(checkpoint, world, best, overrides or [])
+            recipe, network = trained_network(checkpoint, world, best, overrides or [], trusted=trust)
 
             def opened() -> tuple[ImageDescriber, ImageSet]:
                 return describing_of(recipe, network, world, whitening=whitening).describer, open_images(source)

@@ -30,6 +30,7 @@ def eval_command(
     checkpoint: Annotated[str, options.CHECKPOINT],
     overrides: OVERRIDES = None,
     best: options.BEST = False,
+    trust: options.TRUST = False,
     data: Annotated[list[str] | None, data_option(help=DATA, show_default="the recipe's validation set")] = None,
     distractors: Annotated[list[str] | None, data_option(help=DISTRACTORS)] = None,
     gallery: Annotated[str | None, data_option(help=GALLERY_SET, show_default="all others of its own images")] = None,
@@ -60,7 +61,7 @@ def eval_command(
 
     with joined_world() as world:
         set_up_logging(world.rank)
-        recipe, network = trained_network(checkpoint, world, best, overrides or [])
+        recipe, network = trained_network(checkpoint, world, best, overrides or [], trusted=trust)
 
         def opened() -> Any:
             settings = recipe.data

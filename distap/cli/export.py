@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from distap.cli.options import BEST, OVERRIDES, WHITENING
+from distap.cli.options import BEST, OVERRIDES, TRUST, WHITENING
 from distap.telemetry.terminal import print_result, print_warning, set_up_logging
 
 TRAINED_RUN = "Trained network: a run folder, one of its checkpoints, or a URL of either."
@@ -18,6 +18,7 @@ def export_command(
     output: Annotated[Path, typer.Argument(help=EXPORT_FOLDER, show_default=False)],
     overrides: OVERRIDES = None,
     best: BEST = False,
+    trust: TRUST = False,
     format: Annotated[list[str] | None, typer.Option(help=FORMAT_HELP, show_default="pt2, onnx, safetensors")] = None,
     whitening: WHITENING = None,
 ) -> None:
@@ -31,7 +32,7 @@ def export_command(
     from distap.apps.export.exporting import export_to_folder
 
     set_up_logging(0)
-    describer, programs = export_to_folder(checkpoint, output, format or (), whitening, best, overrides or [])
+    describer, programs = export_to_folder(checkpoint, output, format or (), whitening, best, overrides or [], trust)
     for name, difference in programs.items():
         print_result(f"{name}: differs from the network by {difference:.1e} at most")
     if not format and "model.onnx" not in programs:

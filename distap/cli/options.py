@@ -16,6 +16,7 @@ from typer.core import TyperCommand
 
 from distap.data.shards.parallel import in_processes
 from distap.errors import DistapError
+from distap.processes.forks import leave
 from distap.processes.stopping import go_deaf
 from distap.storage.locations import scheme_of
 from distap.telemetry.terminal import console, print_error
@@ -53,6 +54,11 @@ refinement = partial(typer.Option, rich_help_panel="Refinement of descriptors")
 TRAINED = "Trained network: a run folder, one of its checkpoints, a URL of either, or a recipe, untrained."
 CHECKPOINT = network(help=TRAINED, show_default=False)
 BEST = Annotated[bool, network("--best", help="Use a run folder's best checkpoint, not its newest.")]
+TRUSTED = (
+    "Import classes that are not distap's if the trained network's record names some, which runs their code, and "
+    "read an architecture from the hub or folder that it names."
+)
+TRUST = Annotated[bool, network("--trust", help=TRUSTED)]
 WHITENING = Annotated[
     Path | None, refinement(help="Apply this whitening, a file or folder that `distap whiten` wrote.")
 ]
@@ -67,7 +73,11 @@ def run(command: typer.Typer, name: str) -> None:
     except DistapError as error:
         go_deaf()
         print_error(error)
-        sys.exit(error.status)
+        leave(error.status)
+    except SystemExit as end:
+        if not isinstance(end.code, int):
+            raise
+        leave(end.code)
 
 
 JSON = Annotated[bool, typer.Option("--json", help="Print results as JSON, and nothing else to the standard output.")]

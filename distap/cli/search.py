@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from distap.apps.serve.limits import ServeSettings
-from distap.cli.options import BEST, CHECKPOINT, JSON, WHITENING, print_json
+from distap.cli.options import BEST, CHECKPOINT, JSON, TRUST, WHITENING, print_json
 from distap.errors import FAILED
 from distap.telemetry.terminal import print_result, print_warning, set_up_logging, text_table
 
@@ -30,6 +30,7 @@ def search_command(
     queries: Annotated[list[str], typer.Argument(metavar="QUERY...", help=QUERIES, show_default=False)],
     checkpoint: Annotated[str | None, CHECKPOINT] = None,
     best: BEST = False,
+    trust: TRUST = False,
     whitening: WHITENING = None,
     top: Annotated[int, typer.Option("--top", "-k", help="Number of images to find for each query.", min=1)] = 10,
     images: INDEXED_IMAGES = None,
@@ -47,7 +48,7 @@ def search_command(
 
     with joined_world() as world:
         set_up_logging(world.rank)
-        searcher = open_searcher(index, checkpoint, whitening, world=world, best=best)
+        searcher = open_searcher(index, checkpoint, whitening, world=world, best=best, trust=trust)
         results = list(searcher.search(queries_from(queries, searcher.index), top))
     if as_json:
         print_json([_as_json(each) for each in results])
@@ -69,6 +70,7 @@ def serve_command(
     index: SEARCHED_INDEX,
     checkpoint: Annotated[str, CHECKPOINT],
     best: BEST = False,
+    trust: TRUST = False,
     whitening: WHITENING = None,
     images: INDEXED_IMAGES = None,
     **limits: Any,
@@ -80,7 +82,7 @@ def serve_command(
     """
     from distap.apps.serve.server import serve
 
-    serve(ServeSettings(**limits), index, checkpoint, whitening, images, best=best)
+    serve(ServeSettings(**limits), index, checkpoint, whitening, images, best=best, trust=trust)
 
 
 # Typer reads the options from the signature.

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from distap.config.recipe import DescribingSection, ImagesSection, NetworkRecipe, Recipe
 from distap.errors import DistapError, problems_of, suggestion
-from distap.registry import GIVEN, REGISTRY, by_path, fields_of
+from distap.registry import REGISTRY, SOURCES, WAY_TO_TRUST, Builds, builds_recorded, by_path, fields_of
 from distap.storage.locations import from_folder
 from distap.storage.texts import MOST_TEXT, read_text, without_secrets
 
@@ -89,7 +89,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def recorded_recipe(
-    settings: Mapping[str, Any], source: str, folder: str | None = None, overrides: Sequence[str] = ()
+    settings: Mapping[str, Any],
+    source: str,
+    folder: str | None = None,
+    overrides: Sequence[str] = (),
+    trusted: bool = False,
 ) -> NetworkRecipe:
     """Read the part of a recorded recipe that a trained network needs.
 
@@ -97,6 +101,7 @@ def recorded_recipe(
         source: what a DistapError about a wrong value names.
         folder: resolves relative paths in the record; None keeps them as they are.
         overrides: changes, such as `data.image_size=320`.
+        trusted: take classes that are not distap's; and architectures from hubs and folders, of a whole network too.
     """
     # Random weights, since trained tensors replace them, and the pretrained ones may not be there any more.
     kept: dict[str, Any] = {"model": {**settings["model"], "weights": "random"}}
@@ -105,7 +110,15 @@ def recorded_recipe(
     for key in ("validation", "gallery"):
         if kept["data"].get(key) and folder not in (None, str(Path.cwd())) and Path(str(folder)).is_dir():
             kept["data"][key] = from_folder(kept["data"][key], str(folder))
-    return _checked(NetworkRecipe, _overridden(kept, overrides), lambda key: source)
+    recipe = _checked(NetworkRecipe, _overridden(kept, overrides), lambda key: source, builds_recorded(trusted))
+    architecture = recipe.model.architecture
+    # Of a base, as of peft's adapters, tensors are read elsewhere in any case; of a whole network, nothing need be.
+    if not trusted and "base" not in settings and architecture.startswith(SOURCES):
+        raise DistapError(
+            f"{source}: model.backbone: its record has the architecture read from {architecture}; if you trust who "
+            f"wrote it, say so by {WAY_TO_TRUST}"
+        )
+    return recipe
 
 
 def _place(source: Path, changed: Sequence[str], key: str) -> str:
@@ -116,11 +129,11 @@ def _place(source: Path, changed: Sequence[str], key: str) -> str:
     return f"{source}:{line}" if line else str(source)
 
 
-def _checked(kind: type[R], settings: dict[str, Any], where: Place) -> R:
+def _checked(kind: type[R], settings: dict[str, Any], where: Place, builds: Builds = lambda part: True) -> R:
     try:
         # First without the classes of parts, which take seconds to import, so that a typo is told at once.
         kind.model_validate(settings, context=lambda part: False)
-        return kind.model_validate(settings, context=lambda part: part.name != GIVEN or kind is not NetworkRecipe)
+        return kind.model_validate(settings, context=builds)
     except ValidationError as error:
         problems = problems_of(_as_written(dict(item), settings, kind) for item in error.errors())
         told = [f"{where(each.partition(':')[0])}: {without_secrets(each)}" for each in problems]

@@ -25,7 +25,7 @@ from pydantic_core import PydanticCustomError
 
 from distap.data.sizing import Sizing
 from distap.errors import DistapError
-from distap.registry import REGISTRY, Chosen, name_of
+from distap.registry import REGISTRY, SOURCES, Chosen, name_of
 from distap.storage.locations import Source, parse_source, parse_store
 
 Unit = Literal["steps", "epochs"]  # an epoch is as many images as there are to train on
@@ -222,7 +222,7 @@ class ModelSection(Section):
             return settings
         backbone = settings.get("backbone", "resnet50")
         if isinstance(backbone, str):
-            is_of_others = ":" in backbone and not backbone.startswith(("hf-hub:", "local-dir:"))
+            is_of_others = ":" in backbone and not backbone.startswith(SOURCES)
             is_architecture = not is_of_others and backbone not in REGISTRY["backbone"]
             backbone = {"architecture" if is_architecture else "name": backbone}
         is_of_timm = not isinstance(backbone, Mapping) or backbone.get("name", "timm") == "timm"

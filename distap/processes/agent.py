@@ -11,7 +11,9 @@ import gc
 import itertools
 import os
 import runpy
+import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch.distributed import TCPStore
 from distap.errors import FAILED, FINISHED, MISTAKE, RESTART, logger
 from distap.processes.forks import die_with_parent, forking_context
 from distap.processes.meeting import POLL_SECONDS
+from distap.processes.shared_values import SECRET, secret_of_run
 from distap.processes.stopping import MARGIN_SECONDS, SIGNALS, TRACE_SIGNAL, call_on_signal, go_deaf
 
 LOOPBACK = "127.0.0.1"  # a host's own name may be one that nobody can resolve
@@ -69,6 +71,9 @@ class Agent:
             # On one host the store has a process of its own: whichever rank is lost, the others can still ask it who
             # that is. Of several hosts only rank 0 is at an address that all know, so it serves the store.
             if port == 0:
+                # Other users of this host can reach its loopback address.
+                if not secret_of_run():
+                    os.environ[SECRET] = secrets.token_hex()
                 mine, theirs = Pipe()
                 store = forking_context().Process(target=_serve_store, args=(theirs, os.getpid()))
                 store.start()
@@ -115,6 +120,9 @@ class Agent:
                     **{"LOCAL_WORLD_SIZE": place.ranks, "TORCHELASTIC_USE_AGENT_STORE": place.port == 0},
                     **{"TORCHELASTIC_RUN_ID": "distap", "TORCHELASTIC_RESTART_COUNT": failures},
                 }
+                if place.port == 0 and sys.platform == "linux":
+                    # Or gloo would listen at the address that the host's name stands for.
+                    environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
                 given = os.getpid(), self._program, {name: str(value) for name, value in environment.items()}
                 self._ranks[rank] = forking_context().Process(target=_be_rank, args=given)
                 self._ranks[rank].start()
@@ -186,13 +194,20 @@ def _serve_store(pipe: Connection, launcher: int) -> None:
     """Serve the ranks' store, and tell its port; a rank that is lost does not take this store with it."""
     go_deaf()
     die_with_parent(launcher)
-    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    # torch's own socket would listen at all addresses of this host.
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     pipe.send(store.port)
     signal.pause()
 
 
 def _be_rank(launcher: int, program: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Turn a fork of the launcher into what `python -u -m PROGRAM` with this environment would be."""
+    """Turn a fork of the launcher into what `python -u -m PROGRAM` with this environment would be.
+
+    It imports from where the launcher does. Python would look into the working folder first, which may be of a
+    stranger whose checkpoint is read there.
+    """
     gc.freeze()  # or a collection would copy all memory of the launcher
     die_with_parent(launcher)
     # A session of its own: Ctrl-C reaches the launcher alone, and the rank and its workers can be killed as a group.
@@ -210,7 +225,6 @@ def _be_rank(launcher: int, program: Sequence[str], environment: Mapping[str, st
         torch.set_num_threads(int(threads.partition(",")[0]))
     # Forks begin with the launcher's state, and so would all draw the same numbers.
     numpy.random.seed()
-    sys.path.insert(0, str(Path.cwd()))
     sys.argv = list(program)
     sys.modules.pop(program[0], None)  # it runs once more, as __main__
     runpy.run_module(program[0], run_name="__main__", alter_sys=True)

@@ -1,21 +1,28 @@
 """Forks, which start at once with everything that this process has imported, other trainings, and daemon threads."""
 
+import atexit
 import ctypes
+import logging
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from distap.errors import FAILED
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
+END_SECONDS = 5.0  # that the end of a process waits for daemon threads
+_DAEMONS = weakref.WeakSet[threading.Thread]()
 T = TypeVar("T")
 
 
@@ -62,6 +69,46 @@ def in_daemon(work: Callable[[], T], name: str, here: bool = False) -> Future[T]
         del work
         tell()
 
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    (thread.run if here else thread.start)()
+    if here:
+        run()
+    else:
+        start_daemon(run, name)
     return future
+
+
+def start_daemon(work: Callable[[], object], name: str) -> threading.Thread:
+    """Start a thread that does not keep the process alive for ever, but that the end of Python waits for a while."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    _DAEMONS.add(thread)
+    thread.start()
+    return thread
+
+
+@atexit.register
+def end_daemons() -> list[str]:
+    """Wait END_SECONDS at most for the threads of `start_daemon`; return the names of those that still run.
+
+    Python ends a thread that asks for its lock while Python ends. One that does so on its way back from C++, such as
+    from a call to torch's store, aborts the process: 'terminate called without an active exception'. This runs before
+    Python begins to end.
+    """
+    deadline = time.monotonic() + END_SECONDS
+    threads = list(_DAEMONS)
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0))
+    return sorted(thread.name for thread in threads if thread.is_alive())
+
+
+def leave(status: int) -> NoReturn:
+    """Exit with this status, whatever daemon threads do.
+
+    A call to a store over a broken network never returns, or returns while Python ends. So the process ends around
+    such a thread, once all output is written.
+    """
+    if not end_daemons():
+        sys.exit(status)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, or none
+            stream.flush()
+    os._exit(status)

@@ -61,6 +61,7 @@ class StopRequest:
         self._thread.join()  # it has read what came before, which may have set the limit
         if self._limit is not None:
             self._limit.cancel()
+            self._limit.join()
 
     def _listen(self) -> None:
         while number := os.read(self._inbox, 1):

@@ -10,10 +10,11 @@ thread that waits in gloo cannot be interrupted.
     beat/R      what rank R does
     left        how many ranks have said why they leave
     claim       the rank that works out the verdict
-    verdict     its text, and the exit status of all ranks
+    verdict     its text, and the exit status of all ranks, which is never that of a finished training
+
+Beats and verdicts are `SharedValues`: what a stranger writes there counts as missing.
 """
 
-import json
 import os
 import re
 import sys
@@ -23,13 +24,16 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
+from pydantic import Field
 
 from distap.errors import FAILED, MISTAKE, CollectiveError, logger
+from distap.processes.forks import start_daemon
 from distap.processes.meeting import Party, RankProcess, listed
+from distap.processes.shared_values import SharedValues
 
 BEAT_SECONDS = 1.0
 SILENT_BEATS = 3.0
@@ -52,6 +56,21 @@ class Collective:
         return self.returned and (self.done is None or self.done.query())
 
 
+@dataclass(frozen=True)
+class Beat:
+    """What a rank does, by its own clock, or why it has left."""
+
+    time: float
+    begun: int  # collectives
+    doing: str
+    seconds: float  # for which it has been doing this
+    left: str | None = None
+    status: int | None = None
+
+
+Verdict = tuple[str, Annotated[int, Field(ge=FAILED, le=MISTAKE)]]  # text and status
+
+
 class Watchdog:
     """Watch the collectives of one rank until `stop`; each may take `timeout_seconds`."""
 
@@ -67,17 +86,17 @@ class Watchdog:
         # Why this rank cannot go on, since when, the collective that is late, and the error of one that failed.
         self._problem, self._opened, self._error = "", float("inf"), ""
         self._late: Collective | None = None
-        self._first_look: tuple[float, list[bytes]] | None = None  # at what the others do
+        self._first_look: tuple[float, list[Beat | None]] | None = None  # at what the others do
         self._store_heard, self._store_error = time.monotonic(), ""
         # Set to look at the store at once; when this rank leaves; when its threads may end; once a verdict is known.
         self._awake, self._leaving, self._stopped, self._condemned = (threading.Event() for _ in range(4))
         self._others = [member for member in party.members if member.rank != party.rank]
         self._store = party.store.clone()  # a connection serves one call at a time
+        self._beats = SharedValues[Beat](Beat, self._store, party.secret, party.scope)
+        self._verdicts = SharedValues[Verdict](Verdict, self._store, party.secret, party.scope)
         self._tell()
-        self._beating = threading.Thread(target=self._beat, name="distap-beat", daemon=True)
-        self._judging = threading.Thread(target=self._judge, name="distap-judge", daemon=True)
-        self._beating.start()
-        self._judging.start()
+        self._beating = start_daemon(self._beat, "distap-beat")
+        self._judging = start_daemon(self._judge, "distap-judge")
 
     def stop(self, error: BaseException | None = None) -> None:
         """Tell the other ranks why this rank leaves, and end the threads."""
@@ -166,47 +185,50 @@ class Watchdog:
                 time.sleep(self._beat_seconds / 5)
                 self._look()
 
-    def _tell(self, **farewell: Any) -> None:
+    def _tell(self, left: str | None = None, status: int | None = None) -> None:
         activity, seconds = self.activity
         doing = ", waiting in ".join([activity, *(one.name for one in self._open[:1])])
-        said = {"time": time.time(), "begun": self._begun, "doing": doing, "seconds": seconds, **farewell}
-        self._store.set(f"beat/{self.party.rank}", json.dumps(said))
+        beat = Beat(time=time.time(), begun=self._begun, doing=doing, seconds=seconds, left=left, status=status)
+        self._beats.write(f"beat/{self.party.rank}", beat)
 
     def _look(self) -> None:
         """Look for a verdict, or find one if this rank has claimed the case; after a while, any rank may."""
-        if self.verdict is None and self._store.check(["verdict"]):
-            self._condemn(*json.loads(self._store.get("verdict")))
+        [verdict] = self._verdicts.read(["verdict"]) if self.verdict is None else [None]
+        if verdict is not None:
+            self._condemn(*verdict)
         if self.verdict is not None or not self._problem:
             return
         # To read all heartbeats takes as many answers as there are ranks, so one rank reads them for all: the first
         # to claim the case. It may be lost itself, so later every rank may; the first verdict in the store counts.
         me, now = str(self.party.rank), time.monotonic()
-        if now - self._opened < 3 * self._silence and self._store.compare_set("claim", "", me).decode() != me:
+        if now - self._opened < 3 * self._silence and self._store.compare_set("claim", "", me) != me.encode():
             return
-        texts = self._store.multi_get([f"beat/{other.rank}" for other in self._others]) if self._others else []
+        beats = self._beats.read([f"beat/{other.rank}" for other in self._others])
         # A rank is silent if nothing of what it wrote has changed between two looks. Times that other hosts wrote are
         # compared with nothing of ours: clocks differ.
-        since, before = self._first_look = self._first_look or (now, texts)
-        said = [json.loads(text) for text in texts]
+        since, before = self._first_look = self._first_look or (now, beats)
         # Whoever left says so at once, and the others' hearts must have time to beat.
         is_late = now - since > self._silence + self._beat_seconds
-        if is_late or any("left" in each for each in said):
-            stands_still = [is_late and text == old for text, old in zip(texts, before, strict=True)]
-            found = filter(None, map(self._problem_of, self._others, said, stands_still))
+        if is_late or any(beat is not None and beat.left is not None for beat in beats):
+            stands_still = [is_late and beat == old for beat, old in zip(beats, before, strict=True)]
+            found = filter(None, map(self._problem_of, self._others, beats, stands_still))
             otherwise = "every rank has begun it, so one may hang in it, or the network between them is broken"
-            verdict = f"{self._problem}: {listed(list(found)) or otherwise}{self._error}"
+            text = f"{self._problem}: {listed(list(found)) or otherwise}{self._error}"
             # A mistake that a person must mend is one on every host, so that none of them starts again.
-            self._condemn(verdict, MISTAKE if any(each.get("status") == MISTAKE for each in said) else FAILED)
-            self._store.compare_set("verdict", "", json.dumps([self.verdict, self._status]))
+            is_mistake = any(beat is not None and beat.status == MISTAKE for beat in beats)
+            self._condemn(text, MISTAKE if is_mistake else FAILED)
+            self._verdicts.propose("verdict", (text, MISTAKE if is_mistake else FAILED))
 
-    def _problem_of(self, other: RankProcess, said: dict[str, Any], stands_still: bool) -> str | None:
-        if "left" in said:
-            return f"{other} left: {said['left']}"
+    def _problem_of(self, other: RankProcess, beat: Beat | None, stands_still: bool) -> str | None:
+        if beat is None:
+            return f"{other} has not been heard of" if stands_still else None
+        if beat.left is not None:
+            return f"{other} left: {beat.left}"
         if stands_still:  # the clock of its host may be wrong, so this time is but a hint
-            quiet = max(time.time() - said["time"], self._silence)
-            return f"{other} has not been heard of for {quiet:.0f} s; it was in {said['doing']}"
-        if self._late is not None and said["begun"] < self._late.number:
-            return f"{other} has not reached it; it has been in {said['doing']} for {said['seconds']:.0f} s"
+            quiet = max(time.time() - beat.time, self._silence)
+            return f"{other} has not been heard of for {quiet:.0f} s; it was in {beat.doing}"
+        if self._late is not None and beat.begun < self._late.number:
+            return f"{other} has not reached it; it has been in {beat.doing} for {beat.seconds:.0f} s"
         return None
 
     def _judge(self) -> None:

@@ -234,13 +234,19 @@ def step_of(
 
 
 def trained_network(
-    path: Path | str, world: World, best: bool = False, overrides: Sequence[str] = (), given: nn.Module | None = None
+    path: Path | str,
+    world: World,
+    best: bool = False,
+    overrides: Sequence[str] = (),
+    given: nn.Module | None = None,
+    trusted: bool = False,
 ) -> tuple[NetworkRecipe, RetrievalNetwork]:
     """Load the network of a checkpoint, or of a run's newest or best one, on disk or behind a URL.
 
     Also return what its recipe says of the network and of images, with `overrides`. Rank 0 alone reads. `given` is
     the network of a run that was started with one in Python; it gets the run's parameters. Of a recipe, which may
     stand for a checkpoint, it is the network that training begins with, without a projection that would be random.
+    A record that is `trusted` may name classes that are not distap's, and have files read elsewhere.
     """
     if is_recipe(path):
         begun = first_on_rank_0(world, partial(load_recipe, Path(path), overrides))
@@ -251,10 +257,10 @@ def trained_network(
     read: list[TrainedNetwork] = []
 
     def read_it() -> list[Any]:
-        read.append(read_checkpoint(path, best))
+        read.append(read_checkpoint(path, best, trusted))
         return [read[0].settings, read[0].where, read[0].folder]
 
     settings, where, folder = on_all(world, read_it, mine=world.rank == 0)[0]
-    recipe = first_on_rank_0(world, partial(recorded_recipe, settings, where, folder, overrides))
+    recipe = first_on_rank_0(world, partial(recorded_recipe, settings, where, folder, overrides, trusted))
     recipe = with_given(recipe, given, where)
     return recipe, network_of(recipe, world, read[0] if read else None)

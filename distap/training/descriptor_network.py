@@ -22,7 +22,7 @@ from distap.model.adapters import from_peft
 from distap.model.backbone import architecture_of
 from distap.model.network import digests_of
 from distap.model.trained import ADAPTERS, BACKBONE, CHANGED, CONFIG, HEAD, read_saved
-from distap.registry import build_part
+from distap.registry import build_recorded
 from distap.retrieval.whitening import WHITENING_FILE, save_whitening
 from distap.training.build import describing_of, network_of, with_given
 from distap.world import World, refuse_default_device
@@ -48,6 +48,10 @@ class DescriptorNetwork(
         describer: describes images with the network.
         recipe: from which the network was built.
     """
+
+    # Whether its record may name classes that are not distap's. No parameter: huggingface_hub would take one from
+    # config.json, which may be a stranger's.
+    trusts = False
 
     def __init__(self, describer: ImageDescriber, recipe: NetworkRecipe) -> None:
         super().__init__()
@@ -131,7 +135,8 @@ class DescriptorNetwork(
                 network.backbone.peft_config["default"].save_pretrained(folder)
             # Matrices that adapters were merged into are not among the changes. So only reading the folder back shows
             # whether the base, as it can be fetched today, and the adapters still give them.
-            if self.from_pretrained(folder).describer.described_by != described.described_by:
+            read_again = self.from_pretrained(folder, trust=self.trusts)
+            if read_again.describer.described_by != described.described_by:
                 raise DistapError("the base has changed since it was trained: export with --format safetensors")
 
     def _changes(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
@@ -139,8 +144,10 @@ class DescriptorNetwork(
         network, begun = self.describer.retrieval_network, self.describer.retrieval_network.begun
         if begun is None:
             raise DistapError("the network's base is not known: take a run, or a folder of --format adapter")
-        recipe = recorded_recipe({"model": begun, "data": {"image_size": self._recipe.data.image_size}}, "the base")
-        base = network_of(with_given(recipe, None, "the base"), World(), build_part("weights", **begun["weights"]))
+        settings = {"model": begun, "data": {"image_size": self._recipe.data.image_size}, "base": None}
+        recipe = recorded_recipe(settings, "the base", trusted=self.trusts)
+        weights = build_recorded("weights", begun["weights"], self.trusts)
+        base = network_of(with_given(recipe, None, "the base"), World(), weights)
         before, after = base.state_dict(), network.state_dict()
         merged = {f"{name.partition('.lora_')[0]}.weight" for name in from_peft(network.adapters)}
         changed = {name: after[name] for name in after.keys() - merged if not after[name].cpu().equal(before[name])}
@@ -153,12 +160,20 @@ class DescriptorNetwork(
 
     @classmethod
     def _from_pretrained(
-        cls, *, model_id: str, device: str | torch.device = "cpu", network: nn.Module | None = None, **download: Any
+        cls,
+        *,
+        model_id: str,
+        device: str | torch.device = "cpu",
+        network: nn.Module | None = None,
+        trust: bool = False,
+        **download: Any,
     ) -> "DescriptorNetwork":
         download.pop("config", None)
-        saved = read_saved(model_id, **download)
-        recipe, world = recorded_recipe(saved.settings, model_id), World(device=torch.device(device))
+        saved = read_saved(model_id, trust, **download)
+        recipe, world = recorded_recipe(saved.settings, model_id, trusted=trust), World(device=torch.device(device))
         recipe = with_given(recipe, network, model_id)
         whitening = saved.folder if saved.settings["whitened"] else None
         describing = describing_of(recipe, network_of(recipe, world, saved), world, whitening=whitening)
-        return cls(describing.describer, recipe)
+        loaded = cls(describing.describer, recipe)
+        loaded.trusts = trust
+        return loaded

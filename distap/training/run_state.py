@@ -19,8 +19,8 @@ from distap.data.loading.share import TrainingImages
 from distap.data.sampling import MinedSampling
 from distap.errors import CAUSES, DistapError, logger
 from distap.evaluation.saved import FOLDER as EVALUATIONS
-from distap.model.backbone import SOURCES, built_again
-from distap.registry import by_path
+from distap.model.backbone import built_again
+from distap.registry import SOURCES, by_path
 from distap.storage.files import Storage
 from distap.telemetry.runlog import RUN_LOG, STARTS_LOG
 from distap.training.learner import TrainingStep, local, without_prefix

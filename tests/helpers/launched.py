@@ -19,6 +19,8 @@ def main(behaviour: str, folder: Path, timeout_seconds: float) -> int:
         time.sleep(2 * timeout_seconds)
         return FAILED
     with joined_world(timeout_seconds) as world:
+        if world.watchdog is not None:
+            (folder / "store").write_text(world.watchdog.party.address)
         return BEHAVIOURS.get(behaviour, finish)(world, folder, attempt)
 
 

@@ -19,6 +19,7 @@ from torch.distributed.run import get_args_parser
 from distap.cli import app
 from distap.config.reading import load_recipe
 from distap.errors import MISTAKE, RESTART
+from distap.processes.shared_values import SECRET
 from distap.processes.stopping import MARGIN_SECONDS
 
 K8S = Path(__file__).parents[2] / "k8s"
@@ -206,6 +207,13 @@ def test_hosts_meet_ranks_are_scraped_and_the_recipe_fits_its_pods(overlay):
         assert probe["periodSeconds"] * probe["failureThreshold"] > 3 * recipe.timeout_seconds
     grace = recipe.stop.grace_seconds
     assert grace + MARGIN_SECONDS + 10 <= pod["terminationGracePeriodSeconds"] <= grace + 60
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_all_hosts_get_the_secret_of_the_ranks_if_there_is_one(overlay):
+    (container,) = job_of(objects_in(f"overlays/{overlay}"))["template"]["spec"]["containers"]
+    [secret] = [one["valueFrom"] for one in container["env"] if one["name"] == SECRET]
+    assert secret == {"secretKeyRef": {"name": "distap-secret", "key": SECRET, "optional": True}}
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -84,6 +84,19 @@ def test_a_batch_job_is_queued_again_until_its_launchers_have_failed_too_often(t
     assert seen == left, (tmp_path / "log").read_text()
 
 
+def test_all_nodes_of_a_batch_job_get_one_random_secret(tmp_path):
+    script_in(tmp_path, "scontrol", "echo n")
+    script_in(tmp_path, "srun", 'echo "$DISTAP_SECRET" >> secrets')
+    known = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", "SLURM_JOB_NUM_NODES": "1"}
+    known |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    for given in ({}, {}, {"DISTAP_SECRET": "given"}):
+        with (tmp_path / "log").open("a") as log:
+            command = ["bash", LAUNCH / "slurm/train.sbatch", "recipe.yaml"]
+            subprocess.run(command, env=known | given, stdout=log, stderr=log, check=True)
+    first, second, last = (tmp_path / "secrets").read_text().split()
+    assert len(first) == len(second) == 64 and first != second and last == "given"
+
+
 HEARING = "trap 'echo heard >> heard; exit 75' TERM INT; trap 'touch traced' USR1; touch ready; "
 
 

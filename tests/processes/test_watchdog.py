@@ -11,7 +11,7 @@ import pytest
 from launching import launcher, started
 from torch.distributed import HashStore
 
-from distap.errors import FAILED, MISTAKE, DistapError
+from distap.errors import FAILED, FINISHED, MISTAKE, RESTART, DistapError
 from distap.processes.forks import in_daemon
 from distap.processes.meeting import Party, RankProcess, _met
 from distap.processes.watchdog import Watchdog, is_of_the_network
@@ -121,3 +121,16 @@ def test_the_farewell_of_a_mistake_tells_the_others_not_to_start_again():
         watchdog(store, 1, 2).stop(error)
         told = json.loads(store.get("beat/1"))
         assert told["status"] == status and told["left"].startswith(type(error).__name__)
+
+
+@pytest.mark.parametrize("status", [FINISHED, RESTART, 139])
+def test_a_verdict_in_the_store_gives_no_status_but_that_of_a_failure_or_a_mistake(status):
+    store = CountingStore()
+    watched = watchdog(store, 0, 2)
+    store.set("verdict", json.dumps(["all is well", status]))
+    reads = store.requests["get"] + store.requests["multi_get"]
+    while store.requests["get"] + store.requests["multi_get"] < reads + 3:
+        with watched.collective("barrier"):
+            pass
+    assert watched.verdict is None
+    watched.stop()

@@ -15,7 +15,7 @@ import distap
 from distap.checkpoint.manifest import Manifest
 from distap.config.recipe import NetworkRecipe
 from distap.evaluation.extraction.image_describer import ImageDescriber
-from distap.model.backbone import SOURCES
+from distap.registry import SOURCES
 from distap.storage.texts import without_secrets
 
 

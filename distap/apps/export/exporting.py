@@ -185,6 +185,7 @@ def export_to_folder(
     whitening: Path | None = None,
     best: bool = False,
     overrides: Sequence[str] = (),
+    trust: bool = False,
 ) -> tuple[ImageDescriber, dict[str, float]]:
     """Write a checkpoint's network in several formats, and a model card, which describes them.
 
@@ -200,6 +201,7 @@ def export_to_folder(
         whitening: a file of `distap whiten`, applied last.
         best: with a run folder, take its best checkpoint, not its newest.
         overrides: changes of the recipe, such as `evaluation.scales=[1,0.7]`.
+        trust: let the checkpoint's record name classes that are not distap's, and have files read elsewhere.
     """
     formats = formats or [each for each in EXPORT_FORMATS[:-1] if each != "onnx" or not missing_for_onnx()]
     if unknown := set(formats) - set(EXPORT_FORMATS):
@@ -213,7 +215,7 @@ def export_to_folder(
     require_free(output)
     with opened_checkpoint(checkpoint, best) as found:
         # Take this checkpoint's own path, since a training may write a newer one meanwhile.
-        recipe, network = trained_network(found.path, World(), overrides=overrides)
+        recipe, network = trained_network(found.path, World(), overrides=overrides, trusted=trust)
         recorded = found.state("recipe", "figures"), found.manifest, recipe
     sizing = recipe.sizing if "crop" in recipe.sizing else f"crop {recipe.data.image_size}"
     describer = describing_of(recipe, network, World(), sizing, whitening=whitening).describer
@@ -228,7 +230,9 @@ def export_to_folder(
                 save(program, folder / name, about)
                 programs[name] = difference(name, load(folder / name), cases)
         if {"adapter", "safetensors"} & set(formats):
-            DescriptorNetwork(describer, recipe).write(folder, changes_only="adapter" in formats)
+            written = DescriptorNetwork(describer, recipe)
+            written.trusts = trust
+            written.write(folder, changes_only="adapter" in formats)
         card = model_card(*recorded, describer, programs, formats)
         (folder / "README.md").write_text(card, "utf-8")
     return describer, programs

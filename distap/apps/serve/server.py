@@ -37,6 +37,7 @@ def serve(
     whitening: Path | None,
     images: str | None,
     best: bool,
+    trust: bool = False,
 ) -> None:
     """Answer requests until SIGTERM or SIGINT; `open_searcher` and `open_thumbnails` explain the arguments."""
     world = World(device=device_of(0))
@@ -46,7 +47,7 @@ def serve(
         for name in ("python_multipart", "uvicorn.error"):
             logging.getLogger(name).setLevel(logging.ERROR)
         connections = Connections(connections_within_files(settings), settings.timeout_seconds)
-        searcher = open_searcher(index, checkpoint, whitening, world=world, best=best)
+        searcher = open_searcher(index, checkpoint, whitening, world=world, best=best, trust=trust)
         service = Service(settings, searcher, open_thumbnails(searcher.index, images))
         held = f"{len(searcher.index):,} images of {searcher.index.data}"
         where = f"http://{settings.host_in_url}:{listener.getsockname()[1]}"
