@@ -12,6 +12,7 @@
 import difflib
 import inspect
 import logging
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import wraps
@@ -32,16 +33,41 @@ WANTED = {
     **dict.fromkeys(("tuple", "list"), "a list"),
     **dict.fromkeys(("dict", "model", "dataclass"), "keys with values"),
 }
+LONGEST_MESSAGE = 8000  # characters of an error; what a file holds may be repeated in one
+# A place on another machine; pathlib makes one slash of two.
+_PLACE = r"((?:(?:https?|s3|gs|gcs|ftp|hf):/|(?<![\w+.-])[A-Za-z][\w+.-]{0,30}://)/*"
+# The user of a URL, whose password may hold the signs that end a host; any query with a value, which may be a
+# signature; and values of such names in a text that is no URL. Messages of ours write `...` for a user.
+_USER = re.compile(rf"{_PLACE})(?!\.\.\.@)(?:[^\s/?#:@\"]+:(?!\d+(?:[/?#\s]|$))[^\s\"'`]*|[^\s/?#\"]*)@")
+_QUERY = re.compile(rf"{_PLACE}[^\s?'\"`]*)\?[^\s'\"`]*(?:=|%3D)[^\s'\"`]*")
+_SIGNED = re.compile(
+    r"(?i)(?:(?<=[?&;#])|(?<=%3F)|(?<=%26))((?:[\w.-]{0,30}(?:signature|credential|token|secret|passw(?:or)?d|api[_-]?key|accesskeyid)|sig|pwd)"
+    r"(?:=|%3D))[^\s&'\"`]+"
+)
+
+
+def without_secrets(text: str) -> str:
+    """Remove the users and signatures of all URLs in a text that others will read."""
+    return _SIGNED.sub(r"\1", _QUERY.sub(r"\1", _USER.sub(r"\1", text)))
+
+
+def holds_secret(text: str) -> bool:
+    """Tell whether a text names a place with a user, a password or a signature."""
+    return bool(_USER.search(text) or _SIGNED.search(text))
 
 
 class DistapError(Exception):
     """A mistake that the user can mend: the text says what was wrong, where, what was expected and what to do.
 
-    The commands print it without a traceback and exit with `status`.
+    The commands print it without a traceback and exit with `status`. Secrets in it are replaced, and of a long text,
+    such as one that repeats a file, the middle is left out.
     """
 
     status = MISTAKE
     is_on_all_ranks = False  # so that one rank of a host tells it
+
+    def __init__(self, *parts: object) -> None:
+        super().__init__(*map(_told, parts))
 
 
 class CollectiveError(DistapError):
@@ -51,6 +77,18 @@ class CollectiveError(DistapError):
     """
 
     status = FAILED
+
+
+def _told(part: object) -> object:
+    """Return a part of an error as it is told: without secrets, and not as long as the file that it repeats."""
+    if not isinstance(part, str):
+        return part
+    if len(part) <= LONGEST_MESSAGE:
+        return without_secrets(part)
+    half = LONGEST_MESSAGE // 2
+    # A little more is searched for secrets, one of which the cut may halve. The end of a message says what to do.
+    begin, end = without_secrets(part[: 2 * half])[:half], without_secrets(part[-2 * half :])[-half:]
+    return f"{begin} [{len(part) - 2 * half:,} characters] {end}"
 
 
 def suggestion(word: str, known: Collection[str]) -> str:

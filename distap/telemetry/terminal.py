@@ -32,7 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from distap.errors import logger
+from distap.errors import logger, without_secrets
 from distap.storage.texts import printable
 
 T = TypeVar("T")
@@ -60,7 +60,12 @@ class _Console(Console):
         return super().render_str(printable(text), **options)
 
 
-console = _Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)  # messages and progress
+class _Messages(_Console):
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(without_secrets(text), **options)
+
+
+console = _Messages(stderr=True, highlight=False, soft_wrap=True, emoji=False)  # messages and progress
 results = _Console(highlight=False, soft_wrap=True, emoji=False)
 if not console.is_terminal:
     console.width = 140  # a log has no width of its own
@@ -125,7 +130,7 @@ def tell(text: str, **figures: float) -> None:
     if origin.form is not None:
         logger.info("%s", text, extra={"figures": figures})
     else:
-        console.print(Text(text))
+        console.print(text, markup=False)
 
 
 def figures_table(columns: dict[str, dict[str, float]]) -> Table:
@@ -210,6 +215,9 @@ class _Formatter(logging.Formatter):
     converter = staticmethod(time.gmtime)
     default_time_format, default_msec_format = "%Y-%m-%dT%H:%M:%S", "%s.%03dZ"
 
+    def format(self, record: logging.LogRecord) -> str:
+        return without_secrets(super().format(record))
+
 
 class TextLines(_Formatter):
     """Format a record as one line; a traceback follows on further lines."""
@@ -230,11 +238,11 @@ class JsonLines(_Formatter):
             "rank": origin.rank,
             "step": origin.step,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": without_secrets(record.getMessage()),
         }
         line |= getattr(record, "figures", {})
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            line["exception"] = without_secrets(self.formatException(record.exc_info))
         return to_json(line, inf_nan_mode="null").decode()
 
 
