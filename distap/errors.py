@@ -33,6 +33,8 @@ WANTED = {
     **dict.fromkeys(("tuple", "list"), "a list"),
     **dict.fromkeys(("dict", "model", "dataclass"), "keys with values"),
 }
+# What torch, oneDNN and the system say when memory ran out, for which the CPU has no class of error.
+NO_MEMORY = ("DefaultCPUAllocator", "could not create a primitive", "annot allocate memory", "memory ran out")
 LONGEST_MESSAGE = 8000  # characters of an error; what a file holds may be repeated in one
 # A place on another machine; pathlib makes one slash of two.
 _PLACE = r"((?:(?:https?|s3|gs|gcs|ftp|hf):/|(?<![\w+.-])[A-Za-z][\w+.-]{0,30}://)/*"
@@ -89,6 +91,12 @@ def _told(part: object) -> object:
     # A little more is searched for secrets, one of which the cut may halve. The end of a message says what to do.
     begin, end = without_secrets(part[: 2 * half])[:half], without_secrets(part[-2 * half :])[-half:]
     return f"{begin} [{len(part) - 2 * half:,} characters] {end}"
+
+
+def memory_ran_out(error: BaseException) -> bool:
+    """Tell whether an error of Python, NumPy, torch, a GPU or the system says that memory ran out."""
+    is_named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return is_named or any(text in str(error) for text in NO_MEMORY)
 
 
 def suggestion(word: str, known: Collection[str]) -> str:

@@ -1,5 +1,7 @@
 """Handle untrusted text: make names safe for a terminal, log line or page, and read files within bounds."""
 
+import json
+import math
 import os
 import re
 import stat
@@ -63,3 +65,26 @@ def parsed_json(text: str | bytes, kind: type = dict) -> Any:
 def read_json(path: Path, kind: type = dict) -> Any:
     """Read a JSON file; see `read_text` and `parsed_json` for the errors."""
     return parsed_json(read_text(path), kind)
+
+
+def read_written_json(path: Path, kind: type = dict) -> Any:
+    """Read a JSON file that a person wrote, as `read_json`; refuse repeated keys and numbers that are not finite."""
+    text = read_text(path)
+    parsed_json(text, kind)
+    return json.loads(text, object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entry = dict(pairs)
+    if len(entry) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {as_line(repeated)!r} stands twice in an object")
+    return entry
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text[:40]} is not finite")
+    return number
