@@ -3,7 +3,7 @@
 import errno
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -15,6 +15,7 @@ PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryEr
 PERMANENT_NUMBERS = (errno.ENOSPC, errno.EROFS, errno.ENAMETOOLONG)  # of this host's own disk
 OPTION_ERRORS = (TypeError, AttributeError, NotImplementedError)  # file systems check some options only when used
 LACKS_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound")
+WRONG_CHECKSUM = ("FlexibleChecksumError", "ChecksumError")  # of botocore and gcsfs
 REFUSED = (401, 403, 404, 410, 416)  # HTTP statuses that no further attempt mends
 ATTEMPTS, TIMEOUT_SECONDS = 5, 60.0  # of a request, which reads 8 MiB at most, or a whole image
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds between two attempts, doubled each time
@@ -32,6 +33,10 @@ class UnreachableError(DistapError):
     """Raised after all attempts failed for reasons that may pass, so that a later start may succeed."""
 
     status = FAILED
+
+
+class DamagedFileError(DistapError):
+    """Raised if a store's bytes differ from the store's own checksum of them at every attempt."""
 
 
 class AnswerError(DistapError):
@@ -134,6 +139,8 @@ def _explained(error: Exception, where: str, done: str) -> DistapError:
         reason = f"no answer within {TIMEOUT_SECONDS:g} s"
     if type(cause).__name__ == "TooManyRedirects":  # of aiohttp, whose text names no reason
         reason = "the server redirects again and again"
+    if any(type(one).__name__ in WRONG_CHECKSUM for one in _chain(error)):
+        return DamagedFileError(f"{where}: damaged in the store, at each of {ATTEMPTS} attempts: {reason}")
     if not _may_pass(error):
         return DistapError(f"{where}: cannot be {done}: {reason}")
     return UnreachableError(f"{where}: cannot be {done}: {ATTEMPTS} attempts failed, the last with: {reason}")
@@ -144,14 +151,20 @@ def _cause(error: Exception) -> Exception:
 
     A DistapError of our own middleware comes back as the cause or context of errors of fsspec or boto.
     """
-    inner: BaseException | None = error
-    while inner is not None and not isinstance(inner, DistapError):
-        inner = inner.__cause__ or inner.__context__
-    if isinstance(inner, DistapError):
-        return inner
+    own = [one for one in _chain(error) if isinstance(one, DistapError)]
+    if own:
+        return own[0]
     cause = error.__cause__
     is_of_http = isinstance(cause, OSError) or type(cause).__module__.startswith("aiohttp.")
     return cast(Exception, cause) if isinstance(error, FileNotFoundError) and is_of_http else error
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, and those that it was raised from or in the handling of."""
+    inner: BaseException | None = error
+    while inner is not None:
+        yield inner
+        inner = inner.__cause__ or inner.__context__
 
 
 def _may_pass(error: Exception) -> bool:
