@@ -41,6 +41,7 @@ from distap.training.schedule import Length
 
 SPACE_FILE, TUNED, TUNING_PAGE = "space.yaml", "recipe.yaml", "tuning.html"
 DATABASE = "trials.db"  # of Optuna
+OF_THE_DATABASE = (OSError, StorageInternalError, SQLAlchemyError, sqlite3.Error)
 SCALED = ("schedule.warmup", "schedule.milestones", "optimizer.head_only")  # lengths next to that of the training
 FIGURE = "mAP"  # of the held-out classes, which is to become large
 RUNGS = 4  # evaluations of a trial; successive halving ends a poor one after the first or second
@@ -90,7 +91,7 @@ class Tuning:
         self.space = self.parsed_space(text)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         # Whatever fails here does so because of what is in the database.
-        with self.keeping(Exception):
+        with self.keeping((Exception,)):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.study = optuna.create_study(
                 storage=opened_database(self.folder / DATABASE),
@@ -104,13 +105,13 @@ class Tuning:
             self.study.get_trials()
 
     @contextmanager
-    def keeping(self, *kinds: type[Exception]) -> Iterator[None]:
+    def keeping(self, kinds: tuple[type[Exception], ...] = OF_THE_DATABASE) -> Iterator[None]:
         """Turn errors of the database and of the folder into a DistapError that names the database."""
         try:
             yield
         except DistapError:
             raise
-        except (OSError, StorageInternalError, SQLAlchemyError, sqlite3.Error, *kinds) as error:
+        except kinds as error:
             reason: BaseException = error
             while reason.__cause__ is not None:  # the first cause is SQLite's, in one line
                 reason = reason.__cause__

@@ -4,8 +4,7 @@ import asyncio
 import os
 import re
 from collections.abc import Awaitable, Callable
-from fnmatch import fnmatch
-from ipaddress import IPv6Address, ip_address
+from ipaddress import ip_address
 from typing import Any
 
 from aiohttp import ClientRequest, ClientResponse
@@ -17,7 +16,7 @@ MOST_BYTES = 2**26  # of an answer to a request that names no range: listings, m
 REDIRECTS = (301, 302, 303, 307, 308)  # HTTP statuses
 RANGE = re.compile(r"bytes[= ](\d+)-(\d+)(?:/.*)?")  # in a request and, with the whole size, in an answer
 REMEDY = "serve the shards with nginx, Apache or an object store, or copy them to disk"
-ALLOWED = "DISTAP_REDIRECTS"  # environment: host names or patterns, with commas, that any answer may redirect to
+ALLOWED = "DISTAP_REDIRECTS"  # environment: names of hosts, with commas, that any answer may redirect to
 Handler = Callable[[ClientRequest], Awaitable[ClientResponse]]
 
 
@@ -66,32 +65,27 @@ def _bounded_content(request: ClientRequest, response: ClientResponse) -> Bounde
     if wanted is None or response.status >= 300:
         return BoundedContent(response.content, MOST_BYTES, f"the answer has more than {MOST_BYTES:,} bytes")
     first, last = int(wanted[1]), int(wanted[2])
-    sent = RANGE.fullmatch(response.headers.get("Content-Range", ""))
-    begin = int(sent[1]) if sent else 0
-    if begin != first:
-        raise AnswerError(f"the server ignores Range and sends bytes from {begin:,}, not {first:,}; {REMEDY}")
-    size = min(last, int(sent[2])) - first + 1 if sent else last - first + 1
+    sent = RANGE.fullmatch(response.headers.get("Content-Range", "")) or ("", "0", last)
+    if int(sent[1]) != first:
+        raise AnswerError(f"the server ignores Range and sends bytes from {sent[1]}, not {first}; {REMEDY}")
+    size = min(last, int(sent[2])) - first + 1
     longer = f"the server ignores Range and sends more than the {size:,} bytes asked for; {REMEDY}"
     return BoundedContent(response.content, size, longer)
 
 
 async def _check_redirect(source: URL, location: str) -> None:
-    """Raise an AnswerError unless a redirect stays on its host, is allowed, or leads from https to public https."""
+    """Raise an AnswerError unless a redirect stays on its host, is allowed, or leads to https:// on the internet."""
     try:
         target = source.join(URL(location))
+        is_same = target.origin() == source.origin()
     except ValueError as error:
-        raise AnswerError(f"redirects to what is no URL: {error}") from error
+        raise AnswerError(f"redirects to {location[:200]!r}, which is no URL of a web server") from error
     host = target.host or ""
-    if target.scheme not in ("http", "https") or (source.scheme, target.scheme) == ("https", "http"):
-        raise AnswerError(f"redirects to {target.scheme}://{host}; expected the same scheme, or https://")
-    is_upgrade = target.is_default_port() and source.is_default_port()
-    is_same = host == source.host and (target.port == source.port or is_upgrade)
-    allowed = os.environ.get(ALLOWED, "").split(",")
-    if is_same or any(fnmatch(host, pattern.strip()) for pattern in allowed):
+    if is_same or host in os.environ.get(ALLOWED, "").split(","):
         return
-    if source.scheme != "https" or target.scheme != "https" or not await _is_public(host):
-        told = f"redirects to {target.origin()}, another or an internal host"
-        raise AnswerError(f"{told}; if that is meant, {ALLOWED}={host} in the environment allows it")
+    if target.scheme != "https" or not (host == source.host or await _is_public(host)):
+        problem = f"redirects to {target.origin()}, another or an internal host, or one without encryption"
+        raise AnswerError(f"{problem}; if that is meant, {ALLOWED}={host} in the environment allows it")
 
 
 async def _is_public(host: str) -> bool:
@@ -100,14 +94,12 @@ async def _is_public(host: str) -> bool:
         found = await asyncio.get_running_loop().getaddrinfo(host, None)
     except OSError:
         return True
-    addresses = [ip_address(str(address[0]).partition("%")[0]) for *_, address in found]
-    inner = [address.ipv4_mapped if isinstance(address, IPv6Address) else None for address in addresses]
-    return all((mapped or address).is_global for mapped, address in zip(inner, addresses, strict=True))
+    return all(ip_address(str(address[0]).partition("%")[0]).is_global for *_, address in found)
 
 
 def bounded_s3_session() -> type:
     """Return a class of session for aiobotocore, which has no setting for middlewares."""
-    from aiobotocore.httpsession import AIOHTTPSession
+    from aiobotocore.httpsession import AIOHTTPSession  # type: ignore[import-untyped]
 
     class BoundedSession(AIOHTTPSession):
         async def _get_session(self, proxy_url: str | None) -> Any:

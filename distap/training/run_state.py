@@ -7,8 +7,6 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from torch import Tensor
-
 import distap
 from distap.checkpoint.agreement import on_all
 from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER, Checkpoint, Checkpoints, FilesBeside
@@ -152,30 +150,15 @@ class RunState:
                 of.load_state_dict(without_prefix(f"{part}.", tensors))
             self.learner.load_state_dict(tensors)
         except (RuntimeError, KeyError, ValueError) as error:
-            own = {f"network.{name}": tensor for name, tensor in self.learner.network.state_dict().items()}
-            own |= {f"{part}.{name}": t for part, of in self._parts.items() for name, t in of.state_dict().items()}
-            problem = f"it is of another network or loss: {_other_tensors(tensors, own)}{shorten(str(error), 200)}"
+            # Torch names the tensors that are missing, unexpected or of another shape, a line for each kind.
+            lines = [shorten(line, 200) for line in str(error).splitlines()[:6]]
             remedy = "choose another run folder, or go back to the network that the run began with"
+            problem = f"it is of another network or loss: {' '.join(lines)}"
             raise DistapError(f"{checkpoint.where}: {problem}; {remedy}") from error
         self.score = checkpoint.manifest.score
         for line in _differences(recorded, self._settings):
             logger.warning("%s: the recipe has changed since: %s", checkpoint.where, line)
         logger.info("going on from %s", checkpoint.where)
-
-
-def _other_tensors(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
-    """Name the first tensors that only one of two networks has, or that have another shape; "" if there are none."""
-    parts = {name.partition(".")[0] for name in own}
-    there = {name for name in saved if name.partition(".")[0] in parts}
-    shaped = [name for name in own if name in saved and own[name].shape != saved[name].shape]
-    shapes = [f"{name} {tuple(saved[name].shape)}, not {tuple(own[name].shape)}" for name in shaped]
-    kinds = {"it lacks": [*own.keys() - there], "it has besides": [*there - own.keys()], "of other shape": shapes}
-    texts = [
-        f"{kind} {', '.join(sorted(names)[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        for kind, names in kinds.items()
-        if names
-    ]
-    return "".join(f"{text}; " for text in texts)
 
 
 def _identity(recipe: dict[str, Any], fingerprint: object) -> dict[str, Any]:
