@@ -22,7 +22,7 @@ from distap.storage.locations import scheme_of
 from distap.telemetry.terminal import console, print_error, print_text
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # errors of a disk
-REMEDY = "Lower the batch or the images' size, data.workers or data.pixels.memory_bytes, or use a larger machine"
+LESS = "Lower the batch or the images' size, data.workers or data.pixels.memory_bytes, or use a larger machine"
 
 
 class LackingMemoryError(DistapError):
@@ -79,7 +79,7 @@ def run(command: typer.Typer, name: str) -> None:
     except Exception as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         if memory_ran_out(error):
-            problem = LackingMemoryError(f"memory ran out: {reason}. {REMEDY}")
+            problem = LackingMemoryError(f"memory ran out: {reason}. {LESS}")
         elif isinstance(error, OSError) and error.errno in FULL:
             problem = DistapError(f"{error.filename or 'the output'}: cannot be written: {error.strerror}")
         else:

@@ -75,10 +75,6 @@ class _Messages(_Console):
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(without_secrets(text), **options)
 
-    def print(self, *objects: Any, **options: Any) -> None:
-        with suppress(OSError):  # a message that nobody can read must not end the work
-            super().print(*objects, **options)
-
 
 console = _Messages(stderr=True, highlight=False, soft_wrap=True, emoji=False)  # messages and progress
 results = _Console(highlight=False, soft_wrap=True, emoji=False)
@@ -161,7 +157,7 @@ def tell(text: str, **figures: float) -> None:
     if origin.form is not None:
         logger.info("%s", text, extra={"figures": figures})
     else:
-        console.print(text, markup=False)
+        console.print(Text(text))
 
 
 def figures_table(columns: dict[str, dict[str, float]]) -> Table:
