@@ -35,17 +35,19 @@ WANTED = {
 }
 # What torch, oneDNN and the system say when memory ran out, for which the CPU has no class of error.
 NO_MEMORY = ("DefaultCPUAllocator", "could not create a primitive", "annot allocate memory", "memory ran out")
-LONGEST_MESSAGE = 8000  # characters of an error; what a file holds may be repeated in one
+# Characters of an error and of a line of it, which may repeat what a file holds; a list of many files has many lines.
+LONGEST_MESSAGE, LONGEST_LINE = 2**17, 4000
 # A place on another machine; pathlib makes one slash of two.
 _PLACE = r"((?:(?:https?|s3|gs|gcs|ftp|hf):/|(?<![\w+.-])[A-Za-z][\w+.-]{0,30}://)/*"
 # The user of a URL, whose password may hold the signs that end a host; any query with a value, which may be a
 # signature; and values of such names in a text that is no URL. Messages of ours write `...` for a user.
-_USER = re.compile(rf"{_PLACE})(?!\.\.\.@)(?:[^\s/?#:@\"]+:(?!\d+(?:[/?#\s]|$))[^\s\"'`]*|[^\s/?#\"]*)@")
-_QUERY = re.compile(rf"{_PLACE}[^\s?'\"`]*)\?[^\s'\"`]*(?:=|%3D)[^\s'\"`]*")
-_SIGNED = re.compile(
-    r"(?i)(?:(?<=[?&;#])|(?<=%3F)|(?<=%26))((?:[\w.-]{0,30}(?:signature|credential|token|secret|passw(?:or)?d|api[_-]?key|accesskeyid)|sig|pwd)"
-    r"(?:=|%3D))[^\s&'\"`]+"
+_USER = re.compile(
+    rf"{_PLACE})(?!\.\.\.@)(?:[^\s/?#:@\"]+:(?!\d+(?:[/?#\s]|$))[^\s\"'`]{{0,2000}}|[^\s/?#\"]{{0,2000}})@"
 )
+_QUERY = re.compile(rf"{_PLACE}[^\s?'\"`]{{0,2000}})\?[^\s'\"`]{{0,2000}}(?:=|%3D)[^\s'\"`]*")
+_SECRETS = "signature|credential|token|secret|passwd|password|api_?key|accesskeyid"
+_BEGINS = r"(?:(?<=[?&;#])|(?<=%3F)|(?<=%26))"  # of a name in a query
+_SIGNED = re.compile(rf"{_BEGINS}((?:[\w.-]{{0,30}}(?:{_SECRETS})|sig|pwd)(?:=|%3D))[^\s&'\"`]+", re.IGNORECASE)
 
 
 def without_secrets(text: str) -> str:
@@ -85,12 +87,15 @@ def _told(part: object) -> object:
     """Return a part of an error as it is told: without secrets, and not as long as the file that it repeats."""
     if not isinstance(part, str):
         return part
-    if len(part) <= LONGEST_MESSAGE:
-        return without_secrets(part)
-    half = LONGEST_MESSAGE // 2
-    # A little more is searched for secrets, one of which the cut may halve. The end of a message says what to do.
-    begin, end = without_secrets(part[: 2 * half])[:half], without_secrets(part[-2 * half :])[-half:]
-    return f"{begin} [{len(part) - 2 * half:,} characters] {end}"
+    lines = without_secrets(_cut(part, LONGEST_MESSAGE)).split("\n")
+    return "\n".join(_cut(line, LONGEST_LINE) for line in lines)
+
+
+def _cut(text: str, most: int) -> str:
+    """Leave the middle of a long text out: its end says what to do."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]} [{len(text) - most:,} characters] {text[-most // 2 :]}"
 
 
 def memory_ran_out(error: BaseException) -> bool:

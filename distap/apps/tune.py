@@ -90,14 +90,14 @@ class Tuning:
             raise DistapError(f"{self.file}: cannot be read: {error}") from error
         self.space = self.parsed_space(text)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
+        # Another space, recipe or share begins anew.
+        name = sha256(repr((text, self.settings, self.share)).encode()).hexdigest()
         # Whatever fails here does so because of what is in the database.
         with self.keeping((Exception,)):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.study = optuna.create_study(
                 storage=opened_database(self.folder / DATABASE),
-                study_name=sha256(
-                    repr((text, self.settings, self.share)).encode()
-                ).hexdigest(),  # another begins anew
+                study_name=name,
                 load_if_exists=True,
                 direction="maximize",
                 pruner=optuna.pruners.SuccessiveHalvingPruner(reduction_factor=2),

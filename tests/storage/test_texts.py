@@ -124,6 +124,13 @@ def test_an_error_that_repeats_a_file_is_cut_in_the_middle():
     assert told.endswith("a; write it again")
 
 
+def test_an_error_names_each_of_many_files():
+    told = str(
+        DistapError("\n".join(["these are damaged:", *(f"{number:06}.tar: cut short" for number in range(1000))]))
+    )
+    assert told.count(".tar: cut short") == 1000
+
+
 def test_the_error_of_a_record_that_is_no_utf8_does_not_repeat_it(tmp_path):
     (tmp_path / "about.json").write_bytes(b'{"x": "' + b"a" * 10**6 + b'\xff"}')
     with pytest.raises(DistapError, match=r"about\.json: not readable.*byte 1000007") as caught:
