@@ -44,7 +44,7 @@ _PLACE = r"((?:(?:https?|s3|gs|gcs|ftp|hf):/|(?<![\w+.-])[A-Za-z][\w+.-]{0,30}:/
 _USER = re.compile(
     rf"{_PLACE})(?!\.\.\.@)(?:[^\s/?#:@\"]+:(?!\d+(?:[/?#\s]|$))[^\s\"'`]{{0,2000}}|[^\s/?#\"]{{0,2000}})@"
 )
-_QUERY = re.compile(rf"{_PLACE}[^\s?'\"`]{{0,2000}})\?[^\s'\"`]{{0,2000}}(?:=|%3D)[^\s'\"`]*")
+_QUERY = re.compile(rf"{_PLACE}[^\s?'\"`]{{0,1000}})\?[^\s'\"`]{{0,1000}}(?:=|%3D)[^\s'\"`]*")
 _SECRETS = "signature|credential|token|secret|passwd|password|api_?key|accesskeyid"
 _BEGINS = r"(?:(?<=[?&;#])|(?<=%3F)|(?<=%26))"  # of a name in a query
 _SIGNED = re.compile(rf"{_BEGINS}((?:[\w.-]{{0,30}}(?:{_SECRETS})|sig|pwd)(?:=|%3D))[^\s&'\"`]+", re.IGNORECASE)
