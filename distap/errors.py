@@ -12,6 +12,7 @@
 import difflib
 import inspect
 import logging
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import wraps
@@ -33,16 +34,45 @@ WANTED = {
     **dict.fromkeys(("tuple", "list"), "a list"),
     **dict.fromkeys(("dict", "model", "dataclass"), "keys with values"),
 }
+# What torch, oneDNN and the system say when memory ran out, for which the CPU has no class of error.
+NO_MEMORY = ("DefaultCPUAllocator", "could not create a primitive", "annot allocate memory", "memory ran out")
+# Characters of an error and of a line of it, which may repeat what a file holds; a list of many files has many lines.
+LONGEST_MESSAGE, LONGEST_LINE = 2**17, 4000
+# A place on another machine; pathlib makes one slash of two.
+_PLACE = r"((?:(?:https?|s3|gs|gcs|ftp|hf):/|(?<![\w+.-])[A-Za-z][\w+.-]{0,30}://)/*"
+# The user of a URL, whose password may hold the signs that end a host; any query with a value, which may be a
+# signature; and values of such names in a text that is no URL. Messages of ours write `...` for a user.
+_USER = re.compile(
+    rf"{_PLACE})(?!\.\.\.@)(?:[^\s/?#:@\"]+:(?!\d+(?:[/?#\s]|$))[^\s\"'`]{{0,2000}}|[^\s/?#\"]{{0,2000}})@"
+)
+_QUERY = re.compile(rf"{_PLACE}[^\s?'\"`]{{0,1000}})\?[^\s'\"`]{{0,1000}}(?:=|%3D)[^\s'\"`]*")
+_SECRETS = "signature|credential|token|secret|passwd|password|api_?key|accesskeyid"
+_BEGINS = r"(?:(?<=[?&;#])|(?<=%3F)|(?<=%26))"  # of a name in a query
+_SIGNED = re.compile(rf"{_BEGINS}((?:[\w.-]{{0,30}}(?:{_SECRETS})|sig|pwd)(?:=|%3D))[^\s&'\"`]+", re.IGNORECASE)
+
+
+def without_secrets(text: str) -> str:
+    """Remove the users and signatures of all URLs in a text that others will read."""
+    return _SIGNED.sub(r"\1", _QUERY.sub(r"\1", _USER.sub(r"\1", text)))
+
+
+def holds_secret(text: str) -> bool:
+    """Tell whether a text names a place with a user, a password or a signature."""
+    return bool(_USER.search(text) or _SIGNED.search(text))
 
 
 class DistapError(Exception):
     """A mistake that the user can mend: the text says what was wrong, where, what was expected and what to do.
 
-    The commands print it without a traceback and exit with `status`.
+    The commands print it without a traceback and exit with `status`. Secrets in it are replaced, and of a long text,
+    such as one that repeats a file, the middle is left out.
     """
 
     status = MISTAKE
     is_on_all_ranks = False  # so that one rank of a host tells it
+
+    def __init__(self, *parts: object) -> None:
+        super().__init__(*map(_told, parts))
 
 
 class CollectiveError(DistapError):
@@ -52,6 +82,27 @@ class CollectiveError(DistapError):
     """
 
     status = FAILED
+
+
+def _told(part: object) -> object:
+    """Return a part of an error as it is told: without secrets, and not as long as the file that it repeats."""
+    if not isinstance(part, str):
+        return part
+    lines = without_secrets(_cut(part, LONGEST_MESSAGE)).split("\n")
+    return "\n".join(_cut(line, LONGEST_LINE) for line in lines)
+
+
+def _cut(text: str, most: int) -> str:
+    """Leave the middle of a long text out: its end says what to do."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]} [{len(text) - most:,} characters] {text[-most // 2 :]}"
+
+
+def memory_ran_out(error: BaseException) -> bool:
+    """Tell whether an error of Python, NumPy, torch, a GPU or the system says that memory ran out."""
+    is_named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return is_named or any(text in str(error) for text in NO_MEMORY)
 
 
 def suggestion(word: str, known: Collection[str]) -> str:

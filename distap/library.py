@@ -119,9 +119,12 @@ def load(
     if is_saved(name):
         if best or sizing or scales or whitening:
             raise DistapError(f"{name}: best, sizing, scales and whitening are for runs; what was saved has its own")
-        found: DescriptorNetwork = DescriptorNetwork.from_pretrained(
-            name.removeprefix(HUB), device=place, network=network, trust=trust
-        )
+        try:
+            found: DescriptorNetwork = DescriptorNetwork.from_pretrained(
+                name.removeprefix(HUB), device=place, network=network, trust=trust
+            )
+        except (OSError, ValueError) as error:  # of huggingface_hub
+            raise DistapError(f"{name}: no network can be loaded from there: {error}") from error
         return found
     world = World(device=place)
     recipe, whole = trained_network(source, world, best, given=network, trusted=trust)

@@ -178,3 +178,9 @@ step = distap.Multistage(NETWORK, micro_batch=5)
 def test_a_wrong_argument_is_named_with_what_is_expected(call, said):
     with pytest.raises(DistapError, match=said):
         call()
+
+
+def test_a_name_that_the_hub_cannot_have_is_refused_without_its_password():
+    with pytest.raises(DistapError, match="no network can be loaded from there") as caught:
+        distap.load("hf-hub:https://user:PASSWORD@127.0.0.1:9/x")
+    assert "PASSWORD" not in str(caught.value)

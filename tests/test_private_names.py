@@ -34,9 +34,11 @@ ATTRIBUTES = {
     "_coalesce_grad_reduction": "DeepSpeed ZeRO: one reduction a step",
     "_config": "DeepSpeed: the settings that it has read",
     "_PartitionedParameterCoordinator__params_to_release": "DeepSpeed ZeRO 3: parameters to give back",
+    "_get_session": "aiobotocore: a session of aiohttp, which takes no settings from outside",
     "_hp_optimizer_states_linked": "DeepSpeed ZeRO: where the optimiser's state is",
     "_post_accumulate_grad_hooks": "torch.Tensor: hooks that act when a gradient was added up",
     "_lazy_init_hp_params_optimizer_state": "DeepSpeed ZeRO: the optimiser's state before the first step",
+    "_middlewares": "aiohttp's session: bounds for the answers of S3, as `middlewares` gives them to other stores",
     "_release_process_group_references": "DeepSpeed: its process groups, at the end of a training",
     "_version": "torch.Tensor: whether a tensor was changed in place",
 }

@@ -1,8 +1,12 @@
 """Search with Optuna for settings by which a recipe retrieves more, in short trials on held-out classes."""
 
 import shutil
+import sqlite3
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from itertools import cycle
 from pathlib import Path
@@ -12,7 +16,10 @@ import numpy as np
 import optuna
 import yaml
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
+from optuna.exceptions import StorageInternalError
+from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
+from sqlalchemy.exc import SQLAlchemyError
 
 from distap.apps.advice import HELD_OUT, LEAST_TO_HOLD_OUT, RECIPE_TEMPLATES
 from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER
@@ -27,16 +34,28 @@ from distap.registry import by_path
 from distap.storage.atomic import write_whole
 from distap.storage.files import Storage
 from distap.storage.locations import part_of
+from distap.storage.texts import open_regular, read_text
 from distap.telemetry.runlog import RUN_LOG, read_run_log
 from distap.telemetry.terminal import tell
 from distap.training.schedule import Length
 
 SPACE_FILE, TUNED, TUNING_PAGE = "space.yaml", "recipe.yaml", "tuning.html"
+DATABASE = "trials.db"  # of Optuna
+OF_THE_DATABASE = (OSError, StorageInternalError, SQLAlchemyError, sqlite3.Error)
 SCALED = ("schedule.warmup", "schedule.milestones", "optimizer.head_only")  # lengths next to that of the training
 FIGURE = "mAP"  # of the held-out classes, which is to become large
 RUNGS = 4  # evaluations of a trial; successive halving ends a poor one after the first or second
 LOOK_SECONDS = 0.5
 REPEATS, MOST_REPEATED = "repeats", 50  # mark of a trial with the values of another; as many in a row end the search
+
+
+def opened_database(path: Path) -> RDBStorage:
+    """Open or make a database of trials; raise a ValueError if there is no regular file."""
+    if path.exists():
+        open_regular(path).close()
+    # A URL of SQLAlchemy would read `?` and `%` of the path as signs of its own, so SQLite gets the path itself.
+    connect = partial(sqlite3.connect, path.absolute(), check_same_thread=False)
+    return RDBStorage(f"sqlite:///{DATABASE}", engine_kwargs={"creator": connect})
 
 
 @dataclass
@@ -65,16 +84,41 @@ class Tuning:
         if not self.file.exists():
             template, of_trials = RECIPE_TEMPLATES.get_template(SPACE_FILE), self.index.of_classes(0, 1 - HELD_OUT)
             write_whole(self.file, template.render(written=self.settings, recipe=self.recipe, train=of_trials))
-        self.space = self.parsed_space(text := self.file.read_text("utf-8"))
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            text = read_text(self.file)
+        except (OSError, ValueError) as error:
+            raise DistapError(f"{self.file}: cannot be read: {error}") from error
+        self.space = self.parsed_space(text)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        self.study = optuna.create_study(
-            storage=f"sqlite:///{self.folder / 'trials.db'}",
-            study_name=sha256(repr((text, self.settings, self.share)).encode()).hexdigest(),  # another begins anew
-            load_if_exists=True,
-            direction="maximize",
-            pruner=optuna.pruners.SuccessiveHalvingPruner(reduction_factor=2),
-        )
+        # Another space, recipe or share begins anew.
+        name = sha256(repr((text, self.settings, self.share)).encode()).hexdigest()
+        # Whatever fails here does so because of what is in the database.
+        with self.keeping((Exception,)):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.study = optuna.create_study(
+                storage=opened_database(self.folder / DATABASE),
+                study_name=name,
+                load_if_exists=True,
+                direction="maximize",
+                pruner=optuna.pruners.SuccessiveHalvingPruner(reduction_factor=2),
+            )
+            self.study.get_trials()
+
+    @contextmanager
+    def keeping(self, kinds: tuple[type[Exception], ...] = OF_THE_DATABASE) -> Iterator[None]:
+        """Turn errors of the database and of the folder into a DistapError that names the database."""
+        try:
+            yield
+        except DistapError:
+            raise
+        except kinds as error:
+            reason: BaseException = error
+            while reason.__cause__ is not None:  # the first cause is SQLite's, in one line
+                reason = reason.__cause__
+            told = str(getattr(reason, "strerror", None) or reason) or type(reason).__name__
+            problem = f"{self.folder / DATABASE}: the trials cannot be kept there: {told.splitlines()[0]}"
+            remedy = "if the disk has room and nothing else has it open, move it away to begin the search anew"
+            raise DistapError(f"{problem}; {remedy}") from error
 
     def parsed_space(self, text: str) -> dict[str, BaseDistribution]:
         """Parse what to search: by recipe key a list of values, or a range."""
@@ -136,21 +180,26 @@ class Tuning:
         lease = Lease("--output", Storage(str(self.folder)), "search", "remove the file lease.json")
         lease.take()
         try:
-            for interrupted in self.study.get_trials(states=[TrialState.RUNNING]):
-                self.study.tell(interrupted.number, state=TrialState.FAIL)
-                self.try_one(interrupted.params)  # which goes on from its checkpoint
-            if all(trial.params for trial in self.study.get_trials(states=[TrialState.COMPLETE])):
-                self.try_one({})
-            repeated, keys = 0, cycle(self.space)
-            while time.monotonic() < self.end and repeated < MOST_REPEATED:
-                # A change of the best so far: of few trials with values of all keys at random, hardly one is as good.
-                best, key = self.study.best_params if self.study.best_trials else {}, next(keys)
-                best.pop(key, None)
-                repeated = 0 if self.try_one(best, key) else repeated + 1
+            with self.keeping():
+                self.search_until_the_end()
         finally:
             lease.release()
         if not self.study.best_trials:
             raise DistapError(f"{self.folder}: no trial came to its end: {self.row(self.study.trials[-1])[-1]}")
+
+    def search_until_the_end(self) -> None:
+        """Run interrupted trials again, the recipe as it is, and others while there is time."""
+        for interrupted in self.study.get_trials(states=[TrialState.RUNNING]):
+            self.study.tell(interrupted.number, state=TrialState.FAIL)
+            self.try_one(interrupted.params)  # which goes on from its checkpoint
+        if all(trial.params for trial in self.study.get_trials(states=[TrialState.COMPLETE])):
+            self.try_one({})
+        repeated, keys = 0, cycle(self.space)
+        while time.monotonic() < self.end and repeated < MOST_REPEATED:
+            # A change of the best so far: of few trials with values of all keys at random, hardly one is as good.
+            best, key = self.study.best_params if self.study.best_trials else {}, next(keys)
+            best.pop(key, None)
+            repeated = 0 if self.try_one(best, key) else repeated + 1
 
     def try_one(self, held: dict[str, Any], *others: str) -> bool:
         """Run a trial with these values and Optuna's of others, write recipe and page; False if it was run before."""

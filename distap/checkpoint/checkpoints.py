@@ -31,7 +31,7 @@ from distap.checkpoint.manifest import (
 from distap.errors import DistapError, logger
 from distap.storage.atomic import make_folder, write_whole
 from distap.storage.files import Storage
-from distap.storage.remotes import MissingFileError, UnreachableError
+from distap.storage.remotes import DamagedFileError, MissingFileError, UnreachableError
 from distap.storage.texts import read_json
 
 CHECKPOINTS_FOLDER = "checkpoints"  # within the folder of a run
@@ -97,6 +97,8 @@ class Checkpoints:
             data = self.storage.read_whole(f"{self.folder}/{name}/{MANIFEST_FILE}")
         except MissingFileError as error:
             raise DamagedCheckpointError(self.where(name), f"{MANIFEST_FILE} is not there") from error
+        except DamagedFileError as error:
+            raise DamagedCheckpointError(self.where(name), str(error)) from error
         return parse_manifest(data, self.where(name))
 
     def best(self) -> tuple[float, str] | tuple[None, None]:
@@ -167,7 +169,7 @@ class Checkpoints:
         try:
             with ThreadPoolExecutor(DOWNLOADS) as pool:
                 list(pool.map(download, files))
-        except MissingFileError as error:
+        except (MissingFileError, DamagedFileError) as error:
             raise DamagedCheckpointError(self.where(name), str(error)) from error
 
     def _listed(self) -> dict[str, set[str]]:

@@ -14,14 +14,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from distap.errors import DistapError
 from distap.storage.atomic import FileIdentity
@@ -31,6 +35,7 @@ from distap.world import World
 MANIFEST_FILE, STATE_FILE = "manifest.json", "state.json"
 SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")  # the tensors that one rank wrote
 MANIFEST_FORMAT = 3
+SERIALIZED_COPIES = 2  # of a rank's tensors that safetensors holds in memory before they are written
 
 
 class DamagedCheckpointError(DistapError):
@@ -94,13 +99,26 @@ def _alone_on_purpose() -> Iterator[None]:
         yield
 
 
+class _Writer(HuggingFaceStorageWriter):
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's part; raise a MemoryError before safetensors would, which ends the process."""
+        tensors = [item.tensor_data for item in plan.items if item.tensor_data is not None]
+        size = sum(tensor.chunk.sizes.numel() * tensor.properties.dtype.itemsize for tensor in tensors)
+        try:
+            np.empty(SERIALIZED_COPIES * size, np.uint8)  # reserved and given back
+        except MemoryError as error:
+            needed = f"{SERIALIZED_COPIES * size / 1e6:,.1f} MB"
+            raise MemoryError(f"memory ran out: writing a checkpoint takes {needed} next to the tensors") from error
+        return super().write_data(plan, planner)
+
+
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], world: World) -> None:
     """Write this rank's part of all tensors into a folder, which may differ between ranks.
 
     Raises:
         OSError: on all ranks, if any rank cannot write.
     """
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    writer = _Writer(str(folder), save_distributed=True)
     is_alone = world.group is None
     try:
         with _alone_on_purpose():

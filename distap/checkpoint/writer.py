@@ -1,5 +1,6 @@
 """Write checkpoints in a thread while training goes on, to disk or to a store."""
 
+import gc
 import json
 import shutil
 import time
@@ -17,7 +18,7 @@ from torch import Tensor
 from distap.checkpoint.agreement import on_all
 from distap.checkpoint.checkpoints import Checkpoints, FilesBeside
 from distap.checkpoint.manifest import STATE_FILE, Manifest, write_tensors
-from distap.errors import DistapError, logger
+from distap.errors import DistapError, logger, memory_ran_out
 from distap.processes.forks import in_daemon
 from distap.processes.watchdog import is_of_the_network
 from distap.storage.atomic import FileIdentity, file_identity, write_whole
@@ -113,16 +114,18 @@ class CheckpointWriter:
             outcome["bytes"] = self._write(manifest, tensors, state)
             if manifest.score is not None:
                 self.best = max(self.best, manifest.score)
-        except Exception as error:  # training goes on after any error, which the outcome tells
+        except BaseException as error:  # training goes on after any error, a panic of Rust too; the outcome tells it
             outcome = {"error": str(error) or type(error).__name__, "may_pass": isinstance(error, UnreachableError)}
             if self.world.size > 1 and is_of_the_network(error):
                 outcome["lost_rank"] = error
-            elif self.checkpoints.is_on_disk:
+            elif self.checkpoints.is_on_disk and not memory_ran_out(error):
                 # torch's writer hides a full disk behind an error of its own.
                 folder = self.checkpoints.path("")
                 free = shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.is_dir())).free / 1e6
                 needed = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
                 outcome["error"] += f" (it takes {needed:,.1f} MB; the disk has room for {free:,.1f} MB)"
+        if "error" in outcome:
+            gc.collect()  # the frames of the error hold the copies of the tensors
         seconds = time.perf_counter() - started
         where = self.checkpoints.where(f"step-{manifest.step:08d}")
         written = Written(manifest.step, where, seconds, blocked_seconds, **outcome)

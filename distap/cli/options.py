@@ -1,5 +1,6 @@
 """What several commands share: options of recipe, ranks and network, -h, results as JSON, refusal of URLs."""
 
+import errno
 import gc
 import json
 import os
@@ -15,11 +16,20 @@ import typer
 from typer.core import TyperCommand
 
 from distap.data.shards.parallel import in_processes
-from distap.errors import DistapError
+from distap.errors import FAILED, DistapError, memory_ran_out
 from distap.processes.forks import leave
 from distap.processes.stopping import go_deaf
 from distap.storage.locations import scheme_of
-from distap.telemetry.terminal import console, print_error
+from distap.telemetry.terminal import console, print_error, print_text
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # errors of a disk
+LESS = "Lower the batch or the images' size, data.workers or data.pixels.memory_bytes, or use a larger machine"
+
+
+class LackingMemoryError(DistapError):
+    """Raised if memory ran out where no smaller size is tried; another start may find more."""
+
+    status = FAILED
 
 
 def ranks_to_start(asked: str, config: Path | None = None, overrides: Sequence[str] | None = None) -> int:
@@ -71,13 +81,24 @@ def run(command: typer.Typer, name: str) -> None:
     try:
         command(prog_name=name)
     except DistapError as error:
-        go_deaf()
-        print_error(error)
-        leave(error.status)
+        problem = error
     except SystemExit as end:
         if not isinstance(end.code, int):
             raise
         leave(end.code)
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        if memory_ran_out(error):
+            problem = LackingMemoryError(f"memory ran out: {reason}. {LESS}")
+        elif isinstance(error, OSError) and error.errno in FULL:
+            problem = DistapError(f"{error.filename or 'the output'}: cannot be written: {error.strerror}")
+        else:
+            raise
+    else:
+        return
+    go_deaf()
+    print_error(problem)
+    leave(problem.status)
 
 
 JSON = Annotated[bool, typer.Option("--json", help="Print results as JSON, and nothing else to the standard output.")]
@@ -124,4 +145,4 @@ class App(typer.Typer):
 
 
 def print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=1))
+    print_text(json.dumps(value, indent=1))

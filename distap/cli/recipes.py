@@ -9,7 +9,7 @@ from rich.table import Table
 
 from distap.cli.options import OVERRIDES, RECIPE_ARGUMENT
 from distap.errors import DistapError
-from distap.telemetry.terminal import print_result, print_warning
+from distap.telemetry.terminal import print_result, print_text, print_warning
 
 ARCHITECTURE = "Architecture of timm to train."
 WEIGHTS_HELP = "Weights to begin with: timm, random, or a mapping as in a recipe."
@@ -60,7 +60,7 @@ def recipes_command(
     from distap.config.reading import RECIPES, recipe_file
 
     if name is not None:
-        typer.echo(recipe_file(Path(name)).read_text("utf-8"), nl=False)
+        print_text(recipe_file(Path(name)).read_text("utf-8").rstrip("\n"))
         return
     table = Table("name", *RECIPE_HEAD, box=None, pad_edge=False)
     for path in sorted(RECIPES.glob("*.yaml"), key=lambda path: path.stem):
@@ -76,4 +76,4 @@ def config_command(config: RECIPE_ARGUMENT, overrides: OVERRIDES = None) -> None
     from distap.config.reading import load_recipe
 
     settings = load_recipe(config, overrides or []).model_dump(mode="json")
-    typer.echo(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), nl=False)
+    print_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).rstrip("\n"))

@@ -50,6 +50,8 @@ def search_command(
         set_up_logging(world.rank)
         searcher = open_searcher(index, checkpoint, whitening, world=world, best=best, trust=trust)
         results = list(searcher.search(queries_from(queries, searcher.index), top))
+    if output is not None:  # before anything is printed, which may fail
+        write_search_page(output, results, searcher.index, open_thumbnails(searcher.index, images))
     if as_json:
         print_json([_as_json(each) for each in results])
     for each in results:
@@ -57,11 +59,8 @@ def search_command(
             print_warning(f"{each.name}: {each.problem}")
         elif not as_json:
             print_result(_table(each))
-    if output is not None:
-        thumbnails = open_thumbnails(searcher.index, images)
-        write_search_page(output, results, searcher.index, thumbnails)
-        if not as_json:
-            print_result(f"page: {output}")
+    if output is not None and not as_json:
+        print_result(f"page: {output}")
     if any(each.problem for each in results):
         raise typer.Exit(FAILED)
 

@@ -1,6 +1,7 @@
 """Read a recipe from YAML, exactly, apply overrides, and explain wrong keys and values."""
 
 import difflib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, pairwise
@@ -11,10 +12,10 @@ import yaml
 from pydantic import ValidationError
 
 from distap.config.recipe import DescribingSection, ImagesSection, NetworkRecipe, Recipe
-from distap.errors import DistapError, problems_of, suggestion
+from distap.errors import DistapError, holds_secret, problems_of, suggestion, without_secrets
 from distap.registry import REGISTRY, SOURCES, WAY_TO_TRUST, Builds, builds_recorded, by_path, fields_of
 from distap.storage.locations import from_folder
-from distap.storage.texts import MOST_TEXT, read_text, without_secrets
+from distap.storage.texts import MOST_TEXT, read_text
 
 RECIPES = Path(__file__).parents[1] / "recipes"  # those of distap, each a YAML file
 UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument", "unknown_key")  # two of pydantic, and ours
@@ -39,10 +40,22 @@ def load_recipe(source: Path | Mapping[str, Any], overrides: Overrides = (), whe
     line in the file.
     """
     settings = changed_settings(source, overrides)
+    _refuse_secrets(settings)
     if isinstance(source, Mapping):
         return _checked(Recipe, settings, lambda key: where)
     keys = (dict(by_path(one, ".")) if isinstance(one, Mapping) else [one.split("=")[0]] for one in overrides)
     return _checked(Recipe, settings, partial(_place, source, [*chain.from_iterable(keys)]))
+
+
+def _refuse_secrets(settings: Mapping[str, Any]) -> None:
+    """Raise a DistapError for a value that names a place with a password: a recipe is recorded, logged and shown."""
+    for key, value in by_path(settings, "."):
+        texts = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(text, str | Path) and holds_secret(str(text)) for text in texts):
+            problem = "credentials in a URL end up in logs and checkpoints; put them into the environment"
+            raise DistapError(f"{key}: {problem}")
+    if re.match(r"\w{2,}:/", str(settings.get("run", ""))):
+        raise DistapError(f"run: {settings['run']}: must be a folder on this machine; checkpoint.store takes a URL")
 
 
 def changed_settings(source: Path | Mapping[str, Any], overrides: Overrides) -> dict[str, Any]:

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom; pixels
 Shape = tuple[int, int]  # height and width, pixels
+MAX_PIXELS = 100_000_000  # of an image, as it is stored and as it is scaled
 FACTORS = (8, 4, 2, 1)  # by which libjpeg can scale down while it decodes
+NUMBER = "[0-9]{1,9}"
 SIZINGS = re.compile(
-    r"(?:resize (?P<resize>[0-9]+(?:x[0-9]+)?) (?=crop))?(?:(?P<kind>crop|side) (?P<pixels>[0-9]+)|original)"
+    rf"(?:resize (?P<resize>{NUMBER}(?:x{NUMBER})?) (?=crop))?(?:(?P<kind>crop|side) (?P<pixels>{NUMBER})|original)"
 )
 EXPECTED = (
     "expected `crop N`, `side N` or `original`, N pixels, or `resize M crop N` or `resize HxW crop N` with M of N or "
@@ -43,6 +45,9 @@ class Sizing:
     def __post_init__(self) -> None:
         if self.pixels == 0 or (self.resize and min(self.resize) < (self.pixels or 0)):
             raise DistapError(f"sizing `{self}`: {EXPECTED}")
+        sides = self.resize or ((self.pixels or 0) * (self.kind == "crop"),)
+        if sides[0] * sides[-1] > MAX_PIXELS:
+            raise DistapError(f"sizing `{self}`: more than {MAX_PIXELS:,} pixels an image")
 
     def __str__(self) -> str:
         resize = f"resize {'x'.join(map(str, self.resize))} " if self.resize else ""
@@ -76,7 +81,7 @@ class Sizing:
         # Imported here, since recipes are read without torch.
         from torchvision.transforms.v2 import functional as F
 
-        from distap.data.images.decoding import MAX_PIXELS, DamagedImageError
+        from distap.data.images.decoding import DamagedImageError
 
         width, height = image.size
         left, top, right, bottom = box or (0, 0, width, height)

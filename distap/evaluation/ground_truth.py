@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field, FiniteFloat, PositiveFloat, StrictInt, StrictStr, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat, StrictInt, StrictStr, ValidationError
 from torch.nn.functional import normalize
 
 from distap.data.sizing import Box
@@ -25,7 +25,7 @@ from distap.errors import DistapError
 from distap.retrieval.figures import LABELLED_FIGURES, figures_named
 from distap.retrieval.row_blocks import taken
 from distap.retrieval.truth import NONE, Truth, rows_by_class
-from distap.storage.texts import read_json
+from distap.storage.texts import read_written_json
 
 EARTH_METRES = 6_371_008.8  # mean radius
 Name = Annotated[StrictInt | StrictStr, Field(union_mode="left_to_right")]  # of an image, or the number of its row
@@ -55,7 +55,7 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
     """The descriptors of an instance's images are averaged and normalised, and the instance replaces these images."""
     positions: dict[str, Position] | None = None  # of images by name; those near a query are its positives
     unit: Literal["metres", "degrees"] = "metres"  # of positions: east and north, or latitude and longitude
-    radius: PositiveFloat = 25.0  # metres up to which a position is near
+    radius: Annotated[FiniteFloat, Field(gt=0)] = 25.0  # metres up to which a position is near
     dataset: str = "ground truth"
     # Folders of shards next to the file, in which names are those of classes.
     query: tuple[str, ...] = ()
@@ -201,7 +201,7 @@ def on_globe(degrees: NDArray[np.float64]) -> NDArray[np.float64]:
 def read_truth(path: Path) -> GroundTruth:
     """Read a ground truth from a file, or raise a DistapError that names the file and the key."""
     try:
-        truth = parsed_truth(read_json(path), str(path))
+        truth = parsed_truth(read_written_json(path), str(path))
     except (OSError, ValueError) as error:
         raise DistapError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     for split in (*truth.query, *truth.gallery):

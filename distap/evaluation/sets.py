@@ -128,10 +128,10 @@ def evaluate_sets(
         found = one.evaluate(refinement)
         if describing.world.rank > 0:
             continue
+        results[name] = {found.refinement: json.loads(found.model_dump_json())["figures"]}  # without NaN
+        if output is not None:  # before anything is printed, which may fail
+            found.save(output / name if len(sets) > 1 else output, **about)
         told = f"{found.queries} queries, {found.left_out} without a positive left out"
         if printed:
             print_result(f"{name}: {told}", figures_table({found.refinement: found.figures}))
-        results[name] = {found.refinement: json.loads(found.model_dump_json())["figures"]}  # without NaN
-        if output is not None:
-            found.save(output / name if len(sets) > 1 else output, **about)
     return about | {"sets": results}

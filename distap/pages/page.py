@@ -10,8 +10,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from distap.data.images.decoding import EncodedImage
 from distap.data.images.whole_images import thumbnail
+from distap.errors import without_secrets
 from distap.storage.atomic import write_whole
-from distap.storage.texts import without_secrets
 
 THUMBNAIL = 320  # longer side of a picture, pixels
 SIDE, WEBP_QUALITY = 224, 70  # of the pictures in a page, of which about two hundred take a megabyte

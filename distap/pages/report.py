@@ -18,14 +18,14 @@ from distap.config.reading import parsed_yaml
 from distap.data.images.decoding import EncodedImage
 from distap.data.images.whole_images import Thumbnails, thumbnails_of
 from distap.data.loading.reader import open_images
-from distap.errors import DistapError
+from distap.errors import DistapError, without_secrets
 from distap.evaluation.saved import Evaluation, Retrieved, folder_of_step, read_evaluation, saved_steps
 from distap.pages.charts import MOST_POINTS, Chart
 from distap.pages.page import THUMBNAIL, write_page
 from distap.randomness import permutation
 from distap.retrieval.descriptor_files import reading
 from distap.storage.atomic import write_whole
-from distap.storage.texts import read_text, without_secrets
+from distap.storage.texts import read_text
 from distap.telemetry.runlog import read_run_log, read_starts
 from distap.telemetry.terminal import print_warning
 

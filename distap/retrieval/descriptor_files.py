@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import pydantic.dataclasses
 from numpy.typing import NDArray
+from pydantic import PositiveInt
 
 from distap.errors import DistapError
 from distap.storage.atomic import FileIdentity, file_identity, replacing, write_whole
@@ -50,7 +51,7 @@ class DescribedBy:
     scales: tuple[float, ...] = (1.0,)
     whitening: str | None = None  # hash of the whitening applied after the network, if any
     antialias: bool = True  # of images at scales below 1
-    dimensions: int | None = None  # first ones that were kept, if not all
+    dimensions: PositiveInt | None = None  # first ones that were kept, if not all
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from distap.errors import LENGTH_TOLERANCE, DistapError, tensor_given
 from distap.retrieval.descriptor_files import ABOUT_FILE, EXTRACTION_FILE, DescribedBy, read_descriptors, reading
+from distap.storage.texts import open_regular
 
 BLOCK_NUMBERS = 2**24  # numbers of a block: 64 MB in float32
 Descriptors = Any  # descriptors (N, C): a tensor, an array or memory map, or `DescriptorParts`
@@ -238,6 +239,7 @@ def _opened(path: Path, described_by: DescribedBy | None) -> Iterator[tuple[str,
             yield from _opened(file, None)
     elif path.suffix == ".npy":
         with reading(path, "numpy.save"):
+            open_regular(path).close()
             yield str(path), np.load(path, mmap_mode="r", allow_pickle=False)
     elif path.suffix in HDF5_SUFFIXES:
         try:
@@ -245,7 +247,11 @@ def _opened(path: Path, described_by: DescribedBy | None) -> Iterator[tuple[str,
         except ImportError as error:
             raise DistapError(f"{path}: needs h5py: pip install 'distap[hdf5]' ({error})") from error
         with reading(path, "the extractor of ILIAS"):
-            yield str(path), h5py.File(path)[HDF5_NAME]
+            open_regular(path).close()
+            rows = h5py.File(path)[HDF5_NAME]
+            if not isinstance(rows, h5py.Dataset) or rows.shape is None:
+                raise ValueError(f"{HDF5_NAME} is a {type(rows).__name__} without numbers, expected an array (N, C)")
+            yield str(path), rows
     else:
         expected = f"expected {', '.join(PART_SUFFIXES)}, or a folder of them or of `distap extract`"
         raise DistapError(f"{path}: {'no descriptors' if path.exists() else 'no such file'}; {expected}")

@@ -8,11 +8,10 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from distap.errors import DistapError, logger
+from distap.errors import DistapError, logger, memory_ran_out
 from distap.world import World
 
 Rows = slice | Tensor  # of a rank's share: from start to stop, or (n,) int64, ascending
-OUT_OF_CPU_MEMORY = ("DefaultCPUAllocator", "could not create a primitive")  # the second is oneDNN's
 
 
 @runtime_checkable
@@ -154,8 +153,8 @@ def backward_passes(
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Tell whether torch ran out of memory; on the CPU there is no error class for it."""
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OUT_OF_CPU_MEMORY)
+    """Tell whether torch ran out of memory."""
+    return memory_ran_out(error)
 
 
 def as_rows(numbers: Tensor) -> Rows:

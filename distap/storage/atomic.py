@@ -27,7 +27,13 @@ def write_whole(path: Path, data: bytes | str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file that replaces `path` on leaving the context; after an OSError the old file stays."""
+    """Open a new file that replaces `path` on leaving the context; after an OSError the old file stays.
+
+    Raises:
+        DistapError: `path` is a device, a pipe or a folder, which no file may replace.
+    """
+    if path.exists() and not path.is_file():
+        raise DistapError(f"{path}: no regular file, so nothing can be written in its place; name a new file")
     # In the same folder, since a rename is atomic within one file system only.
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     make_folder(path.parent)

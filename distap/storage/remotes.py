@@ -3,7 +3,7 @@
 import errno
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -15,6 +15,7 @@ PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryEr
 PERMANENT_NUMBERS = (errno.ENOSPC, errno.EROFS, errno.ENAMETOOLONG)  # of this host's own disk
 OPTION_ERRORS = (TypeError, AttributeError, NotImplementedError)  # file systems check some options only when used
 LACKS_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound")
+WRONG_CHECKSUM = ("FlexibleChecksumError", "ChecksumError")  # of botocore and gcsfs
 REFUSED = (401, 403, 404, 410, 416)  # HTTP statuses that no further attempt mends
 ATTEMPTS, TIMEOUT_SECONDS = 5, 60.0  # of a request, which reads 8 MiB at most, or a whole image
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds between two attempts, doubled each time
@@ -34,6 +35,14 @@ class UnreachableError(DistapError):
     status = FAILED
 
 
+class DamagedFileError(DistapError):
+    """Raised if a store's bytes differ from the store's own checksum of them at every attempt."""
+
+
+class AnswerError(DistapError):
+    """Raised if a server answers what no reader may take; asking again would not help."""
+
+
 def file_system(scheme: str) -> Any:
     """Make an fsspec file system with connections of its own and the options of fsspec's configuration."""
     import fsspec.config  # slow
@@ -43,16 +52,18 @@ def file_system(scheme: str) -> Any:
         if scheme in ("http", "https"):
             from aiohttp import ClientTimeout
 
-            # Tars are not worth packing once more, and a packed part of a file cannot be unpacked.
-            client = {"timeout": ClientTimeout(TIMEOUT_SECONDS), "headers": {"Accept-Encoding": "identity"}}
-            options["client_kwargs"] = {**client, **options.get("client_kwargs", {})}
+            client = {"timeout": ClientTimeout(TIMEOUT_SECONDS), **options.get("client_kwargs", {})}
+            options["client_kwargs"] = with_bounds(client)
         if scheme == "s3":
+            from distap.storage.answers import bounded_s3_session
+
             # One attempt of boto's is one of ours, see `retried`; so is one of s3fs, which is set below.
             seconds = dict.fromkeys(("connect_timeout", "read_timeout"), TIMEOUT_SECONDS)
-            own = {"retries": {"total_max_attempts": 1}, **seconds}
+            own = {"retries": {"total_max_attempts": 1}, "http_session_cls": bounded_s3_session(), **seconds}
             options["config_kwargs"] = {**own, **options.get("config_kwargs", {})}
         if scheme == "gs":
             options.setdefault("requests_timeout", TIMEOUT_SECONDS)
+            options["session_kwargs"] = with_bounds(options.get("session_kwargs", {}))
         if scheme == "file":
             options["auto_mkdir"] = True
         # A cached listing would hide checkpoints that other hosts have written since.
@@ -66,6 +77,16 @@ def file_system(scheme: str) -> Any:
     if scheme == "s3":
         files.retries = 1
     return files
+
+
+def with_bounds(client: dict[str, Any]) -> dict[str, Any]:
+    """Return settings of an aiohttp session, and with them bounds for the answers of a server."""
+    from distap.storage.answers import bounded
+
+    # Tars are not worth packing once more, and a packed part of a file cannot be unpacked.
+    headers = {"Accept-Encoding": "identity", **client.get("headers", {})}
+    middlewares = (bounded, *client.get("middlewares", ()))
+    return {**client, "headers": headers, "auto_decompress": False, "middlewares": middlewares}
 
 
 def retried(done: str) -> Callable[[M], M]:
@@ -95,9 +116,12 @@ def retried(done: str) -> Callable[[M], M]:
                     self.meter["retries"] += int(attempt.num > 1)
                     with attempt:
                         return method(self, name, *args, **options)
-            except DistapError:
-                raise
             except Exception as error:  # each file system raises its own
+                mistake = _cause(error)
+                if isinstance(mistake, AnswerError):
+                    raise AnswerError(f"{self.where(name)}: {mistake}") from error
+                if isinstance(mistake, DistapError):
+                    raise mistake from None
                 raise _explained(error, self.where(name), done) from error
             raise AssertionError("at least one attempt")
 
@@ -113,16 +137,34 @@ def _explained(error: Exception, where: str, done: str) -> DistapError:
     reason = str(cause) or str(cause.__cause__ or "") or type(cause).__name__
     if isinstance(cause, TimeoutError):
         reason = f"no answer within {TIMEOUT_SECONDS:g} s"
+    if type(cause).__name__ == "TooManyRedirects":  # of aiohttp, whose text names no reason
+        reason = "the server redirects again and again"
+    if any(type(one).__name__ in WRONG_CHECKSUM for one in _chain(error)):
+        return DamagedFileError(f"{where}: damaged in the store, at each of {ATTEMPTS} attempts: {reason}")
     if not _may_pass(error):
         return DistapError(f"{where}: cannot be {done}: {reason}")
     return UnreachableError(f"{where}: cannot be {done}: {ATTEMPTS} attempts failed, the last with: {reason}")
 
 
 def _cause(error: Exception) -> Exception:
-    """Return the error behind fsspec's FileNotFoundError: over HTTP, fsspec reports all failures as that."""
+    """Return the error behind fsspec's FileNotFoundError: over HTTP, fsspec reports all failures as that.
+
+    A DistapError of our own middleware comes back as the cause or context of errors of fsspec or boto.
+    """
+    own = [one for one in _chain(error) if isinstance(one, DistapError)]
+    if own:
+        return own[0]
     cause = error.__cause__
     is_of_http = isinstance(cause, OSError) or type(cause).__module__.startswith("aiohttp.")
     return cast(Exception, cause) if isinstance(error, FileNotFoundError) and is_of_http else error
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, and those that it was raised from or in the handling of."""
+    inner: BaseException | None = error
+    while inner is not None:
+        yield inner
+        inner = inner.__cause__ or inner.__context__
 
 
 def _may_pass(error: Exception) -> bool:

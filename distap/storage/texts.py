@@ -1,5 +1,7 @@
 """Handle untrusted text: make names safe for a terminal, log line or page, and read files within bounds."""
 
+import json
+import math
 import os
 import re
 import stat
@@ -11,8 +13,6 @@ from pydantic_core import from_json
 
 MAX_NAME = 4096  # bytes of a key, path or class's name, all of which an index holds as wide as the longest
 MOST_TEXT = 2**26  # bytes of a text that is read whole
-# The user of a URL, and a query with a value, which may be a signature.
-_SECRET = re.compile(r"(?<=://)[^\s/@`'\"]+@|(?<=\S)\?[^\s`'\"]*(?:=|%3D)[^\s`'\"]*")
 # Control characters, line and paragraph ends, and surrogates, which stand for bytes that are no UTF-8.
 _UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but tabs and line ends, which messages have
@@ -33,11 +33,6 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
-def without_secrets(text: str) -> str:
-    """Remove the users and signatures of all URLs in a text that others will read."""
-    return _SECRET.sub("", text)
-
-
 def open_regular(path: Path) -> BufferedReader:
     """Open a file to read; raise a ValueError if it is a pipe, which could wait for ever, a device or a folder."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe opens at once like this
@@ -53,7 +48,10 @@ def read_text(path: Path, most: int = MOST_TEXT) -> str:
         data = file.read(most + 1)
     if len(data) > most:
         raise ValueError(f"more than {most:,} bytes")
-    return data.decode()
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:  # which holds the whole text
+        raise ValueError(f"no text in UTF-8: {error.reason} at byte {error.start}") from None
 
 
 def parsed_json(text: str | bytes, kind: type = dict) -> Any:
@@ -67,3 +65,26 @@ def parsed_json(text: str | bytes, kind: type = dict) -> Any:
 def read_json(path: Path, kind: type = dict) -> Any:
     """Read a JSON file; see `read_text` and `parsed_json` for the errors."""
     return parsed_json(read_text(path), kind)
+
+
+def read_written_json(path: Path, kind: type = dict) -> Any:
+    """Read a JSON file that a person wrote, as `read_json`; refuse repeated keys and numbers that are not finite."""
+    text = read_text(path)
+    parsed_json(text, kind)
+    return json.loads(text, object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entry = dict(pairs)
+    if len(entry) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {as_line(repeated)!r} stands twice in an object")
+    return entry
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text[:40]} is not finite")
+    return number

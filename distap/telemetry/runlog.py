@@ -24,10 +24,10 @@ from typing import Any, Protocol
 from pydantic_core import to_json
 
 import distap
-from distap.errors import DistapError, logger
+from distap.errors import DistapError, logger, without_secrets
 from distap.registry import REGISTRY, by_path
 from distap.storage.atomic import write_whole
-from distap.storage.texts import MOST_TEXT, parsed_json, without_secrets
+from distap.storage.texts import MOST_TEXT, parsed_json
 
 RUN_LOG, STARTS_LOG = "metrics.jsonl", "starts.jsonl"
 FLUSH_SECONDS = 10

@@ -19,9 +19,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic_core import to_json
@@ -32,7 +33,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from distap.errors import logger
+from distap.errors import DistapError, logger, without_secrets
 from distap.storage.texts import printable
 
 T = TypeVar("T")
@@ -59,8 +60,23 @@ class _Console(Console):
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text), **options)
 
+    def on_broken_pipe(self) -> None:
+        """Go on without a reader, such as `head`, since files may still have to be written."""
+        self.silence()
 
-console = _Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)  # messages and progress
+    def silence(self) -> None:
+        """Drop what is printed from now on, and what waits to be written."""
+        self.quiet = True
+        with Path(os.devnull).open("wb") as nowhere, suppress(OSError, ValueError):  # a stream may have no number
+            os.dup2(nowhere.fileno(), self.file.fileno())
+
+
+class _Messages(_Console):
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(without_secrets(text), **options)
+
+
+console = _Messages(stderr=True, highlight=False, soft_wrap=True, emoji=False)  # messages and progress
 results = _Console(highlight=False, soft_wrap=True, emoji=False)
 if not console.is_terminal:
     console.width = 140  # a log has no width of its own
@@ -70,9 +86,25 @@ if not results.is_terminal:
 
 def print_result(*parts: object) -> None:
     """Print a command's results (lines and tables) to standard output."""
-    for part in parts:
-        # A text may hold brackets, such as a class called [red], which rich would take for markup.
-        results.print(part, markup=not isinstance(part, str))
+    with _told_if_full():
+        for part in parts:
+            # A text may hold brackets, such as a class called [red], which rich would take for markup.
+            results.print(part, markup=not isinstance(part, str))
+
+
+def print_text(text: str) -> None:
+    """Print a text for programs, such as JSON or YAML, to standard output as it is."""
+    with _told_if_full():
+        results.out(text, highlight=False)
+
+
+@contextmanager
+def _told_if_full() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        results.silence()  # else Python would try once more when it ends
+        raise DistapError(f"standard output: cannot be written: {error.strerror or error}") from error
 
 
 def print_warning(text: str) -> None:
@@ -210,6 +242,9 @@ class _Formatter(logging.Formatter):
     converter = staticmethod(time.gmtime)
     default_time_format, default_msec_format = "%Y-%m-%dT%H:%M:%S", "%s.%03dZ"
 
+    def format(self, record: logging.LogRecord) -> str:
+        return without_secrets(super().format(record))
+
 
 class TextLines(_Formatter):
     """Format a record as one line; a traceback follows on further lines."""
@@ -230,11 +265,11 @@ class JsonLines(_Formatter):
             "rank": origin.rank,
             "step": origin.step,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": without_secrets(record.getMessage()),
         }
         line |= getattr(record, "figures", {})
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            line["exception"] = without_secrets(self.formatException(record.exc_info))
         return to_json(line, inf_nan_mode="null").decode()
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import distap
@@ -11,7 +12,6 @@ from distap.checkpoint.agreement import on_all
 from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER, Checkpoint, Checkpoints, FilesBeside
 from distap.checkpoint.finding import newest_checkpoint
 from distap.checkpoint.lease import Lease
-from distap.checkpoint.manifest import DamagedCheckpointError
 from distap.checkpoint.writer import CheckpointWriter
 from distap.config.recipe import Recipe
 from distap.data.loading.indexed import IndexedImages
@@ -150,7 +150,11 @@ class RunState:
                 of.load_state_dict(without_prefix(f"{part}.", tensors))
             self.learner.load_state_dict(tensors)
         except (RuntimeError, KeyError, ValueError) as error:
-            raise DamagedCheckpointError(checkpoint.where, f"it is of another network or loss: {error}") from error
+            # Torch names the tensors that are missing, unexpected or of another shape, a line for each kind.
+            lines = [shorten(line, 200) for line in str(error).splitlines()[:6]]
+            remedy = "choose another run folder, or go back to the network that the run began with"
+            problem = f"it is of another network or loss: {' '.join(lines)}"
+            raise DistapError(f"{checkpoint.where}: {problem}; {remedy}") from error
         self.score = checkpoint.manifest.score
         for line in _differences(recorded, self._settings):
             logger.warning("%s: the recipe has changed since: %s", checkpoint.where, line)

@@ -314,3 +314,11 @@ def test_every_pooling_and_head_is_exported(tmp_path, backbone, pooling, options
 def test_images_are_described_at_several_scales(tmp_path):
     several = MultiScaleNetwork(network(), (1.0, 0.7071), whitening=whitening_tensors(), dimensions=3)
     held_to_the_network(tmp_path, several, 64)
+
+
+@pytest.mark.parametrize("format", ["pt2", "safetensors"])
+def test_an_export_to_a_full_disk_says_so_and_leaves_nothing(format, exported, small_disk):
+    disk = small_disk("600k")
+    with pytest.raises(DistapError, match="No space left on device"):
+        export_to_folder(exported.run, disk / "exported", [format])
+    assert not [*disk.iterdir()]

@@ -1,6 +1,9 @@
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -181,3 +184,23 @@ def test_a_page_of_hits_looks_right_in_a_browser_and_shows_whole_keys_on_demand(
     assert summary.text == hit.key.split("/")[1]
     summary.click()
     assert shown.size["height"] > folded and shown.text.splitlines()[1] == hit.key
+
+
+def test_a_page_is_written_though_nobody_reads_the_table(tmp_path, gallery):
+    reading, writing = os.pipe()
+    os.close(reading)
+    page, key = tmp_path / "hits.html", f"key:{read_descriptors(gallery.descriptors).keys[0]}"
+    command = [sys.executable, "-m", "distap.cli", "search", str(gallery.index), key, "--output", str(page)]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert page.is_file()
+
+
+def test_an_index_of_images_that_are_too_large_is_refused(tmp_path, gallery):
+    shutil.copytree(gallery.index, tmp_path / "index")
+    about = json.loads((tmp_path / "index/about.json").read_text())
+    about["described_by"]["sizing"] = "crop 30000"
+    (tmp_path / "index/about.json").write_text(json.dumps(about))
+    with pytest.raises(DistapError, match=r"about\.json.*`crop 30000`: more than 100,000,000 pixels"):
+        open_searcher(tmp_path / "index", gallery.run, world=World())

@@ -1,5 +1,8 @@
 """`distap tune`: trials on held-out classes; it goes on after a kill, and says what is wrong with a space."""
 
+import os
+import sqlite3
+from contextlib import closing
 from unittest.mock import patch
 
 import pytest
@@ -122,3 +125,38 @@ def test_a_wrong_space_is_told_before_any_trial(folder, monkeypatch, capfd, spac
     assert distap(monkeypatch, "tune", "recipe.yaml", "--space", "space.yaml", "--output", "tuned") == 2
     assert said in capfd.readouterr().err
     assert not (folder / "tuned/trials").exists()
+
+
+def text(path):
+    path.write_text("not a database")
+
+
+def foreign(path):
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("create table studies (x int)")
+        database.commit()
+
+
+@pytest.mark.parametrize("make", [text, foreign, os.mkfifo, os.mkdir])
+def test_a_database_that_holds_no_trials_is_named_in_one_line(make, folder, monkeypatch, capfd):
+    (folder / "tuned").mkdir()
+    make(folder / "tuned/trials.db")
+    assert distap(monkeypatch, "tune", "recipe.yaml", "--space", "space.yaml", "--output", "tuned") == 2
+    told = capfd.readouterr().err
+    assert "error: tuned/trials.db: the trials cannot be kept there: " in told
+    assert "Traceback" not in told
+
+
+def test_a_database_that_another_process_holds_is_named_in_one_line(folder, monkeypatch, capfd):
+    (folder / "tuned").mkdir()
+    with closing(sqlite3.connect(folder / "tuned/trials.db")) as database:
+        database.execute("begin exclusive")
+        assert distap(monkeypatch, "tune", "recipe.yaml", "--space", "space.yaml", "--output", "tuned") == 2
+    assert "error: tuned/trials.db: the trials cannot be kept there: database is locked" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["a?x=1", "a#b", "a%41", "a b"])
+def test_trials_stay_in_a_folder_of_any_name(name, folder):
+    Tuning(folder / "recipe.yaml", [], folder / name, folder / "space.yaml", 0.5, 1)
+    assert [path.name for path in (folder / name).iterdir()] == ["trials.db"]
+    assert not {path.name for path in folder.iterdir()} - {name, "photos", "recipe.yaml", "space.yaml"}

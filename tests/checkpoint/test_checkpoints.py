@@ -2,6 +2,8 @@ import os
 import pickle
 import re
 import signal
+import subprocess
+import sys
 import threading
 from multiprocessing import get_context
 
@@ -259,3 +261,32 @@ def test_a_full_disk_costs_one_checkpoint_and_leaves_the_others(small_disk, rank
         assert best == 0.5  # not that of the one that is not there
         assert re.search(r"\(it takes 2\.4 MB; the disk has room for [01]\.\d MB\)", second)
     assert names(run) == ["step-00000001", "step-00000003"]
+
+
+SHORT_OF_MEMORY = """
+import resource, sys, torch
+from pathlib import Path
+from stores import writer_to
+writer = writer_to(Path(sys.argv[1]))
+writer.save(1, {"a": torch.zeros(3)}, {}, {})
+writer.wait()
+tensors = {"a": torch.zeros(50_000_000)}
+held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (held + 350 * 2**20, -1))
+writer.save(2, tensors, {}, {})
+print(writer.wait().error)
+resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+writer.save(3, tensors, {}, {})
+print(writer.wait().error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are Linux's")
+def test_memory_that_runs_out_costs_one_checkpoint(tmp_path):
+    helpers = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", SHORT_OF_MEMORY, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | helpers, timeout=300)
+    first, second = ended.stdout.splitlines()
+    assert "memory ran out: writing a checkpoint takes 400.0 MB" in first
+    assert second == "None"
+    assert [path.name for path in (tmp_path / "checkpoints").glob("*/manifest.json")] == ["manifest.json"] * 2

@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from moto.backends import get_backend
 from ranks import on_ranks
 from servers import gcs_server, s3_files, s3_server
 from stores import SHARD, beside, checkpoints_of, writer_to
 
 from distap.checkpoint.finding import newest_checkpoint
 from distap.errors import DistapError
+from distap.storage import remotes
 from distap.storage.files import Storage
 from distap.storage.remotes import UnreachableError
 from distap.world import World
@@ -51,6 +53,18 @@ def flip(checkpoints, name, file):
     data = bytearray(checkpoints.storage.read_whole(path))
     data[len(data) // 2] ^= 1
     checkpoints.storage.write(path, bytes(data))
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "state.json", SHARD.format(1)])
+def test_an_object_whose_bits_the_bucket_has_flipped_is_passed_over(file, tmp_path, store, monkeypatch):
+    monkeypatch.setattr(remotes, "FIRST_PAUSE", 0.01)
+    save(store, tmp_path, 1, 2)
+    key = f"{store.storage.base.removeprefix('s3://shards/')}/checkpoints/step-00000002/{file}"
+    kept = get_backend("s3")["123456789012"]["aws"].buckets["shards"].keys[key]  # with its checksum
+    data = bytearray(kept.value)
+    data[len(data) // 2] ^= 1
+    kept.value = bytes(data)
+    assert newest(store, tmp_path)[0] == 1
 
 
 @pytest.mark.parametrize("kind", ["s3", "gs", "file"])

@@ -3,14 +3,18 @@ import pty
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 import typer
 from commands import distap
 from images import write_images
 
 from distap.cli import app
+from distap.cli.options import App, run
 from distap.config.reading import RECIPES
+from distap.errors import FAILED
 from distap.storage.files import Storage
 
 
@@ -184,3 +188,45 @@ def commands(command, path=()):
 def test_every_command_explains_itself(monkeypatch, capsys, command):
     assert distap(monkeypatch, *command, "-h") == 0
     assert "Usage: distap" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["recipes"], ["recipes", "emoji"], ["config", "emoji"], ["--help"]])
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_a_standard_output_that_is_full_is_an_error_in_one_line(arguments):
+    with Path("/dev/full").open("wb") as full:
+        command = [sys.executable, "-m", "distap.cli", *arguments]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert ended.returncode == 2
+    assert re.fullmatch(r"error: .*output: cannot be written: No space left on device\n", ended.stderr)
+
+
+@pytest.mark.parametrize("arguments", [["recipes"], ["config", "emoji"]])
+def test_a_reader_that_leaves_early_is_no_failure(arguments):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "distap.cli", *arguments]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_nothing_is_written_in_the_place_of_a_device(tmp_path, monkeypatch, capfd):
+    os.mkfifo(tmp_path / "recipe.yaml")
+    write_images(tmp_path / "images", {"a": 2, "b": 2})
+    arguments = ["data", "pack", tmp_path / "images", tmp_path / "out", "--left-out", tmp_path / "recipe.yaml"]
+    assert distap(monkeypatch, *arguments) == 2
+    assert "recipe.yaml: no regular file" in capfd.readouterr().err
+
+
+def test_memory_that_ends_is_an_error_in_one_line(monkeypatch, capfd):
+    application = App()
+
+    @application.command()
+    def exhaust() -> None:
+        torch.empty(2**48)
+
+    monkeypatch.setattr(sys, "argv", ["distap"])
+    with pytest.raises(SystemExit) as status:
+        run(application, "distap")
+    assert status.value.code == FAILED
+    assert re.fullmatch(r"error: memory ran out: .*DefaultCPUAllocator.*\n", capfd.readouterr().err)

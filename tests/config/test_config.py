@@ -152,3 +152,15 @@ def test_a_name_is_one_of_our_recipes_unless_a_file_has_it(tmp_path, monkeypatch
     Path("emoji").rmdir()
     recipe.rename("emoji")
     assert load_recipe(Path("emoji")).run == Path("runs/x")
+
+
+@pytest.mark.parametrize("key", ["run", "data.train", "model.weights", "checkpoint.store"])
+def test_a_password_in_a_recipe_is_refused_and_not_repeated(key):
+    with pytest.raises(DistapError, match=f"{key}: credentials in a URL") as caught:
+        load_recipe(Path("emoji"), [f"{key}=https://user:PASSWORD@host/x"])
+    assert "PASSWORD" not in str(caught.value)
+
+
+def test_a_url_is_no_folder_of_a_run():
+    with pytest.raises(DistapError, match=r"run: s3:/.*must be a folder on this machine"):
+        load_recipe(Path("emoji"), ["run=s3://bucket/run"])

@@ -4,8 +4,9 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
-from distap.data.shards.parallel import map_in_processes
+from distap.data.shards.parallel import LostWorkerError, map_in_processes
 from distap.errors import DistapError
 
 
@@ -55,3 +56,12 @@ def test_workers_end_in_the_middle_of_their_jobs_with_their_parent(tmp_path, num
     # Every process inherits the pipe: reading it to its end waits until the last one is gone.
     stopped = subprocess.run([sys.executable, str(script), str(int(number))], capture_output=True, timeout=300)
     assert stopped.returncode == -number
+
+
+def exhaust(number):
+    return torch.empty(2**48 + number)
+
+
+def test_memory_that_runs_out_in_a_worker_is_told_as_a_lost_worker():
+    with pytest.raises(LostWorkerError, match="DefaultCPUAllocator"):
+        map_in_processes(exhaust, range(4), 2)

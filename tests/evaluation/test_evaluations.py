@@ -24,6 +24,7 @@ from distap.errors import DistapError
 from distap.evaluation.evaluation_set import GALLERY
 from distap.evaluation.extraction.extracted_folder import extract_to_folder
 from distap.evaluation.extraction.extracting import Extraction
+from distap.evaluation.ground_truth import read_truth
 from distap.evaluation.saved import folder_of_step, read_evaluation, saved_steps
 from distap.evaluation.sets import open_set
 from distap.library import load
@@ -377,3 +378,20 @@ def test_a_network_that_is_broken_for_some_images_gets_no_figure(training_shards
     monkeypatch.setattr(type(how.describer), "__call__", broken)
     with pytest.raises(DistapError, match=r"descriptors are not finite, such as that of .*: the network is broken"):
         open_set(str(training_shards[1])).describe(how)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"queries": [{"name": "a"}], "queries": [{"name": "b"}]}', "the key 'queries' stands twice"),
+        ('{"queries": [{"name": "a", "junk": ["b"], "junk": ["c"]}]}', "the key 'junk' stands twice"),
+        ('{"queries": [{"name": "a"}], "radius": 1e999}', "the number 1e999 is not finite"),
+        ('{"queries": [{"name": "a"}], "radius": NaN}', "the number NaN is not finite"),
+        ('{"queries": [{"name": "a"}], "radius": -1}', "radius: Input should be greater than 0"),
+        ('{"queries": ' + "[" * 3000, "recursion limit"),
+    ],
+)
+def test_a_truth_that_a_person_has_mistyped_is_refused(text, problem, tmp_path):
+    (tmp_path / "truth.json").write_text(text)
+    with pytest.raises(DistapError, match=f"truth.json: {problem}"):
+        read_truth(tmp_path / "truth.json")

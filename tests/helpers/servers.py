@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -26,7 +27,8 @@ class WebServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), partial(_Handler, directory=str(folder)))
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.requests: list[str] = []  # path and range of each
-        # Of the next requests for bytes, one each: a status, "cut", "short", "flip" or "stall".
+        # Of the next requests for bytes, one each: a status, "cut", "short", "flip", "stall", "endless",
+        # "chunked" (endless without a length), "packed" (a gzip bomb), or the URL that it redirects to.
         self.faults: list[str] = []
         self.ranges = True
         self.released = threading.Event()
@@ -62,6 +64,14 @@ class _Handler(SimpleHTTPRequestHandler):
         if fault == "stall":
             self.server.released.wait()
             return
+        if "://" in fault:
+            self.send_response(302)
+            self.send_header("Location", fault + self.path)
+            self.end_headers()
+            return
+        if fault in ("endless", "chunked", "packed"):
+            self._send_without_end(fault)
+            return
         is_metadata = self.path.startswith(METADATA)
         path = self._file()
         if not path.is_file():
@@ -94,6 +104,23 @@ class _Handler(SimpleHTTPRequestHandler):
         self.wfile.write(data[: len(data) // 2] if fault == "cut" else data)
         if fault == "cut":
             self.close_connection = True
+
+    def _send_without_end(self, fault: str) -> None:
+        packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+        bomb = b"".join(packer.compress(bytes(2**20)) for _ in range(200)) + packer.flush()
+        headers = {
+            "endless": ("Content-Length", str(10**12)),
+            "chunked": ("Transfer-Encoding", "chunked"),
+            "packed": ("Content-Encoding", "gzip"),
+        }
+        self.protocol_version = "HTTP/1.1"
+        self.send_response(206)
+        self.send_header(*headers[fault])
+        self.end_headers()
+        piece = {"endless": bytes(2**16), "chunked": b"10000\r\n" + bytes(2**16) + b"\r\n", "packed": bomb}[fault]
+        with suppress(OSError):  # the client has enough
+            while True:
+                self.wfile.write(piece)
 
     def do_HEAD(self) -> None:
         self._file()

@@ -1,5 +1,6 @@
 """Distractors in parts: files of numpy and HDF5, and extracted folders."""
 
+import os
 import sys
 
 import h5py
@@ -88,6 +89,11 @@ def test_what_is_no_part_is_named(tmp_path, parts, monkeypatch):
     (tmp_path / "empty").mkdir()
     with h5py.File(tmp_path / "other.h5", "w") as file:
         file["vectors"] = own
+    with h5py.File(tmp_path / "group.h5", "w") as file:
+        file.create_group("features")
+    with h5py.File(tmp_path / "null.h5", "w") as file:
+        file["features"] = h5py.Empty("f4")
+    os.mkfifo(tmp_path / "pipe.h5")
     for name, message in {
         "narrow.npy": "descriptors of 5 dimensions, expected 6",
         "flat.npy": r"float32 of shape \(6,\); expected descriptors",
@@ -97,6 +103,9 @@ def test_what_is_no_part_is_named(tmp_path, parts, monkeypatch):
         "objects.npy": "not readable as `numpy.save` writes it",
         "cut.hdf5": "not readable as `the extractor of ILIAS` writes it",
         "other.h5": "not readable as `the extractor of ILIAS` writes it",
+        "group.h5": "not readable as .*features is a Group without numbers",
+        "null.h5": "not readable as .*features is a Dataset without numbers",
+        "pipe.h5": "not readable as .*no regular file",
         "text.txt": "no descriptors; expected .npy",
         "empty": "no descriptors in it",
         "missing.npy": "no such file",

@@ -1,4 +1,5 @@
 import os
+import resource
 import sys
 from collections import Counter
 
@@ -109,6 +110,41 @@ def test_a_server_that_stalls_is_given_up_after_the_time_out(web, shards, scheme
     web.faults = ["stall"]
     monkeypatch.setattr(remotes, "TIMEOUT_SECONDS", max(seconds, 1))
     assert over(scheme, web).read("000000.tar", 0, 600) == (shards / "000000.tar").read_bytes()[:600]
+
+
+@pytest.mark.parametrize("fault", ["endless", "chunked", "packed"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_answer_without_end_is_an_error_after_the_bytes_asked_for(web, scheme, fault):
+    storage = over(scheme, web)
+    storage.read("000000.tar", 0, 600)  # has loaded what it needs
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    web.requests.clear()
+    web.faults = [fault] * 9
+    with pytest.raises(DistapError, match=r"000000\.tar: the server (ignores Range|sends packed bytes)"):
+        storage.read("000000.tar", 0, 600)
+    assert asked(web) == 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_redirect_to_another_host_is_followed_only_where_it_is_allowed(web, shards, scheme, monkeypatch):
+    with web_server(shards) as inner:
+        storage = over(scheme, web)
+        web.faults = [inner.url]
+        with pytest.raises(DistapError, match=r"redirects to http://127\.0\.0\.1.*DISTAP_REDIRECTS=127"):
+            storage.read("000000.tar", 0, 600)
+        assert not inner.requests
+        web.faults = ["file://"]
+        with pytest.raises(DistapError, match=r"redirects to 'file://"):
+            storage.read("000000.tar", 0, 600)
+        monkeypatch.setenv("DISTAP_REDIRECTS", "store.example.org,127.0.0.1")
+        web.faults = [inner.url]
+        assert Storage(storage.base).read("000000.tar", 0, 600) == (shards / "000000.tar").read_bytes()[:600]
+
+
+def test_a_redirect_within_the_host_is_followed(web, shards):
+    web.faults = [web.url]
+    assert Storage(web.url).read("000000.tar", 0, 600) == (shards / "000000.tar").read_bytes()[:600]
 
 
 def test_a_server_that_is_not_there_is_named():

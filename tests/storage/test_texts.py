@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from distap.errors import DistapError
+from distap.errors import DistapError, holds_secret, without_secrets
 from distap.evaluation.saved import read_evaluation
 from distap.model.trained import read_saved
 from distap.retrieval.descriptor_files import read_descriptors
@@ -83,3 +83,56 @@ def test_a_name_is_one_line_or_is_shown_as_one(name):
 
 def test_messages_keep_their_lines_and_lose_what_commands_a_terminal():
     assert printable("a\tb\n\x1b[2J\x9b") == "a\tb\n\\x1b[2J\\x9b"
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "https://user:PASSWORD@host/x",
+        "https:/user:PASSWORD@host/x",  # as pathlib writes it
+        "described:https://user:PASSWORD@host/x",
+        "https://user:PASS@WORD@host/x",
+        "https://user:PASSWORD/?@host/x",
+        "git+ssh://PASSWORD@host/x",
+        "s3://bucket/x?X-Amz-Date=1&X-Amz-Signature=PASSWORD",
+        "https://host/x#access_token=PASSWORD",
+        "https://host/x%3Fsig%3DPASSWORD",
+        "hf:user/name?token=PASSWORD",
+        "imagefolder:photos?Signature=PASSWORD&x=1",
+    ],
+)
+def test_an_error_names_a_place_without_its_secret(place):
+    told = str(DistapError(f"cannot read '{place}': no such file"))
+    assert "WORD" not in told
+    assert told.startswith("cannot read '")
+    assert told.endswith("no such file")
+    assert holds_secret(place)
+
+
+@pytest.mark.parametrize(
+    "place", ["https://host:8080/x@v1", "s3://bucket/a@b", "runs/a?x=1/b", "https://h/{0..9}.tar"]
+)
+def test_a_place_without_a_secret_is_told_as_it_is(place):
+    assert without_secrets(place) == place
+    assert not holds_secret(place)
+
+
+def test_an_error_that_repeats_a_file_is_cut_in_the_middle():
+    told = str(DistapError(f"x.json: wrong: {'a' * 10**7}; write it again"))
+    assert len(told) < 10_000
+    assert told.startswith("x.json: wrong: a")
+    assert told.endswith("a; write it again")
+
+
+def test_an_error_names_each_of_many_files():
+    told = str(
+        DistapError("\n".join(["these are damaged:", *(f"{number:06}.tar: cut short" for number in range(1000))]))
+    )
+    assert told.count(".tar: cut short") == 1000
+
+
+def test_the_error_of_a_record_that_is_no_utf8_does_not_repeat_it(tmp_path):
+    (tmp_path / "about.json").write_bytes(b'{"x": "' + b"a" * 10**6 + b'\xff"}')
+    with pytest.raises(DistapError, match=r"about\.json: not readable.*byte 1000007") as caught:
+        read_descriptors(tmp_path)
+    assert len(str(caught.value)) < 1000

@@ -293,3 +293,30 @@ def test_a_run_on_a_read_only_disk_says_so(small_disk, training_shards):
     subprocess.run(["mount", "-o", "remount,ro", str(run.parent)], check=True)
     with pytest.raises(DistapError, match=r"lease.json: cannot be written: .*Read-only"):
         train(World(), run, training_shards, steps=2)
+
+
+class Narrow(torch.nn.Module):
+    """A network in Python, whose record in a run does not say how wide it is."""
+
+    def __init__(self, width, extra=False):
+        super().__init__()
+        self.project = torch.nn.Linear(3, width)
+        self.extra = torch.nn.Linear(width, width) if extra else torch.nn.Identity()
+
+    def forward(self, images):
+        return self.extra(self.project(images.mean((2, 3))))
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        (Narrow(6), r".*size mismatch for \S*project\.bias"),
+        (Narrow(4, extra=True), r'.*Missing key\(s\) in state_dict: "\S*extra\.weight", "\S*extra\.bias"'),
+    ],
+)
+def test_a_checkpoint_of_another_network_is_not_called_damaged(other, difference, tmp_path, training_shards):
+    settings = recipe(tmp_path / "run", training_shards, steps=1).model_dump(mode="json", exclude={"model"})
+    library.train(settings, network=Narrow(4))
+    with pytest.raises(DistapError, match=f"it is of another network or loss: {difference}") as caught:
+        library.train({**settings, "steps": 2}, network=other)
+    assert "damaged" not in str(caught.value)

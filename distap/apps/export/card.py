@@ -14,9 +14,9 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 import distap
 from distap.checkpoint.manifest import Manifest
 from distap.config.recipe import NetworkRecipe
+from distap.errors import without_secrets
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.registry import SOURCES
-from distap.storage.texts import without_secrets
 
 
 def model_card(

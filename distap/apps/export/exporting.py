@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from io import BytesIO
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -23,7 +24,7 @@ from torch.nn.functional import interpolate
 import distap
 from distap.apps.export.card import model_card
 from distap.checkpoint.finding import opened_checkpoint
-from distap.errors import DistapError
+from distap.errors import DistapError, memory_ran_out
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.multiscale import MultiScaleNetwork
 from distap.storage.atomic import new_folder, require_free
@@ -63,8 +64,11 @@ def program_of(network: MultiScaleNetwork, image_size: int) -> ExportedProgram:
 
 def save_program(program: ExportedProgram, path: Path, about: Mapping[str, str]) -> None:
     """Save a program for torch.export.load with the texts `about` it; raise a DistapError if torch cannot."""
+    # In memory first: torch's own writer ends the process with C++'s terminate if the disk is full.
+    written = BytesIO()
     with _exporting(f"{path.name}: torch.export cannot write this network; leave --format pt2 out"):
-        torch.export.save(program, path, extra_files=dict(about))
+        torch.export.save(program, written, extra_files=dict(about))
+    path.write_bytes(written.getbuffer())
 
 
 def save_onnx(program: ExportedProgram, path: Path, about: Mapping[str, str]) -> None:
@@ -102,6 +106,8 @@ def _exporting(problem: str) -> Iterator[None]:
     except OSError:
         raise
     except Exception as error:
+        if memory_ran_out(error):
+            raise
         why: BaseException = error
         while why.__cause__ is not None:  # the first cause names the operator
             why = why.__cause__

@@ -18,7 +18,7 @@ import simplejpeg
 from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from distap.data.images.formats import LINE_ENDS, format_of, missing_reader, readable_formats
-from distap.data.sizing import Box, Shape, reduction
+from distap.data.sizing import MAX_PIXELS, Box, Shape, reduction
 from distap.errors import DistapError
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 Reason = Literal["decode_error", "truncated", "crc_mismatch", "missing_field", "too_large"]
 Turns = tuple[bool, bool, bool]  # whether EXIF mirrors the stored image left to right, top to bottom, transposes it
 REASONS: tuple[Reason, ...] = ("decode_error", "truncated", "crc_mismatch", "missing_field", "too_large")
-MAX_PIXELS = 100_000_000
 MAX_SIDE = 65_535  # pixels; JPEG's own limit: images beyond it are made to harm
 # Scans of a JPEG, with those of images in it, and their pixels in all as a multiple of the largest image's. Files in
 # use have up to some twenty scans; a few bytes of a scan can make the decoder go through the whole image.

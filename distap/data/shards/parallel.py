@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple, TypeVar
 
-from distap.errors import FAILED, DistapError
+from distap.errors import FAILED, DistapError, memory_ran_out
 from distap.processes.forks import die_with_parent, forking_context
 from distap.processes.stopping import go_deaf
 
@@ -135,7 +135,7 @@ def in_processes(
             room = memoryview(next(worker.rooms) or b"")
             result, error = pickle.loads(answer, buffers=[room[start:stop] for start, stop in spans])
             if error is not None:
-                if isinstance(error, MemoryError):
+                if memory_ran_out(error):
                     raise LostWorkerError(str(error) or "memory ran out") from error
                 raise error
             ask(worker)

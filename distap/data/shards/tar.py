@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, BinaryIO, NamedTuple
 
-from distap.data.images.decoding import MAX_PIXELS, DamagedImageError, image_size
+from distap.data.images.decoding import DamagedImageError, image_size
 from distap.data.images.formats import IMAGE_SUFFIXES
 from distap.data.labels import NO_CLASS, class_name
 from distap.data.shards.image_folders import Skipped
@@ -134,7 +134,7 @@ def labelled_image(key: str, members: dict[str, TarMember]) -> tuple[int, TarMem
         problem = f"label {shown!r} of key {key!r} is no integer of 0 or more, of {MAX_DIGITS} digits at most"
         raise DamagedImageError("missing_field", problem)
     image = members[images[0]]
-    return int(text), image, image_size(image.data, MAX_PIXELS)
+    return int(text), image, image_size(image.data)
 
 
 def _split_name(name: str) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from distap.data.sizing import Sizing
 from distap.errors import DistapError, logger
 from distap.model.multiscale import MultiScaleNetwork, required_size
 from distap.model.network import RetrievalNetwork, fingerprint
-from distap.retrieval.descriptor_files import DescribedBy
+from distap.retrieval.descriptor_files import ABOUT_FILE, DescribedBy
 from distap.retrieval.whitening import Whitening
 from distap.stages.exactness import evaluating
 from distap.stages.micro_batches import is_out_of_memory
@@ -126,7 +126,11 @@ def describer_like(
 
     The network is put into evaluation mode.
     """
-    by, sizing = described_by, Sizing.parse(described_by.sizing)
+    by = described_by
+    try:
+        sizing = Sizing.parse(by.sizing)
+    except DistapError as error:
+        raise DistapError(f"{ABOUT_FILE} of the descriptors: {error}") from error
     describer = ImageDescriber(network, sizing, by.scales, whitening, antialias=by.antialias, first=by.dimensions)
     for part in ("network", "whitening"):
         wanted, given = (getattr(by, part) or "none" for by in (described_by, describer.described_by))
