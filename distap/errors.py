@@ -24,6 +24,8 @@ logger = logging.getLogger("distap")  # of the whole package
 F = TypeVar("F", bound=Callable[..., Any])
 FINISHED, FAILED, MISTAKE, RESTART = 0, 1, 2, 75
 CAUSES = "too high a learning rate, or damaged weights"  # of numbers that are not finite, and of a collapse
+# Epsilons of the descriptors' type up to which similarities tie: rounding parts equal ones, in each tile otherwise.
+TIE_WIDTH = 16
 LENGTH_TOLERANCE = 0.02  # of descriptors: bfloat16 rounds their length by up to 0.4%
 # Expected values, by the beginning of the type of pydantic's error.
 WANTED = {
