@@ -183,19 +183,26 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
         given = [
             self.positions[str(name)] for name in (*(names[one] for one in known), *(one.name for one in asking))
         ]
-        points = np.array(given).reshape(-1, 2)
-        among, asked = np.split(points if self.unit == "metres" else on_globe(points), [len(known)])
-        near = (np.flatnonzero(np.linalg.norm(among - point, axis=1) <= self.radius).tolist() for point in asked)
+        among, asked = np.split(np.array(given).reshape(-1, 2), [len(known)])
+        metres = metres_on_plane if self.unit == "metres" else metres_on_globe
+        near = (np.flatnonzero(metres(among, point) <= self.radius).tolist() for point in asked)
         return [[known[number] for number in own] for own in near]
 
 
-def on_globe(degrees: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Turn (N, 2) latitudes and longitudes into (N, 3) points in metres, whose distances are chords of the earth."""
-    latitude, longitude = np.radians(degrees).T
-    # At 25 m a chord is shorter than the way along the ground by less than a nanometre.
-    across = np.cos(latitude)
-    points = np.stack([across * np.cos(longitude), across * np.sin(longitude), np.sin(latitude)], axis=1)
-    return EARTH_METRES * points
+def metres_on_plane(points: NDArray[np.float64], point: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the (N,) metres between points (N, 2), east and north, and one of them."""
+    return np.linalg.norm(points - point, axis=1)
+
+
+def metres_on_globe(points: NDArray[np.float64], point: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the (N,) metres of ground between points (N, 2), latitude and longitude in degrees, and one of them.
+
+    The way is along the great circle of a sphere, by the haversine formula, which is exact for near points too.
+    """
+    half = np.sin(np.radians(points - point) / 2) ** 2
+    parallels = np.cos(np.radians(points[:, 0])) * np.cos(np.radians(point[0]))
+    haversine = np.clip(half[:, 0] + parallels * half[:, 1], 0, 1)
+    return 2 * EARTH_METRES * np.arctan2(np.sqrt(haversine), np.sqrt(1 - haversine))
 
 
 def read_truth(path: Path) -> GroundTruth:
