@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from distap.data.labels import nesting, table_of_levels
 from distap.data.shards.image_folders import Skipped
-from distap.data.shards.index import COLUMNS, Index, load_index
+from distap.data.shards.index import COLUMNS, Index, load_index, with_composed_names
 from distap.data.shards.parallel import Track, map_in_processes, untracked
 from distap.data.shards.tar import DamagedShardError, Sample, read_samples
 from distap.errors import DistapError, logger
@@ -123,7 +123,7 @@ def merge_scans(source: Source, storage: Storage, scans: Sequence[Scan], paths: 
         name_of = dict(zip(map(str, numbers), names, strict=True))
         rows = [(where, name_of[number], above) for scan in scans for where, number, above in scan.levels]
     known = nesting(rows)
-    return Index(
+    index = Index(
         **columns,
         shard_name=np.array([scan.name for scan in scans]),
         shard_size=np.array([scan.size for scan in scans]),
@@ -131,6 +131,7 @@ def merge_scans(source: Source, storage: Storage, scans: Sequence[Scan], paths: 
         class_name=np.array(names),
         class_levels=table_of_levels([known[name] for name in names]),
     )
+    return with_composed_names(index, storage.where(NAMES_FILE))
 
 
 def _lines(storage: Storage, name: str) -> list[str] | None:
