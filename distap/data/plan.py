@@ -99,7 +99,7 @@ class Sampling(Protocol):
         """Return (B,) different sample numbers for a step."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # cached by itself, since the fields of a sampling may be lists
 class Plan:
     """The batches of a training: the sample in each slot of each step."""
 

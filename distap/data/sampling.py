@@ -207,20 +207,22 @@ class SuperPByKSampling(SomeOfEach):
             found = f"the index has {len(data.by_group)}, and {without} classes without"
             remedy = "`distap data pack` takes them from the column `level1` of a list, or choose p_by_k"
             raise DistapError(f"super_p_by_k needs two super-categories, and one for each class: {found}; {remedy}")
-        paired = set(np.unique(_pairs(self, data)).tolist())
+        paired = set(np.unique(_pairs(self.images, self.size, data)).tolist())
         for group, name in enumerate(data.by_group):
             if group not in paired:
-                given = f"{name!r} has only {_available(self, data)[group]}, and no other one has enough with it"
+                given = (
+                    f"{name!r} has only {_available(self.images, data)[group]}, and no other one has enough with it"
+                )
                 raise DistapError(f"{self._asked} of two super-categories; at most {self.images} a class, {given}")
         self._refuse_lone(data)
 
     def batch(self, data: Classes, seed: int, step: int) -> Samples:
         """Return (B,) sample numbers, class by class, one super-category after the other."""
-        pairs = _pairs(self, data)
+        pairs = _pairs(self.images, self.size, data)
         epoch, turn = divmod(step, len(pairs))
         order = shuffled(np.array([len(pairs)]), np.arange(turn + 1)[None], PAIRS, seed, epoch)[0]
         before, pair = pairs[order[:-1]], pairs[order[-1]].tolist()
-        available = _available(self, data)
+        available = _available(self.images, data)
         from_first = min(available[pair[0]], max(self.classes // 2 * self.images, self.size - available[pair[1]]))
         classes, chosen = list(data.by_group.values()), []
         most = [available[group] for group in pair]
@@ -243,17 +245,17 @@ def _of_level(data: Classes, level: int) -> Classes:
 
 
 @lru_cache(maxsize=2)
-def _available(sampling: SuperPByKSampling, data: Classes) -> list[int]:
+def _available(images: int, data: Classes) -> list[int]:
     """Return how many images each super-category provides."""
-    return [data.available(members, sampling.images) for members in data.by_group.values()]
+    return [data.available(members, images) for members in data.by_group.values()]
 
 
 @lru_cache(maxsize=2)
-def _pairs(sampling: SuperPByKSampling, data: Classes) -> NDArray[np.int64]:
+def _pairs(images: int, size: int, data: Classes) -> NDArray[np.int64]:
     """Return (pairs, 2) numbers of super-categories that together fill a batch."""
-    given = np.array(_available(sampling, data))
+    given = np.array(_available(images, data))
     pairs = np.stack(np.triu_indices(len(given), 1), axis=1)
-    return pairs[given[pairs].sum(axis=1) >= sampling.size]
+    return pairs[given[pairs].sum(axis=1) >= size]
 
 
 def _shares_of_pair(from_first: int, total: int, most: Sequence[int], threes: Sequence[bool]) -> tuple[int, int]:
