@@ -26,6 +26,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 FINISHED, FAILED, MISTAKE, RESTART = 0, 1, 2, 75
 CAUSES = "too high a learning rate, or damaged weights"  # of numbers that are not finite, and of a collapse
 COLLAPSED = 1e-5  # mean squared distance of descriptors to their mean, below which they are all alike
+# Epsilons of the descriptors' type up to which similarities tie: rounding parts equal ones, in each tile otherwise.
+TIE_WIDTH = 16
 LENGTH_TOLERANCE = 0.02  # of descriptors: bfloat16 rounds their length by up to 0.4%
 # Expected values, by the beginning of the type of pydantic's error.
 WANTED = {

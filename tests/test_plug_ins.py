@@ -2,12 +2,17 @@
 
 import json
 
+import pytest
+import yaml
 from ranks import on_ranks
 from small_trainings import losses, recipe
 
+from distap.cli.train import check_training
 from distap.config.reading import load_recipe
+from distap.errors import DistapError
 from distap.registry import REGISTRY
 from distap.trainer import Trainer
+from distap.world import World
 
 OURS = {
     "loss": "HardestNegative",
@@ -55,3 +60,45 @@ def test_parts_of_every_kind_from_outside_train_on_two_ranks(tmp_path, training_
         *steps, last = map(json.loads, (tmp_path / f"{way}.jsonl").read_text().splitlines())
         assert [line["loss"] for line in steps if "loss" in line] == found
         assert last == {"failed": False}
+
+
+OF_LISTS = {"sampling": "InGivenOrder", "loss": "WithLists", "data__augmentation": "CentreOfList"}
+
+
+def written(folder, shards, **changes):
+    chosen = {"sampling": {"name": "random", "batch_size": 14}, **changes}
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe(folder / "run", shards, steps=2, **chosen).model_dump(mode="json")))
+    return file
+
+
+def test_parts_whose_fields_are_lists_and_mappings_train_and_evaluate(tmp_path, training_shards):
+    parts = {key: f"plug_ins:{name}" for key, name in OF_LISTS.items()}
+    evaluated = {
+        "data__validation": str(training_shards[0]),
+        "data__unseen_classes": False,
+        "evaluation": {"every": 1},
+    }
+    file = written(tmp_path, training_shards, **parts, **evaluated)
+    check_training(file, [], 2)
+    assert Trainer(load_recipe(file, []), World()).train() == 0
+    assert len(losses(tmp_path / "run")) == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "message"),
+    [
+        ("sampling", "FailingSampling", "sampling: FailingSampling fails: KeyError: 'no such shelf'"),
+        ("sampling", "Repeating", "sampling: its batch .* different images are expected"),
+        (
+            "data__augmentation",
+            "FailingAugmentation",
+            "data.augmentation: FailingAugmentation fails: ZeroDivisionError",
+        ),
+        ("loss", "FailingLoss", "loss: FailingLoss fails: IndexError"),
+    ],
+)
+def test_a_dry_run_finds_what_fails_in_a_part_from_outside(tmp_path, training_shards, key, name, message):
+    file = written(tmp_path, training_shards, **{key: f"plug_ins:{name}"})
+    with pytest.raises(DistapError, match=message):
+        check_training(file, [], 2)

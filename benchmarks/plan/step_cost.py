@@ -1,5 +1,6 @@
 """Predict what a training step costs on W ranks: memory, seconds, and bytes on the wire."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,7 @@ from distap.ranking.histogram.passes import HistogramLoss
 from distap.ranking.loss import GPU_TILE_PAIRS, TENSORS_A_PAIR, Loss
 from distap.ranking.losses.sums import WeightedSum
 from distap.registry import name_of
+from distap.training.engines import GREATEST_BUCKET
 
 FLOAT32 = 4  # bytes
 
@@ -43,6 +45,8 @@ class Sharding(NamedTuple):
     optimizer: bool = False  # each rank holds 1/W of the summed gradients and of the optimiser's state
     gathers: int = 0  # times that weights are gathered for a replayed micro-batch; 0 gathers them once a step
     states: int = 2  # float32 values per parameter that the optimiser keeps, such as Adam's moments
+    longest_message: float = math.inf  # trained parameters whose gradients one message holds
+    keeps_message: bool = False  # whether the buffer of a message stays between steps
 
     @classmethod
     def of(cls, engine: Any) -> "Sharding":
@@ -52,7 +56,8 @@ class Sharding(NamedTuple):
         if name == "deepspeed":
             # Gradients are reduced once, in every stage. Weights of stage 3 stay from the forward to the backward
             # pass, up to DeepSpeed's limit of a thousand millions. It updates its own copy of the parameters.
-            return cls(engine.stage == 3, True, int(engine.stage == 3), states=3)
+            is_last = engine.stage == 3
+            return cls(is_last, True, int(is_last), states=3, longest_message=GREATEST_BUCKET, keeps_message=is_last)
         return cls()
 
 
@@ -111,30 +116,36 @@ class StepCost:
     @cached_property
     def memory(self) -> dict[str, float]:
         """Bytes of a GPU by content, in the stage that needs most."""
-        largest = max(self._stages(self.kept), key=lambda stage: sum(stage.values()))
+        stages = [*self._stages(self.kept), self._reduction]
+        largest = max(stages, key=lambda stage: sum(stage.values()))
         return {name: size for name, size in {**self._lasting, **largest}.items() if size}
 
     @property
     def greatest_replay_size(self) -> int:  # most images of a micro-batch with a graph that fit; 0 if not one does
         graph, working = self.network.graph, self.network.working
         beside = sum(self._lasting.values()) + self._gathered + graph.once + working.once
+        if not self._reduces:
+            return 0
         return max(0, min(self.share, int((self.machine.memory - beside) // (graph.each + working.each))))
 
     @property
     def greatest_keep(self) -> int:  # most micro-batches whose graphs fit beside the needs of each stage
         beside = sum(self._lasting.values()) + max(sum(stage.values()) for stage in self._stages(kept=0))
         room = int((self.machine.memory - beside) // self.network.graph(self.replay_size))
-        return 0 if self.sharding.gathers else max(0, min(ceil(self.share / self.replay_size), room))
+        return (
+            0
+            if self.sharding.gathers or not self._reduces
+            else max(0, min(ceil(self.share / self.replay_size), room))
+        )
 
     @cached_property
     def _lasting(self) -> dict[str, float]:  # bytes that are there in all stages
         sharding, network, own = self.sharding, self.network, 1 / self.ranks
-        # Gradients are summed whole over the micro-batches.
-        gradients = own + 1 if sharding.optimizer else 1
         images = 2 * self.share + self.batch + self.recipe.memory.size
         return {
             "weights": FLOAT32 * network.parameters * (own if sharding.weights else 1),
-            "gradients": FLOAT32 * network.trained * gradients,
+            "gradients": FLOAT32 * network.trained,  # summed whole over the micro-batches
+            "buffer of messages": self._message if sharding.keeps_message else 0,
             "optimizer": FLOAT32 * network.trained * sharding.states * (own if sharding.optimizer else 1),
             "average": 0 if self.recipe.ema is None else FLOAT32 * network.trained * (own if sharding.weights else 1),
             "descriptors": FLOAT32 * network.dimensions * images,
@@ -144,6 +155,22 @@ class StepCost:
     def _gathered(self) -> float:
         """Bytes of weights beyond the rank's own shard."""
         return FLOAT32 * self.network.parameters if self.sharding.weights and self.ranks > 1 else 0.0
+
+    @property
+    def _message(self) -> float:
+        """Bytes of the message that sums gradients over ranks, a copy of them; all in one, if it is not too long."""
+        longest = min(self.network.trained, self.sharding.longest_message)
+        return FLOAT32 * longest if self.ranks > 1 else 0.0
+
+    @property
+    def _reduction(self) -> dict[str, float]:
+        """Bytes that the reduction of the gradients needs for itself; no graph is left then."""
+        return {"gathered weights": self._gathered, "message": self._message}
+
+    @property
+    def _reduces(self) -> bool:
+        """Return whether there is memory for the reduction, whatever the size of a micro-batch."""
+        return sum(self._lasting.values()) + sum(self._reduction.values()) <= self.machine.memory
 
     def _stages(self, kept: int) -> list[dict[str, float]]:
         """Bytes that describe, rank and replay need for themselves."""

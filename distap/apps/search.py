@@ -16,6 +16,7 @@ from distap.errors import DistapError, logger
 from distap.pages.page import THUMBNAIL, write_page
 from distap.retrieval.indexing import Hit, SearchIndex, read_index
 from distap.storage.locations import parse_source
+from distap.storage.names import Names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,7 +127,9 @@ def open_thumbnails(index: SearchIndex, source: str | None = None) -> Thumbnails
         logger.warning("hits are shown without pictures: %s; name the data set with --images", error)
         return lambda row: None
     numbers = {key: sample for sample, key in enumerate(images.keys.tolist())}
-    sample_of = {row: numbers[key] for key, row in index.rows.items() if key in numbers}
+    names = Names(numbers)
+    of_rows = {row: names.known_as(key) for key, row in index.rows.items()}
+    sample_of = {row: numbers[key] for row, key in of_rows.items() if key in numbers}
     if missing := len(index) - len(sample_of):
         text = (
             "%s has no image for %d of the %d keys of the index, shown without pictures: was it the indexed data set?"
@@ -150,7 +153,7 @@ def queries_from(texts: Sequence[str], index: SearchIndex) -> list[Query]:
             found += [Query(str(path / name), path / name) for name in names]
         elif is_file:
             found.append(Query(text, path))
-        elif text in index.rows:
+        elif index.has(text):
             found.append(Query(f"{KEY_PREFIX}{text}", key=text))
         else:
             lacks = f"no image file, no folder of images, and no key of the index of {index.data}"

@@ -82,7 +82,7 @@ def check_training(config: Path, overrides: list[str], ranks: int) -> None:
     set_up_logging(0, as_results=True)
     recipe = load_recipe(config, overrides)
     from distap.trainer import Trainer
-    from distap.training.start_checks import check_start
+    from distap.training.start_checks import check_start, try_first_batch
     from distap.world import joined_world
 
     check_start(recipe, ranks)
@@ -93,6 +93,7 @@ def check_training(config: Path, overrides: list[str], ranks: int) -> None:
         trainer.report.world = replace(world, size=ranks)
         begin = None if trainer.is_begun else 0
         trainer.report.begins(begin, trainer.length, trainer.images, trainer.network, list(trainer.sets))
+        try_first_batch(recipe, trainer.images, trainer.network.dimensions, trainer.step.stages.loss)
         batch = trainer.images.size
         pixels = 3 * recipe.data.image_size**2 * -(-batch // ranks)
         descriptors = 4 * trainer.network.dimensions * batch  # of all ranks, which each rank gathers

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distap.errors import DistapError
+from distap.storage.names import composed
 
 # Texts that pandas, R, Excel and people write for a missing label.
 NO_CLASS = frozenset({"", "-1", "nan", "-nan", "none", "null", "na", "n/a", "#n/a", "<na>", "nat"})
@@ -20,7 +21,8 @@ def class_name(label: Any) -> str:
     """Return the name of the class that a label stands for, "" if it stands for none.
 
     A whole number is one class however it is written: 1, 1.0, "1" and "1.0". Zeros in front belong to a code: "012"
-    and "12" are two classes. -1, NaN, None, "N/A" and an empty text are no class.
+    and "12" are two classes. Names that differ in their Unicode form alone are one class. -1, NaN, None, "N/A" and an
+    empty text are no class.
 
     Raises:
         ValueError: the label is a number below -1 or no whole one, or neither a number nor a text.
@@ -34,7 +36,7 @@ def class_name(label: Any) -> str:
     is_nan = isinstance(label, float) and label != label
     if not (isinstance(label, str | int) or is_nan):
         raise ValueError(f"label {label!r:.60} is no class; a class is a whole number of 0 or more, or a name")
-    text = str(label).strip()
+    text = composed(str(label).strip())
     if whole := _WHOLE.fullmatch(text):
         text = whole[1]
     if text.lower() in NO_CLASS:

@@ -17,6 +17,7 @@ from distap.data.shards.tables import LEVELS
 from distap.errors import DistapError
 from distap.registry import place_of
 from distap.storage.locations import Source, parse_source
+from distap.storage.names import composed
 
 LOOKED_AT = 8  # images that are read twice, and that stand for all of them in the state of a run
 LABEL_DTYPES = ("int", "uint", "float", "string", "large_string", "bool")  # of columns of Hugging Face
@@ -205,7 +206,7 @@ def _class_names(numbers: Sequence[int], labels: Any, known: Any, name: str) -> 
     names = list(known) if isinstance(known, list | tuple) else []
     fits = len({name for name in names if isinstance(name, str)}) == len(names)
     fits = fits and all(label.isdecimal() and int(label) < len(names) for label in {*found.values()} - {""})
-    return {number: names[int(label)] if fits and label else label for number, label in found.items()}
+    return {number: composed(names[int(label)]) if fits and label else label for number, label in found.items()}
 
 
 def _of_columns(dataset: Any, name: str) -> tuple[Any, ...]:

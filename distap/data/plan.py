@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from distap.randomness import permutation, shuffled
 
 PLAN_VERSION = 2  # of the plan; a run goes on with the version that it began with only
+FILLED_VERSION = 4  # of batches that classes with fewer images than wanted fill up; 3 is streamed reading
 STAND_IN = 13  # first word of random keys; no two uses share one
 
 Numbers = NDArray[np.int64]
@@ -58,7 +59,12 @@ class Classes:
 
     def most(self, images: int) -> int:
         """Return the greatest P for which p_by_k with K = `images` can fill a batch."""
-        return min(len(self.with_pairs), self.available(self.with_pairs, images) // images)
+        number = min(len(self.with_pairs), self.available(self.with_pairs, images) // images)
+        return number - self.leaves_one(number * images)
+
+    def leaves_one(self, total: int) -> bool:
+        """Return whether one of `total` images is alone in its class, since all classes have two images at most."""
+        return total % 2 == 1 and int(self.sizes.max()) < 3
 
     @cached_property
     def by_group(self) -> dict[str, Numbers]:
@@ -93,7 +99,7 @@ class Sampling(Protocol):
         """Return (B,) different sample numbers for a step."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # cached by itself, since the fields of a sampling may be lists
 class Plan:
     """The batches of a training: the sample in each slot of each step."""
 
@@ -103,6 +109,11 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.sampling.check(self.classes)
+
+    @property
+    def version(self) -> int:
+        version = getattr(self.sampling, "version", None)
+        return PLAN_VERSION if version is None else version(self.classes)
 
     def batch(self, step: int) -> Samples:
         """Return (B,) the sample in each slot of a step's global batch; not to be written to, since it is cached."""

@@ -1,6 +1,6 @@
 """Ways to choose the images of a global batch: at random, of every class, or of P classes with K images each."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 
-from distap.data.plan import Classes, Samples, in_turn, turns
+from distap.data.plan import FILLED_VERSION, PLAN_VERSION, Classes, Numbers, Samples, in_turn, turns
 from distap.errors import DistapError
 from distap.randomness import permutation, shuffled
 
 # First words of random keys; no two uses share one.
 IMAGE_ORDER, TURN, EXTRA_TURN = 11, 14, 15
-CLASSES, WITHIN_CLASS, PAIRS, GROUP, MIXED = 18, 12, 16, 17, 19
+CLASSES, WITHIN_CLASS, PAIRS, GROUP, MIXED, COMPANY = 18, 12, 16, 17, 19, 20
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,17 @@ class SomeOfEach:
     def size(self) -> int:
         return self.classes * self.images
 
+    def version(self, data: Classes) -> int:
+        """Return the version of the plan, which changed where a class is cut to fill a batch up."""
+        return FILLED_VERSION if (data.sizes[data.with_pairs] < self.images).any() else PLAN_VERSION
+
+    def _refuse_lone(self, data: Classes) -> None:
+        if data.leaves_one(self.size):
+            raise DistapError(
+                f"{self._asked}, an odd number, but no class has more than two images, so one of each batch would be "
+                "alone in its class: set sampling.classes or sampling.images to an even number"
+            )
+
     @property
     def _asked(self) -> str:
         return f"sampling takes {self.classes} classes x {self.images} images = {self.size} a batch"
@@ -112,9 +123,9 @@ class SomeOfEach:
 class PByKSampling(SomeOfEach):
     """Take P classes and K images of each, as Smooth-AP and ROADMAP train, with a new order of classes each epoch.
 
-    Classes with fewer than K images give all they have, and the classes that follow fill the rest. Each class has its
-    turn once in an epoch, also if P does not divide their number. With fewer than 2 P classes there are no epochs:
-    each batch draws its classes anew.
+    Classes with fewer than K images give all they have, and the classes that follow fill the rest, the last of them
+    with two images at least, for one alone would be no query. Each class has its turn once in an epoch, also if P
+    does not divide their number. With fewer than 2 P classes there are no epochs: each batch draws its classes anew.
     """
 
     balance: int | None = None
@@ -132,6 +143,7 @@ class PByKSampling(SomeOfEach):
             raise DistapError(
                 f"{self._asked}, but with at most {self.images} a class the data set has only {given}: take fewer"
             )
+        self._refuse_lone(data)
 
     def batch(self, data: Classes, seed: int, step: int) -> Samples:
         """Return (B,) sample numbers, class by class."""
@@ -145,7 +157,7 @@ class PByKSampling(SomeOfEach):
                 evenly.batch(level, seed, turn)[permutation(self.classes, MIXED, seed, turn)] for turn in count(step)
             )
         order = (usable[chosen] for chosen in places)
-        return _some_of_each(data, order, self.images, self.size, seed, step)
+        return _some_of_each(data, order, data.with_pairs, self.images, self.size, seed, step)
 
 
 @dataclass(frozen=True)
@@ -170,7 +182,7 @@ class MinedSampling(SomeOfEach):
         nearest = np.arange(data.count)[:, None] if data.nearest is None else data.nearest
         places = turns(len(data.with_pairs), -(-self.classes // nearest.shape[1]), step, CLASSES, seed)
         order = (nearest[data.with_pairs[chosen]].reshape(-1) for chosen in places)
-        return _some_of_each(data, order, self.images, self.size, seed, step)
+        return _some_of_each(data, order, data.with_pairs, self.images, self.size, seed, step)
 
 
 @dataclass(frozen=True)
@@ -195,29 +207,34 @@ class SuperPByKSampling(SomeOfEach):
             found = f"the index has {len(data.by_group)}, and {without} classes without"
             remedy = "`distap data pack` takes them from the column `level1` of a list, or choose p_by_k"
             raise DistapError(f"super_p_by_k needs two super-categories, and one for each class: {found}; {remedy}")
-        paired = set(np.unique(_pairs(self, data)).tolist())
+        paired = set(np.unique(_pairs(self.images, self.size, data)).tolist())
         for group, name in enumerate(data.by_group):
             if group not in paired:
-                given = f"{name!r} has only {_available(self, data)[group]}, and no other one has enough with it"
+                given = (
+                    f"{name!r} has only {_available(self.images, data)[group]}, and no other one has enough with it"
+                )
                 raise DistapError(f"{self._asked} of two super-categories; at most {self.images} a class, {given}")
+        self._refuse_lone(data)
 
     def batch(self, data: Classes, seed: int, step: int) -> Samples:
         """Return (B,) sample numbers, class by class, one super-category after the other."""
-        pairs = _pairs(self, data)
+        pairs = _pairs(self.images, self.size, data)
         epoch, turn = divmod(step, len(pairs))
         order = shuffled(np.array([len(pairs)]), np.arange(turn + 1)[None], PAIRS, seed, epoch)[0]
         before, pair = pairs[order[:-1]], pairs[order[-1]].tolist()
-        available = _available(self, data)
+        available = _available(self.images, data)
         from_first = min(available[pair[0]], max(self.classes // 2 * self.images, self.size - available[pair[1]]))
         classes, chosen = list(data.by_group.values()), []
-        for group, images in zip(pair, (from_first, self.size - from_first), strict=True):
+        most = [available[group] for group in pair]
+        threes = [bool((data.sizes[classes[group]] > 2).any()) for group in pair]
+        for group, images in zip(pair, _shares_of_pair(from_first, self.size, most, threes), strict=True):
             members = classes[group]
             # A super-category goes on with the next `cut` of its classes.
             cut = min(-(-self.classes // 2), len(members))
             # `met` counts the batches before this one that had this super-category: an epoch has all of its pairs.
             met = int(epoch * np.sum(pairs == group) + np.sum(before == group))
             following = (members[places] for places in turns(len(members), cut, met, GROUP, seed, group))
-            chosen.append(_some_of_each(data, following, self.images, images, seed, step))
+            chosen.append(_some_of_each(data, following, members, self.images, images, seed, step))
         return np.concatenate(chosen)
 
 
@@ -228,29 +245,77 @@ def _of_level(data: Classes, level: int) -> Classes:
 
 
 @lru_cache(maxsize=2)
-def _available(sampling: SuperPByKSampling, data: Classes) -> list[int]:
+def _available(images: int, data: Classes) -> list[int]:
     """Return how many images each super-category provides."""
-    return [data.available(members, sampling.images) for members in data.by_group.values()]
+    return [data.available(members, images) for members in data.by_group.values()]
 
 
 @lru_cache(maxsize=2)
-def _pairs(sampling: SuperPByKSampling, data: Classes) -> NDArray[np.int64]:
+def _pairs(images: int, size: int, data: Classes) -> NDArray[np.int64]:
     """Return (pairs, 2) numbers of super-categories that together fill a batch."""
-    given = np.array(_available(sampling, data))
+    given = np.array(_available(images, data))
     pairs = np.stack(np.triu_indices(len(given), 1), axis=1)
-    return pairs[given[pairs].sum(axis=1) >= sampling.size]
+    return pairs[given[pairs].sum(axis=1) >= size]
+
+
+def _shares_of_pair(from_first: int, total: int, most: Sequence[int], threes: Sequence[bool]) -> tuple[int, int]:
+    """Return how many images each of two super-categories gives: `from_first` of the first, or one less or more.
+
+    An odd number leaves an image alone in its class, unless some class of the super-category can give three.
+
+    Args:
+        most: images that each super-category can give.
+        threes: whether it has such a class.
+    """
+    for first in (from_first, from_first - 1, from_first + 1):
+        shares = first, total - first
+        if all(
+            2 <= share <= own and (has or share % 2 == 0)
+            for share, own, has in zip(shares, most, threes, strict=True)
+        ):
+            return shares
+    return from_first, total - from_first
 
 
 def _some_of_each(
-    data: Classes, order: Iterator[NDArray[np.int64]], images: int, total: int, seed: int, step: int
+    data: Classes, order: Iterator[Numbers], pool: Numbers, images: int, total: int, seed: int, step: int
 ) -> Samples:
-    """Return (total,) up to `images` random samples per class, in the order of turns, until `total` are found."""
+    """Return (total,) up to `images` random samples per class of `pool`, in the order of turns.
+
+    The class that fills the batch up gives two samples at least; see `_with_company`.
+    """
     needed = np.empty(0, dtype=np.int64)
     while data.available(needed, images) < total:
         longer = np.concatenate([needed, next(order)])
         needed = longer[np.sort(np.unique(longer, return_index=True)[1])]  # each class once, in this order
+    most = np.minimum(data.sizes[needed], images)
+    takes = np.minimum(most, total - (np.cumsum(most) - most))
+    needed, takes = needed[takes > 0], takes[takes > 0]
+    if takes[-1] == 1:
+        unused = np.setdiff1d(pool[np.minimum(data.sizes[pool], images) > 2], needed)
+        unused = unused[permutation(len(unused), COMPANY, seed, step)]
+        needed, takes = _with_company(needed, takes, int(most[len(needed) - 1]), unused)
     sizes = data.sizes[needed]
     # A class of fewer than K images repeats its last place up to K, which the mask in the last line drops.
     places = np.minimum(np.arange(images), sizes[:, None] - 1)
     drawn = shuffled(sizes, places, WITHIN_CLASS, seed, step, of=(needed,))
-    return data.nth(needed[:, None], drawn)[np.arange(images) < sizes[:, None]][:total]
+    return data.nth(needed[:, None], drawn)[np.arange(images) < takes[:, None]]
+
+
+def _with_company(needed: Numbers, takes: Numbers, most: int, unused: Numbers) -> tuple[Numbers, Numbers]:
+    """Return classes and their numbers of images so that the last one, whose image would be alone, has two or more.
+
+    Args:
+        most: images that the last class can give.
+        unused: other classes that can give three.
+    """
+    generous = np.flatnonzero(takes[:-1] > 2)
+    if len(generous):
+        company = np.zeros_like(takes)
+        company[generous[-1]], company[-1] = -1, 1
+        return needed, takes + company
+    # All others give two, so the batch is odd: one class with three takes the place of two.
+    third = needed[-1:] if most > 2 else unused[:1]
+    if not len(third):
+        return needed, takes
+    return np.append(needed[:-2], third), np.append(takes[:-2], 3)

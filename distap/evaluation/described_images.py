@@ -12,7 +12,7 @@ from torch import nn
 
 from distap.data.loading.reader import ImageSet
 from distap.data.loading.share import Chunk, LoadingJob, TrainingImages
-from distap.data.plan import PLAN_VERSION, Plan
+from distap.data.plan import Plan
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.index import Index, index_of_files
 from distap.errors import DistapError
@@ -76,8 +76,9 @@ class DescribedTraining(TrainingImages):
         self._images = DescribedImages(job.source)
         super().__init__(replace(job, dimensions=self._images.known.descriptors.shape[1]), world, stopwatch)
         self.index: Index | None = self._images.index
-        self.fingerprint, self.order = self.index.fingerprint, PLAN_VERSION
+        self.fingerprint = self.index.fingerprint
         self.plan = Plan(self.index.classes, job.sampling, job.seed)
+        self.order = self.plan.version
 
     def chunks(self, steps: range) -> Generator[Chunk]:
         rows, keys, classes = self._images.known.descriptors, self._images.keys, self.plan.classes

@@ -67,6 +67,12 @@ class EvaluationSet:
         first = dict(zip(map(id, sets), np.cumsum([0, *map(len, sets)]).tolist(), strict=False))
         keys, classes = (np.concatenate([getattr(one, of) for one in sets]) for of in ("keys", "classes"))
         names = (classes if truth is not None and truth.query else keys).tolist()
+        if truth is not None:
+            asked, others = (
+                [name for one in parts for name in names[first[id(one)] : first[id(one)] + len(one)]]
+                for parts in (self.queries, self.gallery or self.queries)
+            )
+            truth = truth.named_as(asked, others)
         whole = dict[tuple[int, bool], tuple[NDArray[np.int64], NDArray[Any]]]()
 
         def described(parts: tuple[ImageSet, ...], boxes: Mapping[int, Box]) -> tuple[NDArray[np.int64], Descriptors]:

@@ -20,6 +20,7 @@ from distap.retrieval.figures import LABELLED_FIGURES
 from distap.retrieval.ranks import Ties
 from distap.retrieval.row_blocks import Descriptors, given_rows, open_parts, taken
 from distap.retrieval.truth import Truth, class_truth
+from distap.storage.names import composed
 
 
 def evaluate(
@@ -83,7 +84,8 @@ def evaluate(
     assert classes is not None
     if classes.ndim == 2:
         refuse_crossing(classes[(classes >= 0).all(1)])
-    parts = np.array([] if domains is None else domains, np.str_)  # of the queries
+    texts = np.array([] if domains is None else domains, np.str_).tolist()
+    parts = np.array(list(map(composed, texts)), np.str_)  # of the queries
     if domain is not None:
         of_levels = domain[:, None] if classes.ndim == 2 else domain
         # One number for class and domain: domains are numbered below N + 1, so no two pairs share one.
@@ -111,6 +113,7 @@ def _listed(
         raise DistapError(f"names: {repeated} of {len(of_rows)} are repeated")
     if known.instances and asks is not None:
         raise DistapError("queries are for images, and the truth has instances: its queries retrieve all others")
+    known = known.named_as(of_rows, of_rows)
     there = {*of_rows, *known.instances}
     if missing := [query.name for query in known.queries if query.name not in there]:
         kind = "row numbers, since `names` is not given" if names is None else "texts of `names`"

@@ -17,7 +17,15 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field, FiniteFloat, StrictInt, StrictStr, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    FiniteFloat,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+)
 from torch.nn.functional import normalize
 
 from distap.data.sizing import Box
@@ -25,6 +33,7 @@ from distap.errors import DistapError
 from distap.retrieval.figures import LABELLED_FIGURES, figures_named
 from distap.retrieval.row_blocks import taken
 from distap.retrieval.truth import NONE, Truth, rows_by_class
+from distap.storage.names import Names, composed
 from distap.storage.texts import read_written_json
 
 EARTH_METRES = 6_371_008.8  # mean radius
@@ -40,7 +49,7 @@ class TrueQuery(BaseModel, extra="forbid", frozen=True):
     positives: tuple[Name, ...] = ()
     grades: tuple[Grade, ...] | None = None  # of each positive: its relevance, or the number of its group
     junk: tuple[Name, ...] = ()  # images that are taken out of this query's ranking
-    part: str = ""  # of the queries, such as a domain, with figures of its own
+    part: Annotated[str, AfterValidator(composed)] = ""  # of the queries, such as a domain, with figures of its own
     # Left, top, right and bottom of the part to describe, in pixels.
     box: tuple[FiniteFloat, FiniteFloat, FiniteFloat, FiniteFloat] | None = None
 
@@ -60,6 +69,30 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
     # Folders of shards next to the file, in which names are those of classes.
     query: tuple[str, ...] = ()
     gallery: tuple[str, ...] = ()
+
+    def named_as(self, asking: Sequence[Name], among: Sequence[Name]) -> "GroundTruth":
+        """Return this truth with the names that images have, where both differ in their Unicode form alone.
+
+        Args:
+            asking, among: names of the images of the queries and of the gallery.
+        Raises:
+            DistapError: two queries are of one image then.
+        """
+        asked, found = (Names([*names, *self.instances]).known_as for names in (asking, among))
+        queries = list[TrueQuery]()
+        for query in self.queries:
+            lists = {"positives": tuple(map(found, query.positives)), "junk": tuple(map(found, query.junk))}
+            queries.append(query.model_copy(update={"name": asked(query.name), **lists}))
+        refuse_repeated(queries, self.dataset)
+        # An image that is in both may have a name in each.
+        both = (asked, found)
+        images = {
+            name: tuple(dict.fromkeys(known(image) for known in both for image in images))
+            for name, images in self.instances.items()
+        }
+        places = {known(name): place for known in both for name, place in (self.positions or {}).items()}
+        changes = {"queries": tuple(queries), "instances": images, "positions": places if self.positions else None}
+        return self.model_copy(update=changes)
 
     def boxes(self, where: str, names: Sequence[str]) -> dict[int, Box]:
         """Return the part to describe of each query that has a box, in whole pixels, by the place of its name.
@@ -183,19 +216,26 @@ class GroundTruth(BaseModel, extra="forbid", frozen=True):
         given = [
             self.positions[str(name)] for name in (*(names[one] for one in known), *(one.name for one in asking))
         ]
-        points = np.array(given).reshape(-1, 2)
-        among, asked = np.split(points if self.unit == "metres" else on_globe(points), [len(known)])
-        near = (np.flatnonzero(np.linalg.norm(among - point, axis=1) <= self.radius).tolist() for point in asked)
+        among, asked = np.split(np.array(given).reshape(-1, 2), [len(known)])
+        metres = metres_on_plane if self.unit == "metres" else metres_on_globe
+        near = (np.flatnonzero(metres(among, point) <= self.radius).tolist() for point in asked)
         return [[known[number] for number in own] for own in near]
 
 
-def on_globe(degrees: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Turn (N, 2) latitudes and longitudes into (N, 3) points in metres, whose distances are chords of the earth."""
-    latitude, longitude = np.radians(degrees).T
-    # At 25 m a chord is shorter than the way along the ground by less than a nanometre.
-    across = np.cos(latitude)
-    points = np.stack([across * np.cos(longitude), across * np.sin(longitude), np.sin(latitude)], axis=1)
-    return EARTH_METRES * points
+def metres_on_plane(points: NDArray[np.float64], point: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the (N,) metres between points (N, 2), east and north, and one of them."""
+    return np.linalg.norm(points - point, axis=1)
+
+
+def metres_on_globe(points: NDArray[np.float64], point: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the (N,) metres of ground between points (N, 2), latitude and longitude in degrees, and one of them.
+
+    The way is along the great circle of a sphere, by the haversine formula, which is exact for near points too.
+    """
+    half = np.sin(np.radians(points - point) / 2) ** 2
+    parallels = np.cos(np.radians(points[:, 0])) * np.cos(np.radians(point[0]))
+    haversine = np.clip(half[:, 0] + parallels * half[:, 1], 0, 1)
+    return 2 * EARTH_METRES * np.arctan2(np.sqrt(haversine), np.sqrt(1 - haversine))
 
 
 def read_truth(path: Path) -> GroundTruth:
@@ -220,9 +260,7 @@ def parsed_truth(truth: Mapping[str, Any], where: str) -> GroundTruth:
     figures_named(found.figures)
     if not (found.queries or found.query):
         raise DistapError(f"{where}: queries: expected at least one")
-    counts = Counter(query.name for query in found.queries)
-    if repeated := [name for name, times in counts.items() if times > 1]:
-        raise DistapError(f"{where}: query {repeated[0]} stands {counts[repeated[0]]} times")
+    refuse_repeated(found.queries, where)
     averaged = {image for images in found.instances.values() for image in images} - found.instances.keys()
     if inside := [query.name for query in found.queries if query.name in averaged]:
         raise DistapError(f"{where}: query {inside[0]!r} is an image of an instance; ask for the instance")
@@ -233,3 +271,10 @@ def parsed_truth(truth: Mapping[str, Any], where: str) -> GroundTruth:
     if found.unit == "degrees" and any(abs(north) > 90 for north, _ in (found.positions or {}).values()):
         raise DistapError(f"{where}: positions in degrees are latitude, from -90 to 90, and longitude")
     return found
+
+
+def refuse_repeated(queries: Sequence[TrueQuery], where: str) -> None:
+    """Raise a DistapError if two queries have one name."""
+    [(name, times), *_] = Counter(query.name for query in queries).most_common(1) or [("", 0)]
+    if times > 1:
+        raise DistapError(f"{where}: query {name} stands {times} times")

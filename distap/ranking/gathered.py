@@ -9,13 +9,18 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64, Shaped
 from torch import Tensor
 
-from distap.errors import DistapError
+from distap.errors import TIE_WIDTH, DistapError
 from distap.randomness import seed_for
 from distap.ranking.device_copies import queued
 from distap.world import World
 
 QueryWeights = Literal["uniform", "class", "given"]
 LOSS = 4  # first word of the key that seeds losses
+
+
+def tie_width(dtype: torch.dtype) -> float:
+    """Return the difference up to which rounding to a type may have separated two equal similarities."""
+    return TIE_WIDTH * torch.finfo(dtype).eps
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,12 @@ class Gathered:
     key: tuple[int, int] = (0, 0)  # seed and step
     of_unit_length: bool = True  # an image's similarity to itself is constant
     extra: Mapping[str, Tensor] = field(default_factory=dict)  # further tensors of the batch's images, (B, ...)
+    given_dtype: torch.dtype | None = None  # of the descriptors before a loss converted them; None: as they are
+
+    @property
+    def tie_width(self) -> float:
+        """Return the difference up to which similarities tie, by the type to which descriptors were rounded."""
+        return tie_width(self.given_dtype or self.gallery.dtype)
 
     @property
     def seed(self) -> int:

@@ -20,6 +20,7 @@ from pydantic import PositiveInt
 
 from distap.errors import DistapError
 from distap.storage.atomic import FileIdentity, file_identity, replacing, write_whole
+from distap.storage.names import composed
 from distap.storage.texts import read_json
 
 ABOUT_FILE, DESCRIPTORS_FILE, KEYS_FILE, CLASSES_FILE = "about.json", "descriptors.npy", "keys.npy", "classes.npy"
@@ -149,6 +150,7 @@ def read_described(
         keys, classes = (np.load(folder / name, allow_pickle=False) for name in (KEYS_FILE, CLASSES_FILE))
         if not keys.shape == classes.shape == shape[:1]:
             raise ValueError(f"{keys.shape} keys and {classes.shape} classes of {shape[0]} images")
+        classes = np.array(list(map(composed, classes.tolist())), dtype=np.str_)
     return about, described_by, keys, classes, shape
 
 

@@ -28,6 +28,7 @@ from distap.randomness import permutation
 from distap.retrieval import descriptor_files as files
 from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet, Texts, read_described, reading
 from distap.retrieval.row_blocks import given_rows, installed_faiss, nearest, on_device, row_blocks, without_rows
+from distap.storage.names import Names
 
 faiss = installed_faiss()
 INDEX_FILE = "index.faiss"
@@ -89,9 +90,13 @@ class SearchIndex:
         return [[Hit(str(self.keys[row]), str(self.classes[row]), one, row) for row, one in own] for own in pairs]
 
     def row_of(self, key: str) -> int:
-        if key not in self.rows:
+        if not self.has(key):
             raise DistapError(f"the index of {self.data} has no image with the key {key!r}")
-        return self.rows[key]
+        return self.rows[self._names.known_as(key)]
+
+    def has(self, key: str) -> bool:
+        """Tell whether an image has this key, in any Unicode form."""
+        return self._names.known_as(key) in self.rows
 
     def descriptor(self, row: int) -> Float32[np.ndarray, " C"]:
         """Return an image's descriptor, approximate if the index stores codes. Some kinds raise a RuntimeError."""
@@ -108,6 +113,10 @@ class SearchIndex:
     def rows(self) -> dict[str, int]:
         """Return the row of each image by its key."""
         return {key: row for row, key in enumerate(self.keys.tolist())}
+
+    @cached_property
+    def _names(self) -> Names:
+        return Names(self.rows)
 
 
 def write_index(folder: Path, index: SearchIndex, descriptors: DescriptorSet) -> None:

@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from distap.errors import TIE_WIDTH
 from distap.retrieval.row_blocks import Descriptors, on_device, taken
 from distap.retrieval.truth import NONE, Tables
 from distap.world import World
@@ -34,7 +35,6 @@ FIRST = 2.0**60  # above all similarities; its first 2**24 multiples are exact i
 FEW, MANY = 16, 64  # bounds: a pass over the tile for each is fastest up to FEW, and up to MANY faster than sorting
 RARE = 16  # with more than FEW bounds, similarities that reach any are picked out if they are at most one in so many
 CACHED_COLUMNS = 1024  # of a tile that is passed over for each bound, so that it stays in a CPU's cache
-TIE_WIDTH = 16  # in units of the dtype's epsilon times the lengths of both descriptors, as the losses have it
 
 Ties = Literal["against", "for"]  # the query: positives rank after or before the negatives that they tie with
 

@@ -152,7 +152,8 @@ class RunReport:
         if self._collapsed == COLLAPSED_STEPS:
             logger.warning(
                 "step %d: the network has given all images the same descriptor in %d steps (spread %.1g) and learns "
-                "nothing. Usual causes: %s; go on from an earlier checkpoint",
+                "nothing; losses of steps, such as sup_ap, take similarities this near for ties. Usual causes: %s; "
+                "go on from an earlier checkpoint",
                 step,
                 COLLAPSED_STEPS,
                 result.spread,

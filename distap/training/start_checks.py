@@ -5,6 +5,9 @@ that no step varies, these are described once.
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from textwrap import shorten
 from typing import Any
@@ -27,6 +30,8 @@ from distap.evaluation.extraction.extracting import Extraction
 from distap.model.backbone import gives_signed
 from distap.model.network import GivenNetwork, RetrievalNetwork, UnitLinear
 from distap.model.pooling import GeM
+from distap.ranking.loss import Loss
+from distap.ranking.rank import rank
 from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet
 from distap.retrieval.whitening import learned_whitening
 from distap.stages.micro_batches import is_out_of_memory
@@ -36,6 +41,7 @@ from distap.training.engines import DDPSettings
 from distap.world import World, device_of
 
 DESCRIBED_FOLDER = "described"  # within the folder of a run: descriptors of its training images
+TRIED_IMAGES, TRIED_CLASSES, TRIED_OF_A_CLASS = 4, 16, 4  # of a dry run: read, and ranked
 OF_DEVICE = re.compile("CUDA|cuDNN|NCCL|HIP")  # in errors that no network is to blame for
 
 
@@ -76,6 +82,53 @@ def checked_data(
                 "data.unseen_classes=false if that is meant"
             )
     return images, sets
+
+
+def try_first_batch(recipe: Recipe, images: TrainingImages, dimensions: int, loss: Loss) -> None:
+    """Draw the first batch, read and augment a few of its images, and rank random descriptors of them.
+
+    Raises a DistapError that names the recipe's key if a part, such as a class of the user's own, fails.
+    """
+    plan = getattr(images, "plan", None)
+    labels = None
+    if plan is not None:
+        with blaming("sampling", recipe.sampling):
+            batch = np.asarray(plan.batch(0))
+        if batch.shape != (images.size,) or len(np.unique(batch)) < len(batch):
+            raise DistapError(f"sampling: its batch is {batch.shape}; {images.size} different images are expected")
+        if batch.dtype.kind not in "iu" or not 0 <= batch.min() <= batch.max() < len(plan.classes):
+            raise DistapError(
+                f"sampling: its batch holds other values than numbers of the {len(plan.classes)} images"
+            )
+        labels = plan.classes.numbers[plan.classes.labels[batch]]
+    images.job = replace(images.job, workers=0, chunk=TRIED_IMAGES)
+    with blaming("data.augmentation", recipe.data.augmentation), closing(images.chunks(range(1))) as chunks:
+        chunk = next(chunks)
+    labels = chunk.labels if labels is None else labels
+    finest = labels if labels.ndim == 1 else labels[:, 0]
+    known = [np.flatnonzero(finest == label)[:TRIED_OF_A_CLASS] for label in np.unique(finest[finest >= 0])]
+    several = sorted(known, key=len, reverse=True)[:TRIED_CLASSES]
+    if len(several) < 2 or len(several[0]) < 2:  # as may be at random: then nothing is ranked
+        return
+    chosen = np.concatenate(several)
+    generator = torch.Generator().manual_seed(recipe.seed)
+    descriptors = normalize(torch.randn(len(chosen), dimensions, generator=generator)).to(images.world.device)
+    with blaming("loss", loss):
+        ranking = rank(descriptors, torch.from_numpy(labels[chosen]).to(images.world.device), loss)
+    if not ranking.is_finite:
+        raise DistapError(f"loss: {type(loss).__name__} gives {float(ranking.loss):g} for random descriptors")
+
+
+@contextmanager
+def blaming(key: str, part: Any) -> Iterator[None]:
+    """Turn an error of a part's own code into a DistapError that names the recipe's key and the class."""
+    try:
+        yield
+    except DistapError:
+        raise
+    except Exception as error:  # a class of the user's own raises anything
+        told = shorten(str(error), 200) or type(error).__name__
+        raise DistapError(f"{key}: {type(part).__name__} fails: {type(error).__name__}: {told}") from error
 
 
 def checked_network(recipe: Recipe, world: World, weights: Any = None) -> RetrievalNetwork:

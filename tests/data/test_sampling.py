@@ -7,7 +7,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from distap.data.plan import Classes, Plan, in_turn
-from distap.data.sampling import ClassesSampling, PByKSampling, RandomSampling, SuperPByKSampling
+from distap.data.sampling import ClassesSampling, MinedSampling, PByKSampling, RandomSampling, SuperPByKSampling
 from distap.errors import DistapError
 from distap.registry import build_part
 
@@ -235,12 +235,62 @@ def test_p_by_k_takes_k_images_of_each_class_that_has_them_and_no_singleton():
     for step in range(20):
         counts = np.bincount(MANY[plan.batch(step)], minlength=40)
         taken = np.flatnonzero(counts)
-        # All but the class that fills the batch up give K images, or all they have.
-        assert sum(counts[c] < min(4, available[c]) for c in taken) <= 1
+        # All give K images, or all they have, but the class that fills the batch up, and one that gives it company.
+        assert sum(counts[c] < min(4, available[c]) for c in taken) <= 2
         assert len(taken) >= 8
         assert not (available[taken] == 1).any()
         drawn |= set(taken.tolist()) if step < 5 else set()  # 34 classes have two images or more
     assert drawn == set(plan.classes.with_pairs.tolist())
+
+
+@st.composite
+def plans_of_uneven_classes(draw):
+    groups = draw(st.lists(st.lists(st.integers(1, 7), min_size=2, max_size=8), min_size=1, max_size=4))
+    data, seed = super_labels(groups), draw(st.integers(0, 3))
+    settings = {"classes": draw(st.integers(2, 6)), "images": draw(st.integers(2, 5))}
+    name = draw(st.sampled_from(["p_by_k", "balance", "mined", "super_p_by_k"]))
+    if name == "mined":
+        order = np.random.default_rng(seed).permutation(data.with_pairs)
+        nearest = np.stack([np.arange(data.count), np.arange(data.count)], axis=1)
+        nearest[data.with_pairs, 1] = order
+        data = Classes(data.labels, data.levels, nearest)
+    sampling = {
+        "p_by_k": PByKSampling(**settings),
+        "balance": PByKSampling(**settings, balance=1),
+        "mined": MinedSampling(**settings, near=2),
+        "super_p_by_k": SuperPByKSampling(**settings),
+    }[name]
+    try:
+        return Plan(data, sampling, seed)
+    except DistapError:
+        reject()
+
+
+@settings(deadline=None, max_examples=300)
+@given(plan=plans_of_uneven_classes(), step=st.integers(0, 20))
+def test_no_image_of_a_batch_of_some_of_each_class_is_alone_in_its_class(plan, step):
+    batch = plan.batch(step)
+    taken = np.bincount(plan.classes.labels[batch], minlength=plan.classes.count)
+    assert len(batch) == len(set(batch.tolist())) == plan.sampling.size
+    assert taken.max() <= plan.sampling.images
+    names = plan.classes.levels[plan.classes.labels[batch], 0]
+    most = [plan.classes.sizes[plan.classes.levels[:, 0] == name].max() for name in np.unique(names)]
+    # Two super-categories of pairs cannot give an odd number of images otherwise.
+    is_odd = isinstance(plan.sampling, SuperPByKSampling) and max(most) < 3 and plan.sampling.size % 2
+    assert (taken == 1).sum() == is_odd
+
+
+def test_an_odd_batch_of_classes_of_two_images_is_refused_and_never_advised():
+    data = Classes(labels_of([2] * 9))
+    with pytest.raises(DistapError, match="3 classes x 3 images = 9 a batch, an odd number"):
+        Plan(data, PByKSampling(classes=3, images=3), 0)
+    assert data.most(3) == 6
+
+
+def test_batches_that_end_with_a_whole_class_are_those_of_the_version_before_and_others_have_a_new_version():
+    assert Plan(Classes(labels_of([4] * 9)), PByKSampling(classes=3, images=4), 0).version == 2
+    assert Plan(Classes(MANY), PByKSampling(classes=3, images=4), 0).version == 4
+    assert Plan(Classes(MANY), RandomSampling(batch_size=4), 0).version == 2
 
 
 @settings(deadline=None)

@@ -6,6 +6,7 @@ from streamed import SAMPLING, SPOILT, STEPS, png, seen, streamed, write_by_webd
 
 from distap.config.reading import load_recipe
 from distap.data.sampling import RandomSampling
+from distap.data.shards.indexing import index_shards
 from distap.data.shards.tar import DamagedShardError
 from distap.errors import DistapError
 from distap.world import World
@@ -89,6 +90,31 @@ def test_settings_that_do_not_fit_are_refused(spoilt, tmp_path):
     folder = write_by_webdataset(tmp_path / "short", shards=2, spoil=nothing.items())
     with pytest.raises(DistapError, match="a loader worker has only 12 images in its 2 shards"):
         seen(streamed(folder), range(1), 16)
+
+
+def test_folders_that_number_their_classes_apart_are_refused_as_by_the_index(tmp_path):
+    for name in ("birds", "cars"):
+        write_by_webdataset(tmp_path / name, shards=2)
+        (tmp_path / name / "classes.txt").write_text("".join(f"{name} {number}\n" for number in range(5)))
+    said = rf"{tmp_path}/birds/classes\.txt numbers the classes of its folder alone"
+    for pattern in ("*/*.tar", "{birds,cars}/{000..001}.tar"):
+        with pytest.raises(DistapError, match=said):
+            streamed(f"{tmp_path}/{pattern}")
+        with pytest.raises(DistapError, match=said):
+            index_shards(f"{tmp_path}/{pattern}")
+    (tmp_path / "classes.txt").write_text("".join(f"class {number}\n" for number in range(5)))
+    assert streamed(f"{tmp_path}/*/*.tar").size == SAMPLING.size
+
+
+def test_shards_of_others_in_several_folders_are_read_with_a_warning(tmp_path, caplog):
+    for name in ("birds", "cars"):
+        write_by_webdataset(tmp_path / name, shards=2)
+    streamed(f"{tmp_path}/birds/*.tar")
+    assert not caplog.messages
+    streamed(f"{tmp_path}/*/*.tar")
+    assert "in 2 folders, such as birds and cars" in caplog.messages[-1]
+    index_shards(f"{tmp_path}/*/*.tar")
+    assert len(caplog.messages) == 2
 
 
 def test_the_list_of_shards_tells_data_sets_apart(spoilt):

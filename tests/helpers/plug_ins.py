@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,43 @@ class InOrder:
 
     def batch(self, classes, seed: int, step: int):
         return (np.arange(self.batch_size) + step * self.batch_size) % len(classes)
+
+
+@dataclass(frozen=True)
+class InGivenOrder(InOrder):
+    """A sampling with fields that have no hash."""
+
+    shifts: dict[str, int] = field(default_factory=lambda: {"odd": 1})
+    steps: list[int] = field(default_factory=lambda: [2])
+
+    def batch(self, classes, seed: int, step: int):
+        return (super().batch(classes, seed, step) + self.shifts["odd"]) % len(classes)
+
+
+@dataclass(frozen=True)
+class Repeating(InOrder):
+    def batch(self, classes, seed: int, step: int):
+        return np.zeros(self.batch_size, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class FailingSampling(InOrder):
+    def batch(self, classes, seed: int, step: int):
+        raise KeyError("no such shelf")
+
+
+@dataclass(frozen=True)
+class FailingLoss(HardestNegative):
+    shares: list[float] = field(default_factory=list)
+
+    def loss(self, similarities, positive, negative):
+        return similarities[:, 0] * self.shares[0]
+
+
+@dataclass(frozen=True)
+class WithLists(HardestNegative):
+    shares: list[float] = field(default_factory=lambda: [1.0])
+    of: dict[str, float] = field(default_factory=lambda: {"a": 1.0})
 
 
 @dataclass(frozen=True)
@@ -87,6 +124,21 @@ class CentreOnly:
 
     def transform(self, image_size: int):
         return _Centre(image_size)
+
+
+@dataclass(frozen=True)
+class CentreOfList(CentreOnly):
+    choices: list[int] = field(default_factory=lambda: [1])
+    shares: dict[str, float] = field(default_factory=lambda: {"a": 0.5})
+
+
+@dataclass(frozen=True)
+class FailingAugmentation:
+    def transform(self, image_size: int):
+        return self.fail
+
+    def fail(self, image):
+        raise ZeroDivisionError("no shelf is empty")
 
 
 @dataclass(frozen=True)

@@ -155,13 +155,55 @@ def test_small_tiles_give_what_one_large_tile_gives_and_duplicates_are_ties(name
     third = 15 if name == "simix" else 61  # simix makes many images of a few
     raw, labels = problem(7, 3 * third, 40, dimensions=100, dtype=dtype)
     loss = built(name, int(labels.max()) + 1, 100, dtype)
-    if name not in ("blackbox_ap", "contrastive", "triplet"):  # which have no derivative at a distance of 0
-        raw[third : 2 * third] = raw[:third]
+    raw[third : 2 * third] = raw[:third]
     whole, gradient = rank_raw(raw, levels_of(labels), loss)
     for pairs in (500, 4_000):
         monkeypatch.setattr("distap.ranking.loss.CPU_TILE_PAIRS", pairs)
         tolerance = 100 * torch.finfo(dtype).eps
         assert_same(*rank_raw(raw, levels_of(labels), loss), whole.loss.item(), gradient, tolerance)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("triplet", {"mining": "semi_hard", "squared": True}),
+        ("triplet", {"mining": "semi_hard"}),
+        ("triplet", {"mining": "hardest"}),
+        ("triplet", {"mining": "hard_negative"}),
+        ("multi_similarity", {"epsilon": 0.0}),
+        ("contrastive", {"negatives": 3, "margin": 1.5}),
+        ("blackbox_ap", {"margin": 0.0}),
+        ("sup_ap", {}),
+    ],
+)
+def test_an_image_under_two_classes_has_one_loss_and_gradient_in_each_type_and_tile(name, options):
+    # Few images, so that none of the others tie in float32.
+    raw, labels = problem(0, 40, 8, dimensions=100)
+    # Of another length, so that rounding parts it from its duplicate once both are normalised.
+    raw, labels = torch.cat([raw, 3.1 * raw[:20]]), torch.cat([labels, labels[:20] + 1])
+    whole, gradient = rank_raw(raw, labels, name, **options)
+    for dtype in (torch.float64, torch.float32):
+        for memory_bytes in (None, 1):
+            ranked, found = rank_raw(raw.to(dtype), labels, name, memory_bytes=memory_bytes, **options)
+            assert_same(ranked, found.double(), whole.loss.item(), gradient, 100 * torch.finfo(dtype).eps)
+
+
+def test_semi_hard_takes_the_nearest_negative_that_is_farther_by_more_than_a_tie():
+    raw, labels = problem(0, 60, 8, dimensions=100)
+    raw, labels = torch.cat([raw, 3.1 * raw[:30]]), torch.cat([labels, labels[:30] + 1])
+    similarities = normalize(raw) @ normalize(raw).t()
+    # Rounded, the similarities of duplicates are equal bits.
+    similarities = (similarities * 2**40).round() / 2**40
+    losses = []
+    for query, label in enumerate(labels):
+        positives = similarities[query, (labels == label) & (torch.arange(len(labels)) != query)]
+        negatives = similarities[query, labels != label]
+        farther = [negatives[negatives < positive] for positive in positives]
+        pairs = [(positive, some.max()) for positive, some in zip(positives, farther, strict=True) if len(some)]
+        violations = [(2 * (negative - positive) + 0.1).clamp(min=0) for positive, negative in pairs]
+        losses.append(sum(violations) / len(positives) if len(positives) else torch.nan)
+    found = rank_raw(raw, labels, "triplet", mining="semi_hard", squared=True)[0].loss
+    assert found.item() == pytest.approx(torch.tensor(losses).nanmean().item(), abs=1e-6)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

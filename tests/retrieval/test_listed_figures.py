@@ -105,6 +105,25 @@ def test_a_place_is_right_within_the_radius(unit):
     assert truth.of_gallery(truth.queries, ["a", "q"], CPU, is_of_itself=True).positives == [[0]]
 
 
+@pytest.mark.parametrize("metres", [1e-3, 1.0, 25.0, 750e3, 2500e3, 15e6])
+@pytest.mark.parametrize("bearing", [0.0, 40.0, 90.0, 200.0])
+@pytest.mark.parametrize("start", [(0.0, 0.0), (48.2, 16.4), (-33.9, 179.999), (89.9999, 30.0), (-90.0, 0.0)])
+def test_positions_in_degrees_are_compared_by_the_way_along_the_ground(start, bearing, metres):
+    def away(along):
+        """The place so many metres of great circle away, by the direct formula of spherical trigonometry."""
+        (latitude, longitude), turn, arc = map(math.radians, start), math.radians(bearing), along / EARTH_METRES
+        north = math.sin(latitude) * math.cos(arc) + math.cos(latitude) * math.sin(arc) * math.cos(turn)
+        east = math.sin(turn) * math.sin(arc) * math.cos(latitude)
+        further = longitude + math.atan2(east, math.cos(arc) - math.sin(latitude) * north)
+        return [math.degrees(math.asin(max(-1, min(1, north)))), math.degrees(further)]
+
+    slack = max(1e-4 * metres, 1.0 if abs(start[0]) > 89 else 1e-5)  # asin is coarse near the poles
+    positions = {"q": [*start], "in": away(metres), "out": away(metres + 2 * slack)}
+    given = {"queries": [{"name": "q"}], "positions": positions, "unit": "degrees", "radius": metres + slack}
+    truth = parsed_truth(given, "truth")
+    assert truth.of_gallery(truth.queries, ["in", "out"], CPU).positives == [[0]]
+
+
 def test_evaluate_takes_a_truth_by_rows_or_names(tmp_path):
     # Of the first image, the two others at 0.8 and 0.6: the negative before the positive.
     rows = torch.tensor([[1.0, 0, 0], [0.8, 0.6, 0], [0.6, 0, 0.8], [0, 0, 1.0]])

@@ -57,7 +57,7 @@ class Service:
 
     async def by_key(self, key: str, k: int) -> list[Hit]:
         """Return the k gallery images most similar to the gallery image with this key, without itself."""
-        if key not in self._searcher.index.rows:
+        if not self._searcher.index.has(key):
             raise RefusedError(404, "not_found", f"the index has no image with the key {key!r}")
 
         async def read() -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from distap.data.images.decoding import DamagedImageError
 from distap.data.loading.reader import ImageSet
 from distap.data.loading.share import NO_SAMPLE, Chunk, LoadingJob, TrainingImages, failure
-from distap.data.plan import PLAN_VERSION, Plan
+from distap.data.plan import Plan
 from distap.data.shards.image_folders import Skipped, warn_of
 from distap.data.shards.index import Index, load_index
 from distap.data.shards.parallel import in_processes
@@ -38,8 +38,9 @@ class IndexedImages(TrainingImages):
         if world.rank == 0:
             warn_of(str(job.source), index.left_out)
         self.index: Index | None = index
-        self.fingerprint, self.order = index.fingerprint, PLAN_VERSION
+        self.fingerprint = index.fingerprint
         self.plan = Plan(index.classes, job.sampling, job.seed)
+        self.order = self.plan.version
         self.read_from = ImageSet(job.source, index)
 
     def chunks(self, steps: range) -> Generator[Chunk]:

@@ -30,6 +30,7 @@ from distap.data.images.decoding import DamagedImageError, EncodedImage
 from distap.data.loading.share import Chunk, LoadingJob, TrainingImages, failure
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import load_index
+from distap.data.shards.indexing import check_numbering
 from distap.data.shards.parallel import in_processes
 from distap.data.shards.tar import TarMember, labelled_image, read_groups
 from distap.errors import DistapError
@@ -67,6 +68,7 @@ class StreamedImages(TrainingImages):
         super().__init__(job, world, stopwatch)
         self._source, self._storage = source, Storage(job.source.base)
         self._names = shard_names(job.source, self._storage)
+        check_numbering(job.source, self._storage, self._names, warns=world.rank == 0)
         shards, ranks = len(self._names), world.size
         if shards < ranks:
             remedy = "each of which reads shards of its own: pack with a smaller --images-per-shard"

@@ -21,6 +21,7 @@ from distap.data.shards.tables import ListLine, read_list
 from distap.data.sizing import Box
 from distap.errors import DistapError, logger
 from distap.randomness import permutation
+from distap.storage.names import as_on_disk, composed
 from distap.storage.texts import as_line, is_line
 
 Nested = Literal["top", "leaf", "merge", "path", "levels"]
@@ -134,14 +135,15 @@ def sort_classes(names: Iterable[str]) -> list[str]:
 
 def _in_folders(source: Path, nested: Nested | None) -> Listing:
     paths, left_out = walk_images(source)
-    found = {path: path.parts[len(source.parts) : -1] for path in sorted(paths)}  # the folders that each is in
+    # The folders that each is in: of a class whose name some of them compose and others do not, all are one class.
+    found = {path: tuple(map(composed, path.parts[len(source.parts) : -1])) for path in sorted(paths)}
     for loose in [path for path, folders in found.items() if not folders]:
         left_out.append(Skipped(str(loose), "loose images, in no class's folder"))
         del found[loose]
     filled = {folders[0] for folders in found.values()}
     with suppress(OSError):  # walk_images says that the folder cannot be read
         for folder in sorted(source.iterdir()):
-            if folder.is_dir() and folder.name not in filled and not folder.name.startswith("."):
+            if folder.is_dir() and composed(folder.name) not in filled and not folder.name.startswith("."):
                 left_out.append(Skipped(str(folder), "class folders without an image"))
     deep = next((path for path, folders in found.items() if len(folders) > 1), None)
     if deep is not None and nested is None:
@@ -171,11 +173,11 @@ def _in_list(source: Path, renamed: Mapping[str, str]) -> Listing:
         row = {column: line.cells[place] for column, place in places.items()}
         if not is_line(row["path"]):
             raise line.wrong(f"{row['path'][:60]!r} is no path, which is one line of text")
-        path = source.parent / row["path"]
+        path = as_on_disk(source.parent / row["path"])
         where = (f"{line.where}{'' if column == 'label' else f', column {column}'}" for column in wanted)
         name, split, *above = map(class_name_at, where, map(row.get, wanted))
         if (first := seen.setdefault(path, line)) is not line:
-            if first.cells != line.cells:
+            if list(map(composed, first.cells)) != list(map(composed, line.cells)):
                 raise line.wrong(f"{path} is on line {first.number} already, with other cells")
             left_out.append(Skipped(str(path), "lines that repeat another"))
             continue

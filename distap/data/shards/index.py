@@ -14,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
-from distap.data.labels import table_of_levels
+from distap.data.labels import nesting, table_of_levels
 from distap.data.map_style import rows_behind
 from distap.data.plan import Classes
 from distap.data.shards.image_files import ImageFile, levels_of_each_class, list_images, look_at_all, sort_classes
@@ -24,6 +24,7 @@ from distap.randomness import permutation
 from distap.storage.columns import Buffer, columns_file, read_columns
 from distap.storage.files import Storage
 from distap.storage.locations import Source, parse_source, safe_name
+from distap.storage.names import composed
 from distap.storage.remotes import MissingFileError
 from distap.storage.texts import as_line, is_line
 
@@ -134,7 +135,26 @@ def parse_index(data: Buffer, where: str) -> Index:
         raise DistapError(f"{where}: not a sound index: {problem}; {remedy}")
     for name in index.shard_name.tolist():
         safe_name(name, where)
-    return index
+    return with_composed_names(index, where)
+
+
+def with_composed_names(index: Index, where: str) -> Index:
+    """Return an index whose classes have composed names; those whose names are the same then are one class.
+
+    Raises a DistapError if such classes lie within different coarser ones.
+    """
+    names = [composed(name) for name in index.class_name.tolist()]
+    levels = [tuple(map(composed, above)) for above in index.class_levels.tolist()]
+    if names == index.class_name.tolist() and levels == list(map(tuple, index.class_levels.tolist())):
+        return index
+    known = nesting((where, name, above) for name, above in zip(names, levels, strict=True))
+    number = {name: place for place, name in enumerate(known)}
+    return replace(
+        index,
+        label=np.array([number[name] for name in names])[index.label],
+        class_name=np.array(list(known)),
+        class_levels=table_of_levels(known.values()),
+    )
 
 
 def _problems(index: Index) -> Iterator[str]:

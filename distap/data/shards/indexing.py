@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from distap.data.labels import nesting, table_of_levels
 from distap.data.shards.image_folders import Skipped
-from distap.data.shards.index import COLUMNS, Index, load_index
+from distap.data.shards.index import COLUMNS, Index, load_index, with_composed_names
 from distap.data.shards.parallel import Track, map_in_processes, untracked
 from distap.data.shards.tar import DamagedShardError, Sample, read_samples
-from distap.errors import DistapError
+from distap.errors import DistapError, logger
 from distap.storage.files import Storage
 from distap.storage.locations import LISTABLE, Source, parse_source, shard_names
 from distap.storage.remotes import MissingFileError
@@ -53,11 +53,7 @@ def index_shards(
         raise DistapError(f"{source}: nothing can be written behind {source.scheme}://; {remedy}")
     storage = Storage(source.base)
     names = shard_names(source, storage)
-    folders = sorted({name.rpartition("/")[0] for name in names} - {""})
-    own = [folder for folder in folders if _lines(storage, f"{folder}/{NAMES_FILE}") is not None]
-    if own and _lines(storage, NAMES_FILE) is None:  # class 0 of one folder is not that of another
-        where = storage.where(f"{own[0]}/{NAMES_FILE}")
-        raise DistapError(f"{source}: {where} numbers the classes of its folder alone: pack all images together")
+    check_numbering(source, storage, names)
     scan = partial(_scan, storage, levels)
     scans = map_in_processes(scan, names, workers, "indexing shards", track)
     sound = [scan for scan in scans if isinstance(scan, Scan)]
@@ -71,6 +67,26 @@ def index_shards(
     index = merge_scans(source, storage, sound, known)
     index.save(source)
     return index, [skipped for scan in sound for skipped in scan.left_out]
+
+
+def check_numbering(source: Source, storage: Storage, names: Sequence[str], warns: bool = True) -> None:
+    """Check that a class number means the same class in the folders of all shards.
+
+    Raises a DistapError if a folder's classes.txt numbers its classes apart from those of other folders. If nothing
+    says how the shards of several folders are numbered, log a warning.
+    """
+    folders = sorted({name.rpartition("/")[0] for name in names})
+    if folders == [""] or _lines(storage, NAMES_FILE) is not None:
+        return
+    for folder in filter(None, folders):
+        if _lines(storage, f"{folder}/{NAMES_FILE}") is not None:  # class 0 of one folder is not that of another
+            where = storage.where(f"{folder}/{NAMES_FILE}")
+            raise DistapError(f"{source}: {where} numbers the classes of its folder alone: pack all images together")
+    if warns and len(folders) > 1:
+        told = (
+            "%s: its shards are in %d folders, such as %s and %s: a class number is taken for the same class in all"
+        )
+        logger.warning(told, source, len(folders), *folders[:2])
 
 
 def scan_shard(storage: Storage, name: str, levels: Sequence[str] = ()) -> Scan:
@@ -107,7 +123,7 @@ def merge_scans(source: Source, storage: Storage, scans: Sequence[Scan], paths: 
         name_of = dict(zip(map(str, numbers), names, strict=True))
         rows = [(where, name_of[number], above) for scan in scans for where, number, above in scan.levels]
     known = nesting(rows)
-    return Index(
+    index = Index(
         **columns,
         shard_name=np.array([scan.name for scan in scans]),
         shard_size=np.array([scan.size for scan in scans]),
@@ -115,6 +131,7 @@ def merge_scans(source: Source, storage: Storage, scans: Sequence[Scan], paths: 
         class_name=np.array(names),
         class_levels=table_of_levels([known[name] for name in names]),
     )
+    return with_composed_names(index, storage.where(NAMES_FILE))
 
 
 def _lines(storage: Storage, name: str) -> list[str] | None:

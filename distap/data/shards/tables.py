@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from distap.errors import DistapError
+from distap.storage.names import as_on_disk, composed
 
 # The columns of a list, and the names that they may have: the first that is there wins.
 LEVELS = tuple(f"level{n}" for n in range(1, 10))  # ever coarser classes that hold the class
@@ -48,7 +49,7 @@ class ListLine(NamedTuple):
             raise self.wrong(f"path {name[:200]!r} is no printable text")
         if not parts or name.startswith("/") or ".." in parts:
             raise self.wrong(f"path {name[:200]!r} leaves {folder}; expected one inside")
-        return folder / name
+        return as_on_disk(folder / name)
 
 
 def read_lines(file: Path, separator: str | None = None) -> Iterator[ListLine]:
@@ -91,12 +92,14 @@ def read_list(source: Path, renamed: Mapping[str, str]) -> tuple[dict[str, int],
 
 def _places(source: Path, names: Sequence[str], renamed: Mapping[str, str]) -> dict[str, int]:
     """Return the place of each column in a heading; raise a DistapError if one is missing or repeated."""
-    lower, places = [name.strip().lower() for name in names], dict[str, int]()
+    lower, places = [composed(name).strip().lower() for name in names], dict[str, int]()
     if foreign := {"is_query", "is_gallery"}.intersection(lower):
         remedy = "name the parts in the column split instead, such as query and gallery"
         raise DistapError(f"{source}: the column {min(foreign)} is not read: {remedy}")
     for column, usual in COLUMN_NAMES.items():
-        found = [name for name in ((renamed[column].lower(),) if column in renamed else usual) if name in lower]
+        found = [
+            name for name in ((composed(renamed[column]).lower(),) if column in renamed else usual) if name in lower
+        ]
         if found and lower.count(found[0]) > 1:
             raise DistapError(f"{source}: {lower.count(found[0])} columns are called {found[0]}; expected one")
         if found:

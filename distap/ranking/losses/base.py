@@ -43,6 +43,7 @@ class Rows:
     weights: Float[Tensor, " r"]  # of the queries; they sum to 1 over all blocks and ranks
     pairs: int  # of all blocks of this rank together
     extra: Mapping[str, Tensor]  # further tensors of the queries, (r, ...)
+    tie_width: float  # difference up to which two similarities tie
 
     @cached_property
     def negatives(self) -> Float[Tensor, "r N"]:
@@ -63,6 +64,10 @@ class Rows:
         # A sum, since padding names the query's column again.
         times = torch.zeros(self.similarities.shape, dtype=torch.int32, device=self.queries.device)
         return times.scatter_add_(1, self.same_class, self.is_positive.int()) > 0
+
+    @cached_property
+    def negative_columns(self) -> Bool[Tensor, "r N"]:
+        return torch.ones_like(self.positive_columns).scatter_(1, self.same_class, False)
 
     def without_query(self) -> "Rows":
         """Return these rows with each query left out of its own positives."""
@@ -101,6 +106,13 @@ class SimilarityLoss(Loss):
         """
         raise NotImplementedError(f"{type(self).__name__} has to define `loss` or `value_and_slopes`")
 
+    def loss_of_rows(self, similarities: Scores, rows: Rows) -> Tensor:
+        """Return (r,) `loss` of a block; a loss that compares similarities overrides this to see the rows' tie width.
+
+        `similarities` are those of the rows, and the loss is differentiable by them.
+        """
+        return self.loss(similarities, rows.positive_columns, rows.negative_columns, **rows.extra)
+
     @property
     def used(self) -> list[nn.Parameter]:
         """Return the parameters that `loss` uses next to the similarities."""
@@ -112,10 +124,9 @@ class SimilarityLoss(Loss):
         Derivatives by each of `used` follow. `totals` are what the method `totals` gave, summed over all queries of
         all ranks.
         """
-        negative = torch.ones_like(rows.positive_columns).scatter_(1, rows.same_class, False)
         with torch.enable_grad():
             similarities = rows.similarities.detach().requires_grad_()
-            value = self.loss(similarities, rows.positive_columns, negative, **rows.extra)
+            value = self.loss_of_rows(similarities, rows)
             if value.shape != rows.weights.shape:
                 shapes = f"gave shape {tuple(value.shape)}; expected {tuple(rows.weights.shape)}: one value a query"
                 raise DistapError(f"{type(self).__name__} {shapes}")
@@ -190,7 +201,8 @@ class SimilarityLoss(Loss):
             similarities, weight = gathered.descriptors[queries] @ gallery.t(), weights[queries].to(gallery.dtype)
             extra = {name: gathered.extra[name][queries] for name in self.taken}
             pairs = len(order) * len(gallery)
-            yield which, Rows(similarities, levels, queries, same_class, is_positive, weight, pairs, extra)
+            width = gathered.tie_width
+            yield which, Rows(similarities, levels, queries, same_class, is_positive, weight, pairs, extra, width)
 
     def columns(self, gathered: Gathered, queries: Int64[Tensor, " r"]) -> tuple[Tensor, Tensor, Tensor]:
         """Return `levels`, `same_class` and `is_positive` of a block; see `Rows`."""

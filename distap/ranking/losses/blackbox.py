@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Float64
 from pydantic import PositiveFloat
 from torch import Tensor
+from torch.nn import functional
 
 from distap.ranking.losses.base import Rows, SimilarityLoss
 
@@ -19,7 +20,7 @@ class BlackBoxAP(SimilarityLoss):
     taken as (r(s + lam dL/dr) - r(s)) / lam: how the ranking changes when the scores move by the loss's derivative.
     So the gradient is not that of the value, but of a piecewise linear interpolation of it.
 
-    Images of equal similarity rank in the order of the batch, or as rounding has it; the gradient depends on that.
+    Images whose similarities tie rank in the order of the batch; the gradient depends on that.
     """
 
     self_pair: bool = False
@@ -37,19 +38,23 @@ class BlackBoxAP(SimilarityLoss):
         scores = rows.similarities + self.margin * (0.5 - positive.to(rows.similarities.dtype))
         scores = scores.masked_fill(~is_ranked, -torch.inf)
         count = is_ranked.sum(1, keepdim=True)
-        rank = _ranks(scores) / count
+        rank = _ranks(scores, rows.tie_width) / count
         of_positive = rank.gather(1, rows.same_class)
-        among_positives = _ranks(-of_positive.masked_fill(~rows.is_positive, torch.inf)) / count
+        among_positives = _ranks(-of_positive.masked_fill(~rows.is_positive, torch.inf), 0.0) / count
         # AP is the mean over positives of their rank among positives over their rank among all. Its derivative by the
         # latter moves the scores; one more sort of the moved scores then stands for the derivative of sorting.
         precision = among_positives / of_positive * rows.is_positive / rows.positive_count
         by_rank = rows.weights[:, None] * precision / of_positive
         moved = scores.scatter_add(1, rows.same_class, self.lam * by_rank * rows.is_positive)
-        return 1 - precision.sum(1).double(), (_ranks(moved) / count - rank) / self.lam * is_ranked
+        return 1 - precision.sum(1).double(), (_ranks(moved, rows.tie_width) / count - rank) / self.lam * is_ranked
 
 
-def _ranks(scores: Float[Tensor, "r n"]) -> Float[Tensor, "r n"]:
-    """Return each score's rank in its row, from 1 for the greatest; among equal scores the first column leads."""
-    order = scores.argsort(dim=1, descending=True, stable=True)
+def _ranks(scores: Float[Tensor, "r n"], tie_width: float) -> Float[Tensor, "r n"]:
+    """Return each score's rank in its row, from 1 for the greatest; among scores that tie the first column leads."""
+    ordered, order = scores.sort(dim=1, descending=True, stable=True)
+    # A gap wider than a tie begins a new group. Sorted by group alone, columns of a group keep their order.
+    begins = ordered[:, :-1] - ordered[:, 1:] > tie_width
+    group = functional.pad(begins.cumsum(1), (1, 0))
+    order = torch.empty_like(order).scatter_(1, order, group).argsort(dim=1, stable=True)
     places = torch.arange(1, scores.shape[1] + 1, device=scores.device, dtype=scores.dtype)
     return torch.empty_like(scores).scatter_(1, order, places.expand_as(scores))

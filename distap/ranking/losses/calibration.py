@@ -60,9 +60,10 @@ class Calibration(SimilarityLoss):
 
     def _violations(self, rows: Rows) -> tuple[Tensor, Tensor]:
         # How far positives (r, P) and negatives (r, N) are on the wrong side; images of the class are -inf among the
-        # negatives, and so never are.
-        pull = (self.alpha - rows.positives).clamp(min=0) * rows.is_positive
-        return pull, (rows.negatives - self.beta).clamp(min=0)
+        # negatives, and so never are, nor are those that rounding alone may have put there.
+        pull = (self.alpha - rows.positives).masked_fill(~rows.is_positive, 0)
+        push = rows.negatives - self.beta
+        return pull.masked_fill(pull <= rows.tie_width, 0), push.masked_fill(push <= rows.tie_width, 0)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ import torch
 from jaxtyping import Float, Float64
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import normalize
 
-from distap.ranking.gathered import Gathered
+from distap.ranking.gathered import Gathered, tie_width
 from distap.ranking.loss import Budget, KnownClasses, LossValue
 from distap.ranking.losses.base import Mask, Rows, Scores, SimilarityLoss
 from distap.ranking.losses.steps import hinge_step, softplus, softplus_step, step_sums
@@ -96,11 +97,16 @@ class MultiSimilarity(PairLoss):
     epsilon: NonNegativeFloat | None = 0.1
     """Take pairs within this similarity of the hardest one of the other kind; null takes all pairs."""
 
-    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
+    def loss_of_rows(self, similarities: Scores, rows: Rows) -> Float[Tensor, " r"]:
+        positive, negative = rows.positive_columns, rows.negative_columns
         if self.epsilon is not None:
-            closest, farthest = _hardest(similarities.detach(), positive, negative)
-            positive = positive & (similarities < closest + self.epsilon)
-            negative = negative & (similarities > farthest - self.epsilon)
+            scores = similarities.detach()
+            closest = scores.masked_fill(~negative, -torch.inf).amax(1, keepdim=True)
+            farthest = scores.masked_fill(~positive, torch.inf).amin(1, keepdim=True)
+            # A pair that ties with the last one that is too easy is too easy as well.
+            within = self.epsilon - rows.tie_width
+            positive = positive & (scores < closest + within)
+            negative = negative & (scores > farthest - within)
         pulled = _one_and_sum(self.alpha * (self.base - similarities), positive) / self.alpha
         return pulled + _one_and_sum(self.beta * (similarities - self.base), negative) / self.beta
 
@@ -111,9 +117,10 @@ class DistanceLoss(PairLoss):
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
         # Twice the memory of the gallery; rounding to float32 at the end costs nothing that counts.
-        exact = replace(gathered, gallery=normalize(gathered.gallery.double()))
+        dtype = gathered.gallery.dtype
+        exact = replace(gathered, gallery=normalize(gathered.gallery.double()), given_dtype=dtype)
         found = super().value_and_gradient(exact, budget)
-        return found._replace(gradient=found.gradient.to(gathered.gallery.dtype))
+        return found._replace(gradient=found.gradient.to(dtype))
 
 
 @dataclass(frozen=True)
@@ -130,13 +137,18 @@ class Contrastive(DistanceLoss):
     negatives: PositiveInt | None = None
     """Take this many nearest negatives of a query; null takes all within the margin."""
 
-    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
+    def loss_of_rows(self, similarities: Scores, rows: Rows) -> Float[Tensor, " r"]:
+        positive, negative = rows.positive_columns, rows.negative_columns
         distances = _distances(similarities)
         pulled = (distances.square() * positive).sum(1) / positive.sum(1).clamp(min=1)
-        pushes = (self.margin - distances).clamp(min=0).square() * negative
-        if self.negatives is not None:  # the nearest are pushed most
-            return (pulled + pushes.topk(min(self.negatives, pushes.shape[1])).values.sum(1)) / 2
-        return (pulled + pushes.sum(1) / (pushes > 0).sum(1).clamp(min=1)) / 2
+        gaps = self.margin - distances
+        is_near = (gaps > tie_width(gaps.dtype)) & negative
+        pushes = gaps.square() * is_near
+        if self.negatives is not None:
+            scores = similarities.detach().masked_fill(~negative, -torch.inf)
+            nearest = _shares_of_greatest(scores, self.negatives, rows.tie_width)
+            return (pulled + (pushes * nearest).sum(1)) / 2
+        return (pulled + pushes.sum(1) / is_near.sum(1).clamp(min=1)) / 2
 
 
 @dataclass(frozen=True)
@@ -177,12 +189,16 @@ class Triplet(DistanceLoss):
         # From derivatives by -distance to those by similarity: as d² = 2 - 2 s, -d² rises with s by 2, -d by 1 / d.
         return value, slopes * (2 if self.squared else 1 / distances * (distances > SMALLEST**0.5))
 
-    def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
-        closest, farthest = _hardest(similarities, positive, negative)
+    def loss_of_rows(self, similarities: Scores, rows: Rows) -> Float[Tensor, " r"]:
+        positive = rows.positive_columns
+        negatives = similarities.masked_fill(rows.negative_columns.logical_not(), -torch.inf)
         if self.mining == "hardest":
-            similarities, positive = farthest, torch.ones_like(farthest, dtype=torch.bool)
-        elif self.mining == "semi_hard":
-            closest = _next_below(similarities, negative)
+            similarities = -_greatest((-similarities).masked_fill(~positive, -torch.inf), rows.tie_width)
+            positive = torch.ones_like(similarities, dtype=torch.bool)
+        if self.mining == "semi_hard":
+            closest = _next_below(similarities.detach(), negatives, rows.tie_width)
+        else:
+            closest = _greatest(negatives, rows.tie_width)
         # A negative that is not there is infinitely far away.
         distances: Callable[[Tensor], Tensor] = _squared if self.squared else _distances
         violations = distances(similarities) - distances(closest)
@@ -190,20 +206,38 @@ class Triplet(DistanceLoss):
         return (losses * positive).sum(1) / positive.sum(1).clamp(min=1)
 
 
-def _hardest(
-    similarities: Scores, positive: Mask, negative: Mask
-) -> tuple[Float[Tensor, "r 1"], Float[Tensor, "r 1"]]:
-    """Return the greatest similarity of a negative, and the least of a positive."""
-    closest = similarities.masked_fill(~negative, -torch.inf).amax(1, keepdim=True)
-    return closest, similarities.masked_fill(~positive, torch.inf).amin(1, keepdim=True)
+def _shares_of_greatest(scores: Scores, count: int, width: float) -> Scores:
+    """Return 1 for the `count` greatest scores of each row; those that tie at the last place share what is left."""
+    count = min(count, scores.shape[1])
+    last = scores.topk(count, dim=1).values[:, -1:]
+    is_above = scores > last + width
+    is_tied = (scores >= last - width) & ~is_above
+    share = (count - is_above.sum(1, keepdim=True)) / is_tied.sum(1, keepdim=True)
+    return is_above + is_tied * share
 
 
-def _next_below(similarities: Scores, negative: Mask) -> Scores:
-    """Return for each similarity the greatest smaller one of a negative, or -inf."""
+def _greatest(scores: Scores, width: float) -> Float[Tensor, "r 1"]:
+    """Return the greatest score of each row; those that tie with it share its derivative."""
+    shares = _shares_of_greatest(scores.detach(), 1, width)
+    return torch.where(shares > 0, scores * shares, 0).sum(1, keepdim=True)
+
+
+def _next_below(similarities: Scores, negatives: Scores, width: float) -> Scores:
+    """Return for each similarity the greatest negative that is smaller by more than a tie, or -inf.
+
+    Negatives that tie with that one share its derivative.
+    """
     # Sorting a row once finds it for all positives, in the place of a comparison of each with each negative.
-    ordered = similarities.masked_fill(~negative, -torch.inf).sort(1).values
-    below = torch.searchsorted(ordered.detach(), similarities.detach().contiguous())
-    return ordered.gather(1, below - 1)  # the query's own column is -inf, so there is always one
+    ordered = negatives.sort(1).values
+    known = ordered.detach()
+    # The query's own column is -inf, so there is always one below.
+    end = torch.searchsorted(known, similarities - width)
+    found = known.gather(1, end - 1)
+    start = torch.searchsorted(known, found - width)
+    sums = functional.pad(ordered.masked_fill(known.isinf(), 0).cumsum(1), (1, 0))
+    mean = (sums.gather(1, end) - sums.gather(1, start)) / (end - start)
+    # The value of one negative, with the derivative of the mean of those that tie.
+    return found + mean - mean.detach()
 
 
 def _one_and_sum(exponents: Scores, taken: Mask) -> Float[Tensor, " r"]:

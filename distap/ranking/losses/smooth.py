@@ -15,9 +15,10 @@ from jaxtyping import Float, Float64
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
+from distap.ranking.gathered import tie_width
 from distap.ranking.loss import Presets
 from distap.ranking.losses.base import Rows, SimilarityLoss
-from distap.ranking.losses.steps import Step, Sums, bounding_step, sigmoid_step, step_sums, tie_width
+from distap.ranking.losses.steps import Step, Sums, bounding_step, sigmoid_step, step_sums
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def at_least(ordered: Float[Tensor, "r n"], positives: Float[Tensor, "r P"]) -> 
     """Count, for each positive, the similarities (in ascending order) that exceed it or tie with it."""
     # Two equal descriptors may differ by rounding, in another way in each tile. As bits they would be in some order,
     # and a batch of duplicates would have another loss for each size of tiles.
-    below = torch.searchsorted(ordered.contiguous(), (positives - tie_width(positives)).contiguous())
+    below = torch.searchsorted(ordered.contiguous(), (positives - tie_width(positives.dtype)).contiguous())
     return (ordered.shape[1] - below).to(positives.dtype)
 
 

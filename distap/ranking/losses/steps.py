@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from distap.ranking import compiling
+from distap.ranking.gathered import tie_width
 
 # A step takes differences t of similarities, their sigmoid of temperature tau, tau, and its own numbers. It returns
 # its height and its slope at each t.
@@ -31,11 +32,6 @@ MOST_TERMS, MOST_TERMS_COMPILED = 2**22, 2**25
 LOG2_E = math.log2(math.e)
 # Points of an interval of interpolation, and its width in temperatures.
 POINTS, WIDTH = {torch.float32: 16, torch.float64: 32}, 4
-
-
-def tie_width(similarities: Tensor) -> float:
-    """Return the difference up to which rounding may have separated two equal similarities."""
-    return 16 * torch.finfo(similarities.dtype).eps
 
 
 def sigmoid_step(t: Tensor, sigmoid: Tensor, tau: float) -> tuple[Tensor, Tensor]:
@@ -48,14 +44,14 @@ def bounding_step(
 ) -> tuple[Tensor, Tensor]:
     """Return SupAP's step for negatives (Ramzi et al. 2021, eq. 5)."""
     is_far = t > delta
-    raised = torch.where(is_far, rho * t + offset, sigmoid + start * (t > tie_width(t)))
+    raised = torch.where(is_far, rho * t + offset, sigmoid + start * (t > tie_width(t.dtype)))
     return raised, torch.where(is_far, rho, sigmoid * (1 - sigmoid) / tau)
 
 
 def hinge_step(t: Tensor, sigmoid: Tensor, tau: float, margin: float) -> tuple[Tensor, Tensor]:
     """Return by how much differences exceed -margin, and whether they do."""
     height = t + margin
-    return height.clamp(min=0), (height > 0).to(t.dtype)
+    return height.clamp(min=0), (height > tie_width(t.dtype)).to(t.dtype)
 
 
 def softplus(values: Tensor) -> Tensor:
