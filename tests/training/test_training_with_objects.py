@@ -205,7 +205,9 @@ def test_a_network_with_tied_weights_and_an_expanded_buffer_goes_on_and_can_be_s
 
 
 @pytest.mark.parametrize(
-    "setting", [torch.no_grad, torch.inference_mode, lambda: torch.set_grad_enabled(False)], ids=str
+    "setting",
+    [torch.no_grad, torch.inference_mode, lambda: torch.set_grad_enabled(False)],
+    ids=["no_grad", "inference_mode", "set_grad_enabled"],
 )
 def test_gradients_that_the_caller_has_turned_off_are_on_while_it_trains(tmp_path, folders, setting):
     data = {"train": ImageFolder(folders / "train")}
