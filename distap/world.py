@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore
 
 from distap.errors import DistapError
 from distap.processes.forks import die_with_parent
-from distap.processes.meeting import join
+from distap.processes.meeting import join, warn_of_loopback
 from distap.processes.watchdog import Watchdog
 
 # The process group waits this much longer than the watchdog, which can say which rank is missing.
@@ -234,6 +234,7 @@ def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator
     with suppress(ValueError, OSError):  # macOS has a limit below the hard one
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     party = join(rank, size, timeout_seconds)
+    warn_of_loopback(party.members)
     watchdog = Watchdog(party, timeout_seconds)
     problem: BaseException | None = None
     try:

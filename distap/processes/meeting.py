@@ -138,6 +138,24 @@ def listening_socket(host: str, port: int, has_others: bool = False) -> socket.s
         return None
 
 
+def warn_of_loopback(members: Sequence[RankProcess]) -> None:
+    """Warn if ranks of other hosts would connect to themselves: gloo gives them the address of this host's name."""
+    if len({member.host for member in members}) < 2 or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:  # a name that nobody knows, which gloo will say
+        return
+    if _is_loopback(address):
+        logger.warning(
+            "this host calls itself %s, which is %s here: other hosts cannot reach it; set GLOO_SOCKET_IFNAME to the "
+            "network card that leads to them (`ip route`)",
+            name,
+            address,
+        )
+
+
 def _is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address).is_loopback

@@ -16,7 +16,7 @@ from servers import free_ports
 from torch.distributed import PrefixStore, TCPStore
 
 from distap.errors import RESTART, CollectiveError
-from distap.processes.meeting import RankProcess, join, listening_socket
+from distap.processes.meeting import RankProcess, join, listening_socket, warn_of_loopback
 from distap.processes.shared_values import SharedValues
 
 TWO = "--nproc-per-node=2"
@@ -155,3 +155,19 @@ def met_again(world, port):
 def test_ranks_can_meet_again_at_the_same_port():
     port = free_ports(1)
     assert on_ranks(2, met_again, port) == [(2, 2), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "interface", "warns"),
+    [(("here", "there"), None, True), (("here", "here"), None, False), (("here", "there"), "eth1", False)],
+    ids=["several hosts", "one host", "an interface that is set"],
+)
+def test_a_host_that_calls_itself_a_loopback_address_is_told_if_there_are_others(
+    monkeypatch, caplog, hosts, interface, warns
+):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if interface is not None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    warn_of_loopback([RankProcess(rank, host) for rank, host in enumerate(hosts)])
+    assert ("which is 127.0.1.1 here: other hosts cannot reach it; set GLOO_SOCKET_IFNAME" in caplog.text) == warns
