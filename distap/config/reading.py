@@ -51,9 +51,12 @@ def _refuse_secrets(settings: Mapping[str, Any]) -> None:
     """Raise a DistapError for a value that names a place with a password: a recipe is recorded, logged and shown."""
     for key, value in by_path(settings, "."):
         texts = value if isinstance(value, list | tuple) else [value]
-        if any(isinstance(text, str | Path) and holds_secret(str(text)) for text in texts):
-            problem = "credentials in a URL end up in logs and checkpoints; put them into the environment"
-            raise DistapError(f"{key}: {problem}")
+        for text in texts:
+            if isinstance(text, str | Path) and holds_secret(str(text)):
+                raise DistapError(
+                    f"{key}: {without_secrets(str(text))!r}: credentials in a URL, in front of its host or in a "
+                    "query, end up in logs and checkpoints; put them into the environment"
+                )
     if re.match(r"\w{2,}:/", str(settings.get("run", ""))):
         raise DistapError(f"run: {settings['run']}: must be a folder on this machine; checkpoint.store takes a URL")
 

@@ -7,7 +7,7 @@
 | GET /readyz   | 200 while it trains; 503 before its state is loaded, and once it was asked to stop |
 
 A rank whose threads all hang answers nothing, which a liveness probe takes for unhealthy. Clients take nothing from
-the training but MOST_CONNECTIONS files and threads, each for REQUEST_SECONDS.
+the training but MOST_CLIENTS files and threads, each for REQUEST_SECONDS.
 """
 
 import json
@@ -32,7 +32,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from distap.errors import DistapError, logger
 from distap.processes.watchdog import Watchdog
 
-MOST_CONNECTIONS = 64
+MOST_CLIENTS = 64
 REQUEST_SECONDS = 10.0  # from the start of a connection to the end of its answer; each has one request
 FOREIGN_HOST = (
     "unknown host; ask by an IP address, localhost, or this host's name (or set metrics.address to the name)"
@@ -111,7 +111,7 @@ class _Server(ThreadingWSGIServer):
     request_queue_size = 128  # with the usual 5, many connections at a time make a probe wait for seconds
 
     def __init__(self, *arguments: Any) -> None:
-        self._places = BoundedSemaphore(MOST_CONNECTIONS)
+        self._places = BoundedSemaphore(MOST_CLIENTS)
         self._begun: dict[socket.socket, float] = {}  # when each connection began, the oldest first
         super().__init__(*arguments)
 

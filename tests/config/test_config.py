@@ -156,7 +156,7 @@ def test_a_name_is_one_of_our_recipes_unless_a_file_has_it(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("key", ["run", "data.train", "model.weights", "checkpoint.store"])
 def test_a_password_in_a_recipe_is_refused_and_not_repeated(key):
-    with pytest.raises(DistapError, match=f"{key}: credentials in a URL") as caught:
+    with pytest.raises(DistapError, match=f"{key}: .*: credentials in a URL") as caught:
         load_recipe(Path("emoji"), [f"{key}=https://user:PASSWORD@host/x"])
     assert "PASSWORD" not in str(caught.value)
 

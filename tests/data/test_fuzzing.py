@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from distap.apps.serve.limits import ServeSettings
-from distap.apps.serve.uploads import RefusedError, read_upload
+from distap.apps.serve.uploads import Arrivals, RefusedError, read_upload
 from distap.data.labels import NO_CLASS, class_name, class_numbers
 from distap.data.shards.image_files import levels_of_each_class, list_images
 from distap.data.shards.index import parse_index
@@ -322,7 +322,8 @@ def test_any_upload_is_an_image_or_refused(body, kind, headers):
     scope = {"type": "http", "method": "POST", "headers": [(b"content-type", kind), *headers], "app": None}
     limits = ServeSettings(max_upload_bytes=200)
     try:
-        image = asyncio.run(read_upload(Request(scope, receive), limits))
+        arrivals = Arrivals(limits, require_place=lambda: None)
+        image = asyncio.run(read_upload(Request(scope, receive), limits, arrivals))
     except RefusedError as error:
         assert 400 <= error.status < 500
     except HTTPException as error:  # of Starlette, which the server passes on

@@ -148,11 +148,13 @@ def send(client, data):
 
 
 def is_closed_while_sending(client, again):
-    """Wait until a connection is closed, and send `again` meanwhile."""
+    """Wait until a connection is closed, perhaps after an answer, and send `again` meanwhile."""
     try:
         while not select.select([client], [], [], 0.01)[0]:
             client.sendall(again)
-        return client.recv(1) == b""
+        while client.recv(4096):
+            pass
+        return True
     except ConnectionError:
         return True
 

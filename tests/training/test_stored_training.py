@@ -108,6 +108,6 @@ def test_a_wrong_source_is_named_by_its_key(tmp_path):
 
 
 def test_the_signature_of_an_address_is_not_repeated(tmp_path):
-    with pytest.raises(DistapError, match=r"data\.train: 'https://host/a\.tar': .*a query") as refused:
+    with pytest.raises(DistapError, match=r"data\.train: 'https://host/a\.tar': .*in a query") as refused:
         recipe(tmp_path, [tmp_path], data__train="https://host/a.tar?X-Amz-Signature=ya29")
     assert "ya29" not in str(refused.value)
