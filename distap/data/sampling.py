@@ -207,14 +207,25 @@ class SuperPByKSampling(SomeOfEach):
             found = f"the index has {len(data.by_group)}, and {without} classes without"
             remedy = "`distap data pack` takes them from the column `level1` of a list, or choose p_by_k"
             raise DistapError(f"super_p_by_k needs two super-categories, and one for each class: {found}; {remedy}")
-        paired = set(np.unique(_pairs(self.images, self.size, data)).tolist())
+        pairs = _pairs(self.images, self.size, data)
+        paired = set(np.unique(pairs).tolist())
         for group, name in enumerate(data.by_group):
             if group not in paired:
                 given = (
                     f"{name!r} has only {_available(self.images, data)[group]}, and no other one has enough with it"
                 )
                 raise DistapError(f"{self._asked} of two super-categories; at most {self.images} a class, {given}")
-        self._refuse_lone(data)
+        # Two super-categories whose classes have two images at most give no odd number without one that is alone.
+        names = list(data.by_group)
+        gives_pairs = np.array([data.sizes[members].max() < 3 for members in data.by_group.values()])
+        lone = pairs[gives_pairs[pairs].all(axis=1)]
+        if self.size % 2 and len(lone):
+            first, second = lone[0].tolist()
+            raise DistapError(
+                f"{self._asked}, an odd number, but no class of {names[first]!r} and {names[second]!r} has more than "
+                "two images, so one of a batch of both would be alone in its class: set sampling.classes or "
+                "sampling.images to an even number"
+            )
 
     def batch(self, data: Classes, seed: int, step: int) -> Samples:
         """Return (B,) sample numbers, class by class, one super-category after the other."""
