@@ -41,11 +41,11 @@ NO_MEMORY = ("DefaultCPUAllocator", "could not create a primitive", "annot alloc
 # Characters of an error and of a line of it, which may repeat what a file holds; a list of many files has many lines.
 LONGEST_MESSAGE, LONGEST_LINE = 2**17, 4000
 # A place on another machine; pathlib makes one slash of two.
-_PLACE = r"((?:(?:https?|s3|gs|gcs|ftp|hf):/|(?<![\w+.-])[A-Za-z][\w+.-]{0,30}://)/*"
+_PLACE = r"((?:(?:https?|s3|gs|gcs|ftp|hf):/|(?<![\w+.-])[A-Za-z][\w+.-]{0,30}://)/*+"
 # The user of a URL, whose password may hold the signs that end a host; any query with a value, which may be a
 # signature; and values of such names in a text that is no URL. Messages of ours write `...` for a user.
 _USER = re.compile(
-    rf"{_PLACE})(?!\.\.\.@)(?:[^\s/?#:@\"]+:(?!\d+(?:[/?#\s]|$))[^\s\"'`]{{0,2000}}|[^\s/?#\"]{{0,2000}})@"
+    rf"{_PLACE})(?!\.\.\.@|\[[0-9A-Fa-f:.]+\])(?:[^\s/?#:@\"]+:(?!\d+(?:[/?#\s]|$))[^\s\"'`]{{0,2000}}|[^\s/?#\"]{{0,2000}})@"
 )
 _QUERY = re.compile(rf"{_PLACE}[^\s?'\"`]{{0,1000}})\?[^\s'\"`]{{0,1000}}(?:=|%3D)[^\s'\"`]*")
 _SECRETS = "signature|credential|token|secret|passwd|password|api_?key|accesskeyid"

@@ -207,7 +207,9 @@ class Multistage(RankingModule):
         # Stage three runs in the caller's `backward`, after accumulation and a loss scale have acted.
         def replay(upstream: Tensor) -> Sequence[Tensor | None]:
             if trained:
-                refuse_exchanged(network, trained)
+                # FSDP2 itself exchanges whole parameters for shards, also in passes of the caller's own.
+                if not isinstance(network, FSDPModule):
+                    refuse_exchanged(network, trained)
                 scaled = replace(ranking, gradient=ranking.gradient * (upstream * times))
                 # Autograd runs a Function's backward without building a graph, but replay needs one.
                 with torch.enable_grad(), evaluating(network, _BatchNorm):

@@ -155,6 +155,29 @@ def cell(world, wrapper, use, groups):
     return value.item(), [gradient.detach() for gradient in gradients], multistage.replay_drift
 
 
+def passes_between(world):
+    """Gradients of Multistage around a sharded network of which the caller describes images in between."""
+    network, multistage, _, _ = wrapped("fsdp2", "plain", None)
+    pixels, labels = batch_of(FIRST)
+    own = share_of(world, len(labels))
+    for _ in range(2):
+        multistage.zero_grad()
+        with torch.no_grad():
+            network(pixels[:2])
+        loss = multistage(pixels[own], labels[own])
+        with torch.no_grad():
+            network(pixels[:2])
+        loss.backward()
+    return [parameter.grad.full_tensor() for parameter in network.parameters()]
+
+
+def test_a_sharded_network_may_describe_images_between_call_and_backward():
+    _, gradients = expected("plain")
+    for of_rank in on_ranks(2, passes_between):
+        for gradient, reference in zip(of_rank, gradients, strict=True):
+            assert (gradient - reference).abs().max() <= NEAR * reference.abs().max() + 1e-15
+
+
 def all_cells(world):
     groups = [dist.new_group([rank]) for rank in range(world.size)]
     return {(wrapper, use): cell(world, wrapper, use, groups) for wrapper, use in CELLS}

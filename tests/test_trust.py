@@ -180,6 +180,15 @@ def test_an_architecture_from_elsewhere_that_a_record_names_is_not_read(tmp_path
         distap.load(of_stranger(run, tmp_path / "taken", backbone=architecture), device="cpu")
 
 
+def test_a_record_with_an_empty_base_is_that_of_a_whole_network(tmp_path, run):
+    folder = exported(run, tmp_path / "taken", backbone="local-dir:/elsewhere")
+    config = json.loads((folder / "config.json").read_text())
+    config["distap"]["base"] = None
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DistapError, match=r"read from local-dir:/elsewhere.*trust=True"):
+        distap.load(folder, device="cpu")
+
+
 @pytest.mark.parametrize("argument", ["checkpoint_path", "pretrained_cfg", "cache_dir"])
 def test_an_argument_by_which_timm_reads_files_elsewhere_is_refused(tmp_path, run, argument):
     with pytest.raises(DistapError, match=rf"model.arguments.{argument}: distap sets it"):

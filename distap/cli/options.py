@@ -22,7 +22,7 @@ from distap.processes.stopping import go_deaf
 from distap.storage.locations import scheme_of
 from distap.telemetry.terminal import console, print_error, print_text
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # errors of a disk
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # errors of a disk that takes no more
 LESS = "Lower the batch or the images' size, data.workers or data.pixels.memory_bytes, or use a larger machine"
 
 

@@ -129,7 +129,7 @@ def recorded_recipe(
     recipe = _checked(NetworkRecipe, _overridden(kept, overrides), lambda key: source, builds_recorded(trusted))
     architecture = recipe.model.architecture
     # Of a base, as of peft's adapters, tensors are read elsewhere in any case; of a whole network, nothing need be.
-    if not trusted and "base" not in settings and architecture.startswith(SOURCES):
+    if not trusted and settings.get("base") is None and architecture.startswith(SOURCES):
         raise DistapError(
             f"{source}: model.backbone: its record has the architecture read from {architecture}; if you trust who "
             f"wrote it, say so by {WAY_TO_TRUST}"

@@ -113,7 +113,7 @@ class Plan:
     @property
     def version(self) -> int:
         version = getattr(self.sampling, "version", None)
-        return PLAN_VERSION if version is None else version(self.classes)
+        return version(self.classes) if callable(version) else PLAN_VERSION
 
     def batch(self, step: int) -> Samples:
         """Return (B,) the sample in each slot of a step's global batch; not to be written to, since it is cached."""

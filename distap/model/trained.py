@@ -154,7 +154,7 @@ def read_saved(source: str, trusted: bool = False, **download: Any) -> TrainedNe
         folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, **download))
         settings = dict(read_json(folder / CONFIG)["distap"])
         settings["model"] = dict(settings["model"])
-        if "base" in settings:
+        if settings.get("base") is not None:
             adapters = {} if settings["model"]["adapter"] is None else from_peft(load_file(folder / ADAPTERS))
             tensors = load_file(folder / CHANGED) | adapters
             return TrainedNetwork(source, settings, tensors, str(folder), settings["model"], trusted)

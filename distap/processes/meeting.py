@@ -79,7 +79,8 @@ def join(rank: int, size: int, timeout_seconds: float) -> Party:
 
     def joined() -> Party:
         left = timedelta(seconds=max(deadline - time.monotonic(), 1))
-        listener = listening_socket(host, port, size > local_ranks) if serves else None
+        has_others = size > 1 and (size > local_ranks or "LOCAL_WORLD_SIZE" not in os.environ)
+        listener = listening_socket(host, port, has_others) if serves else None
         # torchrun's agent makes a store that listens at all addresses.
         is_open = not serves or (listener is not None and not _is_loopback(listener.getsockname()[0]))
         if rank == 0 and size > 1 and is_open and not secret:
@@ -113,12 +114,16 @@ def listening_socket(host: str, port: int, has_others: bool = False) -> socket.s
     """Return a socket that listens at the address of this machine that `host` names; torch's own listens at all.
 
     It listens at all addresses too if `host` names none of this machine, as behind a forwarded port, or if other
-    hosts come and it is a name that stands for a loopback address here, as Debian has it of a machine's own name.
+    hosts come and it is a name that stands for several addresses, or for a loopback address here, as Debian has it of
+    a machine's own name.
     None if the port is in use: the store that uses it may be one of this process, which torch then shares.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:  # a name that is not known yet
+        found = []
+    # The other hosts may know another of several addresses than this one.
+    if has_others and len({str(address[0]) for *_, address in found if not _is_loopback(str(address[0]))}) > 1:
         found = []
     is_loopback_named = host == "localhost" or _is_loopback(host)
     for family, _, _, _, address in found:

@@ -19,6 +19,11 @@ DIGEST_BYTES = 64  # of SHA-256 in hexadecimal
 T = TypeVar("T")
 
 
+def as_utf8(text: str) -> str:
+    """Escape what UTF-8 cannot write, as names of files in another encoding have it in Python."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def secret_of_run() -> bytes:
     """Return the secret of the environment; empty if it has none."""
     return os.environ.get(SECRET, "").encode()

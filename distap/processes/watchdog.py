@@ -33,7 +33,7 @@ from pydantic import Field
 from distap.errors import FAILED, MISTAKE, CollectiveError, logger
 from distap.processes.forks import start_daemon
 from distap.processes.meeting import Party, RankProcess, listed
-from distap.processes.shared_values import SharedValues
+from distap.processes.shared_values import SharedValues, as_utf8
 
 BEAT_SECONDS = 1.0
 SILENT_BEATS = 3.0
@@ -100,7 +100,7 @@ class Watchdog:
 
     def stop(self, error: BaseException | None = None) -> None:
         """Tell the other ranks why this rank leaves, and end the threads."""
-        self._farewell = "finished" if error is None else f"{type(error).__name__}: {error}"
+        self._farewell = "finished" if error is None else as_utf8(f"{type(error).__name__}: {error}")
         self._farewell_status = getattr(error, "status", FAILED)
         self._lingers = self.party.serves or error is not None
         self._leaving.set()
@@ -213,7 +213,7 @@ class Watchdog:
             stands_still = [is_late and beat == old for beat, old in zip(beats, before, strict=True)]
             found = filter(None, map(self._problem_of, self._others, beats, stands_still))
             otherwise = "every rank has begun it, so one may hang in it, or the network between them is broken"
-            text = f"{self._problem}: {listed(list(found)) or otherwise}{self._error}"
+            text = as_utf8(f"{self._problem}: {listed(list(found)) or otherwise}{self._error}")
             # A mistake that a person must mend is one on every host, so that none of them starts again.
             is_mistake = any(beat is not None and beat.status == MISTAKE for beat in beats)
             self._condemn(text, MISTAKE if is_mistake else FAILED)

@@ -49,7 +49,9 @@ async def bounded(request: ClientRequest, handler: Handler) -> ClientResponse:
     response = await handler(request)
     try:
         if response.status in REDIRECTS:
-            await _check_redirect(request.url, response.headers.get("Location", ""))
+            # aiohttp follows the old header too.
+            location = response.headers.get("Location") or response.headers.get("URI", "")
+            await _check_redirect(request.url, location)
         response.content = _bounded_content(request, response)  # type: ignore[assignment]
     except BaseException:
         response.close()

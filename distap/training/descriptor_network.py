@@ -144,7 +144,7 @@ class DescriptorNetwork(
         network, begun = self.describer.retrieval_network, self.describer.retrieval_network.begun
         if begun is None:
             raise DistapError("the network's base is not known: take a run, or a folder of --format adapter")
-        settings = {"model": begun, "data": {"image_size": self._recipe.data.image_size}, "base": None}
+        settings = {"model": begun, "data": {"image_size": self._recipe.data.image_size}, "base": {}}
         recipe = recorded_recipe(settings, "the base", trusted=self.trusts)
         weights = build_recorded("weights", begun["weights"], self.trusts)
         base = network_of(with_given(recipe, None, "the base"), World(), weights)

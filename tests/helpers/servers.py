@@ -66,7 +66,8 @@ class _Handler(SimpleHTTPRequestHandler):
             return
         if "://" in fault:
             self.send_response(302)
-            self.send_header("Location", fault + self.path)
+            header, _, place = fault.rpartition(" ")  # `URI` is what servers sent once, and clients still follow
+            self.send_header(header or "Location", place + self.path)
             self.end_headers()
             return
         if fault in ("endless", "chunked", "packed"):

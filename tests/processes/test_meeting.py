@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from distap.errors import RESTART, CollectiveError
 from distap.processes.meeting import RankProcess, join, listening_socket, warn_of_loopback
-from distap.processes.shared_values import SharedValues
+from distap.processes.shared_values import SharedValues, as_utf8
 
 TWO = "--nproc-per-node=2"
 LOOPBACK_IN_HEX = "0100007F"  # as /proc/net/tcp writes 127.0.0.1
@@ -140,6 +140,20 @@ def test_a_store_of_several_hosts_does_not_listen_at_the_loopback_address_of_its
         assert listener.getsockname()[0] in ("::", "0.0.0.0")
     with listening_socket("host0", 0, has_others=False) as listener:
         assert listener.getsockname()[0] == "127.0.1.1"
+
+
+def test_a_store_of_several_hosts_listens_at_all_addresses_of_a_name_that_has_several(monkeypatch):
+    of_name = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in ("192.0.2.1", "192.0.2.2")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **options: of_name)
+    with listening_socket("host0", 0, has_others=True) as listener:
+        assert listener.getsockname()[0] in ("::", "0.0.0.0")
+
+
+def test_a_farewell_may_name_a_file_in_another_encoding():
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    values = SharedValues[str](str, store, b"secret", "run 1")
+    values.write("left", as_utf8("DamagedImageError: caf\udce9.jpg"))
+    assert values.read(["left"]) == ["DamagedImageError: caf\\udce9.jpg"]
 
 
 def met_again(world, port):

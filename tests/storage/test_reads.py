@@ -130,10 +130,11 @@ def test_an_answer_without_end_is_an_error_after_the_bytes_asked_for(web, scheme
 def test_a_redirect_to_another_host_is_followed_only_where_it_is_allowed(web, shards, scheme, monkeypatch):
     with web_server(shards) as inner:
         storage = over(scheme, web)
-        web.faults = [inner.url]
-        with pytest.raises(DistapError, match=r"redirects to http://127\.0\.0\.1.*DISTAP_REDIRECTS=127"):
-            storage.read("000000.tar", 0, 600)
-        assert not inner.requests
+        for header in ("", "URI "):
+            web.faults = [header + inner.url]
+            with pytest.raises(DistapError, match=r"redirects to http://127\.0\.0\.1.*DISTAP_REDIRECTS=127"):
+                storage.read("000000.tar", 0, 600)
+            assert not inner.requests
         web.faults = ["file://"]
         with pytest.raises(DistapError, match=r"redirects to 'file://"):
             storage.read("000000.tar", 0, 600)
