@@ -50,7 +50,7 @@ async def bounded(request: ClientRequest, handler: Handler) -> ClientResponse:
     try:
         if response.status in REDIRECTS:
             # aiohttp follows the old header too.
-            location = response.headers.get("Location") or response.headers.get("URI", "")
+            location = response.headers.get("Location") or response.headers.get("URI") or ""
             await _check_redirect(request.url, location)
         response.content = _bounded_content(request, response)  # type: ignore[assignment]
     except BaseException:
