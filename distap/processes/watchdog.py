@@ -58,7 +58,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank does, by its own clock, or why it has left."""
+    """Hold what a rank does, by its own clock, or why it has left."""
 
     time: float
     begun: int  # collectives

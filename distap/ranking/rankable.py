@@ -24,7 +24,7 @@ def check_arguments(
     Raises a DistapError on all ranks if `rank` cannot rank some rank's descriptors, labels or extra tensors.
     """
     problem: str | None = _problem(descriptors, labels) or images_problem(images, labels)
-    problem = problem or extra_problem(extra, len(labels), loss.extras if loss else ())
+    problem = problem or extra_problem(extra, len(labels), loss.extras)
     count = len(labels) if labels.ndim else 0
     return world.agreed(problem, kind_of(labels, {"descriptors": descriptors, **extra}, loss), count)
 

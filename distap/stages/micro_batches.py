@@ -72,7 +72,7 @@ class MicroBatchSizes:
         If that was to keep its graph, fewer are kept. `error` is raised again if it has another cause than memory,
         and a DistapError if no smaller size is possible, such as for the reason `obstacle`.
         """
-        if not is_out_of_memory(error):
+        if not memory_ran_out(error):
             raise error
         # In the order of what it costs: fewer kept graphs cost a second forward pass of some images, smaller
         # micro-batches slow every pass down.
@@ -150,11 +150,6 @@ def backward_passes(
     # A pass that changes nothing: the first image with a gradient of 0.
     nothing = BackwardPass(slice(0, 1), torch.zeros_like(gradient[:1]), is_padding=True)
     return passes + [nothing] * (count - len(passes))
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Tell whether torch ran out of memory."""
-    return memory_ran_out(error)
 
 
 def as_rows(numbers: Tensor) -> Rows:

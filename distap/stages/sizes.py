@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from distap.errors import logger
+from distap.errors import logger, memory_ran_out
 from distap.stages.exactness import SavedBuffers
-from distap.stages.micro_batches import is_out_of_memory
 from distap.stages.replica import Replica
 from distap.world import World
 
@@ -33,7 +32,7 @@ def kept_graphs(replica: Replica, world: World, images: Tensor, share: int) -> i
                 descriptors = replica.forward(images)
             replica.backward(descriptors, torch.zeros_like(descriptors), is_last=False)
     except RuntimeError as error:
-        if not is_out_of_memory(error):
+        if not memory_ran_out(error):
             raise
         return 0
     finally:

@@ -24,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from distap.errors import DistapError
+from distap.errors import DistapError, memory_ran_out
 from distap.randomness import seed_for
 from distap.ranking.device_copies import moved
 from distap.ranking.gather import Gathering
@@ -44,7 +44,7 @@ from distap.stages.exactness import (
     refuse_mixing,
     without_caches,
 )
-from distap.stages.micro_batches import BackwardPass, Batch, MicroBatchSizes, Rows, backward_passes, is_out_of_memory
+from distap.stages.micro_batches import BackwardPass, Batch, MicroBatchSizes, Rows, backward_passes
 from distap.stages.replica import Replica
 from distap.stopwatch import Stopwatch
 from distap.world import World
@@ -132,7 +132,7 @@ class ThreeStages:
         except DistapError as error:
             problem = error
         except RuntimeError as error:  # the next step tries again, with the smaller micro-batches of this one's end
-            if not is_out_of_memory(error):
+            if not memory_ran_out(error):
                 raise
             is_done = False
         self.probed = all(self.world.agreed(problem, (), is_done))

@@ -22,7 +22,7 @@ from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.reader import open_images
 from distap.data.loading.share import TrainingImages
 from distap.data.sampling import MinedSampling
-from distap.errors import DistapError, logger
+from distap.errors import DistapError, logger, memory_ran_out
 from distap.evaluation.described_images import DescribedImages
 from distap.evaluation.evaluation_set import EvaluationSet
 from distap.evaluation.extraction.extracted_folder import extract_to_folder
@@ -34,7 +34,6 @@ from distap.ranking.loss import Loss
 from distap.ranking.rank import rank
 from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet
 from distap.retrieval.whitening import learned_whitening
-from distap.stages.micro_batches import is_out_of_memory
 from distap.stopwatch import Stopwatch
 from distap.training.build import describing_of, images_of, network_of, sets_of
 from distap.training.engines import DDPSettings
@@ -146,7 +145,7 @@ def checked_network(recipe: Recipe, world: World, weights: Any = None) -> Retrie
         except DistapError:
             raise
         except Exception as error:  # each architecture raises its own
-            if isinstance(error, RuntimeError) and (is_out_of_memory(error) or OF_DEVICE.search(str(error))):
+            if isinstance(error, RuntimeError) and (memory_ran_out(error) or OF_DEVICE.search(str(error))):
                 raise
             made_for = (getattr(network.backbone, "pretrained_cfg", None) or {}).get("input_size")
             hint = f"; it was made for {made_for[-1]}" if made_for else ""

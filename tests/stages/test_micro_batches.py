@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from distap.stages.micro_batches import backward_passes, cut, is_out_of_memory
+from distap.errors import memory_ran_out
+from distap.stages.micro_batches import backward_passes, cut
 
 NAN = float("nan")
 
@@ -48,9 +49,9 @@ def test_a_share_without_any_gradient_is_padded_by_one_image_without_gradient():
 
 
 def test_only_a_lack_of_memory_is_one():
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert is_out_of_memory(RuntimeError("could not create a primitive"))  # of oneDNN
+    assert memory_ran_out(torch.OutOfMemoryError("CUDA out of memory"))
+    assert memory_ran_out(RuntimeError("could not create a primitive"))  # of oneDNN
     with pytest.raises(RuntimeError) as of_cpu:
         torch.empty(2**60, dtype=torch.uint8)
-    assert is_out_of_memory(of_cpu.value)
-    assert not is_out_of_memory(RuntimeError("size mismatch"))
+    assert memory_ran_out(of_cpu.value)
+    assert not memory_ran_out(RuntimeError("size mismatch"))

@@ -13,13 +13,12 @@ from distap.config.recipe import PrecisionName
 from distap.data.images.decoding import DamagedImageError
 from distap.data.images.whole_images import batches_of_one_shape
 from distap.data.sizing import Sizing
-from distap.errors import DistapError, logger
+from distap.errors import DistapError, logger, memory_ran_out
 from distap.model.multiscale import MultiScaleNetwork, required_size
 from distap.model.network import RetrievalNetwork, fingerprint
 from distap.retrieval.descriptor_files import ABOUT_FILE, DescribedBy
 from distap.retrieval.whitening import Whitening
 from distap.stages.exactness import evaluating
-from distap.stages.micro_batches import is_out_of_memory
 from distap.stages.replica import autocast
 
 # A CPU describes few images at once: the activations of more leave its cache.
@@ -103,7 +102,7 @@ class ImageDescriber:
                 descriptors: Tensor = self.network(pixels.to(self.device, non_blocking=True))
         except RuntimeError as error:
             count, _, height, width = pixels.shape
-            if is_out_of_memory(error):
+            if memory_ran_out(error):
                 raise TooLittleMemoryError(
                     f"{count} images of {width} x {height} at scales {list(self.network.scales)} take more memory "
                     f"than {self.device} has: set evaluation.batch_size lower, or evaluation.sizing to `side N`"
