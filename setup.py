@@ -1,4 +1,6 @@
-"""Version, which names the commit, and description, since PyPI has no files for README.md's relative links."""
+"""Version, which names the commit, and description, since PyPI has no files for README.md's
+relative links.
+"""
 
 import re
 import subprocess
@@ -9,20 +11,28 @@ from setuptools import setup
 
 ROOT = Path(__file__).parent
 SOURCE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
-RELEASE = re.search(r'^RELEASE = "(.+)"', (ROOT / "distap/__init__.py").read_text(), re.MULTILINE)[1]
+RELEASE = re.search(r'^RELEASE = "(.+)"', (ROOT / "distap/__init__.py").read_text(), re.MULTILINE)[
+    1
+]
 
 
 def absolute(link: re.Match[str]) -> str:
     """The same link or picture, to the files of this version's tag."""
-    return f"{link['text']}({SOURCE}/{'raw' if link['picture'] else 'blob'}/v{RELEASE}/{link['path']})"
+    return (
+        f"{link['text']}({SOURCE}/{'raw' if link['picture'] else 'blob'}/v{RELEASE}/{link['path']})"
+    )
 
 
 def version() -> str:
-    """The release at its tag, and elsewhere with the commit: 0.1.0+g1a2b3c4, or what the sdist says that is built."""
+    """The release at its tag, and elsewhere with the commit: 0.1.0+g1a2b3c4, or what the sdist says
+    that is built.
+    """
 
     def git(*arguments: str) -> str:
         try:
-            return subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True).stdout.strip()
+            return subprocess.run(
+                ["git", "-C", ROOT, *arguments], capture_output=True, text=True
+            ).stdout.strip()
         except OSError:
             return ""
 

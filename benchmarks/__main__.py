@@ -1,4 +1,6 @@
-"""`python -m benchmarks`: measure side by side on this machine, predict costs, run studies, draw data sets."""
+"""`python -m benchmarks`: measure side by side on this machine, predict costs, run studies, draw
+data sets.
+"""
 
 import sys
 from collections.abc import Iterable
@@ -31,7 +33,9 @@ BENCHMARKS = {
 
 
 def load(name: str) -> Any:
-    """Import the class of a benchmark, whose fields are its options, or the function of another command."""
+    """Import the class of a benchmark, whose fields are its options, or the function of another
+    command.
+    """
     module, _, attribute = BENCHMARKS[name].partition(":")
     return getattr(import_module(module), attribute)
 
@@ -56,7 +60,10 @@ def command_line(names: Iterable[str]) -> typer.Typer:
 
 def main() -> None:
     """Run what the command line names."""
-    run(command_line([name for name in BENCHMARKS if name in sys.argv[1:2]] or BENCHMARKS), "benchmarks")
+    run(
+        command_line([name for name in BENCHMARKS if name in sys.argv[1:2]] or BENCHMARKS),
+        "benchmarks",
+    )
 
 
 if __name__ == "__main__":

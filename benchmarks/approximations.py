@@ -1,7 +1,7 @@
 """The gradient that cheaper steps give, beside the exact one of the global batch.
 
-All gradients of a batch are taken at the same parameters. What differs is the gradient of each descriptor; the
-replay that turns it into the gradient of the parameters is the same for all.
+All gradients of a batch are taken at the same parameters. What differs is the gradient of each
+descriptor; the replay that turns it into the gradient of the parameters is the same for all.
 """
 
 import copy
@@ -31,14 +31,17 @@ from distap.telemetry.terminal import track
 from distap.training.build import images_of, network_of
 from distap.world import World
 
-EXACT, BF16 = "exact", "describe in bf16"
+EXACT = "exact"
+BF16 = "describe in bf16"
 CHECKED = 64  # images of the batch that shows that `exact` is exact
-ROUNDING = 1e-3  # 1 - cos of float32 and float64 at most; a float32 similarity may fall into another bin
+# 1 - cos of float32 and float64 at most; a float32 similarity may fall into another bin
+ROUNDING = 1e-3
 LEAST = 0.1  # cosine between exact gradients of two batches that makes a share of it worth printing
 CAPTION = (
-    "cos, norm: of the gradient of all parameters, beside the exact one of the same batch. by descriptors: cos of "
-    "the descriptors' gradients. other: cos to the exact gradients of the other batches; of: that over the exact "
-    "one's. replayed: share of the images. Means over the batches, and their standard deviations."
+    "cos, norm: of the gradient of all parameters, beside the exact one of the same batch. by"
+    " descriptors: cos of the descriptors' gradients. other: cos to the exact gradients of the"
+    " other batches; of: that over the exact one's. replayed: share of the images. Means over the"
+    " batches, and their standard deviations."
 )
 COLUMNS = (
     "gradient={method}|cos={cosine:.4f}|sd={cosine_sd:.4f}|norm={norm:.3f}|sd={norm_sd:.3f}|"
@@ -46,12 +49,13 @@ COLUMNS = (
     "replayed={replayed:.0%}"
 )
 CHECK_CAPTION = (
-    "float32 in micro-batches against one backward pass through the whole batch in float64, for the loss of which "
-    "`float64` says who computes it. error: length of the difference over the length."
+    "float32 in micro-batches against one backward pass through the whole batch in float64, for the"
+    " loss of which `float64` says who computes it. error: length of the difference over the"
+    " length."
 )
 CHECK = (
-    "loss={loss}|float64={reference}|Multistage: error={multistage:.0e}|1 - cos={multistage_sine:.0e}|"
-    "here: error={here:.0e}|1 - cos={here_sine:.0e}"
+    "loss={loss}|float64={reference}|Multistage: error={multistage:.0e}|1 -"
+    " cos={multistage_sine:.0e}|here: error={here:.0e}|1 - cos={here_sine:.0e}"
 )
 
 
@@ -66,14 +70,17 @@ class Images(NamedTuple):
 class ApproximationsBenchmark(harness.Benchmark):
     """Print how far cheaper gradients are from the exact one of the global batch.
 
-    They are: describe in bfloat16, no replay of images with a short gradient, and the mean of the gradients of small
-    batches, cut from the global one by classes. Beside them stands the exact gradient of other batches, which is what
-    sampling alone changes. Batches come from the recipe's images, as it augments them, and from its network.
+    They are: describe in bfloat16, no replay of images with a short gradient, and the mean of the
+    gradients of small batches, cut from the global one by classes. Beside them stands the exact
+    gradient of other batches, which is what sampling alone changes. Batches come from the recipe's
+    images, as it augments them, and from its network.
     """
 
     name: ClassVar[str] = "approximations"
     recipe: Annotated[Path, Option(help="A recipe, or its name.")] = Path("emoji")
-    set: Annotated[list[str], Option(help="A change to it, such as data.train=SHARDS; repeat for several.")] = []
+    set: Annotated[
+        list[str], Option(help="A change to it, such as data.train=SHARDS; repeat for several.")
+    ] = []
     loss: Annotated[list[str], Option(help="A loss; repeat for several.")] = [
         "ap_q",
         "smooth_ap",
@@ -81,16 +88,22 @@ class ApproximationsBenchmark(harness.Benchmark):
         "triplet",
         "multi_similarity",
     ]
-    batch: Annotated[list[int], Option(help="Images of a global batch, B; repeat for several.", min=8)] = [256, 1024]
+    batch: Annotated[
+        list[int], Option(help="Images of a global batch, B; repeat for several.", min=8)
+    ] = [256, 1024]
     images: Annotated[int, Option(help="Images of a class.", min=2)] = 4
-    small: Annotated[list[int], Option(help="Images of a small batch; repeat for several.", min=4)] = [
+    small: Annotated[
+        list[int], Option(help="Images of a small batch; repeat for several.", min=4)
+    ] = [
         32,
         64,
         128,
         256,
         512,
     ]
-    skip_below: Annotated[list[float], Option(help="A replay.skip_below; repeat for several.", min=0, max=1)] = [
+    skip_below: Annotated[
+        list[float], Option(help="A replay.skip_below; repeat for several.", min=0, max=1)
+    ] = [
         0.01,
         0.1,
         0.3,
@@ -104,7 +117,9 @@ class ApproximationsBenchmark(harness.Benchmark):
     def _check(self) -> "ApproximationsBenchmark":
         for size in (*self.batch, *self.small):
             if size % self.images or size < 2 * self.images:
-                raise DistapError(f"{size} images are not two classes or more of {self.images} images each")
+                raise DistapError(
+                    f"{size} images are not two classes or more of {self.images} images each"
+                )
         return self
 
     def report(self) -> harness.Report:
@@ -112,7 +127,8 @@ class ApproximationsBenchmark(harness.Benchmark):
         network = network_of(load_recipe(self.recipe, self.set), World()).train()
         [first] = self._batches(network, max(CHECKED // self.images, 2) * self.images, 1)
         checks = [self._checked(network, loss, first) for loss in self.loss]
-        rows, tables = list[harness.Row](), [harness.table_of("the exact gradient", CHECK_CAPTION, checks, CHECK)]
+        rows = list[harness.Row]()
+        tables = [harness.table_of("the exact gradient", CHECK_CAPTION, checks, CHECK)]
         for size in self.batch:
             batches = self._batches(network, size, self.seeds)
             for loss in track(self.loss, f"losses of B = {size}", len(self.loss)):
@@ -124,21 +140,29 @@ class ApproximationsBenchmark(harness.Benchmark):
 
     def _batches(self, network: RetrievalNetwork, size: int, count: int) -> list[Images]:
         """Load and describe the global batches of the recipe's first steps."""
-        sampling = f"sampling={{name: p_by_k, classes: {size // self.images}, images: {self.images}}}"
+        sampling = (
+            f"sampling={{name: p_by_k, classes: {size // self.images}, images: {self.images}}}"
+        )
         recipe = load_recipe(self.recipe, [*self.set, sampling])
         describers = {EXACT: computing_in("float32", network)}
         if self.bf16:
             describers[BF16] = computing_in("bf16", network)
         batches = []
-        for share in track(images_of(recipe, World(), Stopwatch()).shares(range(count)), f"B = {size}", count):
+        for share in track(
+            images_of(recipe, World(), Stopwatch()).shares(range(count)), f"B = {size}", count
+        ):
             pixels = share.images(slice(0, size)).clone()[share.present]
             parts = pixels.split(self.micro_batch)
             with torch.no_grad():
-                descriptors = {name: torch.cat([*map(one, parts)]) for name, one in describers.items()}
+                descriptors = {
+                    name: torch.cat([*map(one, parts)]) for name, one in describers.items()
+                }
             batches.append(Images(pixels, share.labels[share.present], descriptors))
         return batches
 
-    def _rows(self, network: RetrievalNetwork, loss: str, size: int, batches: Sequence[Images]) -> list[harness.Row]:
+    def _rows(
+        self, network: RetrievalNetwork, loss: str, size: int, batches: Sequence[Images]
+    ) -> list[harness.Row]:
         found = [self._gradients(network, loss, batch) for batch in batches]
         rows = []
         for seed, (by_descriptors, by_parameters, replayed) in enumerate(found):
@@ -159,9 +183,13 @@ class ApproximationsBenchmark(harness.Benchmark):
     def _gradients(
         self, network: RetrievalNetwork, loss: str, batch: Images
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
-        """Gradients of the descriptors (B, C), those of all parameters, and shares of replayed images, by method."""
+        """Gradients of the descriptors (B, C), those of all parameters, and shares of replayed
+        images, by method.
+        """
         total = len(batch.labels)
-        described = {name: rank(one, batch.labels, loss).gradient for name, one in batch.descriptors.items()}
+        described = {
+            name: rank(one, batch.labels, loss).gradient for name, one in batch.descriptors.items()
+        }
         for size in self.small:
             if size < total:
                 described[f"mean of B = {size}"] = mean_of_small(loss, batch, size // self.images)
@@ -172,9 +200,13 @@ class ApproximationsBenchmark(harness.Benchmark):
         # Images in bands of length: what a threshold leaves is a sum of bands.
         length = exact.norm(dim=1) / exact.norm(dim=1).max()
         limits = sorted({0.0, *self.skip_below})
-        masks = {low: (length > low) & (length <= high) for low, high in pairwise([*limits, torch.inf])}
+        masks = {
+            low: (length > low) & (length <= high) for low, high in pairwise([*limits, torch.inf])
+        }
         bands = {
-            low: replayed(network, batch.pixels, mask.nonzero().flatten(), [exact], self.micro_batch)[0]
+            low: replayed(
+                network, batch.pixels, mask.nonzero().flatten(), [exact], self.micro_batch
+            )[0]
             for low, mask in masks.items()
         }
         shares = dict.fromkeys(found, 1.0)
@@ -186,7 +218,9 @@ class ApproximationsBenchmark(harness.Benchmark):
         return described, found, shares
 
     def _checked(self, network: RetrievalNetwork, loss: str, batch: Images) -> harness.Row:
-        """Compare the three stages, and the replay here, with autograd through the whole batch in float64."""
+        """Compare the three stages, and the replay here, with autograd through the whole batch in
+        float64.
+        """
         double = copy.deepcopy(network).double()
         descriptors = double(batch.pixels)
         try:
@@ -212,26 +246,35 @@ class ApproximationsBenchmark(harness.Benchmark):
 
 
 def mean_of_small(loss: str, batch: Images, classes: int) -> Tensor:
-    """Gradient of the descriptors by the mean of the losses of batches of so many classes, the last of more."""
+    """Gradient of the descriptors by the mean of the losses of batches of so many classes, the last
+    of more.
+    """
     _, number = batch.labels.unique_consecutive(return_inverse=True)
     count = (int(number[-1]) + 1) // classes
     part = (number // classes).clamp(max=count - 1)
     gradient = torch.zeros_like(batch.descriptors[EXACT])
     for rows in (part == one for one in range(count)):
-        gradient[rows] = rank(batch.descriptors[EXACT][rows], batch.labels[rows], loss).gradient / count
+        gradient[rows] = (
+            rank(batch.descriptors[EXACT][rows], batch.labels[rows], loss).gradient / count
+        )
     return gradient
 
 
 def replayed(
     network: RetrievalNetwork, pixels: Tensor, rows: Tensor, gradients: Sequence[Tensor], size: int
 ) -> list[Tensor]:
-    """Stage three: gradients of all parameters from several gradients (B, C) of the same descriptors."""
+    """Stage three: gradients of all parameters from several gradients (B, C) of the same
+    descriptors.
+    """
     parameters = trained(network)
     sums = [[torch.zeros_like(one) for one in parameters] for _ in gradients]
     for own in rows.split(size):
         descriptors = network(pixels[own])
         for gradient, total in zip(gradients, sums, strict=True):
-            torch._foreach_add_(total, torch.autograd.grad(descriptors, parameters, gradient[own], retain_graph=True))
+            torch._foreach_add_(
+                total,
+                torch.autograd.grad(descriptors, parameters, gradient[own], retain_graph=True),
+            )
     return [flat(total) for total in sums]
 
 

@@ -1,7 +1,8 @@
-"""A training step on a seeded batch: bare passes, and distap's own step. benchmarks/own_loops.py has the other ways.
+"""A training step on a seeded batch: bare passes, and distap's own step. benchmarks/own_loops.py
+has the other ways.
 
-All but the bare passes end with an update of the same optimiser. Its learning rate is zero unless one is set, so that
-every step does the same work on the same numbers.
+All but the bare passes end with an update of the same optimiser. Its learning rate is zero unless
+one is set, so that every step does the same work on the same numbers.
 """
 
 import copy
@@ -23,7 +24,13 @@ from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob, ShareOfBatch
 from distap.data.sampling import RandomSampling
-from distap.model.backbone import FileWeights, PackageWeights, RandomWeights, TimmBackbone, TimmWeights
+from distap.model.backbone import (
+    FileWeights,
+    PackageWeights,
+    RandomWeights,
+    TimmBackbone,
+    TimmWeights,
+)
 from distap.model.network import RetrievalNetwork, build_network
 from distap.model.pooling import GeMPooling
 from distap.ranking.loss import Loss
@@ -39,7 +46,8 @@ IMAGES_A_CLASS = 8
 
 
 class SeededBatch:
-    """A rank's share of `total` images, made from a seed: a coarse pattern of the class under noise.
+    """A rank's share of `total` images, made from a seed: a coarse pattern of the class under
+    noise.
 
     The images are the same on any number of ranks.
     """
@@ -47,7 +55,8 @@ class SeededBatch:
     step = 0
 
     def __init__(self, total: int, image_size: int, images_a_class: int, world: World) -> None:
-        self.total, self.classes = total, -(-total // images_a_class)
+        self.total = total
+        self.classes = -(-total // images_a_class)
         self.samples = torch.tensor(world.slots(total))
         self.labels = self.samples // images_a_class
         self.present = torch.ones(len(self.samples), dtype=torch.bool)
@@ -72,7 +81,8 @@ class SeededBatch:
 def loaded_shares(
     batch: SeededBatch, image_size: int, chunk: int, world: World, stopwatch: Stopwatch
 ) -> Iterator[Iterator[ShareOfBatch]]:
-    """Pack the images of a batch, without loss, and let distap's loader read them again and again, a batch per step.
+    """Pack the images of a batch, without loss, and let distap's loader read them again and again,
+    a batch per step.
 
     Args:
         chunk: images that a worker hands over at once.
@@ -80,7 +90,9 @@ def loaded_shares(
     """
     with tempfile.TemporaryDirectory(prefix="distap-bench-") as own:
         folder = Path(world.gather_values(own)[0])
-        for sample, label, pixels in zip(batch.samples.tolist(), batch.labels.tolist(), batch.pixels, strict=True):
+        for sample, label, pixels in zip(
+            batch.samples.tolist(), batch.labels.tolist(), batch.pixels, strict=True
+        ):
             path = folder / "images" / f"{label:06}" / f"{sample:06}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(path, compress_level=1)
@@ -105,7 +117,8 @@ def loaded_shares(
 
 
 def seeded_network(backbone: str, weights: str, image_size: int | None = None) -> RetrievalNetwork:
-    """Return a network in training mode; `weights` is random, timm, a file with a suffix, or a package.
+    """Return a network in training mode; `weights` is random, timm, a file with a suffix, or a
+    package.
 
     Some networks are built for one size of images.
     """
@@ -113,7 +126,9 @@ def seeded_network(backbone: str, weights: str, image_size: int | None = None) -
     chosen: Any = {"random": RandomWeights(), "timm": TimmWeights()}.get(weights)
     if chosen is None:
         chosen = FileWeights(Path(weights)) if Path(weights).suffix else PackageWeights(weights)
-    return build_network(TimmBackbone(backbone), chosen, GeMPooling(), image_size=image_size).train()
+    return build_network(
+        TimmBackbone(backbone), chosen, GeMPooling(), image_size=image_size
+    ).train()
 
 
 def adam(network: nn.Module) -> Optimizer:
@@ -123,7 +138,9 @@ def adam(network: nn.Module) -> Optimizer:
 
 @dataclass(frozen=True)
 class Task:
-    """The network that each contender copies, this rank's share of the batch, and the settings of the step."""
+    """The network that each contender copies, this rank's share of the batch, and the settings of
+    the step.
+    """
 
     network: RetrievalNetwork
     batch: SeededBatch
@@ -144,14 +161,19 @@ class Task:
 
 
 class Floor:
-    """The network's own passes: forward, without a graph as well if `describes`, and backward from any gradient."""
+    """The network's own passes: forward, without a graph as well if `describes`, and backward from
+    any gradient.
+    """
 
     optimizer: Optimizer | None = None
 
     def __init__(self, task: Task, describes: bool) -> None:
         self.forwards = 2.0 if describes else 1.0
-        self._task, self._network = task, copy.deepcopy(task.network)
-        gradient = torch.randn(task.micro_batch, task.network.dimensions, generator=torch.Generator().manual_seed(0))
+        self._task = task
+        self._network = copy.deepcopy(task.network)
+        gradient = torch.randn(
+            task.micro_batch, task.network.dimensions, generator=torch.Generator().manual_seed(0)
+        )
         self._gradient = gradient.to(task.world.device)
 
     def __call__(self) -> None:

@@ -1,6 +1,8 @@
-"""Images a second of decoding with augmentation and of the loader, beside Pillow, torchvision and WebDataset.
+"""Images a second of decoding with augmentation and of the loader, beside Pillow, torchvision and
+WebDataset.
 
-Every decoder crops the same boxes of the same images, drawn by the same transform from the same seeds.
+Every decoder crops the same boxes of the same images, drawn by the same transform from the same
+seeds.
 """
 
 import io
@@ -33,13 +35,16 @@ from distap.storage.locations import parse_source
 from distap.telemetry.terminal import track
 from distap.world import World
 
-CHUNK, PREFETCH = 16, 4  # images that a worker hands over at once, and chunks that it reads ahead
+# images that a worker hands over at once, and chunks that it reads ahead
+CHUNK = 16
+PREFETCH = 4
 IMAGES_A_CLASS = 4
 CAPTION = (
-    "decode: images that one core decodes and augments. load: all workers of a loader. scale: at which distap "
-    "decodes, on average. Pillow, torchvision: full decoding by Pillow, then the same crop by each. unscaled: "
-    "distap without scaled decoding. WebDataset: its loader, decoding with Pillow and cropping with torchvision. "
-    "faster: how many times distap is, the median over rounds."
+    "decode: images that one core decodes and augments. load: all workers of a loader. scale: at"
+    " which distap decodes, on average. Pillow, torchvision: full decoding by Pillow, then the same"
+    " crop by each. unscaled: distap without scaled decoding. WebDataset: its loader, decoding with"
+    " Pillow and cropping with torchvision. faster: how many times distap is, the median over"
+    " rounds."
 )
 HEADINGS = ("what", "format", "pixels", "KB", "to", "scale", "by", "images/s", "faster")
 
@@ -47,30 +52,43 @@ HEADINGS = ("what", "format", "pixels", "KB", "to", "scale", "by", "images/s", "
 class Format(StrEnum):
     """Of image files, by the ending of their names."""
 
-    jpg, png, webp = "jpg", "png", "webp"
+    jpg = "jpg"
+    png = "png"
+    webp = "webp"
 
 
 Rates = dict[str, list[float]]  # images a second by candidate and round; distap's first
 
 
 class DataBenchmark(harness.Benchmark):
-    """Print images a second of decoding and loading, beside Pillow's full decoding and a plain WebDataset loader.
+    """Print images a second of decoding and loading, beside Pillow's full decoding and a plain
+    WebDataset loader.
 
     By default 1-megapixel JPEG, PNG and WebP images for crops of 224, 384 and 800 pixels.
     """
 
     name: ClassVar[str] = "data"
-    image: Annotated[int, Option(help="Width and height of the JPEG images, pixels.", min=32)] = 1024
-    output_size: Annotated[list[int], Option(help="Side that crops are scaled to; repeat for several.")] = [
+    image: Annotated[int, Option(help="Width and height of the JPEG images, pixels.", min=32)] = (
+        1024
+    )
+    output_size: Annotated[
+        list[int], Option(help="Side that crops are scaled to; repeat for several.")
+    ] = [
         224,
         384,
         800,
     ]
-    crop: Annotated[float, Option(help="Smallest share of an image that a crop keeps.", min=0.01, max=1)] = 0.5
+    crop: Annotated[
+        float, Option(help="Smallest share of an image that a crop keeps.", min=0.01, max=1)
+    ] = 0.5
     quality: Annotated[int, Option(help="Quality of JPEG and WebP.", min=1, max=100)] = 90
-    format: Annotated[list[Format], Option(help="Format of the images; repeat for several.")] = [*Format]
+    format: Annotated[list[Format], Option(help="Format of the images; repeat for several.")] = [
+        *Format
+    ]
     count: Annotated[int, Option(help="Number of images.", min=32)] = 64
-    workers: Annotated[int, Option(help="Workers of the loaders; 0 leaves the loaders out.", min=0)] = 2
+    workers: Annotated[
+        int, Option(help="Workers of the loaders; 0 leaves the loaders out.", min=0)
+    ] = 2
     rounds: harness.Rounds = 5
 
     def report(self) -> harness.Report:
@@ -82,13 +100,21 @@ class DataBenchmark(harness.Benchmark):
         for name in self.format:
             files = [encoded(one, name, self.quality) for one in photos]
             for transform in transforms:
-                rows.append(self._row("decode", name, transform, files, self._decode(transform, files)))
+                rows.append(
+                    self._row("decode", name, transform, files, self._decode(transform, files))
+                )
             with tempfile.TemporaryDirectory(prefix="distap-bench-") as folder:
                 shards = self._shards(Path(folder), files, name)
                 for transform in transforms if self.workers else []:
-                    rows.append(self._row("load", name, transform, files, self._load(transform, shards, name)))
+                    rows.append(
+                        self._row(
+                            "load", name, transform, files, self._load(transform, shards, name)
+                        )
+                    )
         cells = [line for row in rows for line in _cells(row)]
-        return harness.Report(rows, [harness.FiguresTable("images a second", CAPTION, HEADINGS, cells)])
+        return harness.Report(
+            rows, [harness.FiguresTable("images a second", CAPTION, HEADINGS, cells)]
+        )
 
     def _row(
         self, what: str, name: Format, transform: CropAndVary, files: Sequence[bytes], rates: Rates
@@ -97,7 +123,10 @@ class DataBenchmark(harness.Benchmark):
         scales = []
         for seed in range(len(files)):
             torch.manual_seed(seed)
-            scales.append(1 / (reduction(*transform.part(self.image, self.image)) if name == Format.jpg else 1))
+            scales.append(
+                1
+                / (reduction(*transform.part(self.image, self.image)) if name == Format.jpg else 1)
+            )
         return {
             "what": what,
             "format": name,
@@ -106,7 +135,11 @@ class DataBenchmark(harness.Benchmark):
             "kilobytes": sum(map(len, files)) / len(files) / 1000,
             "scale": statistics.mean(scales),
             "images_per_second": {name: statistics.median(found) for name, found in rates.items()},
-            "faster": {name: harness.median_ratio(own, found) for name, found in rates.items() if found is not own},
+            "faster": {
+                name: harness.median_ratio(own, found)
+                for name, found in rates.items()
+                if found is not own
+            },
         }
 
     def _decode(self, transform: CropAndVary, files: Sequence[bytes]) -> Rates:
@@ -121,11 +154,15 @@ class DataBenchmark(harness.Benchmark):
             "Pillow": partial(decode, ByPillow, transform),
             "torchvision": partial(decode, ByTorchvision, transform),
         }
-        turns = harness.take_turns(decoders, self.rounds, World(), f"decoding to {transform.size} px")
+        turns = harness.take_turns(
+            decoders, self.rounds, World(), f"decoding to {transform.size} px"
+        )
         return {name: [len(files) / spent for spent in of.processor] for name, of in turns.items()}
 
     def _shards(self, folder: Path, files: Sequence[bytes], name: Format) -> Path:
-        """Pack the images into some shards for each worker of WebDataset, which deals out whole shards."""
+        """Pack the images into some shards for each worker of WebDataset, which deals out whole
+        shards.
+        """
         images_per_shard = max(1, len(files) // (4 * max(1, self.workers)))
         return packed(folder, files, name, IMAGES_A_CLASS, images_per_shard=images_per_shard)
 
@@ -161,7 +198,9 @@ class DataBenchmark(harness.Benchmark):
             for start in range(0, batch, CHUNK):
                 yield share.images(slice(start, start + CHUNK))
 
-    def _by_webdataset(self, transform: CropAndVary, shards: Path, name: Format) -> Iterator[Tensor]:
+    def _by_webdataset(
+        self, transform: CropAndVary, shards: Path, name: Format
+    ) -> Iterator[Tensor]:
         dataset = (
             webdataset.WebDataset(sorted(map(str, shards.glob("*.tar"))), shardshuffle=False)
             .to_tuple(name)
@@ -170,7 +209,11 @@ class DataBenchmark(harness.Benchmark):
             .batched(CHUNK, collation_fn=torch.stack)
         )
         yield from webdataset.WebLoader(
-            dataset, batch_size=None, num_workers=self.workers, prefetch_factor=PREFETCH, persistent_workers=False
+            dataset,
+            batch_size=None,
+            num_workers=self.workers,
+            prefetch_factor=PREFETCH,
+            persistent_workers=False,
         )
 
 
@@ -202,7 +245,9 @@ class ByTorchvision(ByPillow):
     def crop(self, box: Box, shape: Shape) -> Tensor:
         left, top, right, bottom = box
         whole = F.pil_to_tensor(self._image.convert("RGB"))
-        pixels: Tensor = F.resized_crop(whole, top, left, bottom - top, right - left, list(shape), antialias=True)
+        pixels: Tensor = F.resized_crop(
+            whole, top, left, bottom - top, right - left, list(shape), antialias=True
+        )
         return pixels.contiguous()
 
 
@@ -216,5 +261,10 @@ def _cells(row: harness.Row) -> Iterator[list[str]]:
         f"{row['scale']:.2f}",
     ]
     for name, rate in row["images_per_second"].items():
-        yield [*first, name, f"{rate:,.0f}", f"{row['faster'][name]:.2f}x" if name in row["faster"] else ""]
+        yield [
+            *first,
+            name,
+            f"{rate:,.0f}",
+            f"{row['faster'][name]:.2f}x" if name in row["faster"] else "",
+        ]
         first = [""] * len(first)

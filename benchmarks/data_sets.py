@@ -1,4 +1,6 @@
-"""Data sets of any size: the rows of few real images again and again, in shards that are links to one file."""
+"""Data sets of any size: the rows of few real images again and again, in shards that are links to
+one file.
+"""
 
 from pathlib import Path
 
@@ -12,13 +14,16 @@ from distap.data.shards.index import Index, load_index
 IMAGES_A_SHARD = 1000
 SIDE = 32  # pixels
 NAME_DIGITS = 12
-SPREAD = 387_420_489  # a step through all numbers of twelve digits, so that names compress as badly as real ones
+# a step through all numbers of twelve digits, so that names compress as badly as real ones
+SPREAD = 387_420_489
 GROUPS = 12
 SHARDS = "shards"  # folder of a data set
 
 
 def write_repeated(folder: Path, images: int, classes: int) -> None:
-    """Write a data set of N images, a multiple of 1,000, and K classes of equal size whose members lie apart."""
+    """Write a data set of N images, a multiple of 1,000, and K classes of equal size whose members
+    lie apart.
+    """
     pictures = folder / "pictures"
     generator = np.random.default_rng(0)
     for number in range(IMAGES_A_SHARD):
@@ -26,7 +31,8 @@ def write_repeated(folder: Path, images: int, classes: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(generator.integers(256, size=(SIDE, SIDE, 3), dtype=np.uint8)).save(path)
     pack(pictures, folder / SHARDS, images_per_shard=IMAGES_A_SHARD)
-    one, shards = load_index(folder / SHARDS), images // IMAGES_A_SHARD
+    one = load_index(folder / SHARDS)
+    shards = images // IMAGES_A_SHARD
     for shard in range(1, shards):
         (folder / SHARDS / f"{shard:06}.tar").symlink_to("000000.tar")
     rows = np.arange(images)
@@ -44,7 +50,9 @@ def write_repeated(folder: Path, images: int, classes: int) -> None:
         shard_size=np.tile(one.shard_size, shards),
         shard_sha256=np.tile(one.shard_sha256, shards),
         class_name=_numbered(np.arange(classes)),
-        class_levels=np.array([f"group {number}" for number in range(GROUPS)])[np.arange(classes) % GROUPS, None],
+        class_levels=np.array([f"group {number}" for number in range(GROUPS)])[
+            np.arange(classes) % GROUPS, None
+        ],
     ).save(folder / SHARDS)
 
 

@@ -1,7 +1,8 @@
-"""Time and memory of evaluation, beside pytorch-metric-learning's AccuracyCalculator on the same descriptors.
+"""Time and memory of evaluation, beside pytorch-metric-learning's AccuracyCalculator on the same
+descriptors.
 
-Descriptors are noisy images of random classes, with as many of a class as Stanford Online Products has, so that no
-figure is 0 or 1.
+Descriptors are noisy images of random classes, with as many of a class as Stanford Online Products
+has, so that no figure is 0 or 1.
 """
 
 import os
@@ -30,30 +31,43 @@ from distap.retrieval.row_blocks import installed_faiss, nearest, open_parts
 from distap.retrieval.truth import Truth
 from distap.world import World
 
-LEAST_OF_A_CLASS, MOST_OF_A_CLASS = 2, 9  # 5.5 on average; Stanford Online Products has 5.3
+# 5.5 on average; Stanford Online Products has 5.3
+LEAST_OF_A_CLASS = 2
+MOST_OF_A_CLASS = 9
 NOISE = 0.7  # of an image's own direction against its class's
 CPU = torch.device("cpu")
-LABELLED_IMAGES = 5000  # of the gallery, which are easy, hard or junk to any query, as in Revisited Oxford
-EASY, HARD, JUNK = 40, 60, 40
-ROWS_OF_A_PART, ROWS_MULTIPLIED = 65_536, 1024
+# of the gallery, which are easy, hard or junk to any query, as in Revisited Oxford
+LABELLED_IMAGES = 5000
+EASY = 40
+HARD = 60
+JUNK = 40
+ROWS_OF_A_PART = 65_536
+ROWS_MULTIPLIED = 1024
 FOUND = 100  # neighbours that Faiss looks for
-LIBRARY, PRODUCT = "pytorch-metric-learning", "one dense product"
+LIBRARY = "pytorch-metric-learning"
+PRODUCT = "one dense product"
 GALLERY_HEADINGS = ("", *OF_REVISITED)
 
 
 class EvaluationBenchmark(harness.Benchmark):
-    """Print time and memory of evaluating a labelled set, beside pytorch-metric-learning's AccuracyCalculator.
+    """Print time and memory of evaluating a labelled set, beside pytorch-metric-learning's
+    AccuracyCalculator.
 
-    distap evaluates by the full ranking. One dense product of all descriptors with all, without keeping it, is the
-    measure of both. With --described: descriptors that `distap extract` wrote. With --gallery: Easy, Medium and Hard
-    against distractors in files of the temporary folder, of 2 bytes a number, next to the search of Faiss.
+    distap evaluates by the full ranking. One dense product of all descriptors with all, without
+    keeping it, is the measure of both. With --described: descriptors that `distap extract` wrote.
+    With --gallery: Easy, Medium and Hard against distractors in files of the temporary folder, of 2
+    bytes a number, next to the search of Faiss.
     """
 
     name: ClassVar[str] = "eval"
     images: Annotated[int, Option(help="Images of the labelled set.", min=20)] = 60_000
     dimensions: Annotated[int, Option(help="Dimensions of the descriptors.", min=2)] = 512
-    described: Annotated[Path | None, Option(help="Folder of descriptors instead of made ones.")] = None
-    gallery: Annotated[int | None, Option(help="Rank this many descriptors for --queries instead.")] = None
+    described: Annotated[
+        Path | None, Option(help="Folder of descriptors instead of made ones.")
+    ] = None
+    gallery: Annotated[
+        int | None, Option(help="Rank this many descriptors for --queries instead.")
+    ] = None
     queries: Annotated[int, Option(help="Queries against --gallery; ILIAS has 1,232.", min=1)] = 70
     rounds: harness.Rounds = 3
     threads: harness.Threads = os.cpu_count() or 1
@@ -77,18 +91,30 @@ class EvaluationBenchmark(harness.Benchmark):
             candidates[name] = lambda name=name, way=way: found.update({name: way()})  # type: ignore[misc]
         peaks = {name: peak_bytes(candidate, CPU) for name, candidate in candidates.items()}
         turns = harness.take_turns(candidates, self.rounds, World(), "evaluations")
-        names = list(dict.fromkeys(name for of in found.values() for name in of if not name.startswith("mP")))
+        names = list(
+            dict.fromkeys(name for of in found.values() for name in of if not name.startswith("mP"))
+        )
         rows = []
         for name, of in found.items():
             cells = [f"{100 * of[figure]:.3f}" if figure in of else "-" for figure in names]
             rows.append([name, f"{turns[name].median:,.1f}", f"{peaks[name] / 1e6:,.0f}", *cells])
         title = f"a labelled set of {images:,} descriptors of {dimensions} dimensions"
-        caption = f"s: median of {self.rounds} turns on {self.threads} threads. MB: peak beside the descriptors."
+        caption = (
+            f"s: median of {self.rounds} turns on {self.threads} threads. MB: peak beside the"
+            " descriptors."
+        )
         figures = [
-            {"name": name, "seconds": turns[name].median, "peak_bytes": peaks[name], "figures": found[name]}
+            {
+                "name": name,
+                "seconds": turns[name].median,
+                "peak_bytes": peaks[name],
+                "figures": found[name],
+            }
             for name in found
         ]
-        table = harness.FiguresTable(title, f"{caption} Figures in %.", ("", "s", "MB", *names), rows)
+        table = harness.FiguresTable(
+            title, f"{caption} Figures in %.", ("", "s", "MB", *names), rows
+        )
         times = {name: of.median for name, of in turns.items()}
         return harness.Report(figures, [table], [agreement(found), _speed(times)])
 
@@ -100,8 +126,10 @@ class EvaluationBenchmark(harness.Benchmark):
             queries, truth = write_gallery(Path(folder), gallery, self.dimensions, self.queries)
             parts = open_parts([folder], self.dimensions)
             assert parts is not None
-            # Only the images that some query names are the gallery: the others are right and junk for none.
-            named, rest = parts[:LABELLED_IMAGES], None
+            # Only the images that some query names are the gallery: the others are right and junk
+            # for none.
+            named = parts[:LABELLED_IMAGES]
+            rest = None
             if gallery > LABELLED_IMAGES:
                 rest = open_parts(sorted(Path(folder).iterdir())[1:], self.dimensions)
             figures: dict[str, Any] = {}
@@ -116,18 +144,31 @@ class EvaluationBenchmark(harness.Benchmark):
             started = time.perf_counter()
             faiss_peak = peak_bytes(lambda: nearest(queries.numpy(), parts, FOUND), CPU)
             faiss_seconds = time.perf_counter() - started
-        process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1)
+        process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+            1024 if sys.platform == "linux" else 1
+        )
         rows = [
-            [protocol, *(f"{100 * figures[f'{protocol} {name}']:.2f}" for name in GALLERY_HEADINGS[1:])]
+            [
+                protocol,
+                *(f"{100 * figures[f'{protocol} {name}']:.2f}" for name in GALLERY_HEADINGS[1:]),
+            ]
             for protocol in ("Easy", "Medium", "Hard")
         ]
-        title = f"{self.queries:,} queries against {gallery:,} descriptors of {self.dimensions} dimensions"
-        caption = (
-            f"All three protocols in {seconds:,.1f} s, {peak / 1e6:,.0f} MB above the process's memory before, "
-            f"{process / 1e6:,.0f} MB in all, pages of the file included. Faiss finds the {FOUND} nearest in "
-            f"{faiss_seconds:,.1f} s, {faiss_peak / 1e6:,.0f} MB."
+        title = (
+            f"{self.queries:,} queries against {gallery:,} descriptors of {self.dimensions}"
+            " dimensions"
         )
-        facts = {"seconds": seconds, "peak_bytes": peak, "process_peak_bytes": process, "figures": figures}
+        caption = (
+            f"All three protocols in {seconds:,.1f} s, {peak / 1e6:,.0f} MB above the process's"
+            f" memory before, {process / 1e6:,.0f} MB in all, pages of the file included. Faiss"
+            f" finds the {FOUND} nearest in {faiss_seconds:,.1f} s, {faiss_peak / 1e6:,.0f} MB."
+        )
+        facts = {
+            "seconds": seconds,
+            "peak_bytes": peak,
+            "process_peak_bytes": process,
+            "figures": figures,
+        }
         facts |= {"faiss_seconds": faiss_seconds, "faiss_peak_bytes": faiss_peak}
         return harness.Report(facts, [harness.FiguresTable(title, caption, GALLERY_HEADINGS, rows)])
 
@@ -154,7 +195,9 @@ def _evaluations(descriptors: Tensor, labels: Tensor) -> dict[str, Callable[[], 
     def library() -> dict[str, float]:
         shared = {"R@1": "precision_at_1", "mAP@R": "mean_average_precision_at_r"}
         # It looks for as many neighbours as the greatest class needs; by default it would sort all.
-        calculator = AccuracyCalculator(include=tuple(shared.values()), device=CPU, k="max_bin_count")
+        calculator = AccuracyCalculator(
+            include=tuple(shared.values()), device=CPU, k="max_bin_count"
+        )
         found = calculator.get_accuracy(descriptors, labels)
         return {name: float(found[theirs]) for name, theirs in shared.items()}
 
@@ -173,14 +216,17 @@ def labelled_set(images: int, dimensions: int) -> tuple[Tensor, Tensor]:
 
 
 def write_gallery(folder: Path, gallery: int, dimensions: int, count: int) -> tuple[Tensor, Truth]:
-    """Write a gallery in parts: in the first are descriptors relevant to some query, in the others distractors.
+    """Write a gallery in parts: in the first are descriptors relevant to some query, in the others
+    distractors.
 
     Returns:
         The queries' descriptors, and what they are to retrieve.
     """
     generator = torch.Generator().manual_seed(0)
     queries = normalize(torch.randn(count, dimensions, generator=generator))
-    positives, of_junk, near = [], [], torch.zeros(LABELLED_IMAGES, dimensions)
+    positives = []
+    of_junk = []
+    near = torch.zeros(LABELLED_IMAGES, dimensions)
     for query in queries:
         rows = torch.randperm(LABELLED_IMAGES, generator=generator)[: EASY + HARD + JUNK]
         easy, hard, junk = rows.split((EASY, HARD, JUNK))
@@ -195,13 +241,16 @@ def write_gallery(folder: Path, gallery: int, dimensions: int, count: int) -> tu
         if start == 0:
             own = normalize(own + near)
         np.save(folder / f"{number:04d}.npy", own.half().numpy())
-    return queries, Truth(LABELLED_IMAGES, positives, of_junk, [[1] * EASY + [2] * HARD] * count, DIFFICULTIES)
+    return queries, Truth(
+        LABELLED_IMAGES, positives, of_junk, [[1] * EASY + [2] * HARD] * count, DIFFICULTIES
+    )
 
 
 def agreement(found: dict[str, dict[str, float]]) -> str:
     """Say how far the figures that several ways computed are apart.
 
-    They differ if similarities differ by less than float32 can tell, since the library ranks by distances.
+    They differ if similarities differ by less than float32 can tell, since the library ranks by
+    distances.
     """
     names = {name for figures in found.values() for name in figures}
     values = [[figures[name] for figures in found.values() if name in figures] for name in names]
@@ -209,7 +258,9 @@ def agreement(found: dict[str, dict[str, float]]) -> str:
 
 
 def _speed(seconds: dict[str, float]) -> str:
-    told = f"distap takes {seconds['distap'] / seconds[PRODUCT]:.2f} of the time of one dense product."
+    told = (
+        f"distap takes {seconds['distap'] / seconds[PRODUCT]:.2f} of the time of one dense product."
+    )
     if LIBRARY not in seconds:
         return f"{told} {LIBRARY} is not installed: pip install 'distap[metric-learning]'."
     return f"{told} It is {seconds[LIBRARY] / seconds['distap']:.2f} times as fast as {LIBRARY}."

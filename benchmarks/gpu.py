@@ -1,6 +1,8 @@
-"""What a GPU does with distap, in about fifteen minutes: is it exact, and how fast beside what it must do.
+"""What a GPU does with distap, in about fifteen minutes: is it exact, and how fast beside what it
+must do.
 
-Each part runs in a process of its own, with its own time limit, and what was found is written after each.
+Each part runs in a process of its own, with its own time limit, and what was found is written after
+each.
 """
 
 import copy
@@ -27,7 +29,14 @@ from torch.nn.functional import normalize
 from typer import Option
 
 from benchmarks import harness
-from benchmarks.contenders import IMAGES_A_CLASS, DistapStep, Floor, SeededBatch, Task, seeded_network
+from benchmarks.contenders import (
+    IMAGES_A_CLASS,
+    DistapStep,
+    Floor,
+    SeededBatch,
+    Task,
+    seeded_network,
+)
 from benchmarks.evaluation import labelled_set
 from benchmarks.measuring import matrix_rate, memory_rate, relative_difference
 from benchmarks.photos import jpeg, packed, photo
@@ -61,7 +70,8 @@ from distap.training.engines import DDPSettings, DeepSpeedSettings, FSDPSettings
 from distap.training.learner import TrainingStep
 from distap.world import CPU, World
 
-# SiMix around recall@k, its usual inner loss, has no gradient here: many virtual images come before each positive.
+# SiMix around recall@k, its usual inner loss, has no gradient here: many virtual images come before
+# each positive.
 LOSSES: dict[str, Any] = {
     **{name: name for name in REGISTRY["loss"] if name not in ("matryoshka", "sum")},
     "simix": {"name": "simix", "inner": "smooth_ap"},
@@ -72,12 +82,15 @@ ENGINES: dict[str, Any] = {
     **{f"zero {stage}": DeepSpeedSettings(stage=stage) for stage in (1, 2, 3)},
 }
 DIMENSIONS = 512
-RATE = 1e4  # of plain gradient descent, by whose step a gradient is measured: large, so that rounding is small
+# of plain gradient descent, by whose step a gradient is measured: large, so that rounding is small
+RATE = 1e4
 PHOTOS = 16  # different ones that a loader reads; more are copies
 STEPS = ["distap", GRAPHS_KEPT, "Multistage", "cached gradients"]
-# Of the histogram's pairs, half of the matrix by symmetry: products of pass one and, both ways, of pass two; and the
-# bytes that must cross the device's memory: a similarity twice, its bin twice, and its slope three times.
-PRODUCTS, PAIR_BYTES = 1.5, (2 * 4 + 2 * 1 + 3 * 4) / 2
+# Of the histogram's pairs, half of the matrix by symmetry: products of pass one and, both ways, of
+# pass two; and the bytes that must cross the device's memory: a similarity twice, its bin twice,
+# and its slope three times.
+PRODUCTS = 1.5
+PAIR_BYTES = (2 * 4 + 2 * 1 + 3 * 4) / 2
 
 
 def _describe_file(describer: ImageDescriber, file: bytes) -> torch.Tensor:
@@ -92,35 +105,44 @@ class Part(NamedTuple):
 
 
 class GPUBenchmark(harness.Benchmark):
-    """Print what a GPU does with distap: exactness, ranking, the step, evaluation, describing, and tests marked gpu.
+    """Print what a GPU does with distap: exactness, ranking, the step, evaluation, describing, and
+    tests marked gpu.
 
     With `--quick`, small sizes, to see that everything runs. `--device cpu` leaves GPUs alone.
     """
 
     name: ClassVar[str] = "gpu"
-    out: Annotated[Path | None, Option(help="Folder to write gpu.json and gpu.html to, after each part.")] = None
+    out: Annotated[
+        Path | None, Option(help="Folder to write gpu.json and gpu.html to, after each part.")
+    ] = None
     device: Annotated[Literal["cuda", "cpu"], Option(help="What to measure.")] = "cuda"
     quick: Annotated[bool, Option("--quick", help="Small sizes.")] = False
     part: Annotated[list[str], Option(help="Measure this part; repeat for several.")] = []
     rounds: harness.Rounds = 3
 
     def report(self) -> harness.Report:
-        if unknown := set(self.part) - set(PARTS):
-            raise DistapError(f"--part {', '.join(sorted(unknown))}: expected some of {', '.join(PARTS)}")
+        unknown = set(self.part) - set(PARTS)
+        if unknown:
+            raise DistapError(
+                f"--part {', '.join(sorted(unknown))}: expected some of {', '.join(PARTS)}"
+            )
         if self.device == "cuda" and not torch.cuda.is_available():
             raise DistapError("no GPU is here; --device cpu measures the CPU")
         if self.out is not None:
-            self.json_file, self.page = self.out / "gpu.json", self.out / "gpu.html"
+            self.json_file = self.out / "gpu.json"
+            self.page = self.out / "gpu.html"
         whole = harness.Report({}, [], [])
         for name in self.part or PARTS:
             started = time.perf_counter()
             try:
                 found = self._in_a_process(name)
                 whole.tables.extend(harness.FiguresTable(*table) for table in found["tables"])
-                outcome, notes = "done", found["notes"]
+                outcome = "done"
+                notes = found["notes"]
                 whole.figures[name] = found["figures"]
             except DistapError as error:
-                outcome, notes = "failed", [str(error)]
+                outcome = "failed"
+                notes = [str(error)]
                 whole.figures[name] = {"failed": str(error)}
             spent = f"{name}: {outcome} after {time.perf_counter() - started:.0f} s"
             print(spent, flush=True)
@@ -134,7 +156,9 @@ class GPUBenchmark(harness.Benchmark):
         environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {})
         with tempfile.TemporaryFile("w+") as log:
             pipes = harness.worker_pipes()
-            process = subprocess.Popen(command, env=environment, stderr=log, start_new_session=True, **pipes)
+            process = subprocess.Popen(
+                command, env=environment, stderr=log, start_new_session=True, **pipes
+            )
             try:
                 output, _ = process.communicate(timeout=PARTS[name].seconds)
             except subprocess.TimeoutExpired:
@@ -156,9 +180,12 @@ class GPUBenchmark(harness.Benchmark):
         return quick if self.quick else full
 
     def _exactness(self, world: World) -> harness.Report:
-        """A step's gradient beside that in float64 on the CPU, by loss and precision, then by engine."""
+        """A step's gradient beside that in float64 on the CPU, by loss and precision, then by
+        engine.
+        """
         exact = self._task(World(), torch.float64)
-        task, rows = self._task(world, torch.float32), []
+        task = self._task(world, torch.float32)
+        rows = []
         wanted = {name: _gradient(exact, name) for name in LOSSES}
         for name in LOSSES:
             row: harness.Row = {"what": name}
@@ -176,8 +203,13 @@ class GPUBenchmark(harness.Benchmark):
                 row[title] = relative_difference(found, wanted["ap_q"])
             rows.append(row)
         columns = "|".join(["what={what}", *(f"{title}={{{title}:.0e}}" for title in PRECISIONS)])
-        caption = "Length of the difference over that of the whole network's gradient in float64 on the CPU."
-        return harness.Report(rows, [harness.table_of("gradient of a step", caption, rows, columns)])
+        caption = (
+            "Length of the difference over that of the whole network's gradient in float64 on the"
+            " CPU."
+        )
+        return harness.Report(
+            rows, [harness.table_of("gradient of a step", caption, rows, columns)]
+        )
 
     def _task(self, world: World, dtype: torch.dtype) -> Task:
         network = seeded_network("resnet10t", "random").to(world.device, dtype)
@@ -197,24 +229,40 @@ class GPUBenchmark(harness.Benchmark):
             "-p",
             "no:xdist",
         ]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
         lines = done.stdout.strip().splitlines()
         failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
         last = lines[-1].strip("= ") if lines else "pytest said nothing"
-        counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed|skipped|errors?)", last)}
+        counts = {
+            name: int(count)
+            for count, name in re.findall(r"(\d+) (passed|failed|skipped|errors?)", last)
+        }
         why = lines if failed else []
-        return harness.Report({"counts": counts, "failed": failed}, [], [f"tests marked gpu: {last}", *why])
+        return harness.Report(
+            {"counts": counts, "failed": failed}, [], [f"tests marked gpu: {last}", *why]
+        )
 
     def _ranking(self, world: World) -> harness.Report:
         """AP_Q compiled and eager, next to one dense product and the least that it has to do."""
-        rows, bandwidth = [], memory_rate(world.device)
+        rows = []
+        bandwidth = memory_rate(world.device)
         rate = matrix_rate(world.device, torch.float32, may_use_tf32=False)
-        for batch in self._sized([4096, 16_384, 65_536] if self.device == "cuda" else [1024, 4096], [512]):
+        for batch in self._sized(
+            [4096, 16_384, 65_536] if self.device == "cuda" else [1024, 4096], [512]
+        ):
             labels = torch.arange(batch, device=world.device) // 8
-            centres = torch.randn(batch // 8, DIMENSIONS, generator=torch.Generator().manual_seed(0))
+            centres = torch.randn(
+                batch // 8, DIMENSIONS, generator=torch.Generator().manual_seed(0)
+            )
             own = torch.randn(batch, DIMENSIONS, generator=torch.Generator().manual_seed(1))
-            descriptors = normalize(normalize(centres).to(world.device)[labels] + normalize(own).to(world.device))
-            gathered = gather(descriptors, labels, torch.ones_like(labels, dtype=torch.bool), world, batch)
+            descriptors = normalize(
+                normalize(centres).to(world.device)[labels] + normalize(own).to(world.device)
+            )
+            gathered = gather(
+                descriptors, labels, torch.ones_like(labels, dtype=torch.bool), world, batch
+            )
             ways: dict[str, harness.Turns] = {}
             for way in ("eager", "compiled"):
                 candidates: dict[str, Callable[[], object]] = {
@@ -227,24 +275,37 @@ class GPUBenchmark(harness.Benchmark):
                             candidate()
                     ways |= harness.take_turns(candidates, self.rounds, world)
             dense = ways.pop("dense").median
-            least = max(PRODUCTS * 2 * batch**2 * DIMENSIONS / rate, batch**2 * PAIR_BYTES / bandwidth)
+            least = max(
+                PRODUCTS * 2 * batch**2 * DIMENSIONS / rate, batch**2 * PAIR_BYTES / bandwidth
+            )
             for way, turns in ways.items():
                 rows.append(
                     {
-                        **{"batch": batch, "way": way, "ms": 1e3 * turns.median, "dense_ms": 1e3 * dense},
+                        **{
+                            "batch": batch,
+                            "way": way,
+                            "ms": 1e3 * turns.median,
+                            "dense_ms": 1e3 * dense,
+                        },
                         **{"x_dense": turns.median / dense, "x_least": turns.median / least},
                     }
                 )
         columns = (
-            "B={batch:,}|way={way}|ms={ms:,.2f}|dense ms={dense_ms:,.2f}|x dense={x_dense:.2f}|x least={x_least:.1f}"
+            "B={batch:,}|way={way}|ms={ms:,.2f}|dense ms={dense_ms:,.2f}|x dense={x_dense:.2f}|x"
+            " least={x_least:.1f}"
         )
         caption = (
-            f"x dense: times a B x B x {DIMENSIONS} product of float32 in the same turns. x least: times the longer "
-            f"of its products at {rate / 1e12:.2f} TFLOP/s and its bytes at {bandwidth / 1e12:.3f} TB/s, as measured."
+            f"x dense: times a B x B x {DIMENSIONS} product of float32 in the same turns. x least:"
+            f" times the longer of its products at {rate / 1e12:.2f} TFLOP/s and its bytes at"
+            f" {bandwidth / 1e12:.3f} TB/s, as measured."
         )
-        return harness.Report(rows, [harness.table_of("AP_Q and its gradient", caption, rows, columns)])
+        return harness.Report(
+            rows, [harness.table_of("AP_Q and its gradient", caption, rows, columns)]
+        )
 
-    def _step(self, world: World, backbone: str, image_size: int, batch: int, micro_batch: int) -> harness.Report:
+    def _step(
+        self, world: World, backbone: str, image_size: int, batch: int, micro_batch: int
+    ) -> harness.Report:
         """A step of a network beside its bare passes, cached gradients and full-batch autograd."""
         backbone, image_size = self._sized(backbone, "resnet10t"), self._sized(image_size, 64)
         batch, micro_batch = self._sized(batch, 32), self._sized(micro_batch, 8)
@@ -277,7 +338,10 @@ class GPUBenchmark(harness.Benchmark):
         candidates: dict[str, Callable[[], None]] = {TWO_PASSES: Floor(task, True), "eager": eager}
         for candidate in candidates.values():
             candidate()
-        seconds = {name: of.median for name, of in harness.take_turns(candidates, self.rounds, world).items()}
+        seconds = {
+            name: of.median
+            for name, of in harness.take_turns(candidates, self.rounds, world).items()
+        }
         workers = max(len(os.sched_getaffinity(0)) - 1, 1)
         with tempfile.TemporaryDirectory(prefix="distap-bench-") as folder:
             shards = _photographs(Path(folder), settings)
@@ -293,14 +357,27 @@ class GPUBenchmark(harness.Benchmark):
         cores = workers * seconds["reading alone"] / seconds["eager"]
         floor = seconds[TWO_PASSES]
         rows = [
-            {"step": name, "seconds": spent, "rate": settings.batch / spent, "x_passes": spent / floor}
+            {
+                "step": name,
+                "seconds": spent,
+                "rate": settings.batch / spent,
+                "x_passes": spent / floor,
+            }
             for name, spent in seconds.items()
         ]
-        return rows, f"{workers} workers read; the eager step would need {cores:.1f} cores that read and nothing else"
+        return (
+            rows,
+            (
+                f"{workers} workers read; the eager step would need {cores:.1f} cores that read and"
+                " nothing else"
+            ),
+        )
 
     def _evaluation(self, world: World) -> harness.Report:
         """Evaluation and exact search on the device, beside the CPU."""
-        images, gallery = self._sized((60_000, 1_000_000) if self.device == "cuda" else (5000, 50_000), (600, 1000))
+        images, gallery = self._sized(
+            (60_000, 1_000_000) if self.device == "cuda" else (5000, 50_000), (600, 1000)
+        )
         descriptors, labels = labelled_set(images, DIMENSIONS)
         generator = torch.Generator().manual_seed(0)
         rows_of = [(70 + number, 140 + number) for number in range(70)]
@@ -308,8 +385,11 @@ class GPUBenchmark(harness.Benchmark):
         others = normalize(torch.randn(gallery, DIMENSIONS, generator=generator))
         rows = []
         for device in dict.fromkeys((world.device, CPU)):
-            own, theirs, queries = descriptors.to(device), labels.to(device), others[:70].to(device)
-            on_device, truth = others.to(device), Truth(gallery, rows_of, parts=parts, device=device)
+            own = descriptors.to(device)
+            theirs = labels.to(device)
+            queries = others[:70].to(device)
+            on_device = others.to(device)
+            truth = Truth(gallery, rows_of, parts=parts, device=device)
             actions: dict[str, Callable[[], object]] = {
                 f"all pairs of {images:,}": partial(
                     evaluate_descriptors, own, own, class_truth(theirs), LABELLED_FIGURES
@@ -318,26 +398,37 @@ class GPUBenchmark(harness.Benchmark):
                     evaluate_descriptors, queries, on_device, truth, OF_LANDMARKS
                 ),
             }
-            if (gpus := _gpus_of_faiss(device)) is not None:
+            gpus = _gpus_of_faiss(device)
+            if gpus is not None:
                 search = partial(_nearest, gpus, others[:70].numpy(), others.numpy(), 100)
                 actions[f"Faiss: 100 of {gallery:,}, for 70"] = search
             for what, action in actions.items():
                 action()
-                turns = harness.take_turns({what: action}, 1 if device is CPU else self.rounds, world)
+                turns = harness.take_turns(
+                    {what: action}, 1 if device is CPU else self.rounds, world
+                )
                 rows.append({"what": what, "device": device.type, "seconds": turns[what].median})
-        table = harness.table_of("evaluation", "", rows, "what={what}|device={device}|s={seconds:.3f}")
+        table = harness.table_of(
+            "evaluation", "", rows, "what={what}|device={device}|s={seconds:.3f}"
+        )
         return harness.Report(rows, [table])
 
     def _describing(self, world: World) -> harness.Report:
         """Images a second of describing photographs as `extract` and `serve` do."""
-        backbone, precision = self._sized("resnet50", "resnet10t"), "bf16" if self.device == "cuda" else "float32"
-        network, rows = seeded_network(backbone, "random").to(world.device), []
+        backbone = self._sized("resnet50", "resnet10t")
+        precision = "bf16" if self.device == "cuda" else "float32"
+        network = seeded_network(backbone, "random").to(world.device)
+        rows = []
         files = [jpeg(photo(512, 512, seed), 90) for seed in range(self._sized(16, 2))]
         for sizing in ("crop 224", "side 512") if not self.quick else ("crop 64",):
             describer = ImageDescriber(network, Sizing.parse(sizing), precision=precision)  # type: ignore[arg-type]
             side = int(sizing.split()[1])
             pixels = torch.zeros(
-                self._sized(256 if self.device == "cuda" else 16, 4), 3, side, side, dtype=torch.uint8
+                self._sized(256 if self.device == "cuda" else 16, 4),
+                3,
+                side,
+                side,
+                dtype=torch.uint8,
             )
             candidates: dict[str, Callable[[], object]] = {
                 "many": partial(describer.describe_pixels, pixels, len(pixels)),
@@ -346,23 +437,35 @@ class GPUBenchmark(harness.Benchmark):
             for candidate in candidates.values():
                 candidate()
             turns = harness.take_turns(candidates, self.rounds, world)
-            rate, latency = len(pixels) / turns["many"].median, 1e3 * turns["one"].median
+            rate = len(pixels) / turns["many"].median
+            latency = 1e3 * turns["one"].median
             rows.append({"sizing": sizing, "rate": rate, "latency": latency})
         columns = "sizing={sizing}|images/s={rate:,.0f}|ms of one={latency:.1f}"
-        caption = "images/s: of pixels that are there. ms of one: an encoded photograph of 512 pixels, decoded too."
+        caption = (
+            "images/s: of pixels that are there. ms of one: an encoded photograph of 512 pixels,"
+            " decoded too."
+        )
         return harness.Report(
             rows, [harness.table_of(f"describing, {backbone}, {precision}", caption, rows, columns)]
         )
 
 
-def _gradient(task: Task, loss: str, precision: PrecisionName = "float32", engine: Any = ENGINES["ddp"]) -> Tensor:
-    """The gradient of all parameters by which a step of plain gradient descent moved them, float64 on the CPU."""
+def _gradient(
+    task: Task, loss: str, precision: PrecisionName = "float32", engine: Any = ENGINES["ddp"]
+) -> Tensor:
+    """The gradient of all parameters by which a step of plain gradient descent moved them, float64
+    on the CPU.
+    """
     network = copy.deepcopy(task.network)
     before = _parameters(network)
     learner = engine.build(
-        network, lambda: torch.optim.SGD(network.parameters(), lr=RATE), task.world, precision=precision
+        network,
+        lambda: torch.optim.SGD(network.parameters(), lr=RATE),
+        task.world,
+        precision=precision,
     )
-    chosen, sizes = build_loss(LOSSES[loss]), MicroBatchSizes(task.micro_batch)
+    chosen = build_loss(LOSSES[loss])
+    sizes = MicroBatchSizes(task.micro_batch)
     if isinstance(chosen, SizedLoss):
         chosen = chosen.sized(task.batch.total // IMAGES_A_CLASS, network.dimensions, seed=0)
         assert chosen.learned is not None
@@ -370,13 +473,17 @@ def _gradient(task: Task, loss: str, precision: PrecisionName = "float32", engin
     stages = ThreeStages(learner.replica, chosen, task.world, 0, sizes, max_drift=float("inf"))
     result = TrainingStep(stages, learner)(task.batch, RATE)
     if result.skipped:
-        raise DistapError(f"{loss}, {precision}: the step was skipped, a {result.skipped} is not finite")
+        raise DistapError(
+            f"{loss}, {precision}: the step was skipped, a {result.skipped} is not finite"
+        )
     with learner.replica.describing():  # parameters are whole inside
         return (before - _parameters(network)) / RATE
 
 
 def _parameters(network: torch.nn.Module) -> Tensor:
-    return torch.cat([parameter.detach().double().cpu().flatten() for parameter in network.parameters()])
+    return torch.cat(
+        [parameter.detach().double().cpu().flatten() for parameter in network.parameters()]
+    )
 
 
 @contextmanager
@@ -407,7 +514,9 @@ def _photographs(folder: Path, settings: StepBenchmark) -> Path:
     return packed(folder, files, "jpg", IMAGES_A_CLASS)
 
 
-def _read_by(workers: int, shards: Path, settings: StepBenchmark, world: World) -> Generator[ShareOfBatch]:
+def _read_by(
+    workers: int, shards: Path, settings: StepBenchmark, world: World
+) -> Generator[ShareOfBatch]:
     """Batches of these images that workers read."""
     job = LoadingJob(
         parse_source(shards),
@@ -450,6 +559,8 @@ PARTS = {
     "describing": Part(60, GPUBenchmark._describing),
     "evaluation": Part(90, GPUBenchmark._evaluation),
     "ResNet-50": Part(240, lambda self, world: self._step(world, "resnet50", 224, 2048, 128)),
-    "ViT-S/14": Part(240, lambda self, world: self._step(world, "vit_small_patch14_dinov2", 224, 2048, 128)),
+    "ViT-S/14": Part(
+        240, lambda self, world: self._step(world, "vit_small_patch14_dinov2", 224, 2048, 128)
+    ),
     "ResNet-101": Part(240, lambda self, world: self._step(world, "resnet101", 800, 128, 16)),
 }

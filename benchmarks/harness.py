@@ -46,7 +46,8 @@ def table_of(title: str, caption: str, rows: Sequence[Row], columns: str) -> Fig
     """Make a table of figures by name.
 
     Args:
-        columns: headings and formats, such as `loss={loss}|ms={ms:,.0f}`; a figure that is None is a dash.
+        columns: headings and formats, such as `loss={loss}|ms={ms:,.0f}`; a figure that is None is
+            a dash.
     """
     forms = [column.split("=", 1) for column in columns.split("|")]
     cells = [[_cell(form, row) for _, form in forms] for row in rows]
@@ -80,7 +81,9 @@ class Benchmark(BaseModel):
         raise NotImplementedError
 
     def on_rank(self, world: World) -> Any:
-        """Measure on one of several ranks and return figures for JSON; only those of rank 0 are used."""
+        """Measure on one of several ranks and return figures for JSON; only those of rank 0 are
+        used.
+        """
         raise NotImplementedError
 
     def run(self) -> None:
@@ -102,9 +105,14 @@ class Benchmark(BaseModel):
             self.json_file.parent.mkdir(parents=True, exist_ok=True)
             self.json_file.write_text(json.dumps(everything, indent=1) + "\n")
         if self.page is not None:
-            facts = ", ".join(f"{name} {value}" for name, value in {**settings, **machine()}.items())
-            notes, title = [facts, *report.notes], f"distap: {self.name}"
-            write_page(self.page, "measurements.html", title=title, notes=notes, tables=report.tables)
+            facts = ", ".join(
+                f"{name} {value}" for name, value in {**settings, **machine()}.items()
+            )
+            notes = [facts, *report.notes]
+            title = f"distap: {self.name}"
+            write_page(
+                self.page, "measurements.html", title=title, notes=notes, tables=report.tables
+            )
 
 
 def measure_on_ranks(benchmark: Benchmark, ranks: int, threads: int) -> Any:
@@ -118,19 +126,35 @@ def measure_on_ranks(benchmark: Benchmark, ranks: int, threads: int) -> Any:
             return figures if world.rank == 0 else None
     command = worker_command(benchmark)
     if ranks > 1:
-        command[1:2] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+        command[1:2] = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+            "-m",
+        ]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "KINETO_LOG_LEVEL": "99"}
     done = subprocess.run(command, env=environment, check=False, **worker_pipes())
     return worker_result(benchmark, done.stdout, done.returncode)
 
 
 def worker_command(benchmark: Benchmark) -> list[str]:
-    """Return the command of a process that measures as one rank; to be started with `worker_pipes`."""
-    return [sys.executable, "-m", "benchmarks", "worker", benchmark.name, benchmark.model_dump_json()]
+    """Return the command of a process that measures as one rank; to be started with
+    `worker_pipes`."""
+    return [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "worker",
+        benchmark.name,
+        benchmark.model_dump_json(),
+    ]
 
 
 def worker_pipes() -> dict[str, Any]:
-    """Return subprocess's arguments for a worker, which sees at its input that this process is gone.
+    """Return subprocess's arguments for a worker, which sees at its input that this process is
+    gone.
 
     What workers start, such as torchrun's ranks, inherits their standard input.
     """
@@ -139,7 +163,8 @@ def worker_pipes() -> dict[str, Any]:
 
 @cache
 def _lifeline() -> int:
-    """Return one end of a pipe, whose other end stays open in this process alone, however it ends."""
+    """Return one end of a pipe, whose other end stays open in this process alone, however it
+    ends."""
     return os.pipe()[0]
 
 
@@ -162,7 +187,9 @@ def worker_result(benchmark: Benchmark, output: str, status: int) -> Any:
     """Return the figures that a worker printed."""
     printed = [line.removeprefix(RESULT) for line in output.splitlines() if line.startswith(RESULT)]
     if status or not printed:
-        raise DistapError(f"a process of the benchmark {benchmark.name} failed ({benchmark}); see above")
+        raise DistapError(
+            f"a process of the benchmark {benchmark.name} failed ({benchmark}); see above"
+        )
     return json.loads(printed[0])
 
 
@@ -183,15 +210,18 @@ def take_turns(
 ) -> dict[str, Turns]:
     """Time every candidate once a round, so that a noisy machine is noisy for all of them.
 
-    Every second round runs backwards, so that slow changes of the machine cancel out. A turn starts with a barrier.
-    A description shows the progress.
+    Every second round runs backwards, so that slow changes of the machine cancel out. A turn starts
+    with a barrier. A description shows the progress.
     """
     taken = {name: Turns([], []) for name in candidates}
-    order = [name for number in range(rounds) for name in list(candidates)[:: -1 if number % 2 else 1]]
+    order = [
+        name for number in range(rounds) for name in list(candidates)[:: -1 if number % 2 else 1]
+    ]
     for name in track(order, description, len(order)) if description else order:
         world.barrier()
         synchronise(world.device)
-        used, started = time.process_time(), time.perf_counter()
+        used = time.process_time()
+        started = time.perf_counter()
         candidates[name]()
         synchronise(world.device)
         spent, used = time.perf_counter() - started, time.process_time() - used
@@ -216,7 +246,9 @@ def machine() -> dict[str, str]:
     """Return the device, the date and the versions behind a measurement."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.split(": ")[1] for line in lines if line.startswith("model name")] or [platform.processor()]
+    names = [line.split(": ")[1] for line in lines if line.startswith("model name")] or [
+        platform.processor()
+    ]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else names[0]
     facts = {"device": device, "date": date.today().isoformat(), "distap": __version__}
     if torch.cuda.is_available():

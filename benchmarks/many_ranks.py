@@ -1,4 +1,6 @@
-"""What W ranks cost: a step of real ones on this machine, and the part of one rank of many that are not there."""
+"""What W ranks cost: a step of real ones on this machine, and the part of one rank of many that are
+not there.
+"""
 
 import json
 import statistics
@@ -23,11 +25,15 @@ from distap.retrieval.figures import LABELLED_FIGURES
 from distap.retrieval.truth import class_truth
 from distap.world import CPU, Arrival, World
 
-BACKBONE, IMAGE_SIZE, MICRO_BATCH = "test_resnet", 32, 8
+BACKBONE = "test_resnet"
+IMAGE_SIZE = 32
+MICRO_BATCH = 8
 ROUNDS = 5
-FACTS_BYTES = 3 * 8  # a label, the number of the image and whether it takes part travel with each descriptor
+# a label, the number of the image and whether it takes part travel with each descriptor
+FACTS_BYTES = 3 * 8
 BUDGET = 2**28  # bytes of ranking beside the descriptors
-BIN_SLOPES = 2 * (QuantizedAP().centres - 1)  # float32 values of each descriptor, of positives and of negatives
+# float32 values of each descriptor, of positives and of negatives
+BIN_SLOPES = 2 * (QuantizedAP().centres - 1)
 ROUNDS_OF_STORE = 5
 
 
@@ -39,15 +45,21 @@ def step_of(world: World, batch: int) -> dict[str, Any]:
     for _ in range(1 + ROUNDS):
         world.barrier()
         step()
-    stages = {name: statistics.median(one.get(name, 0.0) for one in step.seconds[1:]) for name in step.seconds[-1]}
+    stages = {
+        name: statistics.median(one.get(name, 0.0) for one in step.seconds[1:])
+        for name in step.seconds[-1]
+    }
     return {"ranks": world.size, "stages": stages, "private_mb": private_bytes() / 1e6}
 
 
 @dataclass(frozen=True)
 class OneOfMany(World):
-    """One rank of W whose collectives return at once: a gather brings given rows, a sum what this rank has."""
+    """One rank of W whose collectives return at once: a gather brings given rows, a sum what this
+    rank has.
+    """
 
-    rows: Tensor = field(default_factory=lambda: torch.empty(0))  # of all ranks in slot order, as they travel
+    # of all ranks in slot order, as they travel
+    rows: Tensor = field(default_factory=lambda: torch.empty(0))
     taken: list[int] = field(default_factory=lambda: [0])
 
     def start_gather(self, rows: Tensor) -> Arrival:
@@ -66,20 +78,27 @@ class OneOfMany(World):
 
 
 def stage_two_of(ranks: int, batch: int, dimensions: int) -> dict[str, Any]:
-    """Seconds and peak memory of stage two of one of W ranks, beside the other ranks' rows that are given."""
+    """Seconds and peak memory of stage two of one of W ranks, beside the other ranks' rows that are
+    given.
+    """
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(batch) // IMAGES_A_CLASS
     descriptors = normalize(torch.randn(batch, dimensions, generator=generator))
-    facts = torch.stack([labels, torch.arange(batch), torch.ones_like(labels)], dim=1).view(torch.float32)
+    facts = torch.stack([labels, torch.arange(batch), torch.ones_like(labels)], dim=1).view(
+        torch.float32
+    )
     world = OneOfMany(0, ranks, rows=torch.cat([facts, descriptors], dim=1))
     own = slice(0, None, ranks)
-    mine, of_mine = descriptors[own].clone(), labels[own].clone()
+    mine = descriptors[own].clone()
+    of_mine = labels[own].clone()
     del descriptors, facts
 
     def rank() -> None:
         world.taken[0] = 0
         gathering = Gathering(world, batch)
-        gathering.add(mine, of_mine, torch.ones_like(of_mine, dtype=torch.bool), torch.full_like(of_mine, -1))
+        gathering.add(
+            mine, of_mine, torch.ones_like(of_mine, dtype=torch.bool), torch.full_like(of_mine, -1)
+        )
         rank_descriptors(QuantizedAP(), gathering.finish(), "sharded", BUDGET)
 
     rank()  # compiles
@@ -98,8 +117,9 @@ def stage_two_of(ranks: int, batch: int, dimensions: int) -> dict[str, Any]:
 def stage_two_bytes(ranks: int, batch: int, dimensions: int) -> float:
     """Bytes that stage two of a rank takes beside pixels and network, with float32 descriptors.
 
-    The gallery and its facts, and a copy by class; a chunk on its way, as it comes, in slot order, and what takes
-    part of it; the slopes of all descriptors, likewise, and as a table; ten integers an image; and the budget.
+    The gallery and its facts, and a copy by class; a chunk on its way, as it comes, in slot order,
+    and what takes part of it; the slopes of all descriptors, likewise, and as a table; ten integers
+    an image; and the budget.
     """
     row = 4 * dimensions + FACTS_BYTES
     chunk = batch / min(MOST_CHUNKS, max(batch // ranks // LEAST_SENT, 1))
@@ -111,20 +131,25 @@ def evaluation_of(ranks: int, images: int, dimensions: int) -> dict[str, Any]:
     """Seconds of one of W ranks that share the ranking of all pairs of N images."""
     generator = torch.Generator().manual_seed(0)
     descriptors = normalize(torch.randn(images, dimensions, generator=generator))
-    truth, figures = class_truth(torch.arange(images) // IMAGES_A_CLASS), LABELLED_FIGURES
+    truth = class_truth(torch.arange(images) // IMAGES_A_CLASS)
+    figures = LABELLED_FIGURES
     world = OneOfMany(0, ranks)
-    seconds = _seconds(lambda: evaluate_descriptors(descriptors, descriptors, truth, figures, world=world))
+    seconds = _seconds(
+        lambda: evaluate_descriptors(descriptors, descriptors, truth, figures, world=world)
+    )
     return {"ranks": ranks, "images": images, "seconds": seconds}
 
 
 def store_of(ranks: int) -> dict[str, Any]:
-    """Milliseconds of the requests to a real store: a heartbeat of all of W ranks, and a case that one rank reads.
+    """Milliseconds of the requests to a real store: a heartbeat of all of W ranks, and a case that
+    one rank reads.
 
     One process sends the requests of all, one after another.
     """
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     keys = [f"beat/{rank}" for rank in range(ranks)]
-    rounds, cases = [], []
+    rounds = []
+    cases = []
     for number in range(1 + ROUNDS_OF_STORE):
         doing = {"activity": "gather", "seconds": 1.0, "waiting": ["all_gather"]}
         said = json.dumps({"time": time.time(), "begun": {"": number}, **doing})

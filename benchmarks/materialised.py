@@ -1,4 +1,5 @@
-"""The losses as published code computes them: every pair, or triple, of the batch at once, and autograd.
+"""The losses as published code computes them: every pair, or triple, of the batch at once, and
+autograd.
 
 What the streamed forms are measured against. No memory, no ranks, uniform weights.
 """
@@ -17,10 +18,14 @@ IMAGES_A_CLASS = 8
 VALUES_KEPT = 5  # tensors of full size that autograd keeps or makes at once, about
 
 
-def materialised_bytes(loss: Loss, batch: int, itemsize: int = 4, recall_queries: int | None = None) -> int | None:
-    """About what `materialised_loss` and its backward take; None if the loss has no materialised form here.
+def materialised_bytes(
+    loss: Loss, batch: int, itemsize: int = 4, recall_queries: int | None = None
+) -> int | None:
+    """About what `materialised_loss` and its backward take; None if the loss has no materialised
+    form here.
 
-    RS@k may take its queries one by one (`released_recall_gradient`): `recall_queries` of them at once.
+    RS@k may take its queries one by one (`released_recall_gradient`): `recall_queries` of them at
+    once.
     """
     if isinstance(loss, RecallAtK):
         return VALUES_KEPT * itemsize * batch * (recall_queries or batch) * IMAGES_A_CLASS
@@ -49,7 +54,9 @@ def materialised_loss(loss: Loss, descriptors: Tensor, labels: Tensor) -> Tensor
         return _soft_binned(loss, similarities, same_class, itself)
     if isinstance(loss, Roadmap):
         ranking = _pairwise(loss, similarities, same_class, itself)
-        scores = _calibration(Calibration(alpha=loss.alpha, beta=loss.beta), similarities, same_class, itself)
+        scores = _calibration(
+            Calibration(alpha=loss.alpha, beta=loss.beta), similarities, same_class, itself
+        )
         return (1 - loss.lam) * ranking + loss.lam * scores
     if isinstance(loss, SmoothAP):
         return _pairwise(loss, similarities, same_class, itself)
@@ -58,7 +65,9 @@ def materialised_loss(loss: Loss, descriptors: Tensor, labels: Tensor) -> Tensor
     if isinstance(loss, BlackBoxAP):
         return _blackbox(loss, similarities, same_class, itself)
     if isinstance(loss, RecallAtK):
-        return torch.stack([_recall(loss, descriptors, labels, query) for query in range(len(labels))]).mean()
+        return torch.stack(
+            [_recall(loss, descriptors, labels, query) for query in range(len(labels))]
+        ).mean()
     raise DistapError(f"{type(loss).__name__} has no materialised form here")
 
 
@@ -78,11 +87,16 @@ def _recall(loss: RecallAtK, descriptors: Tensor, labels: Tensor, query: int) ->
     similarities = descriptors @ descriptors[query]
     before = torch.sigmoid((similarities - similarities[positives, None]) / loss.tau)
     ranks = 1 + before.sum(1) - 0.5  # an image counts itself by half
-    hits = [torch.sigmoid((k - ranks) / loss.hit_tau).sum().clamp(max=k) / min(k, len(positives)) for k in loss.ks]
+    hits = [
+        torch.sigmoid((k - ranks) / loss.hit_tau).sum().clamp(max=k) / min(k, len(positives))
+        for k in loss.ks
+    ]
     return 1 - torch.stack(hits).mean()
 
 
-def _soft_binned(loss: HistogramLoss, similarities: Tensor, same_class: Tensor, itself: Tensor) -> Tensor:
+def _soft_binned(
+    loss: HistogramLoss, similarities: Tensor, same_class: Tensor, itself: Tensor
+) -> Tensor:
     places = torch.arange(loss.centres, dtype=similarities.dtype, device=similarities.device)
     centres = loss.high - loss.width * places
     inside = similarities.clamp(loss.low, loss.high)
@@ -108,7 +122,9 @@ def _pairwise(loss: SmoothAP, similarities: Tensor, same_class: Tensor, itself: 
     return 1 - precision.mean()
 
 
-def _calibration(loss: Calibration, similarities: Tensor, same_class: Tensor, itself: Tensor) -> Tensor:
+def _calibration(
+    loss: Calibration, similarities: Tensor, same_class: Tensor, itself: Tensor
+) -> Tensor:
     counted = same_class if loss.self_pair else same_class & ~itself
     pull = (loss.alpha - similarities).clamp(min=0) * counted
     push = (similarities - loss.beta).clamp(min=0) * ~same_class
@@ -118,7 +134,9 @@ def _calibration(loss: Calibration, similarities: Tensor, same_class: Tensor, it
 def _blackbox(loss: BlackBoxAP, similarities: Tensor, same_class: Tensor, itself: Tensor) -> Tensor:
     batch = len(similarities)
     others = ~itself
-    scores = (similarities + loss.margin * (0.5 - same_class.to(similarities.dtype)))[others].view(batch, -1)
+    scores = (similarities + loss.margin * (0.5 - same_class.to(similarities.dtype)))[others].view(
+        batch, -1
+    )
     counted = same_class[others].view(batch, -1)
     ranks: Tensor = _BlackBoxRanks.apply(scores, loss.lam)
     among = _ranks(counted.to(ranks.dtype) * 2 - ranks.detach())

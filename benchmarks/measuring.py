@@ -21,14 +21,24 @@ from distap.world import World
 MATRIX_SIDE = {"cpu": 1024, "cuda": 8192}  # large enough to be bound by arithmetic
 BACKENDS = ("gloo:", "nccl:")
 # The profiler names types as C++ does.
-ELEMENT_BYTES = {"double": 8, "long": 8, "long int": 8, "float": 4, "int": 4, "c10::Half": 2, "c10::BFloat16": 2}
+ELEMENT_BYTES = {
+    "double": 8,
+    "long": 8,
+    "long int": 8,
+    "float": 4,
+    "int": 4,
+    "c10::Half": 2,
+    "c10::BFloat16": 2,
+}
 ELEMENT_BYTES |= {"unsigned char": 1, "signed char": 1, "bool": 1}
 
 
 def peak_bytes(action: Callable[[], object], device: torch.device) -> float:
-    """Bytes by which memory rises above its level at the start while `action` runs; not a number if unknown.
+    """Bytes by which memory rises above its level at the start while `action` runs; not a number if
+    unknown.
 
-    On a GPU this counts PyTorch's allocations, on Linux the resident memory, whose peak the kernel can reset.
+    On a GPU this counts PyTorch's allocations, on Linux the resident memory, whose peak the kernel
+    can reset.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -48,19 +58,26 @@ def peak_bytes(action: Callable[[], object], device: torch.device) -> float:
 
 def peaks_of(candidates: Mapping[str, Callable[[], object]], world: World) -> dict[str, float]:
     """Peaks of the rank that takes most, in bytes, as far as they are known."""
-    peaks = {name: world.maximum(peak_bytes(candidate, world.device)) for name, candidate in candidates.items()}
+    peaks = {
+        name: world.maximum(peak_bytes(candidate, world.device))
+        for name, candidate in candidates.items()
+    }
     return {name: peak for name, peak in peaks.items() if math.isfinite(peak)}
 
 
 def _resident(name: str) -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next((float(line.split()[1]) * 1024 for line in lines if line.startswith(name)), float("nan"))
+    return next(
+        (float(line.split()[1]) * 1024 for line in lines if line.startswith(name)), float("nan")
+    )
 
 
 def private_bytes(process: int | str | None = "self") -> float:
     """Bytes that a process has written and shares with no other, on Linux."""
     lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-    return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty:"))
+    return next(
+        float(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty:")
+    )
 
 
 def flops_of(action: Callable[[], object]) -> float:
@@ -73,7 +90,8 @@ def flops_of(action: Callable[[], object]) -> float:
 
 
 def forward_flops(network: nn.Module, images: Tensor) -> float:
-    """Floating-point operations per image of a forward pass, in matrix products and convolutions."""
+    """Floating-point operations per image of a forward pass, in matrix products and
+    convolutions."""
     with torch.no_grad():
         return flops_of(lambda: network(images)) / len(images)
 
@@ -87,27 +105,36 @@ def graph_bytes(network: nn.Module, images: Tensor) -> float:
     return saved.bytes / len(images)
 
 
-def matrix_rate(device: torch.device, dtype: torch.dtype, seconds: float = 1.0, may_use_tf32: bool = True) -> float:
+def matrix_rate(
+    device: torch.device, dtype: torch.dtype, seconds: float = 1.0, may_use_tf32: bool = True
+) -> float:
     """Floating-point operations a second of the fastest of many products of two square matrices."""
     side = MATRIX_SIDE[device.type]
     left, right, out = (torch.rand(side, side, device=device).to(dtype) for _ in range(3))
     before = torch.get_float32_matmul_precision()
     # Convolutions of float32 use TF32 on a GPU, so products may as well.
-    torch.set_float32_matmul_precision("high" if device.type == "cuda" and may_use_tf32 else "highest")
+    torch.set_float32_matmul_precision(
+        "high" if device.type == "cuda" and may_use_tf32 else "highest"
+    )
     best = _least_seconds(lambda: torch.mm(left, right, out=out), device, seconds)
     torch.set_float32_matmul_precision(before)
     return 2 * side**3 / best
 
 
 def memory_rate(device: torch.device, seconds: float = 1.0) -> float:
-    """Bytes a second that the fastest of many copies reads and writes, of tensors that no cache holds."""
-    source = torch.zeros(2**30 if device.type == "cuda" else 2**28, dtype=torch.uint8, device=device)
+    """Bytes a second that the fastest of many copies reads and writes, of tensors that no cache
+    holds.
+    """
+    source = torch.zeros(
+        2**30 if device.type == "cuda" else 2**28, dtype=torch.uint8, device=device
+    )
     target = torch.empty_like(source)
     return 2 * source.numel() / _least_seconds(lambda: target.copy_(source), device, seconds)
 
 
 def _least_seconds(action: Callable[[], object], device: torch.device, seconds: float) -> float:
-    best, ends = float("inf"), time.perf_counter() + seconds
+    best = float("inf")
+    ends = time.perf_counter() + seconds
     while (started := time.perf_counter()) < ends:
         action()
         synchronise(device)
@@ -125,7 +152,9 @@ class CollectiveCalls(NamedTuple):
 
 
 def collectives_of(action: Callable[[], object]) -> list[CollectiveCalls]:
-    """Collectives that this rank calls while `action` runs, as the profiler sees them; most bytes first."""
+    """Collectives that this rank calls while `action` runs, as the profiler sees them; most bytes
+    first.
+    """
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
         action()
     assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
@@ -135,18 +164,24 @@ def collectives_of(action: Callable[[], object]) -> list[CollectiveCalls]:
             tensors = zip(event.shapes(), event.dtypes(), strict=True)
             size = sum(math.prod(shape) * ELEMENT_BYTES.get(dtype, 0) for shape, dtype in tensors)
             sizes.setdefault(event.name(), []).append(size)
-    found = [CollectiveCalls(name, len(calls), sum(calls), max(calls)) for name, calls in sizes.items()]
+    found = [
+        CollectiveCalls(name, len(calls), sum(calls), max(calls)) for name, calls in sizes.items()
+    ]
     return sorted(found, key=lambda collective: -collective.bytes)
 
 
 def gradient_of(step: Callable[[], object], optimizer: Optimizer | None) -> Tensor | None:
-    """Gradient of all parameters, one after another, with which a step's optimiser updates; None if it does not."""
+    """Gradient of all parameters, one after another, with which a step's optimiser updates; None if
+    it does not.
+    """
     recorded: list[Tensor] = []
 
     def record(optimizer: Optimizer, *_: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         recorded.append(
-            torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
+            torch.cat(
+                [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters]
+            )
         )
 
     hook = optimizer.register_step_post_hook(record) if optimizer else None

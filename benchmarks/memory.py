@@ -24,18 +24,30 @@ class MemoryBenchmark(harness.Benchmark):
     """
 
     name: ClassVar[str] = "memory"
-    batch: Annotated[list[int], Option(help="Images of a global batch; repeat for several.")] = [256, 1024, 4096]
+    batch: Annotated[list[int], Option(help="Images of a global batch; repeat for several.")] = [
+        256,
+        1024,
+        4096,
+    ]
     image_size: harness.ImageSize = 64
     micro_batch: harness.MicroBatch = 16
     backbone: harness.Backbone = "tf_efficientnet_lite0"
 
     def report(self) -> harness.Report:
         settings = [self.model_copy(update={"batch": [size]}) for size in self.batch]
-        rows = [harness.measure_on_ranks(setting, 1, torch.get_num_threads()) for setting in settings]
-        shown = [{f"{name}_mb": row[name] / 1e6 for name in ("peak", "pixels", "descriptors")} | row for row in rows]
+        rows = [
+            harness.measure_on_ranks(setting, 1, torch.get_num_threads()) for setting in settings
+        ]
+        shown = [
+            {f"{name}_mb": row[name] / 1e6 for name in ("peak", "pixels", "descriptors")} | row
+            for row in rows
+        ]
         for row in shown:
             row["above"] = row["peak_mb"] - shown[0]["peak_mb"]
-        title = f"peak memory of a rank: {self.backbone}, {self.image_size} px, micro-batches of {self.micro_batch}"
+        title = (
+            f"peak memory of a rank: {self.backbone}, {self.image_size} px, micro-batches of"
+            f" {self.micro_batch}"
+        )
         return harness.Report(rows, [harness.table_of(title, "", shown, COLUMNS)])
 
     def on_rank(self, world: World) -> dict[str, float]:

@@ -18,9 +18,11 @@ from distap.ranking.losses.base import DescriptorLoss
 
 @dataclass(frozen=True)
 class MetricLearning(DescriptorLoss, SizedLoss):
-    """A loss of pytorch-metric-learning, computed on rank 0 for all; needs memory for at least B x B values.
+    """A loss of pytorch-metric-learning, computed on rank 0 for all; needs memory for at least B x
+    B values.
 
-    A loss with parameters of its own, such as `ProxyAnchorLoss`, is built for `classes` and `dimensions`.
+    A loss with parameters of its own, such as `ProxyAnchorLoss`, is built for `classes` and
+    `dimensions`.
     """
 
     function: str
@@ -33,11 +35,16 @@ class MetricLearning(DescriptorLoss, SizedLoss):
     """Arguments of the miner's constructor."""
 
     def __post_init__(self) -> None:
-        self._built(classes=self.classes or 2, dimensions=self.dimensions or 2)  # which raises for what is wrong
+        # which raises for what is wrong
+        self._built(classes=self.classes or 2, dimensions=self.dimensions or 2)
 
-    def _built(self, classes: int | None, dimensions: int | None) -> tuple[nn.Module, nn.Module | None]:
-        package, sizes = _package(), {"num_classes": classes, "embedding_size": dimensions}
-        # Proxies are drawn in the constructor: the same on every rank, and without moving the caller's random state.
+    def _built(
+        self, classes: int | None, dimensions: int | None
+    ) -> tuple[nn.Module, nn.Module | None]:
+        package = _package()
+        sizes = {"num_classes": classes, "embedding_size": dimensions}
+        # Proxies are drawn in the constructor: the same on every rank, and without moving the
+        # caller's random state.
         with torch.random.fork_rng([]):
             torch.manual_seed(self.seed or 0)
             function = _instance(package.losses, "loss", self.function, self.options, sizes)
@@ -67,17 +74,26 @@ def _package() -> ModuleType:
             import_module(f"pytorch_metric_learning.{part}")
         return import_module("pytorch_metric_learning")
     except ImportError as error:
-        raise DistapError("pytorch-metric-learning is missing: pip install 'distap[metric-learning]'") from error
+        raise DistapError(
+            "pytorch-metric-learning is missing: pip install 'distap[metric-learning]'"
+        ) from error
 
 
 def _instance(
-    module: ModuleType, kind: str, name: str, options: Mapping[str, Any], sizes: Mapping[str, int | None]
+    module: ModuleType,
+    kind: str,
+    name: str,
+    options: Mapping[str, Any],
+    sizes: Mapping[str, int | None],
 ) -> nn.Module:
     made = getattr(module, name, None)
     if not (isinstance(made, type) and issubclass(made, nn.Module)):
         raise ValueError(f"pytorch-metric-learning has no {kind} {name!r}")
     try:
         known = signature(made).parameters
-        return made(**{key: size for key, size in sizes.items() if key in known and size is not None} | {**options})
+        return made(
+            **{key: size for key, size in sizes.items() if key in known and size is not None}
+            | {**options}
+        )
     except TypeError as error:
         raise ValueError(f"{name}: {error}") from error

@@ -1,7 +1,8 @@
 """Two hosts on one machine, as network namespaces that are joined by a cable of limited bandwidth.
 
-A step of two ranks, one on each host, shows how long they wait for each other, next to the prediction of
-`benchmarks plan` from the cable's rate. It needs root, `ip` and `tc`, and a kernel with token buckets (sch_tbf).
+A step of two ranks, one on each host, shows how long they wait for each other, next to the
+prediction of `benchmarks plan` from the cable's rate. It needs root, `ip` and `tc`, and a kernel
+with token buckets (sch_tbf).
 """
 
 import os
@@ -15,7 +16,14 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 from typer import Option
 
-from benchmarks.harness import Benchmark, FiguresTable, Report, worker_command, worker_pipes, worker_result
+from benchmarks.harness import (
+    Benchmark,
+    FiguresTable,
+    Report,
+    worker_command,
+    worker_pipes,
+    worker_result,
+)
 from benchmarks.plan.command import parse_rate
 from benchmarks.plan.measuring import STAGES, Trial
 from benchmarks.plan.network_cost import changed, network_cost
@@ -33,10 +41,12 @@ SMALLEST_BURST = 16_384  # bytes that pass a token bucket at once, or the bytes 
 
 
 class NetworkBenchmark(Benchmark):
-    """Print the share of a step that two ranks on two hosts wait for each other, measured and as predicted.
+    """Print the share of a step that two ranks on two hosts wait for each other, measured and as
+    predicted.
 
-    The hosts are network namespaces of this machine, and the cable between them is limited to each rate in turn; by
-    default 50 Mb, 200 Mb and 1 Gb a second. Needs root, and the tools ip and tc. Trains on random pixels.
+    The hosts are network namespaces of this machine, and the cable between them is limited to each
+    rate in turn; by default 50 Mb, 200 Mb and 1 Gb a second. Needs root, and the tools ip and tc.
+    Trains on random pixels.
     """
 
     name: ClassVar[str] = "network"
@@ -50,7 +60,9 @@ class NetworkBenchmark(Benchmark):
     batch: Annotated[int, Option(help="Images of a global batch.", min=4)] = 128
     keep: Annotated[int, Option(help="Micro-batches of a rank that keep their graph.", min=0)] = 0
     steps: Annotated[int, Option(help="Measured steps; the median counts.", min=1)] = 5
-    rounds: Annotated[int, Option(help="Rounds of the measurement behind the prediction.", min=1)] = 5
+    rounds: Annotated[
+        int, Option(help="Rounds of the measurement behind the prediction.", min=1)
+    ] = 5
 
     def report(self) -> Report:
         """Measure each rate in turn.
@@ -69,26 +81,37 @@ class NetworkBenchmark(Benchmark):
             predicted = row["predicted"]["gather"] + row["predicted"]["reduce"]
             for what, wire in (("measured", row["wire"]), ("predicted", predicted)):
                 seconds = row[what]
-                total, waits = sum(seconds.values()), seconds["gather"] + seconds["reduce"]
-                cells = [f"{8 * row['rate'] / 1e6:,.0f} Mb/s", what, *(f"{seconds[stage]:.3f}" for stage in STAGES)]
+                total = sum(seconds.values())
+                waits = seconds["gather"] + seconds["reduce"]
+                cells = [
+                    f"{8 * row['rate'] / 1e6:,.0f} Mb/s",
+                    what,
+                    *(f"{seconds[stage]:.3f}" for stage in STAGES),
+                ]
                 rows.append([*cells, f"{total:.3f}", f"{waits / total:.0%}", f"{wire / total:.0%}"])
         caption = (
-            f"Each rank sends {figures[0]['sent'] / 1e6:,.1f} MB a step. waits: share of the step that the slower "
-            "rank spends in gather and reduce; wire: share in which bytes were under way and no rank waited for the "
-            f"other. The prediction rests on the network's own seconds, measured here, and {TCP_SHARE:.0%} of the "
-            "cable's rate."
+            f"Each rank sends {figures[0]['sent'] / 1e6:,.1f} MB a step. waits: share of the step"
+            " that the slower rank spends in gather and reduce; wire: share in which bytes were"
+            " under way and no rank waited for the other. The prediction rests on the network's"
+            f" own seconds, measured here, and {TCP_SHARE:.0%} of the cable's rate."
         )
         title = "seconds of a step, two hosts with a rank each"
-        return Report(figures, [FiguresTable(title, caption, ("cable", "", *STAGES, "all", "waits", "wire"), rows)])
+        return Report(
+            figures,
+            [FiguresTable(title, caption, ("cable", "", *STAGES, "all", "waits", "wire"), rows)],
+        )
 
     def on_rank(self, world: World) -> dict[str, Any]:
         """Measure steps, and predict them without measuring the network between the hosts."""
-        recipe, rate = load_recipe(self.config, self.overrides or []), parse_rate(self.rate[0])
-        network, cable = network_cost(recipe), NetworkLink(TCP_SHARE * rate, MESSAGE_SECONDS)
+        recipe = load_recipe(self.config, self.overrides or [])
+        rate = parse_rate(self.rate[0])
+        network = network_cost(recipe)
+        cable = NetworkLink(TCP_SHARE * rate, MESSAGE_SECONDS)
         trial = Trial(recipe, self.batch, network, world)
         machine = trial.machine(self.rounds, rate, 1)._replace(inside=cable, between=cable)
         step, batch = trial.step(self.batch, self.keep)
-        slowest, waits = [], []
+        slowest = []
+        waits = []
         for _ in range(self.steps + 1):
             step.stages.stopwatch.seconds.clear()
             world.barrier()
@@ -97,10 +120,19 @@ class NetworkBenchmark(Benchmark):
             slowest.append({stage: world.maximum(spent) for stage, spent in own.items()})
             # The rank that comes last to a collective waits for nothing but the wire.
             waits.append(sum(-world.maximum(-own[stage]) for stage in ("gather", "reduce")))
-        cost = StepCost(changed(trial.recipe, replay={"keep": self.keep}), self.batch, network, machine, world.size)
+        cost = StepCost(
+            changed(trial.recipe, replay={"keep": self.keep}),
+            self.batch,
+            network,
+            machine,
+            world.size,
+        )
         return {
             "rate": rate,
-            "measured": {stage: statistics.median(seconds[stage] for seconds in slowest[1:]) for stage in STAGES},
+            "measured": {
+                stage: statistics.median(seconds[stage] for seconds in slowest[1:])
+                for stage in STAGES
+            },
             "predicted": cost.seconds,
             "wire": statistics.median(waits[1:]),
             "sent": sum(cost.sent.values()),
@@ -117,8 +149,12 @@ class _Host(NamedTuple):
 def _two_hosts(rate: float) -> Iterator[list[_Host]]:
     """Join two network namespaces by a cable of `rate` bytes a second in each direction."""
     name = uuid.uuid4().hex[:6]
-    hosts = [_Host(f"distap-{name}-{end}", f"d{name}{end}", f"10.79.0.{n}") for n, end in ((1, "a"), (2, "b"))]
-    bits, burst = f"{8 * rate:.0f}bit", f"{max(SMALLEST_BURST, rate / 1000):.0f}"
+    hosts = [
+        _Host(f"distap-{name}-{end}", f"d{name}{end}", f"10.79.0.{n}")
+        for n, end in ((1, "a"), (2, "b"))
+    ]
+    bits = f"{8 * rate:.0f}bit"
+    burst = f"{max(SMALLEST_BURST, rate / 1000):.0f}"
     with ExitStack() as stack:
         for host in hosts:
             _run("ip", "netns", "add", host.name)
@@ -148,8 +184,11 @@ def _on_hosts(hosts: list[_Host], benchmark: Benchmark) -> dict[str, Any]:
             "MASTER_PORT": str(PORT),
             "GLOO_SOCKET_IFNAME": host.card,
             "CUDA_VISIBLE_DEVICES": "",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",  # silences warnings, such as that these addresses have no names
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) // 2))),
+            # silences warnings, such as that these addresses have no names
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "OMP_NUM_THREADS": os.environ.get(
+                "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) // 2))
+            ),
         }
         command = ["ip", "netns", "exec", host.name, *worker_command(benchmark)]
         processes.append(subprocess.Popen(command, env=os.environ | environment, **worker_pipes()))
@@ -166,14 +205,22 @@ def _on_hosts(hosts: list[_Host], benchmark: Benchmark) -> dict[str, Any]:
 def _refuse_without_tools() -> None:
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
-        raise DistapError(f"two hosts on one machine need {' and '.join(missing)}, of the package iproute2")
+        raise DistapError(
+            f"two hosts on one machine need {' and '.join(missing)}, of the package iproute2"
+        )
     if os.geteuid() != 0:
-        raise DistapError("two hosts on one machine are network namespaces, which only root may make")
+        raise DistapError(
+            "two hosts on one machine are network namespaces, which only root may make"
+        )
 
 
 def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         problem = done.stderr.strip()
-        hint = "; this kernel has no token buckets (sch_tbf)" if "qdisc kind is unknown" in problem else ""
+        hint = (
+            "; this kernel has no token buckets (sch_tbf)"
+            if "qdisc kind is unknown" in problem
+            else ""
+        )
         raise DistapError(f"{' '.join(command)}: {problem}{hint}")

@@ -1,7 +1,8 @@
-"""A training step as one writes it in a loop of one's own: autograd, cached gradients, packages, and Multistage.
+"""A training step as one writes it in a loop of one's own: autograd, cached gradients, packages,
+and Multistage.
 
-Each ends with an update of the same optimiser. Its learning rate is zero unless one is set, so that every step does
-the same work on the same numbers.
+Each ends with an update of the same optimiser. Its learning rate is zero unless one is set, so that
+every step does the same work on the same numbers.
 """
 
 import ast
@@ -28,7 +29,9 @@ RATE_OF_PROXIES = 100  # times the network's, as Kim et al. 2020 train Proxy Anc
 
 
 class FullBatch:
-    """Autograd through the whole local batch at once, as one would write it if memory were no concern."""
+    """Autograd through the whole local batch at once, as one would write it if memory were no
+    concern.
+    """
 
     forwards = 1.0
 
@@ -58,7 +61,8 @@ class FullBatch:
 
 
 class MetricLearningLoop(FullBatch):
-    """The full batch with a loss of pytorch-metric-learning, and a miner for it, as its documentation shows them.
+    """The full batch with a loss of pytorch-metric-learning, and a miner for it, as its
+    documentation shows them.
 
     Args:
         loss: a class of `losses`, with its defaults; proxies are trained too.
@@ -67,12 +71,16 @@ class MetricLearningLoop(FullBatch):
 
     def __init__(self, task: Task, loss: str, miner: str | None = None) -> None:
         super().__init__(task)
-        losses, miners = (importlib.import_module(f"pytorch_metric_learning.{part}") for part in ("losses", "miners"))
+        losses, miners = (
+            importlib.import_module(f"pytorch_metric_learning.{part}")
+            for part in ("losses", "miners")
+        )
         make = getattr(losses, loss)
         sizes = {"num_classes": task.batch.classes, "embedding_size": self.network.dimensions}
         self._loss = make(**(sizes if "num_classes" in inspect.signature(make).parameters else {}))
         self._miner = miner and getattr(miners, miner)()
-        if proxies := list(self._loss.parameters()):
+        proxies = list(self._loss.parameters())
+        if proxies:
             self.optimizer.add_param_group({"params": proxies, "factor": RATE_OF_PROXIES})
 
     def __call__(self) -> None:
@@ -88,16 +96,17 @@ class MetricLearningLoop(FullBatch):
 class CachedGradients(FullBatch):
     """The published scheme (Gao et al. 2021, section 3.2), in plain PyTorch.
 
-    A forward pass without a graph; the loss by autograd over the descriptors of all ranks, whose gradients are
-    cached; and a second forward pass from the same random state, of which each micro-batch is sent its part of the
-    cache. As there, replicas reduce with the last one.
+    A forward pass without a graph; the loss by autograd over the descriptors of all ranks, whose
+    gradients are cached; and a second forward pass from the same random state, of which each
+    micro-batch is sent its part of the cache. As there, replicas reduce with the last one.
     """
 
     forwards = 2.0
 
     def __call__(self) -> None:
         task = self._task
-        states, parts = [], []
+        states = []
+        parts = []
         for rows in task.micro_batches:
             states.append(_random_state(task.world.device))
             with torch.no_grad(), task.autocast():
@@ -117,8 +126,8 @@ class CachedGradients(FullBatch):
 class ReleasedRecallLoop(FullBatch):
     """The order of the trainer that Patel et al. released with RS@k, on one rank.
 
-    A first pass whose graphs are built and freed; the loss by autograd, RS@k's query by query; and a second pass, for
-    which no random state is restored.
+    A first pass whose graphs are built and freed; the loss by autograd, RS@k's query by query; and
+    a second pass, for which no random state is restored.
     """
 
     forwards = 2.0
@@ -141,14 +150,18 @@ class ReleasedRecallLoop(FullBatch):
 
 
 class MultistageLoop(FullBatch):
-    """distap's drop-in in a loop of one's own, with the caller's DistributedDataParallel and optimiser."""
+    """distap's drop-in in a loop of one's own, with the caller's DistributedDataParallel and
+    optimiser.
+    """
 
     forwards = 2.0
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         # bfloat16 drifts more than trainings tolerate by default
-        self._multistage = Multistage(self._network, task.loss, task.micro_batch, max_drift=float("inf"))
+        self._multistage = Multistage(
+            self._network, task.loss, task.micro_batch, max_drift=float("inf")
+        )
 
     def __call__(self) -> None:
         with self._task.autocast():
@@ -172,7 +185,9 @@ class GradCachePackage(FullBatch):
         # The released package imports itself by another name than it is installed under.
         sys.modules.setdefault("grad_cache", importlib.import_module("gradcache"))
         package = importlib.import_module("gradcache.grad_cache")
-        self._cache = package.GradCache([self._network], task.micro_batch, lambda rows: _loss_of_all(rows, task))
+        self._cache = package.GradCache(
+            [self._network], task.micro_batch, lambda rows: _loss_of_all(rows, task)
+        )
 
     def __call__(self) -> None:
         task = self._task
@@ -193,7 +208,8 @@ class SentenceTransformersCache(FullBatch):
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        network, caching = self._network, importlib.import_module("sentence_transformers.base.losses.gradcache")
+        network = self._network
+        caching = importlib.import_module("sentence_transformers.base.losses.gradcache")
 
         class CachedLoss(caching.CachedLossMixin):  # type: ignore[name-defined]
             mini_batch_size = task.micro_batch
@@ -201,7 +217,9 @@ class SentenceTransformersCache(FullBatch):
             def model(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
                 return {"sentence_embedding": network(features["pixel_values"])}
 
-            def calculate_loss(self, reps: list[list[Tensor]], *_: Any, with_backward: bool) -> Tensor:
+            def calculate_loss(
+                self, reps: list[list[Tensor]], *_: Any, with_backward: bool
+            ) -> Tensor:
                 loss = _loss_of_all(torch.cat(reps[0]), task)
                 loss.backward()
                 return loss.detach()
@@ -217,17 +235,21 @@ class SentenceTransformersCache(FullBatch):
 
 
 class OMLPipeline(FullBatch):
-    """A step of OML's Lightning pipeline, which takes the whole batch at once, with a loss of one's own in it.
+    """A step of OML's Lightning pipeline, which takes the whole batch at once, with a loss of one's
+    own in it.
 
     Raises:
-        ImportError: it is not installed, or not with the Lightning that it needs (OML 4.0: below 2.6).
+        ImportError: it is not installed, or not with the Lightning that it needs (OML 4.0: below
+            2.6).
     """
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         self._lightning = importlib.import_module("pytorch_lightning")
         module = importlib.import_module("oml.lightning.modules.extractor").ExtractorModule
-        self._module = module(self._network, lambda descriptors, _: _loss_of_all(descriptors, task), self.optimizer)
+        self._module = module(
+            self._network, lambda descriptors, _: _loss_of_all(descriptors, task), self.optimizer
+        )
 
     def __call__(self) -> None:
         task = self._task
@@ -238,19 +260,24 @@ class OMLPipeline(FullBatch):
 
 
 Contender = Floor | DistapStep | FullBatch
-PACKAGES: dict[str, tuple[str, type[FullBatch]]] = {  # that cache gradients, and are measured where installed
+# that cache gradients, and are measured where installed
+PACKAGES: dict[str, tuple[str, type[FullBatch]]] = {
     "gradcache package": ("gradcache", GradCachePackage),
     "sentence-transformers": ("sentence_transformers", SentenceTransformersCache),
 }
 
 
 def lines_of(contender: Contender) -> int | None:
-    """Lines of code that a user writes for a step in her own loop; None for what is not one's own loop."""
+    """Lines of code that a user writes for a step in her own loop; None for what is not one's own
+    loop.
+    """
     if not isinstance(contender, FullBatch):
         return None
     written: list[Callable[..., Any]] = [contender.__call__]
     written += [_loss_of_all] if not isinstance(contender, MultistageLoop) else []
-    written += [_reducing, _random_state, _restored] if isinstance(contender, CachedGradients) else []
+    written += (
+        [_reducing, _random_state, _restored] if isinstance(contender, CachedGradients) else []
+    )
     texts = [ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(one)))) for one in written]
     made = 0 if type(contender) in (FullBatch, CachedGradients) else 1  # the object that is called
     return made + sum(len(text.splitlines()) - text.count('"""') // 2 for text in texts)
@@ -264,8 +291,11 @@ def _reducing(network: nn.Module, is_last: bool) -> AbstractContextManager[None]
 
 
 def _loss_of_all(descriptors: Tensor, task: Task) -> Tensor:
-    """The loss of the global batch, differentiable in this rank's descriptors; times W, by which DDP divides."""
-    world, total = task.world, task.batch.total
+    """The loss of the global batch, differentiable in this rank's descriptors; times W, by which
+    DDP divides.
+    """
+    world = task.world
+    total = task.batch.total
     everyone = world.gather_rows(descriptors.detach(), total).clone()
     everyone[world.rank :: world.size] = descriptors
     labels = world.gather_rows(task.batch.labels.to(world.device), total)
@@ -274,7 +304,10 @@ def _loss_of_all(descriptors: Tensor, task: Task) -> Tensor:
 
 def _random_state(device: torch.device) -> list[Tensor]:
     """Return the states of torch's generators, of the CPU and of a GPU."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    return [
+        torch.get_rng_state(),
+        *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else []),
+    ]
 
 
 @contextmanager

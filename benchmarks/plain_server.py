@@ -2,7 +2,8 @@
 
     DESCRIPTORS=found RUN=runs/mine uvicorn benchmarks.plain_server:app --port 8001
 
-It answers the same searches in the same JSON, and bounds nothing: no uploads, no searches that wait, no clients.
+It answers the same searches in the same JSON, and bounds nothing: no uploads, no searches that
+wait, no clients.
 """
 
 import io

@@ -28,54 +28,79 @@ from distap.world import World
 OPTIONS: dict[str, dict[str, Any]] = {"recall_at_k": {"preset": "released"}}
 NOISE = 0.7  # of an image's own direction against its class's, with which all bins are in use
 COLUMNS = (
-    "loss={loss}|B={batch:,}|C={dimensions}|ranks={ranks}|ms={ms:,.0f}|x dense={x_dense:.2f}|GFLOP/s={gflops:,.0f}|"
-    "of rate={share:.0%}|MB={mb:,.0f}|faster={faster:.1f}x|its MB={its_mb:,.0f}|error={error:.0e}"
+    "loss={loss}|B={batch:,}|C={dimensions}|ranks={ranks}|ms={ms:,.0f}|x"
+    " dense={x_dense:.2f}|GFLOP/s={gflops:,.0f}|of"
+    " rate={share:.0%}|MB={mb:,.0f}|faster={faster:.1f}x|its MB={its_mb:,.0f}|error={error:.0e}"
 )
 CAPTION = (
-    "x dense: times one B x B x C product on the same threads. GFLOP/s: in matrix products alone, over the time of "
-    "all; of rate: of the fastest product here. MB: peak beside the descriptors. faster: than the "
-    "materialised form with autograd, whose peak is its MB. error: of the gradient in float32, relative to float64."
+    "x dense: times one B x B x C product on the same threads. GFLOP/s: in matrix products alone,"
+    " over the time of all; of rate: of the fastest product here. MB: peak beside the descriptors."
+    " faster: than the materialised form with autograd, whose peak is its MB. error: of the"
+    " gradient in float32, relative to float64."
 )
 
 
 class RankingBenchmark(harness.Benchmark):
-    """Print time, peak memory and error of every loss, beside one dense product and the materialised form.
+    """Print time, peak memory and error of every loss, beside one dense product and the
+    materialised form.
 
-    By default, all losses at B = 1,024 and 4,096, C = 512, on one rank. Each setting runs in processes of its own,
-    on the same threads for any number of ranks.
+    By default, all losses at B = 1,024 and 4,096, C = 512, on one rank. Each setting runs in
+    processes of its own, on the same threads for any number of ranks.
     """
 
     name: ClassVar[str] = "ranking"
     loss: Annotated[list[str], Option(help="Loss to measure, by name; repeat for several.")] = []
-    batch: Annotated[list[int], Option(help="Images of a global batch, B; repeat for several.")] = [1024, 4096]
-    dimensions: Annotated[list[int], Option(help="Dimensions of descriptors, C; repeat for several.")] = [512]
+    batch: Annotated[list[int], Option(help="Images of a global batch, B; repeat for several.")] = [
+        1024,
+        4096,
+    ]
+    dimensions: Annotated[
+        list[int], Option(help="Dimensions of descriptors, C; repeat for several.")
+    ] = [512]
     ranks: Annotated[list[int], Option(help="Ranks on this machine; repeat for several.")] = [1]
     images_a_class: Annotated[int, Option(help="Images of a class, P.", min=2)] = 8
     rounds: harness.Rounds = 3
     threads: harness.Threads = os.cpu_count() or 1  # of all ranks together
     memory_mb: Annotated[
-        int | None, Option(help="Megabytes that ranking may use beside the descriptors; chosen by default.")
+        int | None,
+        Option(help="Megabytes that ranking may use beside the descriptors; chosen by default."),
     ] = None
     materialised_mb: Annotated[
-        int, Option(help="Measure materialised forms that take at most this many megabytes; 0 measures none.")
+        int,
+        Option(
+            help=(
+                "Measure materialised forms that take at most this many megabytes; 0 measures none."
+            )
+        ),
     ] = 8000
-    error_batch: Annotated[int, Option(help="Largest batch that is ranked in float64 as well.")] = 4096
-    output: Annotated[Path | None, Option(help="Folder to write ranking.json and ranking.html to.")] = None
+    error_batch: Annotated[int, Option(help="Largest batch that is ranked in float64 as well.")] = (
+        4096
+    )
+    output: Annotated[
+        Path | None, Option(help="Folder to write ranking.json and ranking.html to.")
+    ] = None
 
     def report(self) -> harness.Report:
         """Measure every combination of batch, dimensions and ranks, one at a time."""
-        losses = self.loss or [name for name in REGISTRY["loss"] if name not in ("matryoshka", "sum")]
+        losses = self.loss or [
+            name for name in REGISTRY["loss"] if name not in ("matryoshka", "sum")
+        ]
         for loss in losses:
             build_loss(loss, **OPTIONS.get(loss, {}))  # an unknown name is an error at once
         settings = [
-            self.model_copy(update={"loss": losses, "batch": [size], "dimensions": [width], "ranks": [ranks]})
+            self.model_copy(
+                update={"loss": losses, "batch": [size], "dimensions": [width], "ranks": [ranks]}
+            )
             for size, width, ranks in product(self.batch, self.dimensions, self.ranks)
         ]
         rows: list[harness.Row] = []
         for setting in track(settings, "settings", len(settings)):
-            rows += harness.measure_on_ranks(setting, setting.ranks[0], max(1, self.threads // setting.ranks[0]))
+            rows += harness.measure_on_ranks(
+                setting, setting.ranks[0], max(1, self.threads // setting.ranks[0])
+            )
         if self.output is not None:
-            self.json_file, self.page = self.output / "ranking.json", self.output / "ranking.html"
+            self.json_file = self.output / "ranking.json"
+            self.page = self.output / "ranking.html"
         shown = [
             {
                 **row,
@@ -93,12 +118,19 @@ class RankingBenchmark(harness.Benchmark):
         return harness.Report(rows, [harness.table_of(title, CAPTION, shown, COLUMNS)])
 
     def on_rank(self, world: World) -> list[harness.Row]:
-        """Measure one combination: the dense product, every loss and every materialised form take turns."""
-        (batch,), memory_bytes = self.batch, None if self.memory_mb is None else self.memory_mb * 10**6
+        """Measure one combination: the dense product, every loss and every materialised form take
+        turns.
+        """
+        (batch,) = self.batch
+        memory_bytes = None if self.memory_mb is None else self.memory_mb * 10**6
         gathered = self._gathered(world)
-        numbers, dimensions = torch.arange(int(gathered.labels.max()) + 1), self.dimensions[0]
+        numbers = torch.arange(int(gathered.labels.max()) + 1)
+        dimensions = self.dimensions[0]
         classes = torch.column_stack([numbers, numbers % 2])
-        losses = {name: build_loss(name, **OPTIONS.get(name, {})).sized(classes, dimensions, 0) for name in self.loss}
+        losses = {
+            name: build_loss(name, **OPTIONS.get(name, {})).sized(classes, dimensions, 0)
+            for name in self.loss
+        }
         candidates: dict[str, Callable[[], object]] = {"dense": dense_product(gathered)}
         for name, loss in losses.items():
             candidates[name] = partial(rank_descriptors, loss, gathered, "sharded", memory_bytes)
@@ -107,9 +139,13 @@ class RankingBenchmark(harness.Benchmark):
                 candidates[f"materialised {name}"] = partial(_materialised_gradient, loss, gathered)
         for candidate in candidates.values():
             candidate()  # compiles what is compiled
-        peaks, rate = peaks_of(candidates, world), matrix_rate(world.device, torch.float32, may_use_tf32=False)
+        peaks = peaks_of(candidates, world)
+        rate = matrix_rate(world.device, torch.float32, may_use_tf32=False)
         flops = {name: flops_of(candidates[name]) for name in losses}
-        seconds = {name: turns.median for name, turns in harness.take_turns(candidates, self.rounds, world).items()}
+        seconds = {
+            name: turns.median
+            for name, turns in harness.take_turns(candidates, self.rounds, world).items()
+        }
         return [
             {
                 "loss": name,
@@ -123,15 +159,22 @@ class RankingBenchmark(harness.Benchmark):
                 "matrix_rate": rate,
                 "materialised_seconds": seconds.get(f"materialised {name}"),
                 "materialised_peak_bytes": peaks.get(f"materialised {name}"),
-                "error": _error(loss, gathered, memory_bytes) if batch <= self.error_batch else None,
+                "error": (
+                    _error(loss, gathered, memory_bytes) if batch <= self.error_batch else None
+                ),
             }
             for name, loss in losses.items()
         ]
 
     def _gathered(self, world: World) -> Gathered:
-        """Return noisy descriptors of random classes in any order, the same on any number of ranks."""
-        generator, (batch,), (dimensions,) = torch.Generator().manual_seed(0), self.batch, self.dimensions
-        labels = (torch.arange(batch) // self.images_a_class)[torch.randperm(batch, generator=generator)]
+        """Return noisy descriptors of random classes in any order, the same on any number of
+        ranks."""
+        generator = torch.Generator().manual_seed(0)
+        (batch,) = self.batch
+        (dimensions,) = self.dimensions
+        labels = (torch.arange(batch) // self.images_a_class)[
+            torch.randperm(batch, generator=generator)
+        ]
         centres = normalize(torch.randn(int(labels.max()) + 1, dimensions, generator=generator))
         own = normalize(torch.randn(batch, dimensions, generator=generator))
         mine = slice(world.rank, None, world.size)
@@ -142,8 +185,11 @@ class RankingBenchmark(harness.Benchmark):
 
 
 def dense_product(gathered: Gathered) -> Callable[[], object]:
-    """Return an action: this rank's rows of one B x B x C product, into memory that is there already."""
-    rows, columns = gathered.descriptors[gathered.own], gathered.descriptors.t()
+    """Return an action: this rank's rows of one B x B x C product, into memory that is there
+    already.
+    """
+    rows = gathered.descriptors[gathered.own]
+    columns = gathered.descriptors.t()
     return partial(torch.mm, rows, columns, out=rows.new_zeros(len(rows), columns.shape[1]))
 
 
@@ -152,17 +198,24 @@ def _materialised_gradient(loss: Loss, gathered: Gathered) -> Tensor:
         if isinstance(loss, RecallAtK):
             return released_recall_gradient(loss, gathered.descriptors, gathered.labels)
         descriptors = gathered.descriptors.detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(materialised_loss(loss, descriptors, gathered.labels), descriptors)
+        (gradient,) = torch.autograd.grad(
+            materialised_loss(loss, descriptors, gathered.labels), descriptors
+        )
     return gradient
 
 
 def _error(loss: Loss, gathered: Gathered, memory_bytes: int | None) -> float:
-    """Relative error of the gradient in float32, without the part that L2 normalisation takes out."""
+    """Relative error of the gradient in float32, without the part that L2 normalisation takes
+    out."""
     wide = replace(gathered, gallery=normalize(gathered.gallery.double()))
     single = rank_descriptors(loss, gathered, "sharded", memory_bytes).gradient.double()
     double = rank_descriptors(loss, wide, "sharded", memory_bytes).gradient
     own = wide.descriptors[gathered.own]
-    projected = [gradient - (gradient * own).sum(1, keepdim=True) * own for gradient in (single, double)]
-    squares = torch.stack([(projected[0] - projected[1]).square().sum(), projected[1].square().sum()])
+    projected = [
+        gradient - (gradient * own).sum(1, keepdim=True) * own for gradient in (single, double)
+    ]
+    squares = torch.stack(
+        [(projected[0] - projected[1]).square().sum(), projected[1].square().sum()]
+    )
     difference, whole = gathered.world.sum(squares).sqrt()
     return float(difference / whole)

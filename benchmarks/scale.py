@@ -35,9 +35,10 @@ INDEX_COLUMNS = (
     "first pixels s={pixels:.2f}|rank MB={rank_mb:,.1f}|worker MB={worker_mb:,.1f}"
 )
 INDEX_CAPTION = (
-    "columns: files that the processes of a host share. first: opening by the first process of a host. later: by "
-    f"another process. first pixels: from a loader's start at step {PIXEL_STEP:,} to its first images. rank: private "
-    "memory that an open index takes. worker: all private memory of a process that reads images for the rank."
+    "columns: files that the processes of a host share. first: opening by the first process of a"
+    f" host. later: by another process. first pixels: from a loader's start at step {PIXEL_STEP:,}"
+    " to its first images. rank: private memory that an open index takes. worker: all private"
+    " memory of a process that reads images for the rank."
 )
 BATCH_COLUMNS = (
     "sampling={sampling}|N={images:,}|"
@@ -47,41 +48,75 @@ BATCH_COLUMNS = (
 
 
 STAGES = ("describe", "gather", "rank", "replay", "reduce", "optimizer")
-STEP_BATCH, PAIRS_OF, DIMENSIONS, LEAST_OF_A_RANK = 512, 60_000, 256, 1024
+STEP_BATCH = 512
+PAIRS_OF = 60_000
+DIMENSIONS = 256
+LEAST_OF_A_RANK = 1024
 STEP_CAPTION = (
-    f"Seconds of each stage of a step, B = {STEP_BATCH}, with a tiny network; the ranks share this machine's cores. "
-    "MB: private memory of a rank."
+    f"Seconds of each stage of a step, B = {STEP_BATCH}, with a tiny network; the ranks share this"
+    " machine's cores. MB: private memory of a rank."
 )
-STEP_COLUMNS = "ranks={ranks}|" + "|".join(f"{name}={{{name}:.3f}}" for name in STAGES) + "|MB={private_mb:,.0f}"
+STEP_COLUMNS = (
+    "ranks={ranks}|"
+    + "|".join(f"{name}={{{name}:.3f}}" for name in STAGES)
+    + "|MB={private_mb:,.0f}"
+)
 MANY_CAPTION = (
-    f"The part of one rank, with the rows of the others given; C = {DIMENSIONS}, one thread. MB: its peak. "
-    "gathered: of that, what arrives from all ranks."
+    f"The part of one rank, with the rows of the others given; C = {DIMENSIONS}, one thread. MB:"
+    " its peak. gathered: of that, what arrives from all ranks."
 )
 MANY_COLUMNS = (
-    "B={batch:,}|ranks={ranks:,}|stage two s={seconds:,.1f}|MB={peak_mb:,.0f}|formula MB={formula_mb:,.0f}|"
-    "gathered={gathered_mb:,.0f}"
+    "B={batch:,}|ranks={ranks:,}|stage two s={seconds:,.1f}|MB={peak_mb:,.0f}|formula"
+    " MB={formula_mb:,.0f}|gathered={gathered_mb:,.0f}"
 )
-SHARED_COLUMNS = "ranks={ranks:,}|all pairs s={seconds:,.1f}|beat ms={round_ms:,.1f}|case ms={case_ms:,.1f}"
+SHARED_COLUMNS = (
+    "ranks={ranks:,}|all pairs s={seconds:,.1f}|beat ms={round_ms:,.1f}|case ms={case_ms:,.1f}"
+)
 SHARED_CAPTION = (
-    f"all pairs: one rank's part of ranking {PAIRS_OF:,} images for each. beat: the heartbeats of all in "
-    "a second. case: one rank reads them."
+    f"all pairs: one rank's part of ranking {PAIRS_OF:,} images for each. beat: the heartbeats of"
+    " all in a second. case: one rank reads them."
 )
 
 
 class ScaleBenchmark(harness.Benchmark):
     """Print what grows: with the images of a data set, with the step, and with the ranks.
 
-    Data sets are made up, with ten images a class; those of the sampling `classes` have 1,000 classes in all. Each
-    row is measured in a process of its own. Linux only. 100 million images take 20 GB of disk and of memory.
+    Data sets are made up, with ten images a class; those of the sampling `classes` have 1,000
+    classes in all. Each row is measured in a process of its own. Linux only. 100 million images
+    take 20 GB of disk and of memory.
     """
 
     name: ClassVar[str] = "scale"
-    images: Annotated[list[int], Option(help="Images of a data set; repeat for several.")] = [10**5, 10**6, 10**7]
+    images: Annotated[list[int], Option(help="Images of a data set; repeat for several.")] = [
+        10**5,
+        10**6,
+        10**7,
+    ]
     batch: Annotated[int, Option(help="Images of a global batch.", min=4000)] = 4096
-    sampling: Annotated[list[str], Option(help="Ways to sample.")] = ["random", "p_by_k", "super_p_by_k", "classes"]
-    ranks: Annotated[list[int], Option(help="Ranks on this machine that do a step.")] = [1, 2, 4, 8, 16, 32]
-    simulated: Annotated[list[int], Option(help="Ranks of which one is measured.")] = [1, 8, 64, 256, 1024]
-    stage_two: Annotated[list[int], Option(help="B whose stage two is measured; from 1,024 images a rank on.")] = [
+    sampling: Annotated[list[str], Option(help="Ways to sample.")] = [
+        "random",
+        "p_by_k",
+        "super_p_by_k",
+        "classes",
+    ]
+    ranks: Annotated[list[int], Option(help="Ranks on this machine that do a step.")] = [
+        1,
+        2,
+        4,
+        8,
+        16,
+        32,
+    ]
+    simulated: Annotated[list[int], Option(help="Ranks of which one is measured.")] = [
+        1,
+        8,
+        64,
+        256,
+        1024,
+    ]
+    stage_two: Annotated[
+        list[int], Option(help="B whose stage two is measured; from 1,024 images a rank on.")
+    ] = [
         65_536,
         262_144,
         1_048_576,
@@ -90,17 +125,25 @@ class ScaleBenchmark(harness.Benchmark):
     row: Annotated[str, Option(help="What to measure of it.", hidden=True)] = ""
 
     def report(self) -> harness.Report:
-        indexes, batches = [], []
+        indexes = []
+        batches = []
         for images in track(self.images, "measuring data sets", len(self.images)):
             for classes in (images // IMAGES_A_CLASS, FEW_CLASSES):
-                samplings = [name for name in self.sampling if (name == "classes") == (classes == FEW_CLASSES)]
+                samplings = [
+                    name
+                    for name in self.sampling
+                    if (name == "classes") == (classes == FEW_CLASSES)
+                ]
                 with tempfile.TemporaryDirectory(prefix="distap-bench-") as folder:
                     write_repeated(Path(folder), images, classes)
                     first = self._measured(folder, "first")
                     if classes != FEW_CLASSES:
                         indexes.append(first | self._measured(folder, "later"))
                     batches += [self._measured(folder, name) for name in samplings]
-        steps = [harness.measure_on_ranks(self.model_copy(update={"row": "step"}), one, 1) for one in self.ranks]
+        steps = [
+            harness.measure_on_ranks(self.model_copy(update={"row": "step"}), one, 1)
+            for one in self.ranks
+        ]
         steps = [{**step, **dict.fromkeys(STAGES, 0.0), **step["stages"]} for step in steps]
         many = [
             self._of_many("stage two", ranks, batch)
@@ -110,7 +153,9 @@ class ScaleBenchmark(harness.Benchmark):
         ]
         shared = [self._of_many("shared", ranks) for ranks in self.simulated]
         tables = [
-            harness.table_of("Opening the index of a data set", INDEX_CAPTION, indexes, INDEX_COLUMNS),
+            harness.table_of(
+                "Opening the index of a data set", INDEX_CAPTION, indexes, INDEX_COLUMNS
+            ),
             harness.table_of(f"Drawing a batch of {self.batch:,}", "", batches, BATCH_COLUMNS),
             harness.table_of("A step of several ranks", STEP_CAPTION, steps, STEP_COLUMNS),
             harness.table_of("Stage two of one of many ranks", MANY_CAPTION, many, MANY_COLUMNS),
@@ -169,7 +214,9 @@ def _later(shards: Path, world: World) -> harness.Row:
     seconds = _seconds(lambda: load_index(shards, compare=False))
     after = private_bytes()
     settings = PByKSampling(1024, 4)
-    job = LoadingJob(parse_source(shards), settings, 0, ((0, SIDE, CropFlipColour().transform(SIDE)),), workers=1)
+    job = LoadingJob(
+        parse_source(shards), settings, 0, ((0, SIDE, CropFlipColour().transform(SIDE)),), workers=1
+    )
     started = time.perf_counter()
     images = IndexedSource().open(job, world, Stopwatch())
     shares = iter(images.shares(range(PIXEL_STEP, PIXEL_STEP + 1)))

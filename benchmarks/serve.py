@@ -13,7 +13,10 @@ import typer
 from distap.errors import DistapError
 from distap.telemetry.terminal import print_result, text_table
 
-SERVERS = "Servers as NAME=URL, such as distap=http://127.0.0.1:8000; the first is what the others are compared with."
+SERVERS = (
+    "Servers as NAME=URL, such as distap=http://127.0.0.1:8000; the first is what the others are"
+    " compared with."
+)
 KEY = "Search by this key of the index."
 IMAGE = "Search by this image file instead."
 
@@ -29,7 +32,9 @@ class Load:
 
 
 def serve_command(
-    servers: Annotated[list[str], typer.Argument(metavar="NAME=URL...", help=SERVERS, show_default=False)],
+    servers: Annotated[
+        list[str], typer.Argument(metavar="NAME=URL...", help=SERVERS, show_default=False)
+    ],
     key: Annotated[str | None, typer.Option(help=KEY, show_default=False)] = None,
     image: Annotated[Path | None, typer.Option(help=IMAGE, show_default=False)] = None,
     clients: Annotated[
@@ -38,10 +43,11 @@ def serve_command(
     seconds: Annotated[float, typer.Option(help="Seconds of each turn.", min=1)] = 20.0,
     rounds: Annotated[int, typer.Option(help="Turns of each server.", min=1)] = 3,
 ) -> None:
-    """Ask search servers by many clients at a time, each of which waits for its answer before it asks again.
+    """Ask search servers by many clients at a time, each of which waits for its answer before it
+    asks again.
 
-    `benchmarks/plain_server.py` is a server to compare with. Start `distap serve` with a --queue above the number of
-    clients, or it refuses those that find its queue full.
+    `benchmarks/plain_server.py` is a server to compare with. Start `distap serve` with a --queue
+    above the number of clients, or it refuses those that find its queue full.
     """
     if (key is None) == (image is None):
         raise DistapError("give --key or --image, and not both")
@@ -51,7 +57,11 @@ def serve_command(
     for _ in range(rounds):
         for name, url in urls.items():
             asyncio.run(_turn(f"{url}/api/search", key, upload, clients, seconds, loads[name]))
-    print_result(text_table("searches", "", HEADINGS, [_row(name, load, loads) for name, load in loads.items()]))
+    print_result(
+        text_table(
+            "searches", "", HEADINGS, [_row(name, load, loads) for name, load in loads.items()]
+        )
+    )
 
 
 HEADINGS = ("server", "answers/s", "times the first", "median ms", "95% ms", "refused", "failed")
@@ -73,17 +83,28 @@ def _row(name: str, load: Load, loads: dict[str, Load]) -> list[str]:
     ]
 
 
-async def _turn(url: str, key: str | None, upload: bytes | None, clients: int, seconds: float, load: Load) -> None:
+async def _turn(
+    url: str, key: str | None, upload: bytes | None, clients: int, seconds: float, load: Load
+) -> None:
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=60)) as session:
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=aiohttp.ClientTimeout(total=60)
+    ) as session:
         started = time.monotonic()
         end = started + seconds
-        await asyncio.gather(*(_client(session, url, key, upload, end, load) for _ in range(clients)))
+        await asyncio.gather(
+            *(_client(session, url, key, upload, end, load) for _ in range(clients))
+        )
         load.measured_seconds += time.monotonic() - started
 
 
 async def _client(
-    session: aiohttp.ClientSession, url: str, key: str | None, upload: bytes | None, end: float, load: Load
+    session: aiohttp.ClientSession,
+    url: str,
+    key: str | None,
+    upload: bytes | None,
+    end: float,
+    load: Load,
 ) -> None:
     while (started := time.monotonic()) < end:
         try:
@@ -91,7 +112,9 @@ async def _client(
                 request = session.get(url, params={"key": key or "", "k": "10"})
             else:
                 form = aiohttp.FormData()
-                form.add_field("image", upload, filename="image", content_type="application/octet-stream")
+                form.add_field(
+                    "image", upload, filename="image", content_type="application/octet-stream"
+                )
                 request = session.post(url, data=form, params={"k": "10"})
             async with request as answer:
                 await answer.read()

@@ -1,4 +1,6 @@
-"""Time, memory and communication of a training step: distap, full-batch autograd, cached gradients, and the floor."""
+"""Time, memory and communication of a training step: distap, full-batch autograd, cached gradients,
+and the floor.
+"""
 
 import os
 import statistics
@@ -51,57 +53,70 @@ from distap.stages.replica import autocast
 from distap.stages.sizes import free_memory
 from distap.world import World
 
-BACKWARD = 2.0  # operations of a backward pass over those of a forward pass: gradients by inputs and by weights
+# operations of a backward pass over those of a forward pass: gradients by inputs and by weights
+BACKWARD = 2.0
 SHARE_OF_FREE = 0.8  # of the free memory, at most, is given to graphs
-LOADED, GRAPHS_KEPT = "distap, its loader", "distap, graphs kept"
-TWO_PASSES, ONE_PASS = "floor, 2f + 1b", "floor, 1f + 1b"
+LOADED = "distap, its loader"
+GRAPHS_KEPT = "distap, graphs kept"
+TWO_PASSES = "floor, 2f + 1b"
+ONE_PASS = "floor, 1f + 1b"
 SPEED = (
-    "s: median and least of the rounds, of the slowest rank. x: times the floor's wall time in the same round, the "
-    "median; cpu: the same of processor time. f and b: a forward and a backward pass over all images."
+    "s: median and least of the rounds, of the slowest rank. x: times the floor's wall time in the"
+    " same round, the median; cpu: the same of processor time. f and b: a forward and a backward"
+    " pass over all images."
 )
 SPEED_COLUMNS = (
-    "contender={contender}|s={median:.2f}|least={least:.2f}|images/s={rate:.1f}|x 2f+1b={two_seconds:.3f}|"
-    "cpu={two_processor:.3f}|x 1f+1b={one_seconds:.3f}|cpu={one_processor:.3f}"
+    "contender={contender}|s={median:.2f}|least={least:.2f}|images/s={rate:.1f}|x"
+    " 2f+1b={two_seconds:.3f}|cpu={two_processor:.3f}|x"
+    " 1f+1b={one_seconds:.3f}|cpu={one_processor:.3f}"
 )
 DEMANDS = (
-    "lines: that a user writes for the step. MB: peak of a rank beside network, optimiser and pixels. of rate: of "
-    "the rate of matrix products here. reduces, others: all-reduces and other collectives of a rank, and the MB that "
-    "it hands to them."
+    "lines: that a user writes for the step. MB: peak of a rank beside network, optimiser and"
+    " pixels. of rate: of the rate of matrix products here. reduces, others: all-reduces and other"
+    " collectives of a rank, and the MB that it hands to them."
 )
 DEMAND_COLUMNS = (
-    "contender={contender}|lines={lines}|MB={mb:,.0f}|GFLOP/s={gflops:,.0f}|of rate={share:.0%}|reduces={reduces}|"
-    "MB={reduces_mb:.2f}|others={others}|MB={others_mb:.2f}"
+    "contender={contender}|lines={lines}|MB={mb:,.0f}|GFLOP/s={gflops:,.0f}|of"
+    " rate={share:.0%}|reduces={reduces}|MB={reduces_mb:.2f}|others={others}|MB={others_mb:.2f}"
 )
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
 class StepBenchmark(harness.Benchmark):
-    """Print time, memory and communication of a step: distap, full-batch autograd, cached gradients, and the floor.
+    """Print time, memory and communication of a step: distap, full-batch autograd, cached
+    gradients, and the floor.
 
-    The floor is the network's forward and backward passes alone. All take turns on the same images; one reads them
-    from shards by distap's loader, as a training does. Errors are those
-    of the parameters' gradient, relative to autograd's. Started by torchrun, the ranks of torchrun measure.
+    The floor is the network's forward and backward passes alone. All take turns on the same images;
+    one reads them from shards by distap's loader, as a training does. Errors are those of the
+    parameters' gradient, relative to autograd's. Started by torchrun, the ranks of torchrun
+    measure.
     """
 
     name: ClassVar[str] = "step"
     backbone: harness.Backbone = "tf_efficientnet_lite0"
-    weights: Annotated[str, Option(help="random, timm, a file, or the name of a package that has weights.")] = (
-        "random"
-    )
+    weights: Annotated[
+        str, Option(help="random, timm, a file, or the name of a package that has weights.")
+    ] = "random"
     image_size: harness.ImageSize = 96
     loss: Annotated[str, Option(help="Loss as a recipe writes it.")] = "ap_q"
     batch: Annotated[int, Option(help="Images of a global batch, B.", min=1)] = 256
     micro_batch: harness.MicroBatch = 16
-    ranks: Annotated[int | None, Option(help="Ranks on this machine; by default one a GPU, or two on CPUs.")] = None
+    ranks: Annotated[
+        int | None, Option(help="Ranks on this machine; by default one a GPU, or two on CPUs.")
+    ] = None
     threads: harness.Threads = 1  # of each rank
     rounds: harness.Rounds = 9
     bf16: Annotated[bool, Option("--bf16", help="Compute in bfloat16 instead of float32.")] = False
-    memory_batch: Annotated[list[int], Option(help="Measure the peak memory of this B too; repeat for several.")] = []
-    savings: Annotated[bool, Option("--savings", help="Measure each saving inside the network, and all of them.")] = (
-        False
-    )
-    only: Annotated[list[str], Option(help="Measure this contender beside the floor; repeat for several.")] = []
+    memory_batch: Annotated[
+        list[int], Option(help="Measure the peak memory of this B too; repeat for several.")
+    ] = []
+    savings: Annotated[
+        bool, Option("--savings", help="Measure each saving inside the network, and all of them.")
+    ] = False
+    only: Annotated[
+        list[str], Option(help="Measure this contender beside the floor; repeat for several.")
+    ] = []
 
     @property
     def world_size(self) -> int:
@@ -112,8 +127,9 @@ class StepBenchmark(harness.Benchmark):
         for batch in (self.batch, *self.memory_batch):
             if batch % self.world_size or batch % IMAGES_A_CLASS or batch < 2 * IMAGES_A_CLASS:
                 raise DistapError(
-                    f"a batch of {batch} images cannot be compared; expected a multiple of the ranks "
-                    f"({self.world_size}) and of the images of a class ({IMAGES_A_CLASS}), and two classes at least"
+                    f"a batch of {batch} images cannot be compared; expected a multiple of the"
+                    f" ranks ({self.world_size}) and of the images of a class ({IMAGES_A_CLASS}),"
+                    " and two classes at least"
                 )
         return self
 
@@ -131,11 +147,19 @@ class StepBenchmark(harness.Benchmark):
         task = self._task(self.batch, network, world, precision)
         images = task.images(task.micro_batches[0])
         with autocast(precision, world.device.type):
-            forward, graph = forward_flops(network, images), graph_bytes(network, images)
+            forward = forward_flops(network, images)
+            graph = graph_bytes(network, images)
         contenders, omitted = self._contenders(task, graph, loaders)
         gradients = {name: gradient_of(step, step.optimizer) for name, step in contenders.items()}
-        exact = next(name for name in ("full batch", "cached gradients", "distap", *self.only) if name in contenders)
-        errors = {name: relative_difference(gradient, gradients[exact]) for name, gradient in gradients.items()}
+        exact = next(
+            name
+            for name in ("full batch", "cached gradients", "distap", *self.only)
+            if name in contenders
+        )
+        errors = {
+            name: relative_difference(gradient, gradients[exact])
+            for name, gradient in gradients.items()
+        }
         del gradients  # each is as large as the network
         collectives = {name: collectives_of(step) for name, step in contenders.items()}
         for step in contenders.values():
@@ -159,22 +183,37 @@ class StepBenchmark(harness.Benchmark):
                     "flops": self.batch * forward * (step.forwards + BACKWARD),
                     "collectives": [calls._asdict() for calls in collectives[name]],
                     "error": errors[name],
-                    "stages": {stage: statistics.fmean(each[stage] for each in own) for stage in (own or [{}])[0]},
+                    "stages": {
+                        stage: statistics.fmean(each[stage] for each in own)
+                        for stage in (own or [{}])[0]
+                    },
                     "kept": result.kept if result else 0,
                     "left_out": self.batch - result.replayed - result.kept if result else 0,
                 }
             )
         del contenders, step
         for batch in self.memory_batch:
-            others, _ = self._contenders(self._task(batch, network, world, precision), graph, loaders)
+            others, _ = self._contenders(
+                self._task(batch, network, world, precision), graph, loaders
+            )
             for other in others.values():
                 other()  # the first step makes the optimiser's state
             for name, peak in peaks_of(others, world).items():
                 memory.setdefault(name, {})[batch] = peak
         batches = (self.batch, *self.memory_batch)
-        memory["pixels of a rank"] = {batch: 3.0 * self.image_size**2 * batch / world.size for batch in batches}
-        memory["descriptors of all"] = {batch: 4.0 * network.dimensions * batch for batch in batches}
-        return {"matrix_rate": rate, "figures": figures, "memory": memory, "exact": exact, "omitted": omitted}
+        memory["pixels of a rank"] = {
+            batch: 3.0 * self.image_size**2 * batch / world.size for batch in batches
+        }
+        memory["descriptors of all"] = {
+            batch: 4.0 * network.dimensions * batch for batch in batches
+        }
+        return {
+            "matrix_rate": rate,
+            "figures": figures,
+            "memory": memory,
+            "exact": exact,
+            "omitted": omitted,
+        }
 
     def _contenders(
         self, task: Task, graph: float, loaders: ExitStack
@@ -183,24 +222,40 @@ class StepBenchmark(harness.Benchmark):
         if self.savings:
             with_savings, without = contenders_with_savings(task, graph)
             possible, omitted = possible | with_savings, omitted | without
-        if unknown := set(self.only) - {*possible, *omitted, LOADED}:
-            raise DistapError(f"--only {unknown.pop()!r}: expected one of {', '.join({*possible, *omitted, LOADED})}")
+        unknown = set(self.only) - {*possible, *omitted, LOADED}
+        if unknown:
+            raise DistapError(
+                f"--only {unknown.pop()!r}: expected one of"
+                f" {', '.join({*possible, *omitted, LOADED})}"
+            )
         if not self.only or LOADED in self.only:
             possible[LOADED] = LoadedStep(task, loaders)
         wanted = {TWO_PASSES, ONE_PASS, *(self.only or possible)}
         return {name: step for name, step in possible.items() if name in wanted}, omitted
 
-    def _task(self, batch: int, network: RetrievalNetwork, world: World, precision: PrecisionName) -> Task:
+    def _task(
+        self, batch: int, network: RetrievalNetwork, world: World, precision: PrecisionName
+    ) -> Task:
         images = SeededBatch(batch, self.image_size, IMAGES_A_CLASS, world)
-        return Task(network, images, self.micro_batch, build_loss(yaml.safe_load(self.loss)), world, precision)
+        return Task(
+            network,
+            images,
+            self.micro_batch,
+            build_loss(yaml.safe_load(self.loss)),
+            world,
+            precision,
+        )
 
     def report_of(self, found: harness.Row) -> harness.Report:
         """Make a report of what rank 0 measured."""
         figures = found["figures"]
-        floors = {row["contender"]: row for row in figures if row["contender"] in (TWO_PASSES, ONE_PASS)}
+        floors = {
+            row["contender"]: row for row in figures if row["contender"] in (TWO_PASSES, ONE_PASS)
+        }
         title = (
-            f"a step of {self.backbone}, {self.image_size} px, B = {self.batch}, micro-batches of "
-            f"{self.micro_batch}, {self.loss}, {self.world_size} ranks, {'bf16' if self.bf16 else 'float32'}"
+            f"a step of {self.backbone}, {self.image_size} px, B = {self.batch}, micro-batches of"
+            f" {self.micro_batch}, {self.loss}, {self.world_size} ranks,"
+            f" {'bf16' if self.bf16 else 'float32'}"
         )
         shown = []
         for row in figures:
@@ -216,9 +271,13 @@ class StepBenchmark(harness.Benchmark):
             }
             for name, floor in (("two", TWO_PASSES), ("one", ONE_PASS)):
                 for clock in ("seconds", "processor"):
-                    of_row[f"{name}_{clock}"] = harness.median_ratio(row[clock], floors[floor][clock])
+                    of_row[f"{name}_{clock}"] = harness.median_ratio(
+                        row[clock], floors[floor][clock]
+                    )
             for name, reduces in (("reduces", True), ("others", False)):
-                calls = [call for call in row["collectives"] if ("all_reduce" in call["name"]) == reduces]
+                calls = [
+                    call for call in row["collectives"] if ("all_reduce" in call["name"]) == reduces
+                ]
                 of_row[name] = sum(call["calls"] for call in calls)
                 of_row[f"{name}_mb"] = sum(call["bytes"] for call in calls) / 1e6
             shown.append(row | of_row)
@@ -227,30 +286,48 @@ class StepBenchmark(harness.Benchmark):
             harness.table_of("what it takes", DEMANDS, shown, DEMAND_COLUMNS),
         ]
         if self.memory_batch:
-            columns = [f"{batch}={{b{batch}:,.0f}}" for batch in sorted({self.batch, *self.memory_batch})]
+            columns = [
+                f"{batch}={{b{batch}:,.0f}}" for batch in sorted({self.batch, *self.memory_batch})
+            ]
             rows = [
                 {"name": name} | {f"b{batch}": peak / 1e6 for batch, peak in peaks.items()}
                 for name, peaks in found["memory"].items()
             ]
             title = "peak memory of a rank by B, MB beside network, optimiser and pixels"
-            tables.append(harness.table_of(title, "", rows, "|".join(["contender={name}", *columns])))
-        errors = ", ".join(f"{row['contender']} {row['error']:.0e}" for row in figures if row["error"] is not None)
+            tables.append(
+                harness.table_of(title, "", rows, "|".join(["contender={name}", *columns]))
+            )
+        errors = ", ".join(
+            f"{row['contender']} {row['error']:.0e}" for row in figures if row["error"] is not None
+        )
         notes = [f"{name} is left out: {why}" for name, why in found["omitted"].items()]
         notes.append(f"error of the parameters' gradient, relative to {found['exact']}: {errors}")
         for row in figures:
             if row["kept"]:
-                notes.append(f"{row['contender']}: {row['kept']} of {self.batch} images keep their graph")
+                notes.append(
+                    f"{row['contender']}: {row['kept']} of {self.batch} images keep their graph"
+                )
             if row["left_out"]:
-                notes.append(f"{row['contender']} did not replay {row['left_out']} images, whose gradient is zero")
+                notes.append(
+                    f"{row['contender']} did not replay {row['left_out']} images, whose gradient is"
+                    " zero"
+                )
             if row["stages"]:
-                stages = ", ".join(f"{stage} {1000 * spent:.0f}" for stage, spent in row["stages"].items())
+                stages = ", ".join(
+                    f"{stage} {1000 * spent:.0f}" for stage, spent in row["stages"].items()
+                )
                 notes.append(f"{row['contender']}, ms of rank 0: {stages}")
         return harness.Report(found, tables, notes)
 
 
-def contenders_with_savings(task: Task, graph: float) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Return distap with each saving inside the network, some with graphs kept, and why others are left out."""
-    keep, in_bf16 = graphs_kept(task, graph), replace(task, precision="bf16")
+def contenders_with_savings(
+    task: Task, graph: float
+) -> tuple[dict[str, Contender], dict[str, str]]:
+    """Return distap with each saving inside the network, some with graphs kept, and why others are
+    left out.
+    """
+    keep = graphs_kept(task, graph)
+    in_bf16 = replace(task, precision="bf16")
     settings: dict[str, tuple[Task, dict[str, Any]]] = {
         "folded": (task, {"change": fold_batchnorm}),
         "folded, kept": (task, {"change": fold_batchnorm, "keep": keep}),
@@ -259,7 +336,8 @@ def contenders_with_savings(task: Task, graph: float) -> tuple[dict[str, Contend
         "in bf16, folded": (in_bf16, {"change": fold_batchnorm}),
         "in bf16, folded, kept": (in_bf16, {"change": fold_batchnorm, "keep": keep}),
     }
-    found, omitted = dict[str, Contender](), dict[str, str]()
+    found = dict[str, Contender]()
+    omitted = dict[str, str]()
     for name, (own, how) in settings.items():
         try:
             found[name] = DistapStep(own, **how)
@@ -294,22 +372,30 @@ def possible_contenders(task: Task, graph: float) -> tuple[dict[str, Contender],
         "Multistage": MultistageLoop(task),
     }
     omitted = {}
-    if keep := graphs_kept(task, graph):
+    keep = graphs_kept(task, graph)
+    if keep:
         chosen[GRAPHS_KEPT] = DistapStep(task, keep)
     else:
         omitted[GRAPHS_KEPT] = f"two graphs take {2 * graph * task.micro_batch / 1e9:.1f} GB"
-    pairs, graphs = materialised_bytes(task.loss, task.batch.total) or 0, graph * len(task.batch.samples)
+    pairs = materialised_bytes(task.loss, task.batch.total) or 0
+    graphs = graph * len(task.batch.samples)
     cached: dict[str, type[FullBatch]] = {"cached gradients": CachedGradients}
     cached |= {name: loop for name, (package, loop) in PACKAGES.items() if find_spec(package)}
     cached |= {"RS@k's released loop": ReleasedRecallLoop} if world.size == 1 else {}
     if pairs <= free:
         chosen |= {name: loop(task) for name, loop in cached.items()}
     else:
-        omitted |= dict.fromkeys(cached, f"its loss takes {pairs / 1e9:.1f} GB, for all pairs by autograd")
+        omitted |= dict.fromkeys(
+            cached, f"its loss takes {pairs / 1e9:.1f} GB, for all pairs by autograd"
+        )
     whole: dict[str, type[FullBatch]] = {"full batch": FullBatch}
     whole |= {"OML's pipeline": OMLPipeline} if find_spec("oml") and world.size == 1 else {}
     if graphs + pairs <= free:
         chosen |= {name: loop(task) for name, loop in whole.items()}
     else:
-        omitted |= dict.fromkeys(whole, f"a rank's graph takes {graphs / 1e9:.1f} GB, its loss {pairs / 1e9:.1f} GB")
-    return chosen, {name: f"{why}; {free / 1e9:.1f} GB may be used" for name, why in omitted.items()}
+        omitted |= dict.fromkeys(
+            whole, f"a rank's graph takes {graphs / 1e9:.1f} GB, its loss {pairs / 1e9:.1f} GB"
+        )
+    return chosen, {
+        name: f"{why}; {free / 1e9:.1f} GB may be used" for name, why in omitted.items()
+    }

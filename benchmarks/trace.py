@@ -1,4 +1,6 @@
-"""Count the files and lines of distap that one step of a real training runs: how much a reader has to read."""
+"""Count the files and lines of distap that one step of a real training runs: how much a reader has
+to read.
+"""
 
 import os
 import sys
@@ -20,15 +22,18 @@ from distap.world import World
 
 PACKAGE = f"{distap.__path__[0]}{os.sep}"
 TRACED = 3  # steps that are done when the trace begins: what is built once does not count
-CLASSES, IMAGES_A_CLASS, SIDE = 4, 8, 48
+CLASSES = 4
+IMAGES_A_CLASS = 8
+SIDE = 48
 
 
 def traced_step(loss: str = "ap_q") -> dict[str, set[int]]:
     """Train for some steps on the CPU and return the lines of distap that one of them ran, by file.
 
-    The step is all that `Trainer.train` does from the end of one step to the end of the next: the report of the step,
-    the loader's next share, and the three stages. One rank describes 32 images in 4 micro-batches and replays them.
-    What loader workers run, which are other processes, is not counted. File names are relative to the package.
+    The step is all that `Trainer.train` does from the end of one step to the end of the next: the
+    report of the step, the loader's next share, and the three stages. One rank describes 32 images
+    in 4 micro-batches and replays them. What loader workers run, which are other processes, is not
+    counted. File names are relative to the package.
 
     Args:
         loss: name of a loss, with its defaults.
@@ -55,7 +60,9 @@ def traced_step(loss: str = "ap_q") -> dict[str, set[int]]:
 
 
 def _recipe(folder: Path, loss: str) -> Recipe:
-    files = [jpeg(photo(SIDE, SIDE, number), quality=90) for number in range(CLASSES * IMAGES_A_CLASS)]
+    files = [
+        jpeg(photo(SIDE, SIDE, number), quality=90) for number in range(CLASSES * IMAGES_A_CLASS)
+    ]
     shards = packed(folder, files, "jpg", IMAGES_A_CLASS)
     settings: dict[str, Any] = {
         "run": folder / "run",
@@ -71,7 +78,9 @@ def _recipe(folder: Path, loss: str) -> Recipe:
 
 
 class TraceBenchmark(Benchmark):
-    """Print how many files and lines of distap one step of a small training runs, on one rank with its loader."""
+    """Print how many files and lines of distap one step of a small training runs, on one rank with
+    its loader.
+    """
 
     name: ClassVar[str] = "trace"
     loss: Annotated[str, Option(help="Loss to rank with, by name.")] = "ap_q"
@@ -80,4 +89,7 @@ class TraceBenchmark(Benchmark):
         lines = {file: len(found) for file, found in traced_step(self.loss).items()}
         rows = [[file, str(lines[file])] for file in sorted(lines, key=lambda file: -lines[file])]
         rows.append([f"{len(lines)} files", str(sum(lines.values()))])
-        return Report(lines, [FiguresTable(f"lines that a step with {self.loss} runs", "", ("file", "lines"), rows)])
+        return Report(
+            lines,
+            [FiguresTable(f"lines that a step with {self.loss} runs", "", ("file", "lines"), rows)],
+        )

@@ -1,16 +1,18 @@
 """Start this host's ranks: `python -m distap.launcher [OPTIONS] CONFIG [key=value ...]`.
 
-It takes the options of torchrun that say which hosts train and where they meet, also as PET_X in the environment. It
-differs from `torchrun -m distap.train CONFIG` in five ways:
-- Its exit status is one of `distap.errors`: 2 if a rank of this host met a mistake that a person must mend, otherwise
-  75 if one stopped on request, 0 if all finished, 1 if they did not.
+It takes the options of torchrun that say which hosts train and where they meet, also as PET_X in
+the environment. It differs from `torchrun -m distap.train CONFIG` in five ways:
+- Its exit status is one of `distap.errors`: 2 if a rank of this host met a mistake that a person
+  must mend, otherwise 75 if one stopped on request, 0 if all finished, 1 if they did not.
 - Its ranks are forks, which start at once.
-- Several hosts meet at --master-addr, each with its --node-rank, and have timeout_seconds for it; a rendezvous, which
-  numbers the hosts that come, is torchrun's alone.
-- --max-restarts is for one host, and for failures: ranks that left with 75 or 2 are not started again. When one of
-  several hosts is lost, all launchers leave, and whoever started them starts them again.
-- After a signal it gives the ranks the recipe's grace time (stop.grace_seconds) to leave, not 30 seconds. A host that
-  is cut off ends after timeout_seconds + `watchdog.VERDICT_SECONDS` + `agent.LEAVE_SECONDS`.
+- Several hosts meet at --master-addr, each with its --node-rank, and have timeout_seconds for it; a
+  rendezvous, which numbers the hosts that come, is torchrun's alone.
+- --max-restarts is for one host, and for failures: ranks that left with 75 or 2 are not started
+  again. When one of several hosts is lost, all launchers leave, and whoever started them starts
+  them again.
+- After a signal it gives the ranks the recipe's grace time (stop.grace_seconds) to leave, not 30
+  seconds. A host that is cut off ends after timeout_seconds + `watchdog.VERDICT_SECONDS` +
+  `agent.LEAVE_SECONDS`.
 """
 
 import os
@@ -32,7 +34,9 @@ OF_HOSTS = {"nnodes", "standalone", "master_addr", "master_port", "node_rank"}
 
 
 def launch_training(options: list[str], config: Path, overrides: list[str]) -> int:
-    """Start this host's ranks with torchrun's `options`, such as --nnodes=2; wait for the exit status."""
+    """Start this host's ranks with torchrun's `options`, such as --nnodes=2; wait for the exit
+    status.
+    """
     from distap.config.reading import load_recipe
     from distap.telemetry.terminal import set_up_run_logging
 
@@ -45,8 +49,9 @@ def launch_training(options: list[str], config: Path, overrides: list[str]) -> i
 def launch(options: list[str], module: str, arguments: list[str], grace_seconds: float) -> int:
     """Run `python -m module arguments...` on each rank of this host; return the exit status.
 
-    Ranks are forks of this process, so import what the module needs before. They have `grace_seconds` to leave after
-    a signal. Afterwards this process ignores signals: all that is left is to leave.
+    Ranks are forks of this process, so import what the module needs before. They have
+    `grace_seconds` to leave after a signal. Afterwards this process ignores signals: all that is
+    left is to leave.
     """
     from distap.processes.agent import Agent
 
@@ -59,7 +64,9 @@ def launch(options: list[str], module: str, arguments: list[str], grace_seconds:
 
 
 def ranks_here(settings: Namespace) -> "Place":
-    """Return what torchrun's options say about ranks and hosts; raise a DistapError if they are impossible."""
+    """Return what torchrun's options say about ranks and hosts; raise a DistapError if they are
+    impossible.
+    """
     from torch.distributed import run as torchrun
 
     from distap.data.shards.parallel import in_processes
@@ -67,14 +74,18 @@ def ranks_here(settings: Namespace) -> "Place":
 
     parser = _parser()
     for name in vars(settings).keys() - OF_RANKS - OF_HOSTS:  # which would be ignored
-        is_in_environment = f"PET_{name.upper()}" in os.environ and name != "rdzv_id"  # which JobSet sets
+        # which JobSet sets
+        is_in_environment = f"PET_{name.upper()}" in os.environ and name != "rdzv_id"
         if is_in_environment or getattr(settings, name) != parser.get_default(name):
             several = "; several hosts meet at --master-addr, each with its --node-rank"
             hint = several if name.startswith(("rdzv", "local")) else ""
-            raise DistapError(f"--{name.replace('_', '-')}: distap.launcher has no such option{hint}")
+            raise DistapError(
+                f"--{name.replace('_', '-')}: distap.launcher has no such option{hint}"
+            )
     option = f"--nproc-per-node {settings.nproc_per_node}"
     try:
-        # In a fork, since the ranks are forks of this process, in which an opened GPU would not work.
+        # In a fork, since the ranks are forks of this process, in which an opened GPU would not
+        # work.
         [ranks] = in_processes(torchrun.determine_local_world_size, [settings.nproc_per_node], 1)
     except ValueError as error:
         raise DistapError(f"{option}: {error}") from error
@@ -87,7 +98,9 @@ def ranks_here(settings: Namespace) -> "Place":
     if hosts == 1 or settings.standalone:
         return Place(ranks, 0, ranks)
     if settings.max_restarts:
-        raise DistapError("--max-restarts: is for one host: several meet when their launchers are started again")
+        raise DistapError(
+            "--max-restarts: is for one host: several meet when their launchers are started again"
+        )
     if not 0 <= settings.node_rank < hosts:
         raise DistapError(f"--node-rank {settings.node_rank}: expected one of 0 to {hosts - 1}")
     port = settings.master_port or MASTER_PORT
@@ -108,7 +121,9 @@ def main() -> None:
     given = sys.argv[1:]
     options = given[: len(given) - 1 - len(settings.training_script_args)]
     try:
-        status = launch_training(options, Path(settings.training_script), settings.training_script_args)
+        status = launch_training(
+            options, Path(settings.training_script), settings.training_script_args
+        )
     except DistapError as error:
         from distap.telemetry.terminal import print_error
 

@@ -1,4 +1,6 @@
-"""The three stages for any training loop: `loss = multistage(images, labels)`, then `loss.backward()`."""
+"""The three stages for any training loop: `loss = multistage(images, labels)`, then
+`loss.backward()`.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,18 +25,38 @@ from distap.ranking.loss import AnyLoss
 from distap.ranking.losses.base import DescriptorLoss
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rank import Ranking
-from distap.ranking.rankable import extra_problem, images_problem, kind_of, label_problem, refuse_lengths
+from distap.ranking.rankable import (
+    extra_problem,
+    images_problem,
+    kind_of,
+    label_problem,
+    refuse_lengths,
+)
 from distap.stages.exactness import evaluating
 from distap.stages.fsdp import FSDPReplica
-from distap.stages.given_batch import GivenBatch, Outputs, are_alike, cut_along_rows, refuse_graphs, rows_of
+from distap.stages.given_batch import (
+    GivenBatch,
+    Outputs,
+    are_alike,
+    cut_along_rows,
+    refuse_graphs,
+    rows_of,
+)
 from distap.stages.micro_batches import MicroBatchSizes
-from distap.stages.replica import CallersReplica, ReplacedForward, refuse_exchanged, refuse_unusable, world_of
+from distap.stages.replica import (
+    CallersReplica,
+    ReplacedForward,
+    refuse_exchanged,
+    refuse_unusable,
+    world_of,
+)
 from distap.stages.step import ThreeStages
 from distap.world import CPU, World, refuse_default_device
 
 
 class Multistage(RankingModule):
-    """The loss of a whole batch and its exact gradient, in the memory of one micro-batch (Revaud et al. 2019).
+    """The loss of a whole batch and its exact gradient, in the memory of one micro-batch (Revaud et
+    al. 2019).
 
         multistage = Multistage(network, loss="ap_q", micro_batch=16)
         loss = multistage(images, labels)  # describes without a graph, gathers, ranks
@@ -44,34 +66,37 @@ class Multistage(RankingModule):
 
     On several ranks the batch is that of all of them, and `backward` reduces gradients once:
 
-    - DistributedDataParallel, inside (`Multistage(DDP(network))`) or around (`DDP(Multistage(network))`, Lightning,
-      Accelerate), reduces them as after any backward pass, and `no_sync` works as ever;
-    - FSDP2 (`fully_shard`) gathers parameters once for describe and once for replay, and reduces in the last
-      micro-batch;
-    - a network that nothing wraps has the gradient of this rank's images, times the number of ranks, so that their
-      mean over ranks is the whole; with `reduce=True` it is summed here.
+    - DistributedDataParallel, inside (`Multistage(DDP(network))`) or around
+      (`DDP(Multistage(network))`, Lightning, Accelerate), reduces them as after any backward pass,
+      and `no_sync` works as ever;
+    - FSDP2 (`fully_shard`) gathers parameters once for describe and once for replay, and reduces in
+      the last micro-batch;
+    - a network that nothing wraps has the gradient of this rank's images, times the number of
+      ranks, so that their mean over ranks is the whole; with `reduce=True` it is summed here.
 
     The parameters of a loss that has some, such as `proxy_nca`, are parameters of this module: give
-    `multistage.learned.parameters()` to the optimiser. They get their whole gradient on every rank. To go on bit for
-    bit, save this module's state and torch's random state.
+    `multistage.learned.parameters()` to the optimiser. They get their whole gradient on every rank.
+    To go on bit for bit, save this module's state and torch's random state.
 
     Args:
-        network: takes images as the call gives them, with fewer rows, and returns descriptors (n, C).
-        loss: a name, "package.module:Class", a Loss, or a function (descriptors, labels) -> scalar, such as a loss of
+        network: takes images as the call gives them, with fewer rows, and returns descriptors (n,
+            C). loss: a name, "package.module:Class", a Loss, or a function (descriptors, labels) ->
+            scalar, such as a loss of
             pytorch-metric-learning; see also `distap.loss`.
-        micro_batch: images that the network takes at once; or MicroBatchSizes, which can also keep graphs.
-        normalise: scale descriptors to length 1. Without it, a listwise loss refuses other lengths.
-        freeze_batchnorm: run BatchNorm layers in evaluation mode here, whatever mode the network is in.
-        group: the ranks of a batch; None takes those of the wrapper, or all.
-        mode: `sharded`, each rank ranks its own queries; `central`, rank 0 ranks all.
-        memory: number of earlier descriptors to rank against as well; part of this module's state.
-        memory_bytes: bytes for ranking; None takes 1 GiB, or a quarter of a GPU's free memory.
-        max_drift: greatest tolerated difference between the two descriptors of an image; None takes 1e-4, or 1e-3
+        micro_batch: images that the network takes at once; or MicroBatchSizes, which can also keep
+            graphs. normalise: scale descriptors to length 1. Without it, a listwise loss refuses
+            other lengths. freeze_batchnorm: run BatchNorm layers in evaluation mode here, whatever
+            mode the network is in. group: the ranks of a batch; None takes those of the wrapper, or
+            all. mode: `sharded`, each rank ranks its own queries; `central`, rank 0 ranks all.
+            memory: number of earlier descriptors to rank against as well; part of this module's
+            state. memory_bytes: bytes for ranking; None takes 1 GiB, or a quarter of a GPU's free
+            memory. max_drift: greatest tolerated difference between the two descriptors of an
+            image; None takes 1e-4, or 1e-3
             on a GPU with TF32, or 0.1 under autocast.
-        output: name or number of the descriptors in what the network returns, if it is a dict, a tuple, or a
-            ModelOutput of transformers.
-        pooling: cls, cls_mean, mean or max, if that is tokens (n, t, C) or maps (n, C, h, w). All tokens
-            count for mean and max, the first one is that of the class.
+        output: name or number of the descriptors in what the network returns, if it is a dict, a
+            tuple, or a ModelOutput of transformers.
+        pooling: cls, cls_mean, mean or max, if that is tokens (n, t, C) or maps (n, C, h, w). All
+            tokens count for mean and max, the first one is that of the class.
         skip_below: do not replay images whose gradient is no longer than this times the longest.
         reduce: sum gradients over the ranks here, for a network that nothing wraps.
         options: options of the loss, or `preset`.
@@ -101,13 +126,21 @@ class Multistage(RankingModule):
     ) -> None:
         super().__init__(loss, group, mode, memory, memory_bytes, **options)
         self.network = network
-        self.sizes = micro_batch if isinstance(micro_batch, MicroBatchSizes) else MicroBatchSizes(micro_batch)
-        self.normalise, self.freeze_batchnorm = normalise, freeze_batchnorm
-        self.reduce, self.output = reduce, output
+        self.sizes = (
+            micro_batch
+            if isinstance(micro_batch, MicroBatchSizes)
+            else MicroBatchSizes(micro_batch)
+        )
+        self.normalise = normalise
+        self.freeze_batchnorm = freeze_batchnorm
+        self.reduce = reduce
+        self.output = output
         self.pool = None if pooling is None else partial(pooled, NAMED[pooling]())
-        self.max_drift, self.skip_below = max_drift, skip_below
+        self.max_drift = max_drift
+        self.skip_below = skip_below
         self.ranking: Ranking | None = None  # of the last call: loss by query, numbers of queries
-        self.not_finite: list[int] = []  # rows of the last call whose descriptor was not finite, and was left out
+        # rows of the last call whose descriptor was not finite, and was left out
+        self.not_finite: list[int] = []
         self.replay_drift = float("nan")  # of the last backward pass
         self._syncs = True
         self._probed = set[bool]()  # modes of the network in which it was tried out
@@ -121,29 +154,33 @@ class Multistage(RankingModule):
     ) -> Tensor:
         """Return the loss of the batch: a scalar, the same on every rank, to differentiate once.
 
-        The first call also tries the network out, with two or three images at a time, which hooks see.
+        The first call also tries the network out, with two or three images at a time, which hooks
+        see.
 
         Args:
-            images: of this rank: a tensor (b, ...); a list of tensors (C, H, W) of any sizes, described one by one
-                unless all are alike; a dict or other nesting of tensors (b, ...); or an iterator of micro-batches,
-                each (images, labels), or images alone next to `labels`. They stay where they are, such as in the
-                host's memory, and each micro-batch is brought to the network's device.
-            labels: (b,) integers from 0, or (b, L) from the finest level to the coarsest.
-            samples: numbers by which the memory knows images again.
-            extra: further tensors of the images, (b, ...), such as descriptors of a teacher, by the names of the
+            images: of this rank: a tensor (b, ...); a list of tensors (C, H, W) of any sizes,
+                described one by one unless all are alike; a dict or other nesting of tensors (b,
+                ...); or an iterator of micro-batches, each (images, labels), or images alone next
+                to `labels`. They stay where they are, such as in the host's memory, and each
+                micro-batch is brought to the network's device.
+            labels: (b,) integers from 0, or (b, L) from the finest level to the coarsest. samples:
+                numbers by which the memory knows images again. extra: further tensors of the
+                images, (b, ...), such as descriptors of a teacher, by the names of the
                 parameters by which the loss takes them; see `distap.rank`.
         Raises:
-            DistapError: on every rank, for images or labels of wrong shape, BatchNorm in training mode, or a batch
-                that cannot be ranked.
+            DistapError: on every rank, for images or labels of wrong shape, BatchNorm in training
+                mode, or a batch that cannot be ranked.
         """
         if not isinstance(self.network, DistributedDataParallel):
             loss: Tensor = self._loss(self.network, images, labels, samples, extra)
             return loss
-        # All of it inside a forward pass of DDP, which then awaits the gradients of its parameters. They come from
-        # KnownGradient, once, whatever the number of micro-batches.
+        # All of it inside a forward pass of DDP, which then awaits the gradients of its parameters.
+        # They come from KnownGradient, once, whatever the number of micro-batches.
         replicas = self.network
         network = self.network.module
-        replicas.module = ReplacedForward(network, lambda _: self._loss(network, images, labels, samples, extra))
+        replicas.module = ReplacedForward(
+            network, lambda _: self._loss(network, images, labels, samples, extra)
+        )
         try:
             return replicas(torch.zeros(()))
         finally:
@@ -164,7 +201,8 @@ class Multistage(RankingModule):
         forward = Outputs(network, world, self.normalise, self.output, self.pool)
         is_wrapped = isinstance(self.network, DistributedDataParallel | FSDPModule)
         sums = self.reduce and not is_wrapped and world.size > 1
-        # DistributedDataParallel, FSDP and Horovod average over the ranks, so the gradient is given W times.
+        # DistributedDataParallel, FSDP and Horovod average over the ranks, so the gradient is given
+        # W times.
         times = 1.0 if sums else float(world.size)
         replica: FSDPReplica | CallersReplica
         if isinstance(network, FSDPModule):
@@ -182,7 +220,8 @@ class Multistage(RankingModule):
                 sizes=self.sizes if alike else MicroBatchSizes(1),
                 mode=self.mode,
                 memory_bytes=self.memory_bytes,
-                # A loss on validation images must neither fill the training's memory nor be ranked against it.
+                # A loss on validation images must neither fill the training's memory nor be ranked
+                # against it.
                 memory=self.memory if self.training else CrossBatchMemory(0),
                 max_drift=forward.default_drift if self.max_drift is None else self.max_drift,
                 skip_below=self.skip_below,
@@ -191,10 +230,16 @@ class Multistage(RankingModule):
             described = stages.describe(batch)
         if torch.is_grad_enabled() and stages.probed:
             self._probed.add(network.training)
-        gathered, self.not_finite = stages.gather(described, batch), described.lost
+        gathered = stages.gather(described, batch)
+        self.not_finite = described.lost
         if self.not_finite:
-            told = "%d of this rank's %d descriptors are not finite, and their images left out, such as rows %s"
-            logger.warning(told, len(self.not_finite), len(described.descriptors), self.not_finite[:10])
+            told = (
+                "%d of this rank's %d descriptors are not finite, and their images left out, such"
+                " as rows %s"
+            )
+            logger.warning(
+                told, len(self.not_finite), len(described.descriptors), self.not_finite[:10]
+            )
         gathered = gathered.with_extra(tensors)
         if self.normalise or not isinstance(self.loss, DescriptorLoss):
             refuse_lengths(gathered)
@@ -204,14 +249,17 @@ class Multistage(RankingModule):
         if not (torch.is_grad_enabled() and (trained or self.loss.parameters)):
             return value
 
-        # Stage three runs in the caller's `backward`, after accumulation and a loss scale have acted.
+        # Stage three runs in the caller's `backward`, after accumulation and a loss scale have
+        # acted.
         def replay(upstream: Tensor) -> Sequence[Tensor | None]:
             if trained:
-                # FSDP2 itself exchanges whole parameters for shards, also in passes of the caller's own.
+                # FSDP2 itself exchanges whole parameters for shards, also in passes of the caller's
+                # own.
                 if not isinstance(network, FSDPModule):
                     refuse_exchanged(network, trained)
                 scaled = replace(ranking, gradient=ranking.gradient * (upstream * times))
-                # Autograd runs a Function's backward without building a graph, but replay needs one.
+                # Autograd runs a Function's backward without building a graph, but replay needs
+                # one.
                 with torch.enable_grad(), evaluating(network, _BatchNorm):
                     self.replay_drift, _, _ = stages.replay(batch, described, scaled)
             return *replica.gradients, *(one * upstream for one in ranking.by_parameters)
@@ -223,16 +271,21 @@ class Multistage(RankingModule):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients on this rank: backward passes of losses computed inside do not reduce them.
+        """Keep gradients on this rank: backward passes of losses computed inside do not reduce
+        them.
 
-        The next backward pass of a loss computed outside reduces them together with its own. With `reduce=True` every
-        backward pass sums its own gradients, inside as well: what lay in `.grad` before could not be told from what
-        other ranks have added to it.
+        The next backward pass of a loss computed outside reduces them together with its own. With
+        `reduce=True` every backward pass sums its own gradients, inside as well: what lay in
+        `.grad` before could not be told from what other ranks have added to it.
         """
         before = self._syncs
         self._syncs = False
         try:
-            with self.network.no_sync() if isinstance(self.network, DistributedDataParallel) else nullcontext():
+            with (
+                self.network.no_sync()
+                if isinstance(self.network, DistributedDataParallel)
+                else nullcontext()
+            ):
                 yield
         finally:
             self._syncs = before
@@ -240,30 +293,49 @@ class Multistage(RankingModule):
     def extra_repr(self) -> str:
         return f"loss={self.loss!r}, sizes={self.sizes!r}"
 
-    def _batch(self, network: nn.Module, *given: Any) -> tuple[GivenBatch, World, bool, int, dict[str, Tensor]]:
+    def _batch(
+        self, network: nn.Module, *given: Any
+    ) -> tuple[GivenBatch, World, bool, int, dict[str, Tensor]]:
         """Check the images of all ranks and cut this rank's along rows.
 
-        Returns the batch, the ranks, whether all images have one size and type, a seed for all ranks, and `extra`.
+        Returns the batch, the ranks, whether all images have one size and type, a seed for all
+        ranks, and `extra`.
         """
-        world, (images, labels, samples, extra) = world_of(self.network, self.group), given
-        parts, known, others = list[Any](), torch.empty(0), dict[str, Tensor]()
+        world = world_of(self.network, self.group)
+        images, labels, samples, extra = given
+        parts = list[Any]()
+        known = torch.empty(0)
+        others = dict[str, Tensor]()
         problem: str | Exception
         try:
             refuse_default_device()
             parts, known = cut_along_rows(images, labels)
             refuse_graphs(parts)
-            problem = label_problem(known, sum(map(rows_of, parts))) or ("" if len(known) else "no images were given")
+            problem = label_problem(known, sum(map(rows_of, parts))) or (
+                "" if len(known) else "no images were given"
+            )
             numbers = None if samples is None else tensor_given(samples, "samples")
             problem = problem or images_problem(numbers, known).replace("images", "samples", 1)
-            others |= {name: tensor_given(rows, f"extra: {name}") for name, rows in (extra or {}).items()}
+            others |= {
+                name: tensor_given(rows, f"extra: {name}") for name, rows in (extra or {}).items()
+            }
             problem = problem or extra_problem(others, len(known), self.loss.extras) or ""
             refuse_unusable(network, self.freeze_batchnorm)
-        except Exception as error:  # such as one of the caller's iterator: the other ranks must not wait
+        except (
+            Exception
+        ) as error:  # such as one of the caller's iterator: the other ranks must not wait
             problem = error
-        mine = [len(known) if known.ndim else 0, are_alike(parts), int(torch.randint(2**62, (), device=CPU))]
-        lengths, alike, seeds = zip(*world.agreed(problem, kind_of(known, others, self.loss), mine), strict=True)
+        mine = [
+            len(known) if known.ndim else 0,
+            are_alike(parts),
+            int(torch.randint(2**62, (), device=CPU)),
+        ]
+        lengths, alike, seeds = zip(
+            *world.agreed(problem, kind_of(known, others, self.loss), mine), strict=True
+        )
         self._calls += 1
-        # All ranks cut as many micro-batches, since FSDP gathers parameters in each: a shorter share is padded to the
-        # longest, and if one rank's images differ in size, all ranks describe theirs one by one.
+        # All ranks cut as many micro-batches, since FSDP gathers parameters in each: a shorter
+        # share is padded to the longest, and if one rank's images differ in size, all ranks
+        # describe theirs one by one.
         batch = GivenBatch(parts, known.cpu().long(), numbers, max(lengths), world, self._calls - 1)
         return batch, world, all(alike), seeds[0], others

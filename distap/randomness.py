@@ -1,33 +1,44 @@
-"""Random numbers as functions of a key, so that they do not depend on ranks, workers or earlier draws."""
+"""Random numbers as functions of a key, so that they do not depend on ranks, workers or earlier
+draws.
+"""
 
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-SORTED = 64  # up to so many elements an order is drawn by sorting, evenly; the network is not even for very few
+# up to so many elements an order is drawn by sorting, evenly; the network is not even for very few
+SORTED = 64
 FEISTEL_ROUNDS = 8
 
 
 def seed_for(*key: int) -> int:
-    """Return a 63-bit seed for a key such as (seed, step, slot), the same on every machine and numpy version."""
+    """Return a 63-bit seed for a key such as (seed, step, slot), the same on every machine and
+    numpy version.
+    """
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def permutation(count: int, *key: int) -> np.ndarray:
     """Return a random order of range(count), (count,) int64, a pure function of the key."""
-    # numpy guarantees Philox's stream for every version, but not what `Generator.permutation` makes of it.
+    # numpy guarantees Philox's stream for every version, but not what `Generator.permutation` makes
+    # of it.
     raw = np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
     return np.argsort(raw, kind="stable")
 
 
 def shuffled(
-    counts: NDArray[np.int64], places: NDArray[np.int64], *key: int, of: Sequence[NDArray[np.int64]] = ()
+    counts: NDArray[np.int64],
+    places: NDArray[np.int64],
+    *key: int,
+    of: Sequence[NDArray[np.int64]] = (),
 ) -> NDArray[np.int64]:
-    """Return (m, k) the elements at k places of m random orders of range(count), a pure function of the key.
+    """Return (m, k) the elements at k places of m random orders of range(count), a pure function of
+    the key.
 
-    The cost is that of the places, however large the counts: a Feistel network permutes the numbers below the next
-    power of two, again and again until one is below the count (cycle walking; Black and Rogaway 2002).
+    The cost is that of the places, however large the counts: a Feistel network permutes the numbers
+    below the next power of two, again and again until one is below the count (cycle walking; Black
+    and Rogaway 2002).
 
     Args:
         counts: (m,), 1 or more.
@@ -42,8 +53,12 @@ def shuffled(
     few = counts <= SORTED
     values[few] = np.take_along_axis(_sorted_orders(counts[few], own[few]), places[few], axis=1)
     if not few.all():
-        limits, owns = (np.broadcast_to(one[~few, None], places[~few].shape).ravel() for one in (counts, own))
-        values[~few] = _walked(limits, places[~few].ravel(), words, owns).reshape(-1, places.shape[1])
+        limits, owns = (
+            np.broadcast_to(one[~few, None], places[~few].shape).ravel() for one in (counts, own)
+        )
+        values[~few] = _walked(limits, places[~few].ravel(), words, owns).reshape(
+            -1, places.shape[1]
+        )
     return values
 
 
@@ -56,12 +71,20 @@ def _sorted_orders(counts: NDArray[np.int64], own: NDArray[np.uint64]) -> NDArra
 
 
 def _walked(
-    counts: NDArray[np.int64], places: NDArray[np.int64], words: Sequence[np.uint64], own: NDArray[np.uint64]
+    counts: NDArray[np.int64],
+    places: NDArray[np.int64],
+    words: Sequence[np.uint64],
+    own: NDArray[np.uint64],
 ) -> NDArray[np.int64]:
-    """Return (n,) the permuted number of each place, walking the Feistel network until it is below its count."""
-    limits, numbers = counts.astype(np.uint64), places.astype(np.uint64)
-    bits = np.ceil(np.log2(limits)).astype(np.uint64)  # counts are far below 2^52, up to which this is exact
-    low, high = (bits + np.uint64(1)) >> np.uint64(1), bits >> np.uint64(1)
+    """Return (n,) the permuted number of each place, walking the Feistel network until it is below
+    its count.
+    """
+    limits = counts.astype(np.uint64)
+    numbers = places.astype(np.uint64)
+    # counts are far below 2^52, up to which this is exact
+    bits = np.ceil(np.log2(limits)).astype(np.uint64)
+    low = (bits + np.uint64(1)) >> np.uint64(1)
+    high = bits >> np.uint64(1)
     left = np.arange(len(numbers))
     while len(left):
         numbers[left] = _feistel(numbers[left], low[left], high[left], words, own[left])
@@ -76,13 +99,17 @@ def _feistel(
     words: Sequence[np.uint64],
     own: NDArray[np.uint64],
 ) -> NDArray[np.uint64]:
-    """Permute numbers of low + high bits; `words` are the keys of rounds, `own` those of single numbers."""
+    """Permute numbers of low + high bits; `words` are the keys of rounds, `own` those of single
+    numbers.
+    """
     one = np.uint64(1)
     masks = (one << low) - one, (one << high) - one
     halves = [numbers & masks[0], numbers >> low]
     for turn, word in enumerate(words):
         changed = turn % 2
-        halves[changed] = halves[changed] ^ _mixed(halves[1 - changed] + (word ^ own)) & masks[changed]
+        halves[changed] = (
+            halves[changed] ^ _mixed(halves[1 - changed] + (word ^ own)) & masks[changed]
+        )
     return halves[1] << low | halves[0]
 
 

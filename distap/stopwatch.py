@@ -13,9 +13,9 @@ from torch.profiler import record_function
 class Stopwatch:
     """Seconds by stage. Time inside an inner stage counts only for the inner one.
 
-    Work that a stage queues on the device counts for it. Only the outermost stage waits for the device, at its begin
-    and end; an inner one would keep the device from working while the host prepares its next work. Inner stages that
-    are part of the outer are timed by the device.
+    Work that a stage queues on the device counts for it. Only the outermost stage waits for the
+    device, at its begin and end; an inner one would keep the device from working while the host
+    prepares its next work. Inner stages that are part of the outer are timed by the device.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -28,7 +28,9 @@ class Stopwatch:
 
     @contextmanager
     def stage(self, name: str, part_of_outer: bool = False) -> Iterator[None]:
-        """Count the enclosed seconds for `name`; with `part_of_outer`, also for the enclosing stage."""
+        """Count the enclosed seconds for `name`; with `part_of_outer`, also for the enclosing
+        stage.
+        """
         if part_of_outer and self._device is not None and self._depth:
             begin, end = (self._module.Event(enable_timing=True) for _ in range(2))
             begin.record(self._module.current_stream(self._device))

@@ -1,7 +1,7 @@
 """The ranks of a training and the few collectives that distap needs.
 
-A global batch has slots 0 .. B-1. Of W ranks, rank r holds the slots r, r+W, r+2W, ... Gathered rows come back in
-slot order, so that nothing computed from them depends on the number of ranks.
+A global batch has slots 0 .. B-1. Of W ranks, rank r holds the slots r, r+W, r+2W, ... Gathered
+rows come back in slot order, so that nothing computed from them depends on the number of ranks.
 """
 
 import ctypes
@@ -33,7 +33,9 @@ from distap.processes.watchdog import Watchdog
 LATER_SECONDS = 15.0
 CPU = torch.device("cpu")
 DRIVER = Path("/proc/driver/nvidia/version")
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of <malloc.h>
+# of <malloc.h>
+M_TRIM_THRESHOLD = -1
+M_MMAP_MAX = -4
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,18 @@ class World:
         return range(self.rank, total, self.size)
 
     def gather_rows(self, rows: Tensor, total: int) -> Tensor:
-        """Return the (B, ...) rows of all ranks in slot order; each rank gives (b, ...) for its slots of `total`."""
+        """Return the (B, ...) rows of all ranks in slot order; each rank gives (b, ...) for its
+        slots of `total`.
+        """
         if self.size == 1:
             return rows
         # Only the last row of a rank can be padding, so all padding comes after the last slot.
         return self.start_gather(_padded(rows, self._share(total))).rows()[:total]
 
     def start_gather(self, rows: Tensor) -> "Arrival":
-        """Start gathering rows, (n, ...) with the same n on every rank; do not change them until they arrive."""
+        """Start gathering rows, (n, ...) with the same n on every rank; do not change them until
+        they arrive.
+        """
         if self.size == 1:
             return Arrival(self, rows, rows)
         received = rows.new_empty(self.size * len(rows), *rows.shape[1:])
@@ -93,7 +99,8 @@ class World:
         return [json.loads(bytes(each)) for each in self.gather_rows(row, self.size).tolist()]
 
     def scatter_rows(self, rows: Tensor | None, like: Tensor, total: int) -> Tensor:
-        """Send each rank the (b, ...) rows of its slots, from rank 0's (B, ...) `rows` in slot order; `total` is B.
+        """Send each rank the (b, ...) rows of its slots, from rank 0's (B, ...) `rows` in slot
+        order; `total` is B.
 
         `like` is a tensor with the dtype, device and trailing shape of `rows`.
         """
@@ -109,7 +116,9 @@ class World:
         return received[: len(self.slots(total))]
 
     def reduce_rows(self, rows: Tensor) -> Tensor:
-        """Sum the (B, ...) rows of all ranks, in slot order; return the (b, ...) rows of this rank's slots."""
+        """Sum the (B, ...) rows of all ranks, in slot order; return the (b, ...) rows of this
+        rank's slots.
+        """
         if self.size == 1:
             return rows
         share = self._share(len(rows))
@@ -132,8 +141,11 @@ class World:
 
     def maximum(self, value: float) -> float:
         """Return the greatest of the ranks' values, or infinity if any value is not a number."""
-        place = self.device if self.size > 1 else "cpu"  # a device may have no numbers, as `meta` has none
-        worst = torch.tensor(value, dtype=torch.float64, device=place).nan_to_num(math.inf, math.inf)
+        # a device may have no numbers, as `meta` has none
+        place = self.device if self.size > 1 else "cpu"
+        worst = torch.tensor(value, dtype=torch.float64, device=place).nan_to_num(
+            math.inf, math.inf
+        )
         self._together(dist.all_reduce, worst, op=dist.ReduceOp.MAX)
         return float(worst)
 
@@ -141,12 +153,17 @@ class World:
         """Return, on every rank, whether the condition holds on all ranks."""
         return self.maximum(0.0 if holds else 1.0) == 0.0
 
-    def agreed(self, problem: str | Exception | None, kind: Sequence[str], own: Any, of: str = "inputs") -> list[Any]:
+    def agreed(
+        self, problem: str | Exception | None, kind: Sequence[str], own: Any, of: str = "inputs"
+    ) -> list[Any]:
         """Return the value of each rank, `own` of this one.
 
-        Raises a DistapError on all ranks if one has a problem, or if the `kind` of what they see differs.
+        Raises a DistapError on all ranks if one has a problem, or if the `kind` of what they see
+        differs.
         """
-        text = str(problem or "") if isinstance(problem, str | DistapError | None) else repr(problem)
+        text = (
+            str(problem or "") if isinstance(problem, str | DistapError | None) else repr(problem)
+        )
         texts, kinds, values = zip(*self.gather_values([text, kind, own]), strict=True)
         cause = problem if isinstance(problem, Exception) else None
         if any(texts):
@@ -200,26 +217,34 @@ class Arrival:
 
 @contextmanager
 def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator[World]:
-    """Join the ranks that torchrun's environment describes, inside this context; without torchrun, be one rank.
+    """Join the ranks that torchrun's environment describes, inside this context; without torchrun,
+    be one rank.
 
-    All ranks have `timeout_seconds` to join, and for each collective. Each rank takes the device that is `wanted`.
+    All ranks have `timeout_seconds` to join, and for each collective. Each rank takes the device
+    that is `wanted`.
 
     Raises:
-        CollectiveError: a rank is missing or lost, or the network is broken, also while the caller uses the world.
-            If a collective holds this rank's main thread, the process ends with status 1 instead.
+        CollectiveError: a rank is missing or lost, or the network is broken, also while the caller
+            uses the world. If a collective holds this rank's main thread, the process ends with
+            status 1 instead.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     is_alone = names[0] not in os.environ
     try:
-        rank, size, local_rank, _ = (0, 1, 0, 0) if is_alone else [int(os.environ[name]) for name in names]
+        rank, size, local_rank, _ = (
+            (0, 1, 0, 0) if is_alone else [int(os.environ[name]) for name in names]
+        )
         _ = is_alone or os.environ["MASTER_ADDR"]  # which the meeting reads, as it does the port
     except (KeyError, ValueError) as error:
-        raise DistapError(f"RANK is set, but the environment of torchrun is incomplete: {error}") from error
+        raise DistapError(
+            f"RANK is set, but the environment of torchrun is incomplete: {error}"
+        ) from error
     device = device_of(local_rank, wanted)
     if device.type == "cpu" and sys.platform == "linux":
-        # glibc would return the memory of every large tensor to the system, which fills it with zeros before the next
-        # tensor can have it: about 4% of a step that keeps its graphs.
-        if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        # glibc would return the memory of every large tensor to the system, which fills it with
+        # zeros before the next tensor can have it: about 4% of a step that keeps its graphs.
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt:
             for name, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1)):
                 mallopt(name, value)
     if is_alone:
@@ -246,12 +271,15 @@ def joined_world(timeout_seconds: float = 600, wanted: str = "auto") -> Iterator
                 world_size=size,
                 timeout=timedelta(seconds=timeout_seconds + LATER_SECONDS),
             )
-        yield World(rank, size, local_rank, device, None, watchdog, tuple(one.host for one in party.members))
+        yield World(
+            rank, size, local_rank, device, None, watchdog, tuple(one.host for one in party.members)
+        )
     except BaseException as error:
         problem = error
         raise
     finally:
-        # A cycle that refers to the group keeps its threads, and one that wakes while Python ends aborts the rank.
+        # A cycle that refers to the group keeps its threads, and one that wakes while Python ends
+        # aborts the rank.
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -265,32 +293,42 @@ def _padded(rows: Tensor, length: int) -> Tensor:
 def device_of(local_rank: int, wanted: str = "auto") -> torch.device:
     """Return the device of a rank by its local number; raise a DistapError if GPUs are too few.
 
-    `auto` takes a GPU where torch sees one, and the CPU elsewhere; `cuda` raises a DistapError there.
+    `auto` takes a GPU where torch sees one, and the CPU elsewhere; `cuda` raises a DistapError
+    there.
     """
     if wanted == "cuda" and not torch.cuda.is_available():
         raise DistapError(f"device: cuda, but {without_gpu()}; mend that, or set device to cpu")
     if wanted == "cpu" or not torch.cuda.is_available():
-        # An untrained network is full of subnormal numbers, which slow a CPU's arithmetic down a hundredfold.
+        # An untrained network is full of subnormal numbers, which slow a CPU's arithmetic down a
+        # hundredfold.
         torch.set_flush_denormal(True)
         return CPU
     if local_rank >= torch.cuda.device_count():
-        problem = f"local rank {local_rank} has no GPU of its own: this host has {torch.cuda.device_count()}"
+        problem = (
+            f"local rank {local_rank} has no GPU of its own: this host has"
+            f" {torch.cuda.device_count()}"
+        )
         raise DistapError(f"{problem}; start that many ranks a host at most")
     return torch.device("cuda", local_rank)
 
 
 def refuse_default_device() -> None:
-    """Raise a DistapError if torch creates tensors elsewhere than on the CPU where a call names no device."""
+    """Raise a DistapError if torch creates tensors elsewhere than on the CPU where a call names no
+    device.
+    """
     device = torch.get_default_device()
     if device.type != "cpu":
         raise DistapError(
-            f"torch's default device is {device} here, but distap creates numbers of images and ranks on the CPU: "
-            "enclose the call in `with torch.device('cpu')`, and move network and images to their device by `to`"
+            f"torch's default device is {device} here, but distap creates numbers of images and"
+            " ranks on the CPU: enclose the call in `with torch.device('cpu')`, and move network"
+            " and images to their device by `to`"
         )
 
 
 def without_gpu() -> str:
-    """Say with which CUDA torch was built and which driver is here, for a message that torch sees no GPU."""
+    """Say with which CUDA torch was built and which driver is here, for a message that torch sees
+    no GPU.
+    """
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     found = re.search(r"\d+(\.\d+)+", DRIVER.read_text()) if DRIVER.is_file() else None
     driver = f"driver {found[0]}" if found else "no driver"

@@ -1,4 +1,6 @@
-"""The hook by which mkdocs puts into pages what code says, `<!-- keys -->`, and studies, `<!-- study NAME -->`."""
+"""The hook by which mkdocs puts into pages what code says, `<!-- keys -->`, and studies, `<!--
+study NAME -->`.
+"""
 
 import inspect
 import json
@@ -33,7 +35,14 @@ def keys() -> Iterator[str]:
         row = f"| {name} | {cell(key.values)} | {default} | {cell(key.meaning)} |"
         tables.setdefault(first if is_section else "Top level", []).append(row)
     for title, rows in tables.items():
-        yield from ("", f"## {title}", "", "| key | takes | default | meaning |", "|---|---|---|---|", *rows)
+        yield from (
+            "",
+            f"## {title}",
+            "",
+            "| key | takes | default | meaning |",
+            "|---|---|---|---|",
+            *rows,
+        )
 
 
 def cell(text: str) -> str:
@@ -46,16 +55,23 @@ def metrics() -> Iterator[str]:
     yield from ("| metric | type | labels | meaning |", "|---|---|---|---|")
     for kind, name, told, *labels in (*OF_RANK.values(), *GLOBAL.values()):
         suffix = "_total" if kind.__name__ == "Counter" else ""
-        yield f"| `distap_{name}{suffix}` | {kind.__name__.lower()} | {', '.join(labels)} | {cell(told)} |"
+        yield (
+            f"| `distap_{name}{suffix}` | {kind.__name__.lower()} | {', '.join(labels)} |"
+            f" {cell(told)} |"
+        )
 
 
 def statuses() -> Iterator[str]:
     """The table of exit statuses in the docstring of `distap.errors`."""
     rows: list[list[str]] = []
     for line in (inspect.getdoc(errors) or "").splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        cells = (
+            [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        )
         if cells and rows and not cells[0]:  # the row before goes on
-            rows[-1] = [f"{above} {below}".strip() for above, below in zip(rows[-1], cells, strict=True)]
+            rows[-1] = [
+                f"{above} {below}".strip() for above, below in zip(rows[-1], cells, strict=True)
+            ]
         elif cells:
             rows.append(cells)
     yield from (f"| {' | '.join(cells)} |" for cells in rows)
@@ -73,13 +89,22 @@ def _commands(command, path: tuple[str, ...]) -> Iterator[str]:
         return
     arguments = [each for each in command.params if each.param_type_name == "argument"]
     usage = " ".join([*path, "[OPTIONS]", *map(_name, arguments)])
-    yield from ("", f"## {' '.join(path)}", "", f"    {usage}", "", inspect.cleandoc(command.help or ""))
+    yield from (
+        "",
+        f"## {' '.join(path)}",
+        "",
+        f"    {usage}",
+        "",
+        inspect.cleandoc(command.help or ""),
+    )
     yield from ("", "| option | default | meaning |", "|---|---|---|")
     for each in command.params:
         if not getattr(each, "hidden", False):
             shown = each.show_default if isinstance(each.show_default, str) else each.default
             default = "" if shown in (None, False) or callable(shown) else f"`{shown}`"
-            yield f"| `{cell(_name(each))}` | {default} | {cell(getattr(each, 'help', None) or '')} |"
+            yield (
+                f"| `{cell(_name(each))}` | {default} | {cell(getattr(each, 'help', None) or '')} |"
+            )
 
 
 def removed() -> Iterator[str]:
@@ -96,9 +121,13 @@ def study(name: str) -> str:
 
 
 def factors() -> Iterator[str]:
-    """A table of what single changes to `distap init`'s recipe bring on each set, and the updates that they allow."""
+    """A table of what single changes to `distap init`'s recipe bring on each set, and the updates
+    that they allow.
+    """
     found: dict[str, dict[str, list]] = {}
-    for line in map(json.loads, (Path(__file__).parent / "studies/factors.jsonl").read_text().splitlines()):
+    for line in map(
+        json.loads, (Path(__file__).parent / "studies/factors.jsonl").read_text().splitlines()
+    ):
         found.setdefault(line["contender"], {}).setdefault(line["set"], []).append(line)
     sets = [*found[INIT]]
     yield f"| change | {' | '.join(f'{name} | updates' for name in sets)} |"
@@ -106,9 +135,18 @@ def factors() -> Iterator[str]:
     for change, of_sets in found.items():
         cells = list[str]()
         for lines, others in ((of_sets.get(name), found[INIT][name]) for name in sets):
-            told = None if lines is None else mean_of(lines, JUDGED) if change == INIT else difference(lines, others)
+            told = (
+                None
+                if lines is None
+                else mean_of(lines, JUDGED)
+                if change == INIT
+                else difference(lines, others)
+            )
             sign = "+" if told and told.mean >= 0 and change != INIT else ""
-            cells += [f"{sign}{told or ''}", f"{fmean(line['updates'] for line in lines):.0f}" if lines else ""]
+            cells += [
+                f"{sign}{told or ''}",
+                f"{fmean(line['updates'] for line in lines):.0f}" if lines else "",
+            ]
         yield f"| {change} | {' | '.join(cells)} |"
 
 

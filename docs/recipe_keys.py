@@ -17,9 +17,13 @@ from distap.config.recipe import Recipe
 from distap.registry import REGISTRY, Chosen, class_of, name_of, place_of
 
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-PLAIN = {"int": "integer", "float": "number", "bool": "true or false", "str": "text", "Path": "path"} | {
-    **{"tuple": "list", "dict": "keys", "Mapping": "keys", "Any": "text", "Source": "text"}
-}
+PLAIN = {
+    "int": "integer",
+    "float": "number",
+    "bool": "true or false",
+    "str": "text",
+    "Path": "path",
+} | {**{"tuple": "list", "dict": "keys", "Mapping": "keys", "Any": "text", "Source": "text"}}
 
 
 @dataclass(frozen=True)
@@ -32,10 +36,14 @@ class Key:
 
 
 def recipe_keys(section: type = Recipe, prefix: str = "", of: str = "") -> Iterator[Key]:
-    """Yield all keys of a section, each followed by the keys of its sub-sections and of parts chosen by name."""
+    """Yield all keys of a section, each followed by the keys of its sub-sections and of parts
+    chosen by name.
+    """
     for name, annotation, default, meaning in _fields(section):
-        by_name = get_args(annotation)[1] if get_origin(annotation) is dict else None  # keys that a user chooses
-        kind, inner = _chosen(annotation), _section(annotation if by_name is None else by_name)
+        # keys that a user chooses
+        by_name = get_args(annotation)[1] if get_origin(annotation) is dict else None
+        kind = _chosen(annotation)
+        inner = _section(annotation if by_name is None else by_name)
         below = prefix if name == "chosen" else f"{prefix}{name}."
         below += "" if by_name is None or not (kind or inner) else "NAME."
         if name != "chosen":
@@ -47,7 +55,11 @@ def recipe_keys(section: type = Recipe, prefix: str = "", of: str = "") -> Itera
         if kind and not of:  # a sum of losses has losses within
             names = ", ".join(REGISTRY[kind.kind])
             yield Key(
-                f"{below}name", of, names, kind.otherwise or "", "Name of one of these, or package.module:Class."
+                f"{below}name",
+                of,
+                names,
+                kind.otherwise or "",
+                "Name of one of these, or package.module:Class.",
             )
             for of_class, chosen in _classes(kind.kind):
                 for key in recipe_keys(chosen, below, ", ".join(of_class)):
@@ -63,10 +75,15 @@ def _classes(kind: str) -> Iterator[tuple[list[str], type]]:
 
 
 def _fields(section: type) -> Iterator[tuple[str, Any, str, str]]:
-    """Yield name, annotation, default and docstring of the fields of a pydantic model or of a dataclass."""
-    hints, told = get_type_hints(section, include_extras=True), dict[str, str]()
+    """Yield name, annotation, default and docstring of the fields of a pydantic model or of a
+    dataclass.
+    """
+    hints = get_type_hints(section, include_extras=True)
+    told = dict[str, str]()
     for each in reversed(section.__mro__):
-        if each.__module__ in sys.modules and not each.__module__.startswith(("builtins", "pydantic")):
+        if each.__module__ in sys.modules and not each.__module__.startswith(
+            ("builtins", "pydantic")
+        ):
             told |= _docstrings(each.__module__).get(each.__name__, {})
     if issubclass(section, BaseModel):
         of_model = section.model_fields.items()
@@ -74,7 +91,9 @@ def _fields(section: type) -> Iterator[tuple[str, Any, str, str]]:
     else:
         of_class = fields(section) if is_dataclass(section) else ()
         defaults = {
-            field.name: field.default if field.default_factory is MISSING else field.default_factory()
+            field.name: field.default
+            if field.default_factory is MISSING
+            else field.default_factory()
             for field in of_class
         }
     for name, default in defaults.items():
@@ -83,10 +102,14 @@ def _fields(section: type) -> Iterator[tuple[str, Any, str, str]]:
 
 @cache
 def _docstrings(module: str) -> dict[str, dict[str, str]]:
-    """Return the docstrings under the fields of a module's classes, by class and field, from its source."""
+    """Return the docstrings under the fields of a module's classes, by class and field, from its
+    source.
+    """
     found: dict[str, dict[str, str]] = {}
     classes = [
-        each for each in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(each, ast.ClassDef)
+        each
+        for each in ast.parse(inspect.getsource(sys.modules[module])).body
+        if isinstance(each, ast.ClassDef)
     ]
     for each in classes:
         for field, below in pairwise(each.body):
@@ -102,18 +125,29 @@ def _first_line(section: type) -> str:
 
 def _chosen(annotation: Any) -> Chosen | None:
     metadata = getattr(annotation, "__metadata__", ())
-    return next((each for each in (*metadata, *map(_chosen, get_args(annotation))) if isinstance(each, Chosen)), None)
+    return next(
+        (
+            each
+            for each in (*metadata, *map(_chosen, get_args(annotation)))
+            if isinstance(each, Chosen)
+        ),
+        None,
+    )
 
 
 def _section(annotation: Any) -> type | None:
-    """Return the sub-section that a key holds (or null); None if the key may also be written as text."""
+    """Return the sub-section that a key holds (or null); None if the key may also be written as
+    text.
+    """
     parts = _parts(annotation)
     found = [part for part in parts if isinstance(part, type) and _is_section(part)]
     return found[0] if found and str not in parts else None
 
 
 def _is_section(part: type) -> bool:
-    return issubclass(part, BaseModel) or (is_dataclass(part) and part.__module__.startswith("distap."))
+    return issubclass(part, BaseModel) or (
+        is_dataclass(part) and part.__module__.startswith("distap.")
+    )
 
 
 def _parts(annotation: Any) -> list[Any]:
@@ -121,7 +155,11 @@ def _parts(annotation: Any) -> list[Any]:
     if get_origin(annotation) is Annotated:
         return _parts(get_args(annotation)[0])
     is_union = get_origin(annotation) in (Union, types.UnionType)
-    return [part for each in get_args(annotation) for part in _parts(each)] if is_union else [annotation]
+    return (
+        [part for each in get_args(annotation) for part in _parts(each)]
+        if is_union
+        else [annotation]
+    )
 
 
 def _values(annotation: Any) -> str:
@@ -142,7 +180,11 @@ def _values(annotation: Any) -> str:
         return " or ".join(map(_default, get_args(annotation)))
     if annotation in (None, type(None)):
         return "null"
-    name = (get_origin(annotation) or annotation).__name__ if hasattr(annotation, "__name__") else str(annotation)
+    name = (
+        (get_origin(annotation) or annotation).__name__
+        if hasattr(annotation, "__name__")
+        else str(annotation)
+    )
     return PLAIN.get(name, name)
 
 

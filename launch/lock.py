@@ -2,8 +2,8 @@
 """The packages that distap is installed with, each in one version and with the hashes of its files.
 
     launch/lock.py                  resolve pyproject.toml and write requirements.txt; needs uv
-    launch/lock.py --upgrade        the same, with the newest versions
-    launch/lock.py emoji dev        print what distap with these extras needs (core: without any), for
+    launch/lock.py --upgrade        the same, with the newest versions launch/lock.py emoji dev
+    print what distap with these extras needs (core: without any), for
                                     pip install --require-hashes --no-deps
 
 It reads and writes the files beside it, on any operating system and Python that distap runs on.
@@ -23,12 +23,18 @@ UNIVERSAL = ["--universal", "--python-version", "3.11", "--no-header", "--no-ann
 
 
 def sources() -> dict[str, list[str]]:
-    """What uv resolves for the core alone, for each extra with the core, and for each dependency group."""
+    """What uv resolves for the core alone, for each extra with the core, and for each dependency
+    group.
+    """
     settings = tomllib.loads(PROJECT.read_text())
     extras = settings["project"].get("optional-dependencies", {})
     groups = settings.get("dependency-groups", {})
     of_extras = {name: [str(PROJECT), "--extra", name] for name in extras}
-    return {"core": [str(PROJECT)]} | of_extras | {name: ["--group", f"{PROJECT}:{name}"] for name in groups}
+    return (
+        {"core": [str(PROJECT)]}
+        | of_extras
+        | {name: ["--group", f"{PROJECT}:{name}"] for name in groups}
+    )
 
 
 def compiled(*arguments: str) -> str:
@@ -47,10 +53,16 @@ def write(*upgrade: str) -> None:
     """Resolve everything together, then find out what each part needs of it."""
     if shutil.which("uv") is None:
         sys.exit("launch/lock.py needs uv, which launch/setup installs: put .venv/bin on the PATH")
-    everything = [argument for source in sources().values() for argument in source if argument != str(PROJECT)]
+    everything = [
+        argument for source in sources().values() for argument in source if argument != str(PROJECT)
+    ]
     compiled(str(PROJECT), *everything, "--generate-hashes", "--output-file", str(LOCK), *upgrade)
-    whole = entries(LOCK.read_text())  # which has the versions of before, unless they are to be upgraded
-    parts = {part: entries(compiled(*source, "--constraint", str(LOCK))) for part, source in sources().items()}
+    # which has the versions of before, unless they are to be upgraded
+    whole = entries(LOCK.read_text())
+    parts = {
+        part: entries(compiled(*source, "--constraint", str(LOCK)))
+        for part, source in sources().items()
+    }
     blocks = [
         f"\n# {' '.join(part for part, needed in parts.items() if name in needed)}\n{entry}\n"
         for name, entry in whole.items()
@@ -62,7 +74,9 @@ def needed(parts: list[str]) -> str:
     """The entries of the lock that distap with these extras, or a dependency group, needs."""
     unknown = set(parts) - set(sources())
     if unknown:
-        sys.exit(f"{PROJECT}: no extra {', '.join(sorted(unknown))}; there are {', '.join(sources())}")
+        sys.exit(
+            f"{PROJECT}: no extra {', '.join(sorted(unknown))}; there are {', '.join(sources())}"
+        )
     blocks = (block.partition("\n") for block in LOCK.read_text().split("\n# ")[1:])
     return "".join(entry for of, _, entry in blocks if set(of.split()) & set(parts))
 

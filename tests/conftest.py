@@ -34,7 +34,8 @@ settings.register_profile("searching", max_examples=50)
 settings.load_profile("ci" if "CI" in os.environ else "searching")
 
 
-# A million imported objects stay: looking for garbage among them would take a third of the time of collecting tests.
+# A million imported objects stay: looking for garbage among them would take a third of the time of
+# collecting tests.
 gc.disable()
 
 
@@ -44,11 +45,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     session.config.add_cleanup(gc.unfreeze)  # or C++ would print what Python leaves behind
 
 
-# The longest files come first, so that none is left alone at the end; those that mostly wait are apart.
+# The longest files come first, so that none is left alone at the end; those that mostly wait are
+# apart.
 FIRST = """
-container multi_node recipes partial_training engines watchdog multistage faults examples tune slurm losses commands
-trainer cut_network wheel compiled_loops length_and_rates ranks nccl_rules trained_losses export study
-engine_trainings stored_run from_run_to_run decoders site peak_memory extraction backbones reads service serving
+container multi_node recipes partial_training engines watchdog multistage faults examples tune
+slurm losses commands trainer cut_network wheel compiled_loops length_and_rates ranks nccl_rules
+trained_losses export study engine_trainings stored_run from_run_to_run decoders site peak_memory
+extraction backbones reads service serving
 """
 
 
@@ -75,14 +78,17 @@ def _another_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _state_of_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A command sets up the log and the signals of its process, and may leave threads behind; a test's goes on."""
+    """A command sets up the log and the signals of its process, and may leave threads behind; a
+    test's goes on.
+    """
     logger = logging.getLogger("distap")
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "propagate", True)
     monkeypatch.setattr(terminal, "origin", terminal.LogOrigin())
     monkeypatch.setattr(remotes, "FIRST_PAUSE", 0)
     level = logger.level
-    for number, handler in HEARD.items():  # a fixture of the module may have trained, and left its own
+    # a fixture of the module may have trained, and left its own
+    for number, handler in HEARD.items():
         signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
     with patch.dict(os.environ):  # libraries may leave the variables of a rank there
@@ -99,7 +105,11 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
         folder = tmp_path / f"disk-{len(disks)}"
         folder.mkdir()
         command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-        if os.geteuid() or shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        if (
+            os.geteuid()
+            or shutil.which("mount") is None
+            or subprocess.run(command, capture_output=True).returncode
+        ):
             pytest.skip("mounting needs root")
         disks.append(folder)
         return folder
@@ -127,7 +137,9 @@ def training_shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pat
     """Two data sets of different classes, to train on and to evaluate on; not to be written to."""
     folder = tmp_path_factory.mktemp("training")
     for part, seed in (("train", 1), ("test", 2)):
-        images = write_images(folder / f"{part}-images", {f"{part}-{c}": 3 + c % 4 for c in range(12)}, 40, seed)
+        images = write_images(
+            folder / f"{part}-images", {f"{part}-{c}": 3 + c % 4 for c in range(12)}, 40, seed
+        )
         pack(images, folder / part, images_per_shard=20)
     return folder / "train", folder / "test"
 

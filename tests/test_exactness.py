@@ -1,4 +1,6 @@
-"""What `Multistage` cannot do exactly is refused by name, and layers with a state of their own are exact."""
+"""What `Multistage` cannot do exactly is refused by name, and layers with a state of their own are
+exact.
+"""
 
 from copy import deepcopy
 from functools import partial
@@ -25,11 +27,15 @@ from distap.stages.exactness import mixes_images, normalises_by_batch
 from distap.world import World
 
 IMAGES = 22
-PROXIES = nn.Parameter(torch.randn(5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+PROXIES = nn.Parameter(
+    torch.randn(5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+)
 
 
 def closes_over_proxies(descriptors, labels, proxies=PROXIES):
-    return cross_entropy(8 * descriptors @ normalize(proxies[:, : descriptors.shape[1]]).t(), labels % 5)
+    return cross_entropy(
+        8 * descriptors @ normalize(proxies[:, : descriptors.shape[1]]).t(), labels % 5
+    )
 
 
 class ProxyLoss(nn.Module):
@@ -49,7 +55,8 @@ class Network(nn.Module):
     def __init__(self, finish=lambda descriptors: descriptors, layer=None):
         super().__init__()
         torch.manual_seed(0)
-        self.layer, self.finish = layer or nn.Linear(3 * 8 * 8, 6).double(), finish
+        self.layer = layer or nn.Linear(3 * 8 * 8, 6).double()
+        self.finish = finish
 
     def forward(self, images):
         return self.finish(self.layer(images[..., :8, :8].flatten(1)))
@@ -76,12 +83,21 @@ SMALL = nn.Linear(6, 6).double()
         (Network(lambda d: d - d.mean(0)), "it mixes the images"),
         (Network(lambda d: batch_norm(d, None, None, training=True)), "it mixes the images"),
         (Network(lambda d: torch.softmax(d @ d.t(), 1) @ d), "it mixes the images"),
-        (Network(layer=nn.Sequential(nn.Linear(192, 6).double(), Centred(), nn.Dropout(0.1))), "it mixes the images"),
+        (
+            Network(layer=nn.Sequential(nn.Linear(192, 6).double(), Centred(), nn.Dropout(0.1))),
+            "it mixes the images",
+        ),
         (Network(lambda d: HIDDEN[0](d)), r"a parameter \(6,?6?.*\) would get no gradient"),
         (Network(lambda d: checkpoint(SMALL, d, use_reentrant=True)), "pass use_reentrant=False"),
-        (Network(lambda d: {"pooler_output": d}), "a dict with pooler_output for 3 images; descriptors"),
+        (
+            Network(lambda d: {"pooler_output": d}),
+            "a dict with pooler_output for 3 images; descriptors",
+        ),
         (Network(lambda d: d[:, 0]), r"a tensor \(3,\) for 3 images"),
-        (Network(lambda d: (d, d)), r"a tuple of a tensor \(3, 6\), a tensor \(3, 6\) for 3 images"),
+        (
+            Network(lambda d: (d, d)),
+            r"a tuple of a tensor \(3, 6\), a tensor \(3, 6\) for 3 images",
+        ),
         (Network(lambda d: None), "a NoneType for 3 images"),
     ],
 )
@@ -99,7 +115,9 @@ def test_images_that_require_a_gradient_are_refused(given):
     images, labels = images_and_labels()
     prompted = images + nn.Parameter(torch.zeros(1, 3, 1, 1, dtype=torch.float64))
     network = Network()
-    network.forward = lambda one: Network.forward(network, one["pixels"] if isinstance(one, dict) else one)
+    network.forward = lambda one: Network.forward(
+        network, one["pixels"] if isinstance(one, dict) else one
+    )
     with pytest.raises(DistapError, match="require a gradient"):
         Multistage(network, "ap_q", 4)(given(prompted), labels)
     with torch.no_grad():
@@ -108,22 +126,31 @@ def test_images_that_require_a_gradient_are_refused(given):
 
 @pytest.mark.parametrize(
     "loss",
-    [lambda d, y: closes_over_proxies(d, y), partial(closes_over_proxies, proxies=PROXIES), ProxyLoss().of_batch],
+    [
+        lambda d, y: closes_over_proxies(d, y),
+        partial(closes_over_proxies, proxies=PROXIES),
+        ProxyLoss().of_batch,
+    ],
     ids=["lambda", "partial", "bound method"],
 )
 def test_a_loss_that_closes_over_a_parameter_is_refused(loss):
-    with pytest.raises(DistapError, match=r"a parameter \(5, 6\) would get no gradient: the loss closes over it"):
+    with pytest.raises(
+        DistapError, match=r"a parameter \(5, 6\) would get no gradient: the loss closes over it"
+    ):
         Multistage(Network(), loss, 4)(*images_and_labels())
 
 
 def test_a_loss_without_a_graph_is_refused():
     with pytest.raises(DistapError, match="has no graph: is it detached"):
-        Multistage(Network(), lambda descriptors, labels: descriptors.detach().norm(), 4)(*images_and_labels())
+        Multistage(Network(), lambda descriptors, labels: descriptors.detach().norm(), 4)(
+            *images_and_labels()
+        )
 
 
 def test_proxies_train_with_a_frozen_network():
     images, labels = images_and_labels()
-    network, again = Network().requires_grad_(False), ProxyLoss()
+    network = Network().requires_grad_(False)
+    again = ProxyLoss()
     multistage = Multistage(network, ProxyLoss(), 4)
     multistage(images, labels).backward()
     again(normalize(network(images)), labels).backward()
@@ -155,8 +182,12 @@ class Scaling(nn.Linear):
     ],
     ids=["scaling", "spectral norm", "spectral norm by hooks"],
 )
-def test_a_layer_whose_state_moves_in_each_pass_has_the_gradient_of_one_pass_over_the_batch(layer, keep):
-    """All images meet the weights of the first pass, in describe, in replay and in a graph that is kept."""
+def test_a_layer_whose_state_moves_in_each_pass_has_the_gradient_of_one_pass_over_the_batch(
+    layer, keep
+):
+    """All images meet the weights of the first pass, in describe, in replay and in a graph that is
+    kept.
+    """
     images, labels = images_and_labels()
     network = Network(layer=layer().double()).train()
     again = deepcopy(network)
@@ -174,13 +205,18 @@ def test_what_people_have_is_taken():
     images, labels = images_and_labels()
     expected = Multistage(Network(), {"ap_q": 1.0, "contrastive": 0.5}, 4)(images, labels)
     terms = [
-        Multistage(Network(), name, 4)(images, labels.numpy()[::-1].copy()[::-1]) for name in ("ap_q", "contrastive")
+        Multistage(Network(), name, 4)(images, labels.numpy()[::-1].copy()[::-1])
+        for name in ("ap_q", "contrastive")
     ]
     torch.testing.assert_close(expected, terms[0] + 0.5 * terms[1])
     torch.testing.assert_close(Multistage(Network(), "ap_q", 4)(images, labels.tolist()), terms[0])
     unit = normalize(Network()(images)).detach()
-    torch.testing.assert_close(distap.rank(unit.numpy(), labels.numpy()).loss, distap.rank(unit, labels).loss)
-    with pytest.raises(DistapError, match="labels: a list of 22 str makes no tensor of numbers; number them first"):
+    torch.testing.assert_close(
+        distap.rank(unit.numpy(), labels.numpy()).loss, distap.rank(unit, labels).loss
+    )
+    with pytest.raises(
+        DistapError, match="labels: a list of 22 str makes no tensor of numbers; number them first"
+    ):
         Multistage(Network(), "ap_q", 4)(images, [f"class {label}" for label in labels.tolist()])
 
 
@@ -218,7 +254,8 @@ class Merging(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.base, self.merged = nn.Linear(6, 6).double(), False
+        self.base = nn.Linear(6, 6).double()
+        self.merged = False
 
     def train(self, mode=True):
         self.merged |= not mode
@@ -238,7 +275,11 @@ def test_sound_networks_are_not_refused():
     def with_a_leaf_of_its_own(descriptors):
         return descriptors + torch.zeros(1, dtype=torch.float64).requires_grad_()
 
-    for finish in (with_a_leaf_of_its_own, lambda d: d + 0.01 * torch.randn_like(d), nn.Dropout(0.5)):
+    for finish in (
+        with_a_leaf_of_its_own,
+        lambda d: d + 0.01 * torch.randn_like(d),
+        nn.Dropout(0.5),
+    ):
         Multistage(Network(finish).train(), "ap_q", 4)(*images_and_labels()).backward()
 
 
@@ -267,7 +308,11 @@ def gradients_of(network, loss):
 
 @pytest.mark.parametrize(
     "hook",
-    [lambda gradient: 0.1 * gradient, lambda gradient: gradient.clamp(-1e-3, 1e-3), lambda gradient: gradient + 1],
+    [
+        lambda gradient: 0.1 * gradient,
+        lambda gradient: gradient.clamp(-1e-3, 1e-3),
+        lambda gradient: gradient + 1,
+    ],
     ids=["scale", "clamp", "add"],
 )
 def test_a_hook_on_a_parameter_acts_once_on_the_whole_gradient(hook):
@@ -289,7 +334,9 @@ def test_a_hook_after_accumulation_acts_once_on_the_whole_gradient():
     images, labels = images_and_labels()
     network = Network()
     calls = []
-    network.layer.weight.register_post_accumulate_grad_hook(lambda parameter: calls.append(parameter.grad.clone()))
+    network.layer.weight.register_post_accumulate_grad_hook(
+        lambda parameter: calls.append(parameter.grad.clone())
+    )
     gradients = gradients_of(network, Multistage(network, "ap_q", 5)(images, labels))
     (gradient,) = calls
     assert torch.equal(gradient, gradients[0])
@@ -318,7 +365,10 @@ def test_a_parameter_that_changes_its_place_before_backward_is_named(change):
 
 def test_parameters_lent_by_functional_call_are_refused():
     multistage = Multistage(Network(), "ap_q", 5)
-    lent = {name: parameter.detach().clone().requires_grad_() for name, parameter in multistage.named_parameters()}
+    lent = {
+        name: parameter.detach().clone().requires_grad_()
+        for name, parameter in multistage.named_parameters()
+    }
     loss = functional_call(multistage, lent, images_and_labels())
     with pytest.raises(DistapError, match=r"layer\.weight is another parameter.*functional_call"):
         loss.backward()
@@ -340,12 +390,16 @@ def test_a_graph_that_all_passes_share_is_refused():
     shift = layer(torch.ones(6, dtype=torch.float64)).tanh()
     network = Network(lambda descriptors: descriptors + shift)
     network.outside = layer
-    with pytest.raises(DistapError, match=r"all passes of the network share a part of their graph \(.*Tanh"):
+    with pytest.raises(
+        DistapError, match=r"all passes of the network share a part of their graph \(.*Tanh"
+    ):
         Multistage(network, "ap_q", 5)(*images_and_labels())
 
 
 def test_complex_descriptors_are_refused():
-    with pytest.raises(DistapError, match=r"numbers of torch\.complex128; descriptors are real numbers"):
+    with pytest.raises(
+        DistapError, match=r"numbers of torch\.complex128; descriptors are real numbers"
+    ):
         Multistage(Network(lambda d: torch.complex(d, d)), "ap_q", 5)(*images_and_labels())
 
 
@@ -395,7 +449,9 @@ def test_an_expanded_buffer_of_a_layer_in_training_mode_is_taken():
     network = Network().train()
     expected = gradients_of(network, Multistage(network, "ap_q", 5)(images, labels))
     network.register_buffer("mean", torch.zeros(1).expand(8))
-    assert torch.equal(gradients_of(network, Multistage(network, "ap_q", 5)(images, labels))[0], expected[0])
+    assert torch.equal(
+        gradients_of(network, Multistage(network, "ap_q", 5)(images, labels))[0], expected[0]
+    )
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -1,4 +1,6 @@
-"""What only a GPU can show; test_on_a_device.py and test_nccl_rules.py show what can be seen without one."""
+"""What only a GPU can show; test_on_a_device.py and test_nccl_rules.py show what can be seen
+without one.
+"""
 
 import copy
 import math
@@ -24,13 +26,17 @@ from distap.stages.sizes import free_memory
 from distap.stopwatch import Stopwatch
 from distap.world import World, joined_world
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 DEVICE = torch.device("cuda")
 IMAGES = 40
 LOSSES = {
     **{name: name for name in sorted(REGISTRY["loss"]) if name != "sum"},
     "matryoshka": {"name": "matryoshka", "dimensions": [2, 5], "inner": "ap_q"},
-    # Many virtual images come before a positive: the gradient of recall@k, its usual inner loss, is but rounding.
+    # Many virtual images come before a positive: the gradient of recall@k, its usual inner loss, is
+    # but rounding.
     "simix": {"name": "simix", "inner": "smooth_ap"},
 }
 
@@ -75,7 +81,9 @@ def test_a_step_is_exact_and_its_stages_are_timed(precision, near):
 def test_dropout_is_the_same_in_describe_and_replay_and_leaves_the_random_state_alone():
     network = random_network(arguments={"drop_rate": 0.5, "drop_path_rate": 0.5}).train()
     state = torch.cuda.get_rng_state()
-    (first, moved, _), (second, again, _) = (stepped(network, DEVICE, sizes=MicroBatchSizes(8)) for _ in range(2))
+    (first, moved, _), (second, again, _) = (
+        stepped(network, DEVICE, sizes=MicroBatchSizes(8)) for _ in range(2)
+    )
     assert torch.equal(torch.cuda.get_rng_state(), state)
     assert first.replay_drift < 1e-4 and first.loss == pytest.approx(second.loss, rel=1e-5)
     assert distance(moved, again) < 1e-2
@@ -86,7 +94,8 @@ class Hungry(torch.nn.Module):
 
     def __init__(self, network, most):
         super().__init__()
-        self.network, self.most = network, most
+        self.network = network
+        self.most = most
 
     def forward(self, images):
         if len(images) > self.most:
@@ -95,9 +104,12 @@ class Hungry(torch.nn.Module):
 
 
 def test_micro_batches_are_halved_until_they_fit():
-    network, sizes = random_network().train(), MicroBatchSizes(16)
+    network = random_network().train()
+    sizes = MicroBatchSizes(16)
     _, expected, _ = stepped(network, DEVICE)
-    _, found, step = stepped(network, DEVICE, sizes=sizes, network_of=lambda network: Hungry(network, 5))
+    _, found, step = stepped(
+        network, DEVICE, sizes=sizes, network_of=lambda network: Hungry(network, 5)
+    )
     assert step.stages.sizes.images == 4
     assert distance(found, expected) < 1e-3
 
@@ -105,32 +117,48 @@ def test_micro_batches_are_halved_until_they_fit():
 def gathered_on(device, dtype, classes):
     raw, labels = problem(4, 300, classes)
     raw, labels = normalize(raw).to(device, dtype), labels.unique(return_inverse=True)[1].to(device)
-    return gather(raw, labels, torch.ones_like(labels, dtype=torch.bool), World(device=device), len(labels))
+    return gather(
+        raw, labels, torch.ones_like(labels, dtype=torch.bool), World(device=device), len(labels)
+    )
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_is_near_to_float64_on_the_cpu(name):
     rankings = []
     for device, dtype in ((DEVICE, torch.float32), (torch.device("cpu"), torch.float64)):
-        # Large classes take the interpolated sums; but simix makes a virtual image of each pair of a class.
+        # Large classes take the interpolated sums; but simix makes a virtual image of each pair of
+        # a class.
         gathered = gathered_on(device, dtype, 40 if name == "simix" else 7)
-        loss = build_loss(LOSSES[name]).sized(int(gathered.labels.max()) + 1, gathered.descriptors.shape[1], 0)
+        loss = build_loss(LOSSES[name]).sized(
+            int(gathered.labels.max()) + 1, gathered.descriptors.shape[1], 0
+        )
         if loss.learned is not None:
             loss.learned.to(device)
         rankings.append(rank_descriptors(loss, gathered, memory_bytes=2**18))
     found, expected = rankings
     assert float(found.loss) == pytest.approx(float(expected.loss), rel=1e-4)
-    if name != "blackbox_ap":  # its gradient is a difference of two rankings, of which near ties decide
+    # its gradient is a difference of two rankings, of which near ties decide
+    if name != "blackbox_ap":
         assert distance(found.gradient.double().cpu(), expected.gradient) < 1e-3
 
 
 def test_ranking_takes_a_share_of_the_free_memory():
-    free, whole = free_memory(DEVICE), torch.cuda.get_device_properties(DEVICE).total_memory
-    assert 0 < Budget(torch.device("cuda", torch.cuda.current_device())).half <= whole // 8 and 0 < free < whole
+    free = free_memory(DEVICE)
+    whole = torch.cuda.get_device_properties(DEVICE).total_memory
+    assert (
+        0 < Budget(torch.device("cuda", torch.cuda.current_device())).half <= whole // 8
+        and 0 < free < whole
+    )
 
 
 def test_ddp_sums_its_bucket_over_nccl(monkeypatch):
-    facts = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(1)}
+    facts = {
+        "RANK": 0,
+        "WORLD_SIZE": 1,
+        "LOCAL_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_ports(1),
+    }
     for name, value in facts.items():
         monkeypatch.setenv(name, str(value))
     with joined_world() as world:

@@ -14,11 +14,16 @@ import pytest
 from benchmarks.trace import traced_step
 
 ROOT = Path(__file__).parents[1]
-MODULES = {path.relative_to(ROOT): path.read_text() for path in sorted((ROOT / "distap").rglob("*.py"))}
-MOST_LINES_OF_A_FILE, MOST_LAYERS = 400, 10
+MODULES = {
+    path.relative_to(ROOT): path.read_text() for path in sorted((ROOT / "distap").rglob("*.py"))
+}
+MOST_LINES_OF_A_FILE = 400
+MOST_LAYERS = 10
 MOST_FILES_OF_A_STEP = 30
-MOST_NODES_OF_A_STEP = 5_800  # expressions and statements that begin on the lines which one step runs
-MOST_ROOMS, MOST_FLOORS = 26, 10
+# expressions and statements that begin on the lines which one step runs
+MOST_NODES_OF_A_STEP = 5_800
+MOST_ROOMS = 26
+MOST_FLOORS = 10
 
 
 def test_no_file_is_long():
@@ -32,7 +37,9 @@ def test_no_public_name_is_defined_twice():
         for node in ast.parse(text).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
                 places[node.name].append(str(path))
-    assert {name: where for name, where in places.items() if len(where) > 1 and name != "main"} == {}
+    assert {
+        name: where for name, where in places.items() if len(where) > 1 and name != "main"
+    } == {}
 
 
 def constants(tree: ast.Module) -> dict[str, str]:
@@ -41,7 +48,11 @@ def constants(tree: ast.Module) -> dict[str, str]:
     for node in tree.body:
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
             targets = getattr(node.targets[0], "elts", node.targets)
-            values = node.value.elts if len(targets) > 1 and isinstance(node.value, ast.Tuple) else [node.value]
+            values = (
+                node.value.elts
+                if len(targets) > 1 and isinstance(node.value, ast.Tuple)
+                else [node.value]
+            )
             pairs = zip(targets, values * (1 + len(targets) - len(values)), strict=True)
             found |= {ast.unparse(target): ast.unparse(value) for target, value in pairs}
     return {name: value for name, value in found.items() if name.isupper()}
@@ -56,20 +67,29 @@ def test_a_constant_has_one_meaning():
 
 
 def imported(tree: ast.AST) -> set[str]:
-    """What a module imports of distap when it runs, as the names of top-level modules and folders."""
+    """What a module imports of distap when it runs, as the names of top-level modules and
+    folders."""
     if isinstance(tree, ast.If) and "TYPE_CHECKING" in ast.unparse(tree.test):
         return set()
     names = set().union(*map(imported, ast.iter_child_nodes(tree)))
     if isinstance(tree, ast.ImportFrom) and tree.module == "distap":
-        names |= {alias.name if not alias.name.startswith("__") else "__init__" for alias in tree.names}
+        names |= {
+            alias.name if not alias.name.startswith("__") else "__init__" for alias in tree.names
+        }
     elif isinstance(tree, ast.ImportFrom | ast.Import):
-        whole = [tree.module or ""] if isinstance(tree, ast.ImportFrom) else [alias.name for alias in tree.names]
+        whole = (
+            [tree.module or ""]
+            if isinstance(tree, ast.ImportFrom)
+            else [alias.name for alias in tree.names]
+        )
         names |= {name.split(".")[1] for name in whole if name.startswith("distap.")}
     return names
 
 
 def test_rooms_are_few_and_stand_on_few_floors():
-    """A room is a folder or a module of distap; it stands one floor above the highest room that it imports."""
+    """A room is a folder or a module of distap; it stands one floor above the highest room that it
+    imports.
+    """
     rooms = defaultdict(set)
     for path, text in MODULES.items():
         room = path.with_suffix("").parts[1]
@@ -84,7 +104,9 @@ def test_rooms_are_few_and_stand_on_few_floors():
 def test_there_are_few_layers():
     (contract,) = (
         contract
-        for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+        for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"][
+            "importlinter"
+        ]["contracts"]
         if contract["type"] == "layers"
     )
     assert len(contract["layers"]) <= MOST_LAYERS
@@ -96,20 +118,26 @@ def test_a_recipe_is_read_without_torch():
 
 
 def test_a_reader_of_the_step_has_few_files_and_expressions_to_read():
-    """One step of a training with its loader and its reports, after first ones that build what is built once."""
+    """One step of a training with its loader and its reports, after first ones that build what is
+    built once.
+    """
     lines = traced_step()
     assert len(lines) <= MOST_FILES_OF_A_STEP, sorted(lines)
     nodes = [
         node
         for path, text in MODULES.items()
         for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.expr | ast.stmt) and node.lineno in lines.get(str(path.relative_to("distap")), ())
+        if isinstance(node, ast.expr | ast.stmt)
+        and node.lineno in lines.get(str(path.relative_to("distap")), ())
     ]
     assert len(nodes) <= MOST_NODES_OF_A_STEP
 
 
 def test_the_library_has_few_names_and_import_needs_no_torch():
-    code = "import sys, distap; names = dir(distap); sys.exit('torch' in sys.modules or len(names) > 15)"
+    code = (
+        "import sys, distap; names = dir(distap); sys.exit('torch' in sys.modules or len(names)"
+        " > 15)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     import distap
 
@@ -119,12 +147,19 @@ def test_the_library_has_few_names_and_import_needs_no_torch():
 
 
 def test_the_documents_name_files_that_exist():
-    texts = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("k8s/**/*.md"), *ROOT.glob("launch/**/*.md")]
+    texts = [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("k8s/**/*.md"),
+        *ROOT.glob("launch/**/*.md"),
+    ]
     inside = re.compile(r"(?:distap|tests|benchmarks|launch|k8s|docs)/[\w./-]*\w")
     missing = {
         f"{text.relative_to(ROOT)}: {name}"
         for text in texts
-        for name in re.findall(rf"`({inside.pattern})/?`|\]\(({inside.pattern})\)", text.read_text())
+        for name in re.findall(
+            rf"`({inside.pattern})/?`|\]\(({inside.pattern})\)", text.read_text()
+        )
         for name in name
         if name and not (ROOT / name).exists()
     }

@@ -24,7 +24,8 @@ IMAGES = 24
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
     """A folder of JPEG and PNG files of several sizes, some turned by EXIF."""
-    folder, generator = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    folder = tmp_path_factory.mktemp("photos")
+    generator = np.random.default_rng(0)
     for number in range(IMAGES):
         exif = Image.Exif()
         exif[0x0112] = 6 if number % 4 > 1 else 1
@@ -37,7 +38,9 @@ def photos(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, training_shards):
     folder = tmp_path_factory.mktemp("library") / "run"
-    Trainer(recipe(folder, training_shards, steps=2, model=MODEL, evaluation__dimensions=16), World()).train()
+    Trainer(
+        recipe(folder, training_shards, steps=2, model=MODEL, evaluation__dimensions=16), World()
+    ).train()
     return folder
 
 
@@ -75,13 +78,18 @@ def test_decoded_images_arrays_and_tensors_are_described_alike(photos, run):
     with torch.inference_mode():
         assert torch.allclose(network(pixels), expected, atol=1e-6)
     for wrong in ("missing.png", 3, np.zeros((4, 4)), torch.zeros(3, 4, 4)):
-        with pytest.raises(DistapError, match=r"missing.png: cannot|is no image|expected three colours"):
+        with pytest.raises(
+            DistapError, match=r"missing.png: cannot|is no image|expected three colours"
+        ):
             network.describe([wrong])
 
 
 def test_describing_under_another_default_device_is_refused(photos, run):
     network = distap.load(run, device="cpu")
-    with torch.device("meta"), pytest.raises(DistapError, match="torch's default device is meta here"):
+    with (
+        torch.device("meta"),
+        pytest.raises(DistapError, match="torch's default device is meta here"),
+    ):
         network.describe(sorted(photos.iterdir())[:2])
 
 
@@ -111,15 +119,25 @@ def test_descriptors_of_any_layout_are_taken(described):
     labels = [*range(20), *range(20), *[-1] * 10, *[float("nan")] * 10]
     figures = distap.evaluate(described, labels)
     assert (figures["queries"], figures["left_out"]) == (40, 20)
-    nearest = [hit.row for hit in distap.search_index(described).search(described[7:8].numpy(), 5)[0]]
+    nearest = [
+        hit.row for hit in distap.search_index(described).search(described[7:8].numpy(), 5)[0]
+    ]
     read_only = described.numpy().copy()
     read_only.flags.writeable = False
     reversed_rows = described.numpy()[::-1].copy()[::-1]
     graph = described.clone().requires_grad_()
-    given = [list(described), described.tolist(), read_only, reversed_rows, described.numpy().astype(">f4"), graph]
+    given = [
+        list(described),
+        described.tolist(),
+        read_only,
+        reversed_rows,
+        described.numpy().astype(">f4"),
+        graph,
+    ]
     for values in given:
         assert distap.evaluate(values, labels) == figures
-        assert [hit.row for hit in distap.search_index(values).search(values[7], 5)[0]] == nearest  # one vector
+        # one vector
+        assert [hit.row for hit in distap.search_index(values).search(values[7], 5)[0]] == nearest
     for values in (described.half(), described.numpy().astype(np.float16), described.bfloat16()):
         assert distap.evaluate(values, labels)["mAP"] == pytest.approx(figures["mAP"], rel=0.05)
 
@@ -138,7 +156,9 @@ def test_descriptors_that_cannot_be_ranked_are_named(described):
                 call(values)
     labels = torch.arange(60) % 20
     assert distap.evaluate(long, labels, dot_product=True) != distap.evaluate(described, labels)
-    assert distap.search_index(long, dot_product=True).search(long[3], 1)[0][0].similarity == pytest.approx(4)
+    assert distap.search_index(long, dot_product=True).search(long[3], 1)[0][
+        0
+    ].similarity == pytest.approx(4)
     with pytest.raises(DistapError, match="query 0 has length 2, expected 1"):
         distap.search_index(described).search(long[3], 1)
     with pytest.raises(DistapError, match="none of the 60 images has another of its class"):
@@ -158,7 +178,8 @@ def test_labels_and_queries_that_do_not_fit_are_named(described):
 
 
 NETWORK = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 6))
-BATCH, LABELS = torch.rand(24, 3, 2, 2), torch.arange(24) // 4
+BATCH = torch.rand(24, 3, 2, 2)
+LABELS = torch.arange(24) // 4
 step = distap.Multistage(NETWORK, micro_batch=5)
 
 
@@ -166,13 +187,31 @@ step = distap.Multistage(NETWORK, micro_batch=5)
     ("call", "said"),
     [
         (lambda: distap.Multistage(torch.flatten), "network: .*: must be an instance of Module"),
-        (lambda: distap.Multistage(NETWORK, max_drift="a", skip_below="b"), "max_drift: 'a': .*; skip_below: 'b'"),
+        (
+            lambda: distap.Multistage(NETWORK, max_drift="a", skip_below="b"),
+            "max_drift: 'a': .*; skip_below: 'b'",
+        ),
         (lambda: step([Image.new("RGB", (2, 2))] * 8, LABELS[:8]), "images are a list of 8 Image"),
-        (lambda: step(BATCH, LABELS, samples=["a"] * 24), "samples: a list of 24 str makes no tensor"),
-        (lambda: distap.load("run", scales="1", sizing=224), "sizing: 224: must be text; scales: '1': "),
-        (lambda: distap.load("run", device="gpu"), "device: 'gpu' cannot be used: Expected one of cpu"),
-        (lambda: distap.load("hf-hub:a/b", best=True), "hf-hub:a/b: best, sizing, scales and whitening are for runs"),
-        (lambda: distap.train("emoji", "steps=1"), "overrides: 'steps=1': must be keys with values"),
+        (
+            lambda: step(BATCH, LABELS, samples=["a"] * 24),
+            "samples: a list of 24 str makes no tensor",
+        ),
+        (
+            lambda: distap.load("run", scales="1", sizing=224),
+            "sizing: 224: must be text; scales: '1': ",
+        ),
+        (
+            lambda: distap.load("run", device="gpu"),
+            "device: 'gpu' cannot be used: Expected one of cpu",
+        ),
+        (
+            lambda: distap.load("hf-hub:a/b", best=True),
+            "hf-hub:a/b: best, sizing, scales and whitening are for runs",
+        ),
+        (
+            lambda: distap.train("emoji", "steps=1"),
+            "overrides: 'steps=1': must be keys with values",
+        ),
     ],
 )
 def test_a_wrong_argument_is_named_with_what_is_expected(call, said):

@@ -26,8 +26,10 @@ from distap.randomness import seed_for
 from distap.registry import REGISTRY
 from distap.stages.step import DROPOUT
 
-IMAGES, NEAR = 21, 1e-9
-OTHER, SEED = "pytorch-metric-learning", 5
+IMAGES = 21
+NEAR = 1e-9
+OTHER = "pytorch-metric-learning"
+SEED = 5
 EVERY = [*REGISTRY["loss"], OTHER]
 CHOSEN = ["ap_q", "smooth_ap", "recall_at_k", "sup_con", "h_ap", "proxy_nca", OTHER]
 
@@ -38,8 +40,12 @@ def loss_of(name):
 
 @cache
 def full_batch(name="ap_q", make=small_network):
-    """The loss and each parameter's gradient, the loss's own last, from one graph over all images."""
-    network, (images, labels), own, virtual = make(), small_images(IMAGES), [], ()
+    """The loss and each parameter's gradient, the loss's own last, from one graph over all
+    images."""
+    network = make()
+    images, labels = small_images(IMAGES)
+    own = []
+    virtual = ()
     if name != OTHER:
         own = [one.detach().requires_grad_() for one in loss_of(name).parameters]
     if name == "simix":
@@ -84,15 +90,24 @@ def wrapped(wrapper, loss, sizes, **options):
         fully_shard(network)
     inner = DistributedDataParallel(network) if wrapper == "ddp inside" else network
     multistage = Multistage(inner, loss, sizes, reduce=wrapper == "summed here", **options)
-    return network, multistage, DistributedDataParallel(multistage) if wrapper == "ddp around" else multistage
+    return (
+        network,
+        multistage,
+        DistributedDataParallel(multistage) if wrapper == "ddp around" else multistage,
+    )
 
 
 def one_case(world, wrapper, name, mode):
-    """Loss, gradients and, of losses in CHOSEN, large collectives of a batch on this rank's share."""
+    """Loss, gradients and, of losses in CHOSEN, large collectives of a batch on this rank's
+    share."""
     passes = 2 if mode == "accumulated" else 1
-    network, multistage, outer = wrapped(wrapper, loss_of(name), 4, mode="sharded" if passes == 2 else mode)
+    network, multistage, outer = wrapped(
+        wrapper, loss_of(name), 4, mode="sharded" if passes == 2 else mode
+    )
     # simix draws numbers for pairs in the order of the batch, which such shares leave as it is.
-    share = slice(world.rank, None, world.size) if name == "simix" else share_of(world.rank, world.size)
+    share = (
+        slice(world.rank, None, world.size) if name == "simix" else share_of(world.rank, world.size)
+    )
     images, labels = (tensor[share] for tensor in small_images(IMAGES))
     values = []
     torch.manual_seed(SEED)
@@ -114,7 +129,12 @@ def one_case(world, wrapper, name, mode):
 WRAPPERS = ["ddp inside", "ddp around", "fsdp2", "summed here", "not wrapped"]
 CASES = [(wrapper, loss, "sharded") for wrapper in WRAPPERS for loss in CHOSEN]
 CASES += [(wrapper, "proxy_nca", "central") for wrapper in WRAPPERS]
-CASES += [(wrapper, loss, "accumulated") for wrapper in WRAPPERS if wrapper != "ddp around" for loss in CHOSEN[::5]]
+CASES += [
+    (wrapper, loss, "accumulated")
+    for wrapper in WRAPPERS
+    if wrapper != "ddp around"
+    for loss in CHOSEN[::5]
+]
 CASES += [("ddp inside", loss, "sharded") for loss in EVERY if loss not in CHOSEN]
 
 
@@ -152,7 +172,8 @@ def test_the_gradient_is_that_of_one_pass_over_the_batch(name, size):
 def test_a_backward_pass_reduces_the_gradients_once(on_some_ranks, case):
     network = 8 * sum(parameter.numel() for parameter in small_network().parameters())
     for _, _, collectives in (rank[case] for rank in on_some_ranks):
-        # gloo reduces and scatters by an all_reduce; gradients of descriptors, counts and drift take some bytes too.
+        # gloo reduces and scatters by an all_reduce; gradients of descriptors, counts and drift
+        # take some bytes too.
         (reduced,) = (call.bytes for call in collectives if call.name == "gloo:all_reduce")
         assert reduced - (0 if case[0] == "not wrapped" else network) in range(network // 2)
 
@@ -164,7 +185,8 @@ def test_dropout_draws_the_same_in_both_passes():
     value = Multistage(network, "ap_q", 4)(images, labels)
     value.backward()
     torch.manual_seed(5)
-    seed, again = int(torch.randint(2**62, ())), small_network(dropout=0.3, drop_path=0.2)
+    seed = int(torch.randint(2**62, ()))
+    again = small_network(dropout=0.3, drop_path=0.2)
     parts = []
     for start in range(0, IMAGES, 4):
         torch.manual_seed(seed_for(DROPOUT, seed, 0, start))
@@ -199,7 +221,10 @@ def test_a_batch_may_be_any_nesting_of_tensors_or_come_as_micro_batches():
         "dict": (OfNesting(), (whole, labels)),
         "iterator": (small_network(), (micro_batches(images, labels),)),
         "iterator of images": (small_network(), (iter(images.split(6)), labels)),
-        "loader": (small_network(), (DataLoader(list(zip(images, labels, strict=True)), batch_size=8),)),
+        "loader": (
+            small_network(),
+            (DataLoader(list(zip(images, labels, strict=True)), batch_size=8),),
+        ),
         "list": (small_network(), (list(images), labels)),
     }
     for network, arguments in given.values():
@@ -210,7 +235,8 @@ def test_a_batch_may_be_any_nesting_of_tensors_or_come_as_micro_batches():
 def test_images_of_different_sizes_are_described_one_by_one():
     images, labels = small_images(IMAGES)
     cut = [image[:, : 7 + number % 3, : 9 - number % 2] for number, image in enumerate(images)]
-    network, again = small_network(), small_network()
+    network = small_network()
+    again = small_network()
     Multistage(network, "ap_q", 4)(cut, labels).backward()
     listwise_loss("ap_q", torch.cat([again(image[None]) for image in cut]), labels).backward()
     assert_near(gradients_of(network), gradients_of(again))
@@ -221,7 +247,8 @@ class Hidden(nn.Module):
 
     def __init__(self, contain):
         super().__init__()
-        self.network, self.contain = small_network(), contain
+        self.network = small_network()
+        self.contain = contain
 
     def forward(self, images):
         return self.contain(torch.relu(self.network.norm(self.network.stem(images))))
@@ -236,22 +263,37 @@ def tokens(maps):
     [
         (tokens, "hidden", "cls", lambda maps: maps[..., 0, 0]),
         (lambda maps: (None, maps), 1, "mean", lambda maps: maps.mean((2, 3))),
-        (lambda maps: SimpleNamespace(last=maps.mean(2)), "last", "mean", lambda maps: maps.mean((1, 2))),
+        (
+            lambda maps: SimpleNamespace(last=maps.mean(2)),
+            "last",
+            "mean",
+            lambda maps: maps.mean((1, 2)),
+        ),
         (lambda maps: maps, None, "max", lambda maps: maps.amax((2, 3))),
     ],
 )
-def test_a_field_and_a_pooling_make_descriptors_of_what_a_network_returns(contain, output, pooling, expected):
-    (images, labels), network, again = small_images(IMAGES), Hidden(contain), Hidden(expected)
+def test_a_field_and_a_pooling_make_descriptors_of_what_a_network_returns(
+    contain, output, pooling, expected
+):
+    images, labels = small_images(IMAGES)
+    network = Hidden(contain)
+    again = Hidden(expected)
     value = Multistage(network, "ap_q", 4, output=output, pooling=pooling)(images, labels)
     value.backward()
     listwise_loss("ap_q", normalize(again(images)), labels).backward()
-    assert_near(*([one for one in gradients_of(each) if one is not None] for each in (network, again)))
+    assert_near(
+        *([one for one in gradients_of(each) if one is not None] for each in (network, again))
+    )
 
 
 @pytest.mark.parametrize(
     ("output", "pooling", "message"),
     [
-        (None, None, r"a dict with hidden for 3 images; descriptors \(n, C\) are expected: name a field"),
+        (
+            None,
+            None,
+            r"a dict with hidden for 3 images; descriptors \(n, C\) are expected: name a field",
+        ),
         ("pooler_output", "cls", "a dict with hidden for 3 images, without 'pooler_output'"),
         ("hidden", "token", "pooling: 'token': must be 'cls', 'cls_mean'"),
     ],
@@ -262,12 +304,15 @@ def test_a_field_or_pooling_that_a_network_does_not_have_is_named(output, poolin
 
 
 class Shifted(nn.Module):
-    """Two parameters for which autograd returns one gradient tensor, and one that repeats a number."""
+    """Two parameters for which autograd returns one gradient tensor, and one that repeats a
+    number."""
 
     def __init__(self):
         super().__init__()
         self.network = small_network()
-        self.first, self.second = (nn.Parameter(torch.full((5,), 0.1, dtype=torch.float64)) for _ in range(2))
+        self.first, self.second = (
+            nn.Parameter(torch.full((5,), 0.1, dtype=torch.float64)) for _ in range(2)
+        )
         self.third = nn.Parameter(torch.ones(3, dtype=torch.float64))
 
     def forward(self, images):
@@ -282,7 +327,9 @@ def test_gradients_that_share_memory_are_summed_apart():
 
 
 def odd_ranks(world):
-    """Ranks that differ: one mixes images, in image sizes, in BatchNorm statistics, and one without images."""
+    """Ranks that differ: one mixes images, in image sizes, in BatchNorm statistics, and one without
+    images.
+    """
     images, labels = (tensor[share_of(world.rank, world.size)] for tensor in small_images(IMAGES))
     mixing = nn.Sequential(small_network(), nn.Softmax(dim=0))
     with pytest.raises(DistapError, match="it mixes the images"):
@@ -309,7 +356,9 @@ def test_ranks_that_differ_neither_hang_nor_drift():
 
 
 def test_autocast_and_a_scaled_loss_reach_the_replay():
-    images, labels = (tensor.float() if tensor.is_floating_point() else tensor for tensor in small_images(IMAGES))
+    images, labels = (
+        tensor.float() if tensor.is_floating_point() else tensor for tensor in small_images(IMAGES)
+    )
     gradients = []
     for keep in (0, 99):  # with every graph kept, nothing is replayed
         network = small_network().float()
@@ -319,17 +368,22 @@ def test_autocast_and_a_scaled_loss_reach_the_replay():
         (value * 1024).backward()
         gradients.append(gradients_of(network))
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
-    in_float, whole = small_network().float(), small_network().float()
+    in_float = small_network().float()
+    whole = small_network().float()
     with torch.autocast("cpu", torch.bfloat16):
         descriptors = torch.cat([whole(part) for part in images.split(4)])
     (1024 * listwise_loss("ap_q", normalize(descriptors.float()), labels)).backward()
-    for found, expected, other in zip(gradients[0], gradients_of(whole), gradients_of(in_float), strict=True):
+    for found, expected, other in zip(
+        gradients[0], gradients_of(whole), gradients_of(in_float), strict=True
+    ):
         assert other is None and (found - expected).norm() < 1e-2 * expected.norm()
 
 
 def test_what_would_spoil_the_gradient_is_refused():
     images, labels = small_images(IMAGES)
-    with pytest.raises(DistapError, match=r"norm is a BatchNorm layer in training mode.*freeze_batchnorm=True"):
+    with pytest.raises(
+        DistapError, match=r"norm is a BatchNorm layer in training mode.*freeze_batchnorm=True"
+    ):
         Multistage(small_network(frozen=False))(images, labels)
     with pytest.raises(DistapError, match="other lengths than 1"):
         Multistage(nn.Sequential(small_network(), Double()), normalise=False)(images, labels)
@@ -338,7 +392,9 @@ def test_what_would_spoil_the_gradient_is_refused():
     for wrong, shape in ((labels[1:], r"\(20,\)"), (labels[0], r"\(\)")):
         with pytest.raises(DistapError, match=f"labels are {shape} for 21 images"):
             Multistage(small_network())(images, wrong)
-    with pytest.raises(DistapError, match=r"microbatch: unknown key; .*; Multistage itself has micro_batch"):
+    with pytest.raises(
+        DistapError, match=r"microbatch: unknown key; .*; Multistage itself has micro_batch"
+    ):
         Multistage(small_network(), microbatch=4)
     with pytest.raises(DistapError, match="images have 20, 21 rows"):
         Multistage(small_network())((images, labels[1:]), labels)
@@ -346,12 +402,16 @@ def test_what_would_spoil_the_gradient_is_refused():
         Multistage(small_network(), "proxy_nca")
     with pytest.raises(DistapError, match="no images were given"):
         Multistage(small_network())(images[:0], labels[:0])
-    with pytest.raises(DistapError, match=r"samples are \(1,\) of torch.int64; a whole number for each of 21"):
+    with pytest.raises(
+        DistapError, match=r"samples are \(1,\) of torch.int64; a whole number for each of 21"
+    ):
         Multistage(small_network())(images, labels, samples=[1])
     with pytest.raises(DistapError, match="ContrastiveLoss is a class; give an object"):
         Multistage(small_network(), ContrastiveLoss)
     with pytest.raises(DistapError, match="mixes images"):
-        Multistage(nn.Sequential(nn.BatchNorm2d(3, track_running_stats=False)).eval().double())(images, labels)
+        Multistage(nn.Sequential(nn.BatchNorm2d(3, track_running_stats=False)).eval().double())(
+            images, labels
+        )
     with pytest.raises(TypeError, match="cannot be called weights"):
         distap.loss(lambda descriptors, labels, weights=1: descriptors)
     value = Multistage(small_network())(images, labels)
@@ -372,4 +432,6 @@ def test_batchnorm_can_be_frozen_and_keeps_its_statistics_and_mode():
     _, gradients = full_batch()
     assert_near(gradients_of(network), gradients)
     assert network.norm.training
-    assert all(torch.equal(before[name], value) for name, value in network.norm.state_dict().items())
+    assert all(
+        torch.equal(before[name], value) for name, value in network.norm.state_dict().items()
+    )

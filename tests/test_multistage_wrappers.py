@@ -1,7 +1,9 @@
-"""Multistage holds its promise under every wrapper and in every use: the gradient is that of autograd over the batch.
+"""Multistage holds its promise under every wrapper and in every use: the gradient is that of
+autograd over the batch.
 
-A table of wrappers and uses on two and three ranks; each cell compares the loss on all ranks, the gradient of the
-network and that of the loss's own parameters with one pass of autograd over the whole batches, in float64.
+A table of wrappers and uses on two and three ranks; each cell compares the loss on all ranks, the
+gradient of the network and that of the loss's own parameters with one pass of autograd over the
+whole batches, in float64.
 """
 
 from contextlib import nullcontext
@@ -55,7 +57,9 @@ def loss_of(use):
 
 @cache
 def expected(use):
-    """Loss and gradients by one pass of autograd over each whole batch; the loss's own parameters come last."""
+    """Loss and gradients by one pass of autograd over each whole batch; the loss's own parameters
+    come last.
+    """
     network = small_network()
     first_images, first_labels = batch_of(FIRST)
     second_images, second_labels = batch_of(SECOND)
@@ -82,7 +86,9 @@ def expected(use):
 
 
 def wrapped(wrapper, use, group):
-    """Return the network, Multistage, what to call, and the context in which that keeps its gradients."""
+    """Return the network, Multistage, what to call, and the context in which that keeps its
+    gradients.
+    """
     network = small_network()
     if wrapper.startswith("fsdp2"):
         mesh = DeviceMesh.from_group(group or dist.group.WORLD, "cpu")
@@ -108,7 +114,8 @@ def wrapped(wrapper, use, group):
 
 
 def share_of(world, count):
-    """Tell which of `count` images a rank has: the first rank has twice as many as each other one."""
+    """Tell which of `count` images a rank has: the first rank has twice as many as each other
+    one."""
     turn = torch.arange(count) % (world.size + 1)
     return (turn - 1).clamp(min=0) == world.rank
 
@@ -156,7 +163,9 @@ def cell(world, wrapper, use, groups):
 
 
 def passes_between(world):
-    """Gradients of Multistage around a sharded network of which the caller describes images in between."""
+    """Gradients of Multistage around a sharded network of which the caller describes images in
+    between.
+    """
     network, multistage, _, _ = wrapped("fsdp2", "plain", None)
     pixels, labels = batch_of(FIRST)
     own = share_of(world, len(labels))
@@ -190,7 +199,9 @@ def on_two_and_three_ranks():
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(("wrapper", "use"), CELLS)
-def test_ranks_get_the_loss_and_the_gradient_of_the_whole_batch(on_two_and_three_ranks, wrapper, use, ranks):
+def test_ranks_get_the_loss_and_the_gradient_of_the_whole_batch(
+    on_two_and_three_ranks, wrapper, use, ranks
+):
     loss, gradients = expected(use)
     for of_rank in on_two_and_three_ranks[ranks]:
         value, found, drift = of_rank[wrapper, use]

@@ -1,4 +1,6 @@
-"""Ranks share their work on a device (`helpers/twin_device.py`) by collectives that refuse what NCCL refuses."""
+"""Ranks share their work on a device (`helpers/twin_device.py`) by collectives that refuse what
+NCCL refuses.
+"""
 
 import re
 from collections.abc import Callable, Iterator
@@ -35,9 +37,24 @@ DTYPES = {
     *(torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 }
-CHECKED = ("all_gather_into_tensor", "all_reduce", "broadcast", "reduce_scatter_tensor", "scatter", "send", "recv")
+CHECKED = (
+    "all_gather_into_tensor",
+    "all_reduce",
+    "broadcast",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+    "recv",
+)
 # They would need uneven sizes, or pickle what they send, which also takes the CPU's memory.
-REFUSED = ("gather", "all_gather", "all_to_all", "gather_object", "all_gather_object", "broadcast_object_list")
+REFUSED = (
+    "gather",
+    "all_gather",
+    "all_to_all",
+    "gather_object",
+    "all_gather_object",
+    "broadcast_object_list",
+)
 
 
 class RefusedError(Exception):
@@ -62,11 +79,17 @@ def _checked(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
             if not isinstance(tensor, Twin):
                 raise RefusedError(f"{name} of a tensor on the CPU, of {tuple(tensor.shape)}")
             if not tensor.is_contiguous():
-                raise RefusedError(f"{name} of a tensor that is not contiguous, of {tuple(tensor.shape)}")
+                raise RefusedError(
+                    f"{name} of a tensor that is not contiguous, of {tuple(tensor.shape)}"
+                )
             if tensor.dtype not in DTYPES:
                 raise RefusedError(f"{name} of {tensor.dtype}")
         if name not in ("send", "recv"):
-            own = [list(one.shape) for one in tensors] if name != "scatter" else [list(tensors[0].shape)]
+            own = (
+                [list(one.shape) for one in tensors]
+                if name != "scatter"
+                else [list(tensors[0].shape)]
+            )
             sizes: list[Any] = [None] * dist.get_world_size()
             all_gather_object(sizes, own)
             if any(one != own for one in sizes):
@@ -95,9 +118,11 @@ def of_rank_0(descriptors, labels):
 def all_losses(world):
     """Value and gradients of every loss, and its gradient by parameters of its own."""
     raw, labels = problem(4, IMAGES, 7, dtype=torch.float32)
-    mine, present = slice(world.rank, None, world.size), torch.arange(IMAGES) != 17
+    mine = slice(world.rank, None, world.size)
+    present = torch.arange(IMAGES) != 17
     facts = (one[mine].to(world.device) for one in (normalize(raw), labels, present))
-    gathered, found = gather(*facts, world, IMAGES), {}
+    gathered = gather(*facts, world, IMAGES)
+    found = {}
     for name in (*LOSSES, of_rank_0):
         loss = build_loss(name).sized(60, 8, 0)
         if loss.learned is not None:
@@ -109,18 +134,25 @@ def all_losses(world):
 
 
 def all_figures(world):
-    """The figures of every protocol, with the head of a ranking and without, and with distractors."""
+    """The figures of every protocol, with the head of a ranking and without, and with
+    distractors."""
     raw, labels = problem(5, 150, 20, dtype=torch.float32)
     descriptors, labels = normalize(raw).to(world.device), labels.to(world.device)
     generator = torch.Generator().manual_seed(0)
-    head = torch.stack([(row + 1 + torch.randperm(149, generator=generator)[:4]) % 150 for row in range(150)])
+    head = torch.stack(
+        [(row + 1 + torch.randperm(149, generator=generator)[:4]) % 150 for row in range(150)]
+    )
     head, half = head.to(world.device), normalize(raw).numpy().astype(np.float16)
     more = DescriptorParts([("part", half[:30]), ("another", half[50:99])])
-    positives, junk = [[row, row + 20, 40 + row] for row in range(15)], [[59 - row] for row in range(15, 0, -1)]
-    graded = Truth(150, [own[:2] for own in positives], junk, [[1, 2]] * 15, DIFFICULTIES, device=world.device)
+    positives = [[row, row + 20, 40 + row] for row in range(15)]
+    junk = [[59 - row] for row in range(15, 0, -1)]
+    graded = Truth(
+        150, [own[:2] for own in positives], junk, [[1, 2]] * 15, DIFFICULTIES, device=world.device
+    )
     parts = ["Public" if row % 2 else "Private" for row in range(15)]
     landmarks = Truth(150, positives, parts=parts, device=world.device)
-    protocol, few = LABELLED_FIGURES, descriptors[:15]
+    protocol = LABELLED_FIGURES
+    few = descriptors[:15]
     results = [
         evaluate.evaluate_descriptors(
             *arguments, world=world, head=first, distractors=None if first is not None else more
@@ -128,7 +160,14 @@ def all_figures(world):
         for first, *arguments in (
             (None, descriptors, descriptors, class_truth(labels), protocol, 10),
             (head, descriptors, descriptors, class_truth(labels), protocol, 10),
-            (None, descriptors[:60], descriptors[60:], class_truth(labels[:60], labels[60:]), protocol, 10),
+            (
+                None,
+                descriptors[:60],
+                descriptors[60:],
+                class_truth(labels[:60], labels[60:]),
+                protocol,
+                10,
+            ),
             (head[:15], few, half, graded, OF_REVISITED),
             (None, few, descriptors, graded, OF_REVISITED),
             (None, few, descriptors, landmarks, OF_LANDMARKS),
@@ -145,7 +184,10 @@ def plain(value):
 
 def everything(world):
     # Several blocks a rank; 15 queries are a single one.
-    with patch.object(evaluate, "MOST_QUERIES", 16), patch.object(ranks, "CONVERTED_NUMBERS", 64 * 8):
+    with (
+        patch.object(evaluate, "MOST_QUERIES", 16),
+        patch.object(ranks, "CONVERTED_NUMBERS", 64 * 8),
+    ):
         return all_losses(world), all_figures(world)
 
 
@@ -161,7 +203,8 @@ def shared(world):
 
 
 def test_ranks_share_their_work_by_what_nccl_allows_and_get_what_a_cpu_gets():
-    (losses, figures), size = everything(World()), 3
+    losses, figures = everything(World())
+    size = 3
     for rank, (own_losses, own_figures, shown, gathered) in enumerate(on_ranks(size, shared)):
         for name, (*expected, rows) in losses.items():
             *found, own = own_losses[name]
@@ -174,11 +217,15 @@ def test_ranks_share_their_work_by_what_nccl_allows_and_get_what_a_cpu_gets():
 ACTIONS = {
     "of a tensor on the CPU": lambda world: replace(world, device=torch.device("cpu")).maximum(1.0),
     "not contiguous": lambda world: world.sum(torch.zeros(3, 2, device=world.device).t()),
-    "of torch.complex64": lambda world: world.sum(torch.zeros(3, dtype=torch.complex64, device=world.device)),
-    r"all_gather_into_tensor of \[\[\[2, 3\], \[1, 3\]\], \[\[4, 3\], \[2, 3\]\]\]": lambda world: world.start_gather(
-        torch.zeros(world.rank + 1, 3, device=world.device)
+    "of torch.complex64": lambda world: world.sum(
+        torch.zeros(3, dtype=torch.complex64, device=world.device)
     ),
-    "all_gather_object: NCCL has none": lambda world: dist.all_gather_object([None] * 2, world.rank),
+    r"all_gather_into_tensor of \[\[\[2, 3\], \[1, 3\]\], \[\[4, 3\], \[2, 3\]\]\]": lambda world: (
+        world.start_gather(torch.zeros(world.rank + 1, 3, device=world.device))
+    ),
+    "all_gather_object: NCCL has none": lambda world: dist.all_gather_object(
+        [None] * 2, world.rank
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""What a step does on a GPU, on a device that keeps a GPU's rules: `helpers/twin_device.py` says which."""
+"""What a step does on a GPU, on a device that keeps a GPU's rules: `helpers/twin_device.py` says
+which.
+"""
 
 from collections import defaultdict
 
@@ -20,11 +22,15 @@ OF_STAGE = {"synchronize in Stopwatch._now"}  # at the begin and the end of a st
 
 def trained(device, keep=0):
     """The outcome of a step, the parameters after it, and the waits of each stage."""
-    world, waits = World(device=device), defaultdict(set)
+    world = World(device=device)
+    waits = defaultdict(set)
     network = small_network().to(device)
     optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
-    learner, sizes = learning(network, optimizer, world), MicroBatchSizes(8, keep)
-    step = step_with(learner, QuantizedAP(), world, 0, sizes, probed=True, stopwatch=Stopwatch(device))
+    learner = learning(network, optimizer, world)
+    sizes = MicroBatchSizes(8, keep)
+    step = step_with(
+        learner, QuantizedAP(), world, 0, sizes, probed=True, stopwatch=Stopwatch(device)
+    )
     with watching() as found:
         for stage in ("describe", "_send_back"):
             watched(step.stages, stage, found, waits[stage])
@@ -58,8 +64,13 @@ def trained_on_both(_, keep):
 def test_a_step_on_a_device_has_the_same_bits_and_waits_for_nothing(keep):
     [(on_cpu, on_device)] = on_ranks(1, trained_on_both, keep)
     result, parameters, waits = on_device
-    assert result.loss == on_cpu[0].loss and result.gradient_norm == pytest.approx(on_cpu[0].gradient_norm)
-    assert result.replay_drift == 0 and (result.replayed, result.kept) == (on_cpu[0].replayed, on_cpu[0].kept)
+    assert result.loss == on_cpu[0].loss and result.gradient_norm == pytest.approx(
+        on_cpu[0].gradient_norm
+    )
+    assert result.replay_drift == 0 and (result.replayed, result.kept) == (
+        on_cpu[0].replayed,
+        on_cpu[0].kept,
+    )
     for found, expected in zip(parameters, on_cpu[1], strict=True):
         assert torch.equal(found, expected)
     assert waits["describe"] <= OF_STAGE

@@ -32,7 +32,10 @@ def settings(names, file):
         "steps": 2,
         "loss": {"name": names["loss"], "margin": 0.2},
         "sampling": {"name": names["sampling"], "batch_size": 14},
-        "model": {"backbone": {"name": names["backbone"], "channels": 6}, "pooling": names["pooling"]},
+        "model": {
+            "backbone": {"name": names["backbone"], "channels": 6},
+            "pooling": names["pooling"],
+        },
         "data__reading": names["source"],
         "data__augmentation": {"name": names["augmentation"]},
         "optimizer": {"name": names["optimizer"], "learning_rate": 1e-3},
@@ -68,7 +71,9 @@ OF_LISTS = {"sampling": "InGivenOrder", "loss": "WithLists", "data__augmentation
 def written(folder, shards, **changes):
     chosen = {"sampling": {"name": "random", "batch_size": 14}, **changes}
     file = folder / "recipe.yaml"
-    file.write_text(yaml.safe_dump(recipe(folder / "run", shards, steps=2, **chosen).model_dump(mode="json")))
+    file.write_text(
+        yaml.safe_dump(recipe(folder / "run", shards, steps=2, **chosen).model_dump(mode="json"))
+    )
     return file
 
 
@@ -88,7 +93,11 @@ def test_parts_whose_fields_are_lists_and_mappings_train_and_evaluate(tmp_path, 
 @pytest.mark.parametrize(
     ("key", "name", "message"),
     [
-        ("sampling", "FailingSampling", "sampling: FailingSampling fails: KeyError: 'no such shelf'"),
+        (
+            "sampling",
+            "FailingSampling",
+            "sampling: FailingSampling fails: KeyError: 'no such shelf'",
+        ),
         ("sampling", "Repeating", "sampling: its batch .* different images are expected"),
         (
             "data__augmentation",
@@ -98,7 +107,9 @@ def test_parts_whose_fields_are_lists_and_mappings_train_and_evaluate(tmp_path, 
         ("loss", "FailingLoss", "loss: FailingLoss fails: IndexError"),
     ],
 )
-def test_a_dry_run_finds_what_fails_in_a_part_from_outside(tmp_path, training_shards, key, name, message):
+def test_a_dry_run_finds_what_fails_in_a_part_from_outside(
+    tmp_path, training_shards, key, name, message
+):
     file = written(tmp_path, training_shards, **{key: f"plug_ins:{name}"})
     with pytest.raises(DistapError, match=message):
         check_training(file, [], 2)

@@ -1,7 +1,7 @@
 """The private names of other packages that we use, and why. Such a name may go with any release.
 
-When one goes, a test here fails with the reason for it; then look for a public way, and raise the bound of torch in
-pyproject.toml to what CI has seen.
+When one goes, a test here fails with the reason for it; then look for a public way, and raise the
+bound of torch in pyproject.toml to what CI has seen.
 """
 
 import ast
@@ -16,33 +16,50 @@ PACKAGE = Path(__file__).parents[1] / "distap"
 NAMES = {
     ("torch._dynamo", "config"): "how ranking is compiled",
     ("torch._subclasses.fake_tensor", "FakeTensorMode"): "the cost of a network without running it",
-    ("torch.fx.experimental._config", ""): "sizes that ranking's compiled functions take as unknown",
+    (
+        "torch.fx.experimental._config",
+        "",
+    ): "sizes that ranking's compiled functions take as unknown",
     ("torch.nn.modules.batchnorm", "_BatchNorm"): "every kind of BatchNorm",
     ("torch.nn.modules.batchnorm", "_NormBase"): "layers with running statistics",
     ("torch.utils._python_dispatch", "TorchDispatchMode"): "counting operations",
     ("torch.utils._pytree", "tree_leaves"): "tensors in a batch of any shape",
     ("torch.utils._pytree", "tree_map"): "tensors in a batch of any shape",
     ("torch.utils._pytree", "tree_map_only"): "tensors in a batch of any shape",
-    ("timm.models._hub", "load_model_config_from_path"): "the configuration of a network in a folder",
+    (
+        "timm.models._hub",
+        "load_model_config_from_path",
+    ): "the configuration of a network in a folder",
 }
-# Attributes of objects of other packages, and what we need them for; tests of their places run them.
+# Attributes of objects of other packages, and what we need them for; tests of their places run
+# them.
 ATTRIBUTES = {
-    "_backward_hooks": "torch.Tensor: hooks on a parameter's gradient, which act on the whole of it",
+    "_backward_hooks": (
+        "torch.Tensor: hooks on a parameter's gradient, which act on the whole of it"
+    ),
     "_backward_active_depth": "DeepSpeed ZeRO: whether a backward pass is under way",
     "_cache_enabled": "torch's parametrisations: whether passes share what they compute",
     "_cdata": "torch's storage: which tensors share memory",
     "_coalesce_grad_reduction": "DeepSpeed ZeRO: one reduction a step",
     "_config": "DeepSpeed: the settings that it has read",
-    "_PartitionedParameterCoordinator__params_to_release": "DeepSpeed ZeRO 3: parameters to give back",
+    "_PartitionedParameterCoordinator__params_to_release": (
+        "DeepSpeed ZeRO 3: parameters to give back"
+    ),
     "_get_session": "aiobotocore: a session of aiohttp, which takes no settings from outside",
     "_hp_optimizer_states_linked": "DeepSpeed ZeRO: where the optimiser's state is",
     "_post_accumulate_grad_hooks": "torch.Tensor: hooks that act when a gradient was added up",
-    "_lazy_init_hp_params_optimizer_state": "DeepSpeed ZeRO: the optimiser's state before the first step",
-    "_middlewares": "aiohttp's session: bounds for the answers of S3, as `middlewares` gives them to other stores",
+    "_lazy_init_hp_params_optimizer_state": (
+        "DeepSpeed ZeRO: the optimiser's state before the first step"
+    ),
+    "_middlewares": (
+        "aiohttp's session: bounds for the answers of S3, as `middlewares` gives them to other"
+        " stores"
+    ),
     "_release_process_group_references": "DeepSpeed: its process groups, at the end of a training",
     "_version": "torch.Tensor: whether a tensor was changed in place",
 }
-DOCUMENTED = {"_asdict", "_fields", "_replace", "_exit", "_current_frames"}  # of Python, in spite of their names
+# of Python, in spite of their names
+DOCUMENTED = {"_asdict", "_fields", "_replace", "_exit", "_current_frames"}
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES, ids=".".join)
@@ -55,11 +72,17 @@ def test_a_private_name_that_we_use_is_there(module, name):
 
 
 def test_every_private_name_that_we_use_stands_here():
-    known = {part for names in NAMES for name in names for part in name.split(".")} | set(ATTRIBUTES) | DOCUMENTED
+    known = (
+        {part for names in NAMES for name in names for part in name.split(".")}
+        | set(ATTRIBUTES)
+        | DOCUMENTED
+    )
     used = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text())
-        own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        own = {
+            node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        }
         for node in ast.walk(tree):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 own.add(node.target.id)

@@ -13,7 +13,9 @@ def orders(count, number, *key):
 
 
 def too_far(seen, expected):
-    """Whether counts are further from what is expected of each than chance brings them once in a million times."""
+    """Whether counts are further from what is expected of each than chance brings them once in a
+    million times.
+    """
     freedom = len(seen) - 1
     return ((seen - expected) ** 2 / expected).sum() > freedom + 5 * np.sqrt(2 * freedom) + 15
 
@@ -22,7 +24,9 @@ def test_seeds_and_orders_never_change():
     """Batches, augmentation and dropout of every run made so far hang on these."""
     assert seed_for(1, 2, 3) == 6498626229777268288
     assert permutation(6, 7, 8).tolist() == [5, 0, 2, 4, 1, 3]
-    few, many = shuffled(np.array([6, 10**12]), np.array([[0, 1, 2], [3, 4, 10**11]]), 7, 8).tolist()
+    few, many = shuffled(
+        np.array([6, 10**12]), np.array([[0, 1, 2], [3, 4, 10**11]]), 7, 8
+    ).tolist()
     assert few == [4, 3, 0] and many == [219278381419, 979344024340, 891539248177]
 
 
@@ -37,7 +41,9 @@ def test_a_shuffled_order_holds_everything_once(count):
     assert np.array_equal(np.sort(first), np.arange(count))
     assert count < 3 or not np.array_equal(first, second)
     places = np.random.default_rng(0).integers(0, count, (1, 5))
-    assert np.array_equal(shuffled(np.array([count]), places, 1, of=(np.zeros(1, np.int64),))[0], first[places[0]])
+    assert np.array_equal(
+        shuffled(np.array([count]), places, 1, of=(np.zeros(1, np.int64),))[0], first[places[0]]
+    )
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5])

@@ -19,12 +19,32 @@ class OfItsOwn:
     [
         ("loss", "smoth_ap", {}, "loss 'smoth_ap' is unknown; did you mean smooth_ap?"),
         ("loss", "smooth_ap", {"tua": 1}, "loss smooth_ap: tua: unknown key; did you mean tau?"),
-        ("loss", "ap_q", {"preset": "dirtorhc"}, "loss ap_q has no preset 'dirtorhc'; did you mean dirtorch?"),
-        ("loss", "no_such_package.losses:Mine", {}, "No module named 'no_such_package'; is its folder on PYTHONPATH"),
-        ("loss", "my_package.losses.Mine", {}, "is unknown; expected one of ap_q, .*, or package.module:Class"),
+        (
+            "loss",
+            "ap_q",
+            {"preset": "dirtorhc"},
+            "loss ap_q has no preset 'dirtorhc'; did you mean dirtorch?",
+        ),
+        (
+            "loss",
+            "no_such_package.losses:Mine",
+            {},
+            "No module named 'no_such_package'; is its folder on PYTHONPATH",
+        ),
+        (
+            "loss",
+            "my_package.losses.Mine",
+            {},
+            "is unknown; expected one of ap_q, .*, or package.module:Class",
+        ),
         ("loss", "torch.nn:Mine", {}, "the module torch.nn has no Mine"),
         ("loss", "torch.nn:Linear", {}, "expected a dataclass or a pydantic model, .*@distap.loss"),
-        ("loss", f"{__name__}:OfItsOwn", {}, r"a loss has to be a subclass of distap\.ranking\.loss\.Loss, which Of"),
+        (
+            "loss",
+            f"{__name__}:OfItsOwn",
+            {},
+            r"a loss has to be a subclass of distap\.ranking\.loss\.Loss, which Of",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_name_or_a_key_is_said(kind, name, options, said):
@@ -39,7 +59,9 @@ def test_what_fails_within_a_module_is_not_taken_for_a_name_that_it_lacks(tmp_pa
         class_of("loss", "fails_on_import:Mine")
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in REGISTRY for name in REGISTRY[kind]])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in REGISTRY for name in REGISTRY[kind]]
+)
 def test_every_line_of_the_table_names_a_class_that_is_there(kind, name):
     assert callable(getattr(class_of(kind, name), METHODS[kind]))
     assert sorted(fields_in_source(REGISTRY[kind][name])) == sorted(fields_of(class_of(kind, name)))

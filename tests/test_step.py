@@ -17,9 +17,13 @@ from distap.stages.micro_batches import MicroBatchSizes
 from distap.stages.step import DROPOUT
 from distap.world import World
 
-SEED, STEP, IMAGES = 3, 7, 21  # 21 images are uneven on 4 ranks, and fill no micro-batch of 4
+# 21 images are uneven on 4 ranks, and fill no micro-batch of 4
+SEED = 3
+STEP = 7
+IMAGES = 21
 STOCHASTIC = {"dropout": 0.3, "drop_path": 0.2}
-# What is tried on every number of ranks: network, images of a micro-batch, and how many of a rank keep their graph.
+# What is tried on every number of ranks: network, images of a micro-batch, and how many of a rank
+# keep their graph.
 CASES = {
     "stochastic": (STOCHASTIC, 4),
     "one image": ({}, 1),
@@ -33,14 +37,20 @@ CASES = {
 def step_on(world, network, size, keep=0, **options):
     optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
     learner = learning(network, optimizer, world)
-    return step_with(learner, QuantizedAP(), world, SEED, MicroBatchSizes(size, keep), probed=True, **options)
+    return step_with(
+        learner, QuantizedAP(), world, SEED, MicroBatchSizes(size, keep), probed=True, **options
+    )
 
 
 def moved_by(step, batch):
-    """Each parameter's gradient after one step of SGD with rate 1, by how much it moved, and the step's result."""
+    """Each parameter's gradient after one step of SGD with rate 1, by how much it moved, and the
+    step's result.
+    """
     before = [p.detach().clone() for p in step.learner.network.parameters()]
     result = step(batch, 1.0)
-    return [b - p.detach() for b, p in zip(before, step.learner.network.parameters(), strict=True)], result
+    return [
+        b - p.detach() for b, p in zip(before, step.learner.network.parameters(), strict=True)
+    ], result
 
 
 def assert_near(found, expected):
@@ -49,12 +59,20 @@ def assert_near(found, expected):
 
 
 def all_cases(world):
-    steps = {name: step_on(world, small_network(**settings), *sizes) for name, (settings, *sizes) in CASES.items()}
-    return {name: moved_by(step, TensorBatch(*small_images(IMAGES), world, STEP)) for name, step in steps.items()}
+    steps = {
+        name: step_on(world, small_network(**settings), *sizes)
+        for name, (settings, *sizes) in CASES.items()
+    }
+    return {
+        name: moved_by(step, TensorBatch(*small_images(IMAGES), world, STEP))
+        for name, step in steps.items()
+    }
 
 
 def full_batch_gradients(ranks, settings, micro_batch):
-    """Autograd through the network and the materialised loss at once, dropout drawn as the ranks draw it."""
+    """Autograd through the network and the materialised loss at once, dropout drawn as the ranks
+    draw it.
+    """
     network = small_network(**settings)
     images, labels = small_images(IMAGES)
     descriptors = torch.empty(IMAGES, 5, dtype=torch.float64)
@@ -92,10 +110,13 @@ def vision_transformer():
 
 
 def test_a_vision_transformer_with_class_token_dropout_and_stochastic_depth_trains_exactly():
-    network, images, labels = vision_transformer(), noise(10, 64), torch.arange(10) % 3
+    network = vision_transformer()
+    images = noise(10, 64)
+    labels = torch.arange(10) % 3
     before = {name: p.detach().clone() for name, p in network.named_parameters()}
     result = step_on(World(), network, 4)(TensorBatch(images, labels, World(), STEP), 1.0)
-    whole, descriptors = vision_transformer(), []
+    whole = vision_transformer()
+    descriptors = []
     for start in range(0, 10, 4):
         torch.manual_seed(seed_for(DROPOUT, SEED, STEP, start))
         descriptors.append(whole(images[start : start + 4]))
@@ -112,7 +133,9 @@ def test_a_vision_transformer_with_class_token_dropout_and_stochastic_depth_trai
 def test_a_kept_graph_needs_no_second_forward():
     forwards = []
     step = step_on(World(), small_network(), 4, keep=2)
-    step.learner.network.register_forward_hook(lambda module, images, descriptors: forwards.append(len(descriptors)))
+    step.learner.network.register_forward_hook(
+        lambda module, images, descriptors: forwards.append(len(descriptors))
+    )
     result = step(TensorBatch(*small_images(IMAGES), World()), 1.0)
     assert forwards == [4, 4, 4, 4, 4, 1, 4, 4, 4, 4]
     assert (result.replayed, result.kept) == (16, 5)
@@ -127,16 +150,22 @@ class Indifferent(Loss):
 
     def value_and_gradient(self, gathered, budget):
         value = QuantizedAP().value_and_gradient(gathered, budget)
-        scale = torch.where(torch.isin(gathered.own, torch.tensor(self.chosen)), 1.0, self.factor).double()
+        scale = torch.where(
+            torch.isin(gathered.own, torch.tensor(self.chosen)), 1.0, self.factor
+        ).double()
         return value._replace(gradient=value.gradient * scale[:, None])
 
 
 def replay_of_some(world, chosen, keep, settings, factor=0.0, skip_below=0.0):
-    """How the parameters move, how many images were replayed, and the sizes of replay's forward passes."""
+    """How the parameters move, how many images were replayed, and the sizes of replay's forward
+    passes.
+    """
     network = small_network(**settings)
     learner = learning(network, torch.optim.SGD(network.parameters(), lr=1.0), world)
     loss = Indifferent(chosen, factor)
-    step = step_with(learner, loss, world, SEED, MicroBatchSizes(4, keep), probed=True, skip_below=skip_below)
+    step = step_with(
+        learner, loss, world, SEED, MicroBatchSizes(4, keep), probed=True, skip_below=skip_below
+    )
     sizes = []
 
     def note(module, images, descriptors):
@@ -149,7 +178,9 @@ def replay_of_some(world, chosen, keep, settings, factor=0.0, skip_below=0.0):
 
 
 def all_replays_of_some(world):
-    drifting = step_on(world, Restless(small_network()) if world.rank == world.size - 1 else small_network(), 4)
+    drifting = step_on(
+        world, Restless(small_network()) if world.rank == world.size - 1 else small_network(), 4
+    )
     with pytest.raises(DistapError, match="replay drift"):  # of one rank, on every rank
         drifting(TensorBatch(*small_images(IMAGES), world, STEP), 1.0)
     chosen = [1, 2, 5, 9, 14, 18]  # of one rank of two they are 2, 14, 18, of the other 1, 5, 9
@@ -163,11 +194,14 @@ def all_replays_of_some(world):
 
 
 def test_images_without_gradient_are_not_replayed():
-    alone, together = all_replays_of_some(World()), on_ranks(2, all_replays_of_some)
+    alone = all_replays_of_some(World())
+    together = on_ranks(2, all_replays_of_some)
     assert alone["plain"][1:] == ((6, 0), [4, 2])
     assert alone["whole"][2] == [4] * 5  # with dropout, micro-batches stay as they were
     for answer in (alone, *together):
-        assert answer["plain"][1] == answer["whole"][1] == answer["small ones left out"][1] == (6, 0)
+        assert (
+            answer["plain"][1] == answer["whole"][1] == answer["small ones left out"][1] == (6, 0)
+        )
         assert sum(answer["kept"][1]) == 6
         assert answer["one rank only"][1] == (2, 0)
         for case in ("plain", "kept", "one rank only"):
@@ -182,7 +216,10 @@ class Greedy(torch.nn.Module):
     def __init__(self, network, with_graph, without=99, graphs=99, backward=99):
         super().__init__()
         self.network = network
-        self.with_graph, self.without, self.graphs, self.backward = with_graph, without, graphs, backward
+        self.with_graph = with_graph
+        self.without = without
+        self.graphs = graphs
+        self.backward = backward
 
     def forward(self, images):
         limit = self.with_graph if torch.is_grad_enabled() else self.without
@@ -203,7 +240,11 @@ class Greedy(torch.nn.Module):
 
 @pytest.mark.parametrize(
     ("limits", "size"),
-    [({"with_graph": 3}, 2), ({"with_graph": 99, "without": 5}, 4), ({"with_graph": 99, "backward": 5}, 4)],
+    [
+        ({"with_graph": 3}, 2),
+        ({"with_graph": 99, "without": 5}, 4),
+        ({"with_graph": 99, "backward": 5}, 4),
+    ],
 )
 def test_micro_batches_are_halved_where_memory_runs_out(limits, size, caplog):
     step = step_on(World(), Greedy(small_network(), **limits), 8)
@@ -222,13 +263,16 @@ def test_fewer_graphs_are_kept_where_memory_runs_out(caplog):
     assert (step.stages.sizes.keep, described.kept) == (2, {})
     greedy.graphs = 99
     assert_near(
-        moved_by(step, TensorBatch(*small_images(IMAGES), World(), STEP))[0], full_batch_gradients(1, {}, 4)[0]
+        moved_by(step, TensorBatch(*small_images(IMAGES), World(), STEP))[0],
+        full_batch_gradients(1, {}, 4)[0],
     )
 
 
 def test_memory_that_does_not_suffice_for_one_image_is_an_error_that_says_what_to_change():
     step = step_on(World(), Greedy(small_network(), 99, without=0), 2)
-    with pytest.raises(DistapError, match=r"out of memory in describe .* one image; .*smaller images"):
+    with pytest.raises(
+        DistapError, match=r"out of memory in describe .* one image; .*smaller images"
+    ):
         step(TensorBatch(*small_images(IMAGES), World()), 1.0)
     step = step_on(World(), Greedy(small_network(dropout=0.1), 99, without=1), 2)
     with pytest.raises(DistapError, match="drops at random"):
@@ -265,7 +309,9 @@ class Overflowing(torch.nn.Module):
 
     def forward(self, images):
         descriptors = self.network(images)
-        return torch.where(images.amax((1, 2, 3), keepdim=True)[:, :, 0, 0] > 100, torch.inf, descriptors)
+        return torch.where(
+            images.amax((1, 2, 3), keepdim=True)[:, :, 0, 0] > 100, torch.inf, descriptors
+        )
 
 
 @pytest.mark.parametrize("keep", [0, 3])

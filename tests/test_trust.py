@@ -1,4 +1,6 @@
-"""Records of networks come from strangers: what they name runs no code and reads no other files without trust."""
+"""Records of networks come from strangers: what they name runs no code and reads no other files
+without trust.
+"""
 
 import json
 import os
@@ -34,7 +36,11 @@ PART = "stranger:Part"
 
 
 def saved_run(folder, shards, **changes) -> Path:
-    settings = {"steps": 1, "sampling": {"name": "random", "batch_size": 8}, "data__validation": str(shards[1])}
+    settings = {
+        "steps": 1,
+        "sampling": {"name": "random", "batch_size": 8},
+        "data__validation": str(shards[1]),
+    }
     settings |= {
         "evaluation": {"every": 0},
         "model": {"backbone": "test_resnet", "weights": "random", "pooling": GEM},
@@ -55,7 +61,9 @@ def index(tmp_path_factory, run, photos) -> Path:
     folder = tmp_path_factory.mktemp("indexed")
     with pytest.MonkeyPatch.context() as patch:
         keys = ("evaluation.sizing=side 40", "data.workers=0")
-        assert command(patch, "extract", photos, folder / "extracted", "--checkpoint", run, *keys) == 0
+        assert (
+            command(patch, "extract", photos, folder / "extracted", "--checkpoint", run, *keys) == 0
+        )
         assert command(patch, "index", folder / "extracted", folder / "index") == 0
     return folder / "index"
 
@@ -122,9 +130,14 @@ def test_no_command_imports_a_class_that_a_record_names(
     tmp_path, monkeypatch, capsys, run, ran, index, photos, arguments
 ):
     taken = of_stranger(run, tmp_path / "taken", pooling={"name": PART})
-    given = [each.format(photos=photos, tmp=tmp_path, taken=taken, index=index) for each in arguments]
+    given = [
+        each.format(photos=photos, tmp=tmp_path, taken=taken, index=index) for each in arguments
+    ]
     assert command(monkeypatch, *given) == MISTAKE
-    assert "'stranger:Part' is a class" in " ".join(capsys.readouterr().err.split()) and not ran.exists()
+    assert (
+        "'stranger:Part' is a class" in " ".join(capsys.readouterr().err.split())
+        and not ran.exists()
+    )
 
 
 def test_a_server_imports_no_class_that_a_record_names(tmp_path, run, ran, index):
@@ -137,7 +150,9 @@ def test_a_server_imports_no_class_that_a_record_names(tmp_path, run, ran, index
 
 
 def test_ranks_import_nothing_from_the_working_folder(tmp_path, run, photos):
-    """Also not with the run's folder as the working folder, as people do with what they have downloaded."""
+    """Also not with the run's folder as the working folder, as people do with what they have
+    downloaded.
+    """
     taken = of_stranger(run, tmp_path / "taken", pooling={"name": PART})
     for name in ("stranger", "helper", "faiss", "tqdm"):
         (taken / f"{name}.py").write_text(CODE)
@@ -149,7 +164,12 @@ def test_ranks_import_nothing_from_the_working_folder(tmp_path, run, photos):
 
 
 @pytest.mark.parametrize(
-    "weights", [{"name": PART}, {"name": "package", "package": "stranger.part"}, {"name": "run", "path": "{nested}"}]
+    "weights",
+    [
+        {"name": PART},
+        {"name": "package", "package": "stranger.part"},
+        {"name": "run", "path": "{nested}"},
+    ],
 )
 def test_the_base_of_an_adapter_that_a_record_names_runs_no_code(tmp_path, run, ran, weights):
     nested = of_stranger(run, tmp_path / "nested", pooling={"name": PART})
@@ -170,12 +190,16 @@ def test_a_training_that_begins_from_a_run_imports_no_class_that_its_record_name
     taken = of_stranger(run, tmp_path / "taken", pooling={"name": PART})
     weights = {"name": "run", "path": str(taken)}
     with pytest.raises(DistapError, match="'stranger:Part' is a class"):
-        saved_run(tmp_path / "run", training_shards, model={"backbone": "test_resnet", "weights": weights})
+        saved_run(
+            tmp_path / "run", training_shards, model={"backbone": "test_resnet", "weights": weights}
+        )
     assert not ran.exists()
 
 
 @pytest.mark.parametrize("architecture", ["local-dir:/elsewhere", "hf-hub:somebody/network"])
-def test_an_architecture_from_elsewhere_that_a_record_names_is_not_read(tmp_path, run, architecture):
+def test_an_architecture_from_elsewhere_that_a_record_names_is_not_read(
+    tmp_path, run, architecture
+):
     with pytest.raises(DistapError, match=rf"read from {architecture}.*trust=True"):
         distap.load(of_stranger(run, tmp_path / "taken", backbone=architecture), device="cpu")
 
@@ -192,7 +216,9 @@ def test_a_record_with_an_empty_base_is_that_of_a_whole_network(tmp_path, run):
 @pytest.mark.parametrize("argument", ["checkpoint_path", "pretrained_cfg", "cache_dir"])
 def test_an_argument_by_which_timm_reads_files_elsewhere_is_refused(tmp_path, run, argument):
     with pytest.raises(DistapError, match=rf"model.arguments.{argument}: distap sets it"):
-        distap.load(of_stranger(run, tmp_path / "taken", arguments={argument: "/elsewhere"}), device="cpu")
+        distap.load(
+            of_stranger(run, tmp_path / "taken", arguments={argument: "/elsewhere"}), device="cpu"
+        )
 
 
 def test_a_config_cannot_say_itself_that_it_is_trusted(tmp_path, run, ran):
@@ -218,17 +244,33 @@ def test_who_trusts_a_record_gets_its_classes(tmp_path, monkeypatch, run):
     assert (tmp_path / "friend.ran").exists()
 
 
-def test_a_command_that_is_told_to_trust_a_record_imports_its_classes(tmp_path, monkeypatch, run, photos):
+def test_a_command_that_is_told_to_trust_a_record_imports_its_classes(
+    tmp_path, monkeypatch, run, photos
+):
     taken = of_friend(tmp_path, monkeypatch, run, "another_friend")
-    told = photos, tmp_path / "out", "--checkpoint", taken, "--trust", "data.workers=0", "evaluation.sizing=side 40"
+    told = (
+        photos,
+        tmp_path / "out",
+        "--checkpoint",
+        taken,
+        "--trust",
+        "data.workers=0",
+        "evaluation.sizing=side 40",
+    )
     assert command(monkeypatch, "extract", *told) == 0
     assert (tmp_path / "another_friend.ran").exists()
 
 
-def test_a_training_with_a_class_of_its_own_goes_on_and_is_begun_from_without_trust(tmp_path, training_shards):
+def test_a_training_with_a_class_of_its_own_goes_on_and_is_begun_from_without_trust(
+    tmp_path, training_shards
+):
     """In new processes, whose launcher runs in the folder of the class."""
     (tmp_path / "mine.py").write_text(CODE)
-    model = {"backbone": "test_resnet", "weights": {"name": "random"}, "pooling": {"name": "mine:Part", "power": 3.0}}
+    model = {
+        "backbone": "test_resnet",
+        "weights": {"name": "random"},
+        "pooling": {"name": "mine:Part", "power": 3.0},
+    }
     settings = {
         **{"run": "first", "steps": 1, "device": "cpu", "model": model},
         "data": {"train": str(training_shards[0]), "image_size": 32, "workers": 0},

@@ -1,4 +1,6 @@
-"""What a release holds, and what a user has who installed it: commands, library and types, outside the repository."""
+"""What a release holds, and what a user has who installed it: commands, library and types, outside
+the repository.
+"""
 
 import os
 import re
@@ -32,16 +34,27 @@ print(distap.__file__, evaluate(torch.eye(8), labels)["mAP"])
 """
 pytestmark = pytest.mark.slow
 
-BUILDING = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff")
+BUILDING = (
+    "pyproject.toml",
+    "setup.py",
+    "MANIFEST.in",
+    "README.md",
+    "LICENSE",
+    "CHANGELOG.md",
+    "CITATION.cff",
+)
 
 
 class Installed:
     """distap as it is released, in a virtual environment that sees the packages of this one."""
 
     def __init__(self, folder: Path) -> None:
-        self.source, self.programs = folder / "source", folder / "environment/bin"
+        self.source = folder / "source"
+        self.programs = folder / "environment/bin"
         for name in ("benchmarks", "distap", "docs", "tests"):
-            shutil.copytree(ROOT / name, self.source / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / name, self.source / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
         for name in BUILDING:
             shutil.copy(ROOT / name, self.source)
         venv.create(folder / "environment")
@@ -52,20 +65,35 @@ class Installed:
         git = ["git", "-C", self.source, "-c", "user.name=us", "-c", "user.email=us@example.org"]
         for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
             subprocess.run([*git, *command], check=True)
-        described = subprocess.run([*git, "describe", "--always"], capture_output=True, text=True).stdout.strip()
+        described = subprocess.run(
+            [*git, "describe", "--always"], capture_output=True, text=True
+        ).stdout.strip()
         self.version = f"{distap.RELEASE}+g{described}"
         make = f"import setuptools.build_meta as backend; backend.build_sdist({str(folder)!r})"
-        subprocess.run([sys.executable, "-c", make], cwd=self.source, check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-c", make], cwd=self.source, check=True, capture_output=True
+        )
         (self.sdist,) = folder.glob("distap-*.tar.gz")
-        pip, quiet = [sys.executable, "-m", "pip"], ["--quiet", "--no-deps", "--no-index"]
+        pip = [sys.executable, "-m", "pip"]
+        quiet = ["--quiet", "--no-deps", "--no-index"]
         build = [*pip, "wheel", *quiet, "--no-build-isolation", "--wheel-dir", folder, self.sdist]
         subprocess.run(build, check=True, capture_output=True)
         (self.wheel,) = folder.glob("distap-*.whl")
-        add = [*pip, "--python", self.programs / "python", "install", *quiet, "--ignore-installed", self.wheel]
+        add = [
+            *pip,
+            "--python",
+            self.programs / "python",
+            "install",
+            *quiet,
+            "--ignore-installed",
+            self.wheel,
+        ]
         subprocess.run(add, check=True, capture_output=True)
 
     def run(self, program: str, *arguments: object, folder: Path) -> str:
-        """Standard output of one of its programs, which has to succeed, in a folder outside the repository."""
+        """Standard output of one of its programs, which has to succeed, in a folder outside the
+        repository.
+        """
         unset = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         command = [str(self.programs / program), *map(str, arguments)]
         done = subprocess.run(command, cwd=folder, env=unset, capture_output=True, text=True)
@@ -79,7 +107,9 @@ def installed(tmp_path_factory):
 
 
 def package_in(source: Path) -> set[str]:
-    return {str(path.relative_to(source)) for path in (source / "distap").rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(source)) for path in (source / "distap").rglob("*") if path.is_file()
+    }
 
 
 def without_metadata(names: list[str]) -> set[str]:
@@ -110,12 +140,18 @@ def test_links_of_the_description_lead_to_files_of_this_version(installed):
     links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", description)
     assert len(links) > 20 and all(link.startswith("https://") for _, link in links)
     tag = f"https://github.com/distap/distap/(raw|blob)/v{re.escape(distap.RELEASE)}/"
-    ours = [(picture, re.match(tag + "(.+)", link)) for picture, link in links if "github.com/distap" in link]
+    ours = [
+        (picture, re.match(tag + "(.+)", link))
+        for picture, link in links
+        if "github.com/distap" in link
+    ]
     assert [found[2] for _, found in ours if not (ROOT / found[2]).exists()] == []
     assert all((found[1] == "raw") == bool(picture) for picture, found in ours)
 
 
-def test_the_library_and_the_commands_run_outside_the_repository(tmp_path, installed, training_shards):
+def test_the_library_and_the_commands_run_outside_the_repository(
+    tmp_path, installed, training_shards
+):
     assert "Usage: distap" in installed.run("distap", "--help", folder=tmp_path)
     assert installed.run("distap", "--version", folder=tmp_path) == f"distap {installed.version}\n"
     assert "roadmap-sop" in installed.run("distap", "recipes", folder=tmp_path)
@@ -124,5 +160,7 @@ def test_the_library_and_the_commands_run_outside_the_repository(tmp_path, insta
         "sampling: {name: random, batch_size: 8}\nmodel: {backbone: test_resnet, weights: random}\n"
     )
     installed.run("distap", "train", "recipe.yaml", folder=tmp_path)
-    (tmp_path / "user.py").write_text(f"{USER}assert distap.load('mine', device='cpu').dimensions > 0\n")
+    (tmp_path / "user.py").write_text(
+        f"{USER}assert distap.load('mine', device='cpu').dimensions > 0\n"
+    )
     assert str(installed.packages / "distap") in installed.run("python", "user.py", folder=tmp_path)

@@ -20,7 +20,15 @@ def exchange(world):
     agreement = world.all_agree(True), world.all_agree(world.rank != 1)
     greatest = world.maximum(world.rank), world.maximum(float("nan") if world.rank == 1 else 0.0)
     said = world.gather_values(["é" * world.rank, world.rank])
-    return said, everything, flags, torch.equal(back, mine), agreement, greatest, world.sum(torch.tensor(1)).item()
+    return (
+        said,
+        everything,
+        flags,
+        torch.equal(back, mine),
+        agreement,
+        greatest,
+        world.sum(torch.tensor(1)).item(),
+    )
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -47,7 +55,10 @@ def test_an_incomplete_environment_of_torchrun_is_an_error(monkeypatch):
     for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(DistapError, match="environment of torchrun is incomplete: 'MASTER_ADDR'"), joined_world():
+    with (
+        pytest.raises(DistapError, match="environment of torchrun is incomplete: 'MASTER_ADDR'"),
+        joined_world(),
+    ):
         pass
 
 
@@ -64,14 +75,25 @@ def test_a_device_that_is_not_there_is_refused_with_the_versions_and_one_that_is
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("distap.world.DRIVER", tmp_path / "version")
-    with pytest.raises(DistapError, match=r"device: cuda, but torch \d.* sees no GPU .* has no driver"):
+    with pytest.raises(
+        DistapError, match=r"device: cuda, but torch \d.* sees no GPU .* has no driver"
+    ):
         device_of(0, "cuda")
-    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.10  Thu")
-    with pytest.raises(DistapError, match=r"has driver 570\.86\.10; mend that"), joined_world(wanted="cuda"):
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.10  Thu"
+    )
+    with (
+        pytest.raises(DistapError, match=r"has driver 570\.86\.10; mend that"),
+        joined_world(wanted="cuda"),
+    ):
         pass
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert [device_of(0, wanted).type for wanted in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
+    assert [device_of(0, wanted).type for wanted in ("auto", "cuda", "cpu")] == [
+        "cuda",
+        "cuda",
+        "cpu",
+    ]
 
 
 def test_a_store_that_cannot_be_reached_is_named(monkeypatch):
@@ -96,19 +118,29 @@ def leave_early(world):
 
 
 def test_a_rank_that_leaves_with_an_error_is_quoted_by_the_others():
-    quoted = r"rank 1: barrier \(gather of step 7\) failed: rank 0 \(.*\) left: DistapError: the data are gone"
+    quoted = (
+        r"rank 1: barrier \(gather of step 7\) failed: rank 0 \(.*\) left: DistapError: the data"
+        r" are gone"
+    )
     with pytest.raises(RankFailedError, match=quoted):
         on_ranks(2, leave_early)
 
 
 def test_no_thread_outlives_the_world(monkeypatch):
     def threads():
-        return {thread.name for thread in threading.enumerate() if thread.name.startswith("distap-")}
+        return {
+            thread.name for thread in threading.enumerate() if thread.name.startswith("distap-")
+        }
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": port}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_PORT": port,
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     before = threads()  # of a logger that another test left hanging

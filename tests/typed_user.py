@@ -1,4 +1,5 @@
-"""A user's program, which no test runs: mypy checks it with the package, and would notice a type that is lost.
+"""A user's program, which no test runs: mypy checks it with the package, and would notice a type
+that is lost.
 
 What is wrong in it stands beside its error; mypy also tells if an error is none any more.
 """
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from distap import Multistage, evaluate, load, rank
 
 multistage = Multistage(nn.Sequential(nn.Flatten(), nn.Linear(48, 8)), loss="ap_q", micro_batch=4)
-images, labels = torch.randn(8, 3, 4, 4), torch.arange(8) // 2
+images = torch.randn(8, 3, 4, 4)
+labels = torch.arange(8) // 2
 
 assert_type(multistage(images, labels), Tensor)
 assert_type(evaluate(torch.eye(8), labels), dict[str, float])

@@ -1,7 +1,7 @@
 """Fetch the emoji retrieval set: nine open emoji sets from the npm registry, drawn to PNG.
 
-A class is an emoji that at least five vendors draw, with an image by each. As in Stanford Online Products, the first
-half of the classes (by name) trains and the rest tests.
+A class is an emoji that at least five vendors draw, with an image by each. As in Stanford Online
+Products, the first half of the classes (by name) trains and the rest tests.
 """
 
 import json
@@ -27,9 +27,18 @@ from distap.data.shards.parallel import Track, map_in_processes, untracked, usab
 from distap.errors import DistapError
 
 VENDORS = {  # version of each npm package, and its SHA-512 in base64
-    "noto": ("1.2.9", "DQiuXENbun41ch+XPSV55H9FaWKpHTyz46YIKtSaKYD4fIDDzL1tR6H4np/T38jfrTAeI3rcKF0mqHYeZVAuaw=="),
-    "noto-v1": ("1.2.5", "/DsVMius69Q0fRS53z7QK1TROSuar606jiIx+laXtdsYGMXpf6LtHBx6CGfoo3UHHb/XpBsw+1L1x3eyPqMuVA=="),
-    "twemoji": ("1.2.5", "uKpuIEV0v6K5BW3Mjdyl+XKFVAbbcPxAgifKvEMtZoUZB5+YiY5zaMm2uNNCxyXzAWU9yNLlj41WU6/mvgALsw=="),
+    "noto": (
+        "1.2.9",
+        "DQiuXENbun41ch+XPSV55H9FaWKpHTyz46YIKtSaKYD4fIDDzL1tR6H4np/T38jfrTAeI3rcKF0mqHYeZVAuaw==",
+    ),
+    "noto-v1": (
+        "1.2.5",
+        "/DsVMius69Q0fRS53z7QK1TROSuar606jiIx+laXtdsYGMXpf6LtHBx6CGfoo3UHHb/XpBsw+1L1x3eyPqMuVA==",
+    ),
+    "twemoji": (
+        "1.2.5",
+        "uKpuIEV0v6K5BW3Mjdyl+XKFVAbbcPxAgifKvEMtZoUZB5+YiY5zaMm2uNNCxyXzAWU9yNLlj41WU6/mvgALsw==",
+    ),
     "openmoji": (
         "1.2.29",
         "vXdhkqcXVSO6suy+m9LbcUM3OdVyuNOtpV8/als/WqfkQIRxevL5Geb/g+6GH/Qwnq1OqksEmaDGTCmZ5nFKJQ==",
@@ -42,15 +51,24 @@ VENDORS = {  # version of each npm package, and its SHA-512 in base64
         "1.2.6",
         "RY47RgPb47fYUiyrA64sIOL0+UU02s29sXpNBbIQRBUlPlfNFTKUmZDERGuxDs/7yNGWqQYvuaSYM1M4fRXlUw==",
     ),
-    "emojione": ("1.2.3", "T9+T3HIbJNLKKsmxYKlaYhvnHYkz/HNYTV7SHCXVZPfeUi4FqskY70YeN8yYAZT8cCv7w5vJxS4Q1m8zb9CMMg=="),
+    "emojione": (
+        "1.2.3",
+        "T9+T3HIbJNLKKsmxYKlaYhvnHYkz/HNYTV7SHCXVZPfeUi4FqskY70YeN8yYAZT8cCv7w5vJxS4Q1m8zb9CMMg==",
+    ),
     "emojione-v1": (
         "1.2.3",
         "UjI2VQEXVtGlPBvQuxEizro7QCgBcJDOYwKUupquvvZ8UV4xOlvm45IU82JYWegiAWLerY79gFLMZ26U6Ms+ww==",
     ),
-    "fxemoji": ("1.2.2", "UAasRaxzFUKfIGSmLwnoarsssA4LX0VLLuEmplIqM6ZNQqIQRtav8tZ4H1neTlBreXuMQyAifr5jP4kn78DpiQ=="),
+    "fxemoji": (
+        "1.2.2",
+        "UAasRaxzFUKfIGSmLwnoarsssA4LX0VLLuEmplIqM6ZNQqIQRtav8tZ4H1neTlBreXuMQyAifr5jP4kn78DpiQ==",
+    ),
 }
 # Unicode's groups and subgroups of emoji, in JSON by emojibase (MIT licence).
-EMOJIBASE = ("17.0.0", "Yvgb5AWoHViHV/gq1qr5ZAarcBip+B27/ZLRsUJkbgAEaLlZ/fof9g882LTpmEpyhBNEC0m2SEmItljHsTygjA==")
+EMOJIBASE = (
+    "17.0.0",
+    "Yvgb5AWoHViHV/gq1qr5ZAarcBip+B27/ZLRsUJkbgAEaLlZ/fof9g882LTpmEpyhBNEC0m2SEmItljHsTygjA==",
+)
 MIN_VENDORS = 5
 TRAIN_CLASSES = 795
 COMPLETE = "emoji.json"  # written last: if it is there, so is every image
@@ -67,20 +85,27 @@ class Vendor(NamedTuple):
 
 
 def fetch_emoji(output: Path, size: int = 128, track: Track = untracked) -> dict[str, Any]:
-    """Fetch and draw the set into output/{train,test}/CLASS/VENDOR.png; images that are there already are kept.
+    """Fetch and draw the set into output/{train,test}/CLASS/VENDOR.png; images that are there
+    already are kept.
 
-    Images have `size` x `size` pixels. The lists output/{train,test}.csv name each image's class, its subgroup of
-    Unicode (level1) and its group (level2). Returns the contents of output/emoji.json: versions, licences and counts.
+    Images have `size` x `size` pixels. The lists output/{train,test}.csv name each image's class,
+    its subgroup of Unicode (level1) and its group (level2). Returns the contents of
+    output/emoji.json: versions, licences and counts.
     """
-    if found := finished(output / COMPLETE, size):
+    found = finished(output / COMPLETE, size)
+    if found:
         return found
     if find_spec("resvg_py") is None:
-        raise DistapError("the emoji set is drawn by resvg-py, which is missing: pip install 'distap[emoji]'")
+        raise DistapError(
+            "the emoji set is drawn by resvg-py, which is missing: pip install 'distap[emoji]'"
+        )
     with tempfile.TemporaryDirectory() as folder:
         vendors = download(VENDORS, Path(folder), track)
         (tree,) = fetch_packages([f"emojibase-data@{EMOJIBASE[0]}"], Path(folder), track)
         require_sha512(tree, EMOJIBASE[1])
-        levels = read_levels(tree, (Path(folder) / f"iconify-json-{name}-{VENDORS[name][0]}.tgz" for name in VENDORS))
+        levels = read_levels(
+            tree, (Path(folder) / f"iconify-json-{name}-{VENDORS[name][0]}.tgz" for name in VENDORS)
+        )
     names = shared_icons([set(vendor.drawings) for vendor in vendors])
     jobs = [
         (vendor.drawings[name], size, output / part / name / f"{vendor.name}.png")
@@ -102,12 +127,18 @@ def fetch_emoji(output: Path, size: int = 128, track: Track = untracked) -> dict
 
 
 def shared_icons(vendors: list[set[str]]) -> list[str]:
-    """Return the sorted names of the icons that at least five vendors draw, without skin-tone variants."""
+    """Return the sorted names of the icons that at least five vendors draw, without skin-tone
+    variants.
+    """
     counts = Counter(chain.from_iterable(vendors))
-    return sorted(name for name, count in counts.items() if count >= MIN_VENDORS and "skin-tone" not in name)
+    return sorted(
+        name for name, count in counts.items() if count >= MIN_VENDORS and "skin-tone" not in name
+    )
 
 
-def download(vendors: dict[str, tuple[str, str]], folder: Path, track: Track = untracked) -> list[Vendor]:
+def download(
+    vendors: dict[str, tuple[str, str]], folder: Path, track: Track = untracked
+) -> list[Vendor]:
     """Fetch each vendor's npm package into `folder` and read its drawings."""
     packages = [f"@iconify-json/{name}@{version}" for name, (version, _) in vendors.items()]
     archives = dict(zip(vendors, fetch_packages(packages, folder, track), strict=True))
@@ -120,7 +151,9 @@ def read_vendor(archive: Path, name: str, version: str) -> Vendor:
     """Read the drawings of one npm package, and compare its version with the expected one."""
     try:
         with tarfile.open(archive) as tar:
-            files = [tar.extractfile(f"package/{name}.json") for name in ("package", "icons", "info")]
+            files = [
+                tar.extractfile(f"package/{name}.json") for name in ("package", "icons", "info")
+            ]
             about, package, info = (dict(json.load(file)) for file in files if file)
         found = about["version"]
     except (KeyError, ValueError) as error:
@@ -128,27 +161,37 @@ def read_vendor(archive: Path, name: str, version: str) -> Vendor:
     if found != version:
         raise DistapError(f"{archive.name} holds version {found} of {name}, expected {version}")
     box = {"left": 0, "top": 0, "width": 16, "height": 16}
-    drawings = {icon: SVG.format_map({**box, **package, **entry}) for icon, entry in package["icons"].items()}
+    drawings = {
+        icon: SVG.format_map({**box, **package, **entry})
+        for icon, entry in package["icons"].items()
+    }
     return Vendor(name, info["license"]["spdx"], drawings)
 
 
 def read_levels(tree: Path, vendors: Iterable[Path]) -> dict[str, tuple[str, str]]:
-    """Return Unicode's subgroup and group of each icon, from the archives of emojibase and of the vendors.
+    """Return Unicode's subgroup and group of each icon, from the archives of emojibase and of the
+    vendors.
 
-    Vendors name the characters of their icons; icons whose characters Unicode does not list have no levels.
+    Vendors name the characters of their icons; icons whose characters Unicode does not list have no
+    levels.
     """
     with tarfile.open(tree) as tar:
         files = [tar.extractfile(f"package/{name}.json") for name in ("en/data", "meta/groups")]
         listed, meta = (json.load(file) for file in files if file)
     of_characters = {
-        plain(one["hexcode"]): (meta["subgroups"][str(one["subgroup"])], meta["groups"][str(one["group"])])
+        plain(one["hexcode"]): (
+            meta["subgroups"][str(one["subgroup"])],
+            meta["groups"][str(one["group"])],
+        )
         for one in listed
         if "subgroup" in one
     }
     found: dict[str, tuple[str, str]] = {}
     for archive in vendors:
         with tarfile.open(archive) as tar:
-            if "package/chars.json" in tar.getnames() and (file := tar.extractfile("package/chars.json")):
+            if "package/chars.json" in tar.getnames() and (
+                file := tar.extractfile("package/chars.json")
+            ):
                 for characters, name in json.load(file).items():
                     if plain(characters) in of_characters:
                         found.setdefault(name, of_characters[plain(characters)])
@@ -156,7 +199,9 @@ def read_levels(tree: Path, vendors: Iterable[Path]) -> dict[str, tuple[str, str
 
 
 def plain(characters: str) -> str:
-    """Return hexadecimal characters without those that choose a picture, which not every vendor writes."""
+    """Return hexadecimal characters without those that choose a picture, which not every vendor
+    writes.
+    """
     return "-".join(one for one in characters.lower().split("-") if one != "fe0f")
 
 
@@ -166,5 +211,7 @@ def draw(job: tuple[str, int, Path]) -> None:
 
     drawing, size, path = job
     if not is_drawn(path):
-        png = resvg_py.svg_to_bytes(drawing, width=size, height=size, background="#ffffff", skip_system_fonts=True)
+        png = resvg_py.svg_to_bytes(
+            drawing, width=size, height=size, background="#ffffff", skip_system_fonts=True
+        )
         write_image(path, png)

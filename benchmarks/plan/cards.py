@@ -10,14 +10,22 @@ from distap.errors import DistapError, suggestion
 MATRIX_SHARE = 0.45  # of the rate of matrix products
 TRAFFIC_SHARE = 0.75  # of the memory's rate
 LINK_SHARE = 0.8  # of a link's rate
-MEMORY_SHARE, CONTEXT_BYTES = 0.92, 1.5e9  # usable share of the memory, after CUDA's own bytes
+# usable share of the memory, after CUDA's own bytes
+MEMORY_SHARE = 0.92
+CONTEXT_BYTES = 1.5e9
 LAUNCH_SECONDS = 5e-6  # shortest operation
-MESSAGE_SECONDS, HOST_MESSAGE_SECONDS = 10e-6, 25e-6  # shortest message between GPUs, and between hosts
-BYTES_A_PAIR, RANKING_LAUNCHES = 40, 200  # bytes that ranking moves beside its products; its operations, at least
+# shortest message between GPUs, and between hosts
+MESSAGE_SECONDS = 10e-6
+HOST_MESSAGE_SECONDS = 25e-6
+# bytes that ranking moves beside its products; its operations, at least
+BYTES_A_PAIR = 40
+RANKING_LAUNCHES = 200
 
 
 class GpuCard(NamedTuple):
-    """Rates of dense matrix products in FLOP/s, rates of memory and link in bytes/s, and bytes of memory."""
+    """Rates of dense matrix products in FLOP/s, rates of memory and link in bytes/s, and bytes of
+    memory.
+    """
 
     bf16: float
     tf32: float
@@ -39,12 +47,20 @@ CARDS = {
 }
 
 
-def machine_of(name: str, network: NetworkCost, recipe: Recipe, link: float, gpus_a_host: int) -> Machine:
-    """Return the machine that hosts of a card's GPUs make; `link` is the bytes a second of a host's network."""
+def machine_of(
+    name: str, network: NetworkCost, recipe: Recipe, link: float, gpus_a_host: int
+) -> Machine:
+    """Return the machine that hosts of a card's GPUs make; `link` is the bytes a second of a host's
+    network.
+    """
     card = CARDS.get(name.lower())
     if card is None:
-        raise DistapError(f"--card {name}: {suggestion(name.lower(), CARDS)}; or measure this machine with --measure")
-    traffic, single = card.traffic * TRAFFIC_SHARE, recipe.precision == "float32"
+        raise DistapError(
+            f"--card {name}: {suggestion(name.lower(), CARDS)}; or measure this machine with"
+            " --measure"
+        )
+    traffic = card.traffic * TRAFFIC_SHARE
+    single = recipe.precision == "float32"
     # PyTorch lets convolutions, and them alone, take TF32 where float32 is asked for.
     convolutions, products = (card.tf32, card.float32) if single else (card.bf16, card.bf16)
 
@@ -60,7 +76,8 @@ def machine_of(name: str, network: NetworkCost, recipe: Recipe, link: float, gpu
         forward_with_graph=lambda images: seconds(images, 1, network.forward_bytes),
         backward=lambda images: seconds(images, 2, network.backward_bytes),
         rank=Line(RANKING_LAUNCHES * LAUNCH_SECONDS, pair),
-        # An update reads and writes a parameter, its gradient and its states; the norm reads the gradient once more.
+        # An update reads and writes a parameter, its gradient and its states; the norm reads the
+        # gradient once more.
         parameter=FLOAT32 * (5 + 2 * Sharding.of(recipe.engine).states) / traffic,
         memory=MEMORY_SHARE * (card.memory - CONTEXT_BYTES),
         inside=NetworkLink(card.link * LINK_SHARE, MESSAGE_SECONDS),

@@ -20,42 +20,66 @@ MEASURE = "Measure this machine and predict for more machines like it."
 def plan_command(
     config: RECIPE_ARGUMENT,
     overrides: OVERRIDES = None,
-    gpus: Annotated[str, typer.Option(help="Numbers of GPUs to predict for.")] = "1,2,4,8,16,64,256,1024,4096",
+    gpus: Annotated[
+        str, typer.Option(help="Numbers of GPUs to predict for.")
+    ] = "1,2,4,8,16,64,256,1024,4096",
     card: Annotated[str, typer.Option(help=CARD)] = "h100",
     link: Annotated[str, typer.Option(help=LINK)] = "400Gb",
     gpus_a_host: Annotated[int, typer.Option(help="GPUs in a host.", min=1)] = 8,
     batch: Annotated[
-        int | None, typer.Option(help="Images of a global batch.", min=2, show_default="the recipe's")
+        int | None,
+        typer.Option(help="Images of a global batch.", min=2, show_default="the recipe's"),
     ] = None,
     measure: Annotated[bool, typer.Option("--measure", help=MEASURE)] = False,
 ) -> None:
-    """Predict seconds per step, memory, bytes on the wire and hours of a recipe, from one GPU to thousands.
+    """Predict seconds per step, memory, bytes on the wire and hours of a recipe, from one GPU to
+    thousands.
 
-    A prediction needs no GPU, no data and no weights, and prints its assumptions. With --measure, a minute of steps
-    of the recipe's network on this machine replaces the data sheet of the card. Started by torchrun (`torchrun
-    --nproc-per-node 2 -m benchmarks plan ...`), --measure times the link between the ranks as well.
+    A prediction needs no GPU, no data and no weights, and prints its assumptions. With --measure, a
+    minute of steps of the recipe's network on this machine replaces the data sheet of the card.
+    Started by torchrun (`torchrun --nproc-per-node 2 -m benchmarks plan ...`), --measure times the
+    link between the ranks as well.
     """
     recipe = load_recipe(config, overrides or [])
     size = batch or recipe.sampling.size
-    plan = cost_plan(recipe, size, parse_gpus(gpus, size), parse_rate(link), gpus_a_host, None if measure else card)
+    plan = cost_plan(
+        recipe,
+        size,
+        parse_gpus(gpus, size),
+        parse_rate(link),
+        gpus_a_host,
+        None if measure else card,
+    )
     if plan is not None:  # rank 0 prints
         assumptions = [f"- {line}" for line in plan["assumptions"]]
-        print_result(plan["network"], *plan_tables(plan["steps"]), *assumptions, f"advice: {plan['advice']}")
+        print_result(
+            plan["network"], *plan_tables(plan["steps"]), *assumptions, f"advice: {plan['advice']}"
+        )
 
 
 def parse_gpus(text: str, batch: int) -> list[int]:
     """Return the numbers of GPUs in a text such as `1,8,64` for which a batch has images."""
     if not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text):
-        raise DistapError(f"--gpus {text!r}: expected numbers with commas between them, such as 1,8,64")
-    possible = [number for number in sorted({int(number) for number in text.split(",")}) if number <= batch]
+        raise DistapError(
+            f"--gpus {text!r}: expected numbers with commas between them, such as 1,8,64"
+        )
+    possible = [
+        number for number in sorted({int(number) for number in text.split(",")}) if number <= batch
+    ]
     if not possible:
-        raise DistapError(f"--gpus {text!r}: a batch of {batch} images has fewer images than GPUs; give fewer GPUs")
+        raise DistapError(
+            f"--gpus {text!r}: a batch of {batch} images has fewer images than GPUs; give fewer"
+            " GPUs"
+        )
     return possible
 
 
 def parse_rate(text: str) -> float:
-    """Return a rate in bytes per second; `400Gb` is in bits per second, `50GB` in bytes per second."""
+    """Return a rate in bytes per second; `400Gb` is in bits per second, `50GB` in bytes per
+    second."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(b|bit|B)(?:/s|ps)?", text.strip())
     if match is None or float(match[1]) == 0:
-        raise DistapError(f"{text!r} is no rate: expected 400Gb for bits per second or 50GB for bytes per second")
+        raise DistapError(
+            f"{text!r} is no rate: expected 400Gb for bits per second or 50GB for bytes per second"
+        )
     return float(match[1]) * UNITS[match[2]] / (1 if match[3] == "B" else 8)

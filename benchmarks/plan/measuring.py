@@ -1,4 +1,6 @@
-"""Measure on this machine what the cost model needs, by real steps of a recipe's network on random pixels."""
+"""Measure on this machine what the cost model needs, by real steps of a recipe's network on random
+pixels.
+"""
 
 import math
 import os
@@ -24,15 +26,21 @@ from distap.training.learner import TrainingStep
 from distap.world import World
 
 STAGES = ("describe", "gather", "rank", "replay", "reduce", "optimizer")
-MICRO_BATCHES, KEPT = 4, 2  # of a rank in a measured step, and those of them that keep their graph
-CLASSES = 2**13  # for a loss with a parameter for each class, if the recipe does not say how many there are
+# of a rank in a measured step, and those of them that keep their graph
+MICRO_BATCHES = 4
+KEPT = 2
+# for a loss with a parameter for each class, if the recipe does not say how many there are
+CLASSES = 2**13
 
 
 class Trial:
     """A recipe's network, engine and steps on this rank, with random weights and pixels."""
 
     def __init__(self, recipe: Recipe, batch: int, network: NetworkCost, world: World) -> None:
-        self.recipe, self._batch, self._network, self._world = without_weights(recipe), batch, network, world
+        self.recipe = without_weights(recipe)
+        self._batch = batch
+        self._network = network
+        self._world = world
         module = network_of(self.recipe, world).train()
         self.learner = learner_of(self.recipe, module, world)
         self._classes = getattr(self.recipe.loss, "classes", None) or CLASSES
@@ -42,31 +50,57 @@ class Trial:
 
     def step(self, total: int, keep: int = 0) -> tuple[TrainingStep, Any]:
         """Return a step, and a global batch of random pixels with two images a class."""
-        recipe, world = changed(self.recipe, replay={"keep": keep}), self._world
-        stopwatch, samples = Stopwatch(world.device), torch.tensor(world.slots(total))
+        recipe = changed(self.recipe, replay={"keep": keep})
+        world = self._world
+        stopwatch = Stopwatch(world.device)
+        samples = torch.tensor(world.slots(total))
         step = step_of(recipe, self.learner, self._loss, world, stopwatch=stopwatch)
         shape = (len(samples), 3, recipe.data.image_size, recipe.data.image_size)
         pixels = torch.randint(0, 256, shape, dtype=torch.uint8)
-        labels, present = samples // 2 % self._classes, torch.ones(len(samples), dtype=torch.bool)
-        batch = {"step": 0, "total": total, "samples": samples, "labels": labels, "present": present}
+        labels = samples // 2 % self._classes
+        present = torch.ones(len(samples), dtype=torch.bool)
+        batch = {
+            "step": 0,
+            "total": total,
+            "samples": samples,
+            "labels": labels,
+            "present": present,
+        }
         return step, SimpleNamespace(**batch, images=pixels.__getitem__, blank=lambda rows: None)
 
-    def seconds(self, steps: Sequence[tuple[TrainingStep, Any]], rounds: int) -> list[dict[str, float]]:
-        """Return the median seconds of each step by stage, of the slowest rank; steps take turns."""
+    def seconds(
+        self, steps: Sequence[tuple[TrainingStep, Any]], rounds: int
+    ) -> list[dict[str, float]]:
+        """Return the median seconds of each step by stage, of the slowest rank; steps take
+        turns."""
         taken: list[list[dict[str, float]]] = [[] for _ in steps]
         for _ in range(rounds + 1):  # the first one allocates and compiles, and does not count
             for (step, batch), each in zip(steps, taken, strict=True):
                 self._world.barrier()
                 step.stages.stopwatch.seconds.clear()
                 step(batch, 0.0)
-                each.append({stage: self._world.maximum(step.stages.stopwatch.seconds[stage]) for stage in STAGES})
-        return [{stage: statistics.median(one[stage] for one in each[1:]) for stage in STAGES} for each in taken]
+                each.append(
+                    {
+                        stage: self._world.maximum(step.stages.stopwatch.seconds[stage])
+                        for stage in STAGES
+                    }
+                )
+        return [
+            {stage: statistics.median(one[stage] for one in each[1:]) for stage in STAGES}
+            for each in taken
+        ]
 
     def machine(self, rounds: int, link: float, gpus_a_host: int) -> Machine:
-        """Measure this machine; `link` is the bytes a second between hosts, if all ranks are on one."""
-        world, keep, ranks = self._world, KEPT * self.learner.replica.keeps_graphs, self._world.size
+        """Measure this machine; `link` is the bytes a second between hosts, if all ranks are on
+        one.
+        """
+        world = self._world
+        keep = KEPT * self.learner.replica.keeps_graphs
+        ranks = self._world.size
         images = MICRO_BATCHES * int(self.recipe.replay.size)  # of a rank
-        plain, kept = self.seconds([self.step(max(4, images * ranks), n) for n in (0, keep)], rounds)
+        plain, kept = self.seconds(
+            [self.step(max(4, images * ranks), n) for n in (0, keep)], rounds
+        )
         forward = with_graph = plain["describe"] / images
         if keep:
             with_graph += (kept["describe"] - plain["describe"]) * MICRO_BATCHES / (KEPT * images)
@@ -74,7 +108,9 @@ class Trial:
         if ranks > 1:
             numbers = torch.zeros(min(2**24, self._network.trained), device=world.device)
             seconds = self._timed(partial(world.sum, numbers), rounds)
-            inside = NetworkLink(2 * (ranks - 1) / ranks * numbers.nbytes / seconds, MESSAGE_SECONDS)
+            inside = NetworkLink(
+                2 * (ranks - 1) / ranks * numbers.nbytes / seconds, MESSAGE_SECONDS
+            )
         own = self._network.trained / (ranks if Sharding.of(self.recipe.engine).optimizer else 1)
         return Machine(
             forward=Line(0, forward),
@@ -90,17 +126,25 @@ class Trial:
 
     def _seconds_a_pair(self, rounds: int) -> float:
         """Time the ranking of noisy descriptors by one rank."""
-        count, device, loss = min(4096, max(64, self._batch)), self._world.device, self._loss
+        count = min(4096, max(64, self._batch))
+        device = self._world.device
+        loss = self._loss
         labels = torch.arange(count) // 8 % self._classes
-        noise, centres = torch.randn(2, count, self._network.dimensions, generator=torch.Generator().manual_seed(0))
-        descriptors, present = normalize(noise + centres[labels]), torch.ones(count, dtype=torch.bool)
+        noise, centres = torch.randn(
+            2, count, self._network.dimensions, generator=torch.Generator().manual_seed(0)
+        )
+        descriptors = normalize(noise + centres[labels])
+        present = torch.ones(count, dtype=torch.bool)
         alone = World(device=device)
-        gathered = gather(descriptors.to(device), labels.to(device), present.to(device), alone, count)
+        gathered = gather(
+            descriptors.to(device), labels.to(device), present.to(device), alone, count
+        )
         rank = partial(rank_descriptors, loss, gathered)
         return self._timed(rank, rounds) / pairs_of(count, count, loss)
 
     def _timed(self, action: Callable[[], object], rounds: int) -> float:
-        stopwatch, seconds = Stopwatch(self._world.device), []
+        stopwatch = Stopwatch(self._world.device)
+        seconds = []
         for _ in range(rounds + 1):
             self._world.barrier()
             with stopwatch.stage("action"):

@@ -1,4 +1,6 @@
-"""Count what a network costs on any machine, with fake tensors: arithmetic, memory traffic and activations."""
+"""Count what a network costs on any machine, with fake tensors: arithmetic, memory traffic and
+activations.
+"""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +19,9 @@ from distap.stages.sizes import SavedBytes
 from distap.training.build import network_of
 from distap.world import World
 
-FEW, MANY = 2, 8  # counted micro-batches; other sizes are taken from the line through these two
+# counted micro-batches; other sizes are taken from the line through these two
+FEW = 2
+MANY = 8
 
 
 @dataclass(frozen=True)
@@ -37,9 +41,11 @@ class NetworkCost(NamedTuple):
     dimensions: int  # C
     parameters: int
     trained: int  # parameters that require a gradient
-    convolutions: Line  # FLOPs of a forward pass; a backward pass has twice as many, for inputs and for weights
+    # FLOPs of a forward pass; a backward pass has twice as many, for inputs and for weights
+    convolutions: Line
     products: Line  # other FLOPs of a forward pass
-    operations: Line  # number of operations of a forward pass; a backward pass has about twice as many
+    # number of operations of a forward pass; a backward pass has about twice as many
+    operations: Line
     forward_bytes: Line  # bytes that the operations of a forward pass read and write
     backward_bytes: Line
     working: Line  # bytes that the largest operation reads and writes
@@ -47,12 +53,15 @@ class NetworkCost(NamedTuple):
 
 
 def network_cost(recipe: Recipe) -> NetworkCost:
-    """Count the training passes of a recipe's network without its weights; a large one takes seconds."""
+    """Count the training passes of a recipe's network without its weights; a large one takes
+    seconds.
+    """
     with torch.device("meta"):
         network = network_of(without_weights(recipe), World(device=torch.device("meta"))).train()
     with FakeTensorMode():
         _move_to_fake_cpu(network)
-        _counts(network, recipe, FEW)  # PyTorch fills caches in the first pass, which is not counted
+        # PyTorch fills caches in the first pass, which is not counted
+        _counts(network, recipe, FEW)
         few, many = (_counts(network, recipe, images) for images in (FEW, MANY))
     each = {name: (many[name] - few[name]) / (MANY - FEW) for name in few}
     return NetworkCost(
@@ -68,7 +77,9 @@ def without_weights(recipe: Recipe) -> Recipe:
 
 
 def changed(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
-    changes = {name: getattr(recipe, name).model_copy(update=keys) for name, keys in sections.items()}
+    changes = {
+        name: getattr(recipe, name).model_copy(update=keys) for name, keys in sections.items()
+    }
     return recipe.model_copy(update=changes)
 
 
@@ -82,21 +93,29 @@ class _Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if not func.is_view:
-            tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+            tensors = [
+                leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)
+            ]
             self.moved.append(sum(tensor.nbytes for tensor in tensors))
         return out
 
 
 def _counts(network: nn.Module, recipe: Recipe, images: int) -> dict[str, int]:
-    forward, backward, graph = _Traffic(), _Traffic(), SavedBytes(network)
-    pixels = torch.zeros(images, 3, recipe.data.image_size, recipe.data.image_size, dtype=torch.uint8)
+    forward = _Traffic()
+    backward = _Traffic()
+    graph = SavedBytes(network)
+    pixels = torch.zeros(
+        images, 3, recipe.data.image_size, recipe.data.image_size, dtype=torch.uint8
+    )
     with autocast(recipe.precision), FlopCounterMode(display=False) as flops, forward, graph:
         descriptors = network(pixels)
     with backward:
         descriptors.backward(torch.ones_like(descriptors))
     network.zero_grad()
     by_operation = flops.get_flop_counts()["Global"]
-    convolutions = sum(number for operation, number in by_operation.items() if "convolution" in str(operation))
+    convolutions = sum(
+        number for operation, number in by_operation.items() if "convolution" in str(operation)
+    )
     return {
         "convolutions": convolutions,
         "products": flops.get_total_flops() - convolutions,
@@ -109,9 +128,16 @@ def _counts(network: nn.Module, recipe: Recipe, images: int) -> dict[str, int]:
 
 
 def _move_to_fake_cpu(network: nn.Module) -> None:
-    """Replace meta tensors, to which autocast does not apply, with fake CPU tensors; `Module.to` cannot."""
+    """Replace meta tensors, to which autocast does not apply, with fake CPU tensors; `Module.to`
+    cannot.
+    """
     for module in network.modules():
-        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+        for name, tensor in [
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ]:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
             is_parameter = isinstance(tensor, nn.Parameter)
-            setattr(module, name, nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake)
+            setattr(
+                module, name, nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+            )

@@ -18,61 +18,97 @@ from distap.training.schedule import Length
 from distap.world import joined_world
 
 ROUNDS = 5  # of a measurement
-HEADINGS = ("GPUs", "images", "s/step", "images/s", "efficient", "waits", "hours", "GB", "micro-batch", "keep")
-SUMMARY = "{gpus:,}|{images_a_gpu:,}|{seconds_a_step:.3g}|{images_per_second:,.0f}|{efficiency:.0%}|"
-SUMMARY += "{communication_share:.1%}|{hours:,.3g}|{gb:.2f}{mark}|{greatest_replay_size}|{greatest_keep}"
-DECODED_WHOLE, DECODED_REDUCED = 157, 277  # photographs of a megapixel a second of a core, measured to 224 px
+HEADINGS = (
+    "GPUs",
+    "images",
+    "s/step",
+    "images/s",
+    "efficient",
+    "waits",
+    "hours",
+    "GB",
+    "micro-batch",
+    "keep",
+)
+SUMMARY = (
+    "{gpus:,}|{images_a_gpu:,}|{seconds_a_step:.3g}|{images_per_second:,.0f}|{efficiency:.0%}|"
+)
+SUMMARY += (
+    "{communication_share:.1%}|{hours:,.3g}|{gb:.2f}{mark}|{greatest_replay_size}|{greatest_keep}"
+)
+# photographs of a megapixel a second of a core, measured to 224 px
+DECODED_WHOLE = 157
+DECODED_REDUCED = 277
 REDUCED_SIDE = 500  # pixels up to which such a photograph is decoded at half scale
 RANK_BYTES = 4e9  # of the host's memory, beside pixels
 CAPTION = (
-    "images, GB: of a GPU, with a ! if it is too much. efficient: relative to one GPU. waits: share of a step that "
-    "a GPU waits for others. micro-batch, keep: the most that fit."
+    "images, GB: of a GPU, with a ! if it is too much. efficient: relative to one GPU. waits: share"
+    " of a step that a GPU waits for others. micro-batch, keep: the most that fit."
 )
 
 
 def planned_steps(recipe: Recipe, batch: int) -> int:
-    """Return the steps of a training before its start; raise a DistapError for epochs of missing images."""
+    """Return the steps of a training before its start; raise a DistapError for epochs of missing
+    images.
+    """
     if recipe.steps is not None:
         return recipe.steps
     try:
         return Length(recipe, load_index(recipe.data.train_source, compare=False), batch).steps
     except DistapError as error:
-        raise DistapError(f"epochs: the images cannot be counted, so set steps=N: {error}") from error
+        raise DistapError(
+            f"epochs: the images cannot be counted, so set steps=N: {error}"
+        ) from error
 
 
 def cost_plan(
     recipe: Recipe, batch: int, ranks: list[int], link: float, gpus_a_host: int, card: str | None
 ) -> dict[str, Any] | None:
-    """Return `network` and `assumptions` in words, and `steps`, the figures for each number of GPUs in `ranks`.
+    """Return `network` and `assumptions` in words, and `steps`, the figures for each number of GPUs
+    in `ranks`.
 
-    The figures come from the data sheet of `card` or, if that is None, from a measurement, which only rank 0 gets.
-    `link` is the bytes per second of a host's network.
+    The figures come from the data sheet of `card` or, if that is None, from a measurement, which
+    only rank 0 gets. `link` is the bytes per second of a host's network.
     """
     try:
-        length, told = float(planned_steps(recipe, batch)), []
+        length = float(planned_steps(recipe, batch))
+        told = []
     except DistapError as error:
-        length, told = math.nan, [f"hours are unknown: {error}"]
+        length = math.nan
+        told = [f"hours are unknown: {error}"]
     network = network_cost(recipe)
     if card is not None:
         machine = machine_of(card, network, recipe, link, gpus_a_host)
-        basis = f"{card} by its data sheet, of which nothing was measured; savings such as compilation do not count"
+        basis = (
+            f"{card} by its data sheet, of which nothing was measured; savings such as compilation"
+            " do not count"
+        )
     else:
         with joined_world(recipe.timeout_seconds, recipe.device) as world:
             trial = Trial(recipe, batch, network, world)
-            recipe, machine = trial.recipe, trial.machine(ROUNDS, link, gpus_a_host)
+            recipe = trial.recipe
+            machine = trial.machine(ROUNDS, link, gpus_a_host)
             if world.rank:
                 return None
-        tried = "measured" if world.size > 1 else "not measured: start several ranks by torchrun to measure it"
+        tried = (
+            "measured"
+            if world.size > 1
+            else "not measured: start several ranks by torchrun to measure it"
+        )
         basis = f"this machine, the medians of {ROUNDS} rounds; the link inside a host is {tried}"
     steps = [StepCost(recipe, batch, network, machine, count) for count in ranks]
-    described = f"{recipe.model.architecture} at {recipe.data.image_size} px in {recipe.precision}, B = {batch:,}"
+    described = (
+        f"{recipe.model.architecture} at {recipe.data.image_size} px in {recipe.precision}, B ="
+        f" {batch:,}"
+    )
     planned = f"{recipe.epochs:g} epochs" if told else f"{length:,.0f} steps"
     return {
         "network": f"{described}, {planned}, engine {name_of('engine', recipe.engine)}",
         "assumptions": [basis, *_assumptions(steps[0]), *told],
         "advice": _advice(steps),
         "steps": [
-            {**of, "days": None if told else length * of["seconds_a_step"] / 86_400} for of in map(_figures, steps)
+            {**of, "days": None if told else length * of["seconds_a_step"] / 86_400}
+            for of in map(_figures, steps)
         ],
     }
 
@@ -90,27 +126,45 @@ def plan_tables(steps: list[dict[str, Any]]) -> list[Table]:
         ("sent by a GPU in a step, MB", "sent", 1e6, "{:,.1f}"),
     ):
         parts = list(dict.fromkeys(part for step in steps for part in step[name]))
-        values = {f"{step['gpus']:,}": [step[name].get(part, 0.0) / unit for part in parts] for step in steps}
+        values = {
+            f"{step['gpus']:,}": [step[name].get(part, 0.0) / unit for part in parts]
+            for step in steps
+        }
         rows = [[gpus, *map(form.format, [*each, sum(each)])] for gpus, each in values.items()]
         tables.append(text_table(title, "", ["GPUs", *parts, "all"], rows))
     return tables
 
 
 def _assumptions(step: StepCost) -> list[str]:
-    network, machine = step.network, step.machine
+    network = step.network
+    machine = step.machine
     gflops = (network.convolutions.each + network.products.each) / 1e9
     rates = [link.bytes_per_second / 1e9 for link in (machine.inside, machine.between)]
     lines = [
-        f"a GPU can use {machine.memory / 1e9:,.1f} GB and sends {rates[0]:.3g} GB/s to others of its host; hosts of "
-        f"{machine.gpus_a_host} GPUs send {rates[1]:.3g} GB/s; the slowest link sets the pace of a ring",
-        f"an image costs {gflops:,.2f} GFLOP forward, twice that backward, and {network.graph.each / 1e6:,.1f} MB of "
-        f"activations; {network.parameters / 1e6:,.1f} million parameters, {network.dimensions} dimensions",
-        f"B is the same on any number of GPUs, in micro-batches of {step.replay_size} images, of which "
-        f"{step.kept} keep their graph; every image has a gradient",
-        "loaders keep up with images/s; no rank waits for a slower one; checkpoints and evaluations come on top",
+        (
+            f"a GPU can use {machine.memory / 1e9:,.1f} GB and sends {rates[0]:.3g} GB/s to others"
+            f" of its host; hosts of {machine.gpus_a_host} GPUs send {rates[1]:.3g} GB/s; the"
+            " slowest link sets the pace of a ring"
+        ),
+        (
+            f"an image costs {gflops:,.2f} GFLOP forward, twice that backward, and"
+            f" {network.graph.each / 1e6:,.1f} MB of activations; {network.parameters / 1e6:,.1f}"
+            f" million parameters, {network.dimensions} dimensions"
+        ),
+        (
+            f"B is the same on any number of GPUs, in micro-batches of {step.replay_size} images,"
+            f" of which {step.kept} keep their graph; every image has a gradient"
+        ),
+        (
+            "loaders keep up with images/s; no rank waits for a slower one; checkpoints and"
+            " evaluations come on top"
+        ),
     ]
     if bins_of(step.recipe.loss) is None:
-        lines.append("a loss by rows of similarities is taken to cost as much a pair as AP_Q, which is too little")
+        lines.append(
+            "a loss by rows of similarities is taken to cost as much a pair as AP_Q, which is too"
+            " little"
+        )
     return lines
 
 
@@ -118,11 +172,16 @@ def _advice(steps: list[StepCost]) -> str:
     """Say what to set for as many GPUs as a host has, or the most below."""
     a_host = [step for step in steps if step.ranks <= step.machine.gpus_a_host]
     step = a_host[-1] if a_host else steps[0]
-    figures, data = _figures(step), step.recipe.data
+    figures = _figures(step)
+    data = step.recipe.data
     gpus = f"{step.ranks} GPU{'s' * (step.ranks > 1)}"
     if not figures["fits"] and figures["greatest_replay_size"]:
-        told = f"on {gpus} micro-batches of {step.replay_size} that keep {step.kept} graphs do not fit"
-        return f"{told}: set replay.size={figures['greatest_replay_size']} or less, and replay.keep=0"
+        told = (
+            f"on {gpus} micro-batches of {step.replay_size} that keep {step.kept} graphs do not fit"
+        )
+        return (
+            f"{told}: set replay.size={figures['greatest_replay_size']} or less, and replay.keep=0"
+        )
     if not figures["fits"]:
         return f"on {gpus} this does not fit: choose a smaller data.image_size, or fsdp"
     local = min(step.ranks, step.machine.gpus_a_host)
@@ -131,9 +190,9 @@ def _advice(steps: list[StepCost]) -> str:
     decoded = DECODED_REDUCED if data.image_size <= REDUCED_SIDE else DECODED_WHOLE
     cores = math.ceil(figures["images_per_second"] * local / step.ranks / decoded)
     return (
-        f"on {gpus} set replay.size={step.replay_size} replay.keep={figures['greatest_keep']} "
-        f"data.workers={math.ceil(cores / local)}; a host needs {memory:,.0f} GB of memory, and {cores} cores to "
-        f"decode photographs of a megapixel to {data.image_size} px"
+        f"on {gpus} set replay.size={step.replay_size} replay.keep={figures['greatest_keep']}"
+        f" data.workers={math.ceil(cores / local)}; a host needs {memory:,.0f} GB of memory, and"
+        f" {cores} cores to decode photographs of a megapixel to {data.image_size} px"
     )
 
 
@@ -147,7 +206,8 @@ def _figures(step: StepCost) -> dict[str, Any]:
         "images_per_second": step.batch / total,
         "efficiency": alone / (step.ranks * total),
         "communication_share": (step.seconds["gather"] + step.seconds["reduce"]) / total,
-        "host_memory": 3 * step.share * step.recipe.data.image_size**2,  # pixels of a rank, which wait for replay
+        # pixels of a rank, which wait for replay
+        "host_memory": 3 * step.share * step.recipe.data.image_size**2,
         "fits": sum(step.memory.values()) <= step.machine.memory,
         "seconds": step.seconds,
         "memory": step.memory,

@@ -42,8 +42,10 @@ class Sharding(NamedTuple):
     """How an engine divides its state among the ranks, and how often its ranks communicate."""
 
     weights: bool = False  # each rank holds 1/W of the weights between steps
-    optimizer: bool = False  # each rank holds 1/W of the summed gradients and of the optimiser's state
-    gathers: int = 0  # times that weights are gathered for a replayed micro-batch; 0 gathers them once a step
+    # each rank holds 1/W of the summed gradients and of the optimiser's state
+    optimizer: bool = False
+    # times that weights are gathered for a replayed micro-batch; 0 gathers them once a step
+    gathers: int = 0
     states: int = 2  # float32 values per parameter that the optimiser keeps, such as Adam's moments
     longest_message: float = math.inf  # trained parameters whose gradients one message holds
     keeps_message: bool = False  # whether the buffer of a message stays between steps
@@ -54,10 +56,18 @@ class Sharding(NamedTuple):
         if name == "fsdp":
             return cls(True, True)
         if name == "deepspeed":
-            # Gradients are reduced once, in every stage. Weights of stage 3 stay from the forward to the backward
-            # pass, up to DeepSpeed's limit of a thousand millions. It updates its own copy of the parameters.
+            # Gradients are reduced once, in every stage. Weights of stage 3 stay from the forward
+            # to the backward pass, up to DeepSpeed's limit of a thousand millions. It updates its
+            # own copy of the parameters.
             is_last = engine.stage == 3
-            return cls(is_last, True, int(is_last), states=3, longest_message=GREATEST_BUCKET, keeps_message=is_last)
+            return cls(
+                is_last,
+                True,
+                int(is_last),
+                states=3,
+                longest_message=GREATEST_BUCKET,
+                keeps_message=is_last,
+            )
         return cls()
 
 
@@ -71,12 +81,16 @@ class Transfer(NamedTuple):
 
     def sent(self, ranks: int) -> float:
         """Bytes that a rank sends; for a scatter, rank 0."""
-        rounds = {"all_gather": ranks, "scatter": ranks, "all_reduce": 2, "reduce_scatter": 1}[self.kind]
+        rounds = {"all_gather": ranks, "scatter": ranks, "all_reduce": 2, "reduce_scatter": 1}[
+            self.kind
+        ]
         return self.calls * self.payload * rounds * (ranks - 1) / ranks
 
     def seconds(self, machine: Machine, ranks: int) -> float:
         """Duration, which the slowest link of the ring determines."""
-        links = [machine.inside, machine.between] if ranks > machine.gpus_a_host else [machine.inside]
+        links = (
+            [machine.inside, machine.between] if ranks > machine.gpus_a_host else [machine.inside]
+        )
         messages = self.calls * (2 if self.kind == "all_reduce" else 1) * ceil(log2(ranks))
         slowest = min(link.bytes_per_second for link in links)
         return self.sent(ranks) / slowest + messages * max(link.latency for link in links)
@@ -84,7 +98,8 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class StepCost:
-    """Cost of a recipe's step on `ranks` GPUs, for the rank with the largest share of the batch, B."""
+    """Cost of a recipe's step on `ranks` GPUs, for the rank with the largest share of the batch,
+    B."""
 
     recipe: Recipe
     batch: int
@@ -111,7 +126,10 @@ class StepCost:
     @cached_property
     def kept(self) -> int:  # micro-batches that keep their graph; `auto` takes as many as fit
         wanted = self.recipe.keep
-        return min(ceil(self.share / self.replay_size), wanted if isinstance(wanted, int) else self.greatest_keep)
+        return min(
+            ceil(self.share / self.replay_size),
+            wanted if isinstance(wanted, int) else self.greatest_keep,
+        )
 
     @cached_property
     def memory(self) -> dict[str, float]:
@@ -121,16 +139,23 @@ class StepCost:
         return {name: size for name, size in {**self._lasting, **largest}.items() if size}
 
     @property
-    def greatest_replay_size(self) -> int:  # most images of a micro-batch with a graph that fit; 0 if not one does
-        graph, working = self.network.graph, self.network.working
+    # most images of a micro-batch with a graph that fit; 0 if not one does
+    def greatest_replay_size(self) -> int:
+        graph = self.network.graph
+        working = self.network.working
         beside = sum(self._lasting.values()) + self._gathered + graph.once + working.once
         if not self._reduces:
             return 0
-        return max(0, min(self.share, int((self.machine.memory - beside) // (graph.each + working.each))))
+        return max(
+            0, min(self.share, int((self.machine.memory - beside) // (graph.each + working.each)))
+        )
 
     @property
-    def greatest_keep(self) -> int:  # most micro-batches whose graphs fit beside the needs of each stage
-        beside = sum(self._lasting.values()) + max(sum(stage.values()) for stage in self._stages(kept=0))
+    # most micro-batches whose graphs fit beside the needs of each stage
+    def greatest_keep(self) -> int:
+        beside = sum(self._lasting.values()) + max(
+            sum(stage.values()) for stage in self._stages(kept=0)
+        )
         room = int((self.machine.memory - beside) // self.network.graph(self.replay_size))
         return (
             0
@@ -140,25 +165,37 @@ class StepCost:
 
     @cached_property
     def _lasting(self) -> dict[str, float]:  # bytes that are there in all stages
-        sharding, network, own = self.sharding, self.network, 1 / self.ranks
+        sharding = self.sharding
+        network = self.network
+        own = 1 / self.ranks
         images = 2 * self.share + self.batch + self.recipe.memory.size
         return {
             "weights": FLOAT32 * network.parameters * (own if sharding.weights else 1),
             "gradients": FLOAT32 * network.trained,  # summed whole over the micro-batches
             "buffer of messages": self._message if sharding.keeps_message else 0,
-            "optimizer": FLOAT32 * network.trained * sharding.states * (own if sharding.optimizer else 1),
-            "average": 0 if self.recipe.ema is None else FLOAT32 * network.trained * (own if sharding.weights else 1),
+            "optimizer": (
+                FLOAT32 * network.trained * sharding.states * (own if sharding.optimizer else 1)
+            ),
+            "average": (
+                0
+                if self.recipe.ema is None
+                else FLOAT32 * network.trained * (own if sharding.weights else 1)
+            ),
             "descriptors": FLOAT32 * network.dimensions * images,
         }
 
     @property
     def _gathered(self) -> float:
         """Bytes of weights beyond the rank's own shard."""
-        return FLOAT32 * self.network.parameters if self.sharding.weights and self.ranks > 1 else 0.0
+        return (
+            FLOAT32 * self.network.parameters if self.sharding.weights and self.ranks > 1 else 0.0
+        )
 
     @property
     def _message(self) -> float:
-        """Bytes of the message that sums gradients over ranks, a copy of them; all in one, if it is not too long."""
+        """Bytes of the message that sums gradients over ranks, a copy of them; all in one, if it is
+        not too long.
+        """
         longest = min(self.network.trained, self.sharding.longest_message)
         return FLOAT32 * longest if self.ranks > 1 else 0.0
 
@@ -174,7 +211,8 @@ class StepCost:
 
     def _stages(self, kept: int) -> list[dict[str, float]]:
         """Bytes that describe, rank and replay need for themselves."""
-        working, graph = self.network.working, self.network.graph(self.replay_size)
+        working = self.network.working
+        graph = self.network.graph(self.replay_size)
         whole = {"gathered weights": self._gathered, "graphs": kept * graph}
         # Kept graphs are gone through first, so that a replayed one takes the room of one of them.
         replay = {"gathered weights": self._gathered, "graphs": max(kept, 1) * graph}
@@ -193,7 +231,8 @@ class StepCost:
     def _ranking_bytes(self) -> float:
         # Descriptors in another order, tables, tiles, and a byte for each pair if there is room.
         queries, gallery = self._ranked
-        pairs, bins = queries * gallery, bins_of(self.recipe.loss) or 0
+        pairs = queries * gallery
+        bins = bins_of(self.recipe.loss) or 0
         half = self.machine.memory / 8
         in_order = FLOAT32 * self.network.dimensions * (gallery + queries)
         tables = 2 * bins * FLOAT32 * (4 * queries + 2 * gallery)  # of negatives and of positives
@@ -203,7 +242,8 @@ class StepCost:
     @cached_property
     def seconds(self) -> dict[str, float]:
         """Seconds by stage; `gather` and `reduce` are the seconds that a rank waits for others."""
-        machine, with_graph = self.machine, self.machine.forward_with_graph
+        machine = self.machine
+        with_graph = self.machine.forward_with_graph
         # The last micro-batches keep their graph from stage one.
         first_kept = max(ceil(self.share / self.replay_size) - self.kept, 0) * self.replay_size
         replayed = _micro_batches(first_kept, self.replay_size)
@@ -230,8 +270,12 @@ class StepCost:
     @cached_property
     def transfers(self) -> dict[str, list[Transfer]]:
         """Data that ranks send each other, by stage; one rank sends nothing of it."""
-        network, sharding, share, bins = self.network, self.sharding, self.share, bins_of(self.recipe.loss)
-        own, trained = share * network.dimensions * FLOAT32, network.trained * FLOAT32
+        network = self.network
+        sharding = self.sharding
+        share = self.share
+        bins = bins_of(self.recipe.loss)
+        own = share * network.dimensions * FLOAT32
+        trained = network.trained * FLOAT32
         if self.recipe.rank.mode == "central":
             rank = Transfer("gradients of descriptors", "scatter", own)
         elif bins is None:
@@ -240,13 +284,19 @@ class StepCost:
             rank = Transfer("slope tables", "all_gather", share * 2 * (bins - 1) * FLOAT32)
         reduce = [Transfer("gradients", "all_reduce", trained)]
         if sharding.optimizer:
-            # Weights are gathered for stage one, or after an update, and again for replay if they do not stay.
+            # Weights are gathered for stage one, or after an update, and again for replay if they
+            # do not stay.
             replayed = max(ceil(share / self.replay_size) - self.kept, 0)
             gathers = 1 + sharding.gathers * replayed
-            weights = Transfer("weights", "all_gather", network.parameters * FLOAT32 / self.ranks, gathers)
+            weights = Transfer(
+                "weights", "all_gather", network.parameters * FLOAT32 / self.ranks, gathers
+            )
             reduce = [weights, Transfer("gradients", "reduce_scatter", trained)]
         # Each image has a label, a number, and a flag that says whether it takes part.
-        gather = [Transfer("descriptors", "all_gather", own), Transfer("labels", "all_gather", share * 3 * 8)]
+        gather = [
+            Transfer("descriptors", "all_gather", own),
+            Transfer("labels", "all_gather", share * 3 * 8),
+        ]
         return {"gather": gather, "rank": [rank], "reduce": reduce}
 
     @property
@@ -257,14 +307,18 @@ class StepCost:
 
 
 def bins_of(loss: Loss) -> int | None:
-    """Return the bins of a histogram loss or of a sum of them; None if a loss needs whole rows of similarities."""
+    """Return the bins of a histogram loss or of a sum of them; None if a loss needs whole rows of
+    similarities.
+    """
     terms = [term for _, term in loss.terms] if isinstance(loss, WeightedSum) else [loss]
     bins = [term.centres for term in terms if isinstance(term, HistogramLoss)]
     return sum(bins) if len(bins) == len(terms) else None
 
 
 def pairs_of(queries: int, gallery: int, loss: Loss) -> float:
-    """Pairs to rank; a histogram loss counts a pair of two own images once, which is half of its work."""
+    """Pairs to rank; a histogram loss counts a pair of two own images once, which is half of its
+    work.
+    """
     pairs = queries * gallery
     return pairs if bins_of(loss) is None else pairs - queries**2 / 4
 

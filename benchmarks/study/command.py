@@ -1,4 +1,6 @@
-"""`python -m benchmarks study`: train a grid of recipes under equal conditions and compare the results."""
+"""`python -m benchmarks study`: train a grid of recipes under equal conditions and compare the
+results.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +16,9 @@ from distap.processes.stopping import leave_when_asked
 from distap.telemetry.terminal import print_result, set_up_logging, tell, text_table, track
 
 FOLDER = "Folder of the study."
-ONLY = "Name on an axis to train, or several with commas between them; an axis without one keeps all."
+ONLY = (
+    "Name on an axis to train, or several with commas between them; an axis without one keeps all."
+)
 SEEDS = "Number of trainings of each point, with seeds 0, 1, ..."
 JOBS = "Number of trainings that run at once and share the CPU cores."
 
@@ -22,16 +26,22 @@ JOBS = "Number of trainings that run at once and share the CPU cores."
 def study_command(
     file: Annotated[Path, typer.Argument(help="Study: a YAML file.", show_default=False)],
     overrides: OVERRIDES = None,
-    output: Annotated[Path | None, typer.Option(help=FOLDER, show_default="runs/, then the name")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help=FOLDER, show_default="runs/, then the name")
+    ] = None,
     only: Annotated[list[str] | None, typer.Option(help=ONLY, show_default="all")] = None,
-    seeds: Annotated[int | None, typer.Option(help=SEEDS, min=1, show_default="as the study says")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(help=SEEDS, min=1, show_default="as the study says")
+    ] = None,
     jobs: Annotated[int, typer.Option(help=JOBS, min=1)] = 1,
     ranks: RANKS = "1",
 ) -> None:
-    """Train a grid of recipes under equal conditions, and compare the results in a table, a drawing and a page.
+    """Train a grid of recipes under equal conditions, and compare the results in a table, a drawing
+    and a page.
 
-    Each finished training is kept in results.jsonl of the output folder; a study that was stopped goes on with what
-    is missing. Published results next to the study's file, NAME.jsonl, are compared with the new ones.
+    Each finished training is kept in results.jsonl of the output folder; a study that was stopped
+    goes on with what is missing. Published results next to the study's file, NAME.jsonl, are
+    compared with the new ones.
     """
     set_up_logging(0)
     grid = Grid(file, output or Path("runs") / file.stem, only or [], overrides or [])

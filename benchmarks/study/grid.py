@@ -27,36 +27,64 @@ class Study(Section):
 
     title: str
     about: str = Field("", description="What is asked, and under which conditions.")
-    recipe: str = Field(description="Recipe of all trainings: a name of `distap recipes`, or a file.")
+    recipe: str = Field(
+        description="Recipe of all trainings: a name of `distap recipes`, or a file."
+    )
     changes: dict[str, Any] = Field({}, description="Changes to it for all trainings.")
     axes: dict[str, Annotated[dict[str, dict[str, Any]], Field(min_length=1)]] = Field(
         min_length=1,
-        description="What is compared: changes by name. A list of values is an axis over the recipe key of its name.",
+        description=(
+            "What is compared: changes by name. A list of values is an axis over the recipe key of"
+            " its name."
+        ),
     )
-    leave_out: list[dict[str, str]] = Field([], description="Combinations that are not trained, a name an axis.")
+    leave_out: list[dict[str, str]] = Field(
+        [], description="Combinations that are not trained, a name an axis."
+    )
     search: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(
-        {}, description="Values by recipe key; each point takes those that are best on data.validation."
+        {},
+        description=(
+            "Values by recipe key; each point takes those that are best on data.validation."
+        ),
     )
-    chosen_by: str = Field("mAP@R", description="Figure on data.validation that chooses among them.")
-    seeds: PositiveInt = Field(3, description="Trainings of each point, from seed 0 on; seed 0 searches.")
+    chosen_by: str = Field(
+        "mAP@R", description="Figure on data.validation that chooses among them."
+    )
+    seeds: PositiveInt = Field(
+        3, description="Trainings of each point, from seed 0 on; seed 0 searches."
+    )
     equal: tuple[Condition, ...] = Field(
         ("data", "model", "evaluation", "images"),
-        description="What all trainings must share: sections of the recipe, images seen, updates, processor seconds.",
+        description=(
+            "What all trainings must share: sections of the recipe, images seen, updates, processor"
+            " seconds."
+        ),
     )
     figures: tuple[str, ...] = Field(
         ("validation/mAP@R", "validation/mAP", "validation/R@1"),
         min_length=1,
-        description="What is compared: SET/FIGURE, with validation or a set of evaluation.also. The first is drawn.",
+        description=(
+            "What is compared: SET/FIGURE, with validation or a set of evaluation.also. The first"
+            " is drawn."
+        ),
     )
-    against: str | None = Field(None, description="Name on the first axis that the others are compared with.")
+    against: str | None = Field(
+        None, description="Name on the first axis that the others are compared with."
+    )
 
     @field_validator("axes", mode="before")
     @classmethod
     def _axes_in_full(cls, axes: Any) -> Any:
-        """`loss.tau: [0.01, 0.1]` stands for `loss.tau: {"0.01": {loss.tau: 0.01}, "0.1": {loss.tau: 0.1}}`."""
+        """`loss.tau: [0.01, 0.1]` stands for `loss.tau: {"0.01": {loss.tau: 0.01}, "0.1":
+        {loss.tau: 0.1}}`.
+        """
         if not isinstance(axes, Mapping):
             return axes
-        listed = {key: {str(v): {key: v} for v in values} for key, values in axes.items() if isinstance(values, list)}
+        listed = {
+            key: {str(v): {key: v} for v in values}
+            for key, values in axes.items()
+            if isinstance(values, list)
+        }
         return {str(key): listed.get(key, values) for key, values in axes.items()}
 
 
@@ -86,13 +114,17 @@ class Job:
 
     @property
     def fingerprint(self) -> str:
-        """Return a digest of its settings, so that a later version with further keys finds it again."""
+        """Return a digest of its settings, so that a later version with further keys finds it
+        again.
+        """
         return sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def run(self) -> Path:
         """The folder of its run."""
-        name = "".join(letter if letter.isalnum() or letter in "._" else "-" for letter in str(self))
+        name = "".join(
+            letter if letter.isalnum() or letter in "._" else "-" for letter in str(self)
+        )
         return self.recipe.run / TRAININGS / f"{name}-{self.fingerprint[:6]}"
 
 
@@ -118,20 +150,25 @@ class Grid:
     """The trainings of a study.
 
     Args:
-        file: the study's file; a recipe beside it is found by its name.
-        folder: of the study, where the runs are kept.
-        only: names on the axes, or several with commas between them; an axis without one of them keeps all.
-        overrides: changes to all recipes, such as `steps=10`; a key in them is not searched.
+        file: the study's file; a recipe beside it is found by its name. folder: of the study, where
+            the runs are kept. only: names on the axes, or several with commas between them; an axis
+            without one of them keeps all. overrides: changes to all recipes, such as `steps=10`; a
+            key in them is not searched.
     """
 
-    def __init__(self, file: Path, folder: Path, only: Sequence[str] = (), overrides: Sequence[str] = ()) -> None:
-        self.study, self.folder, self._overrides = read_study(file), folder, overrides
+    def __init__(
+        self, file: Path, folder: Path, only: Sequence[str] = (), overrides: Sequence[str] = ()
+    ) -> None:
+        self.study = read_study(file)
+        self.folder = folder
+        self._overrides = overrides
         given = {override.partition("=")[0] for override in overrides}
         search = {key: values for key, values in self.study.search.items() if key not in given}
         self.study = self.study.model_copy(update={"search": search})
         beside = file.parent / self.study.recipe
         self._base = beside if beside.is_file() else recipe_file(Path(self.study.recipe))
-        self._settings = changed_settings(self._base, ())  # read once: the file may change while others train
+        # read once: the file may change while others train
+        self._settings = changed_settings(self._base, ())
         try:
             self.points = list(self._points(self._names(only)))
             if not self.points:
@@ -144,10 +181,17 @@ class Grid:
             raise DistapError(f"{file}: {error}") from error
 
     def _names(self, only: Sequence[str]) -> set[str]:
-        """Return the names in `only`, which may have commas themselves; check all names that the study refers to."""
-        axes, against = self.study.axes, self.study.against
+        """Return the names in `only`, which may have commas themselves; check all names that the
+        study refers to.
+        """
+        axes = self.study.axes
+        against = self.study.against
         known = [name for names in axes.values() for name in names]
-        found = {name for text in only for name in ([text] if text in known else map(str.strip, text.split(",")))}
+        found = {
+            name
+            for text in only
+            for name in ([text] if text in known else map(str.strip, text.split(",")))
+        }
         for name in found:
             _require_known("--only", name, known)
         if against is not None:
@@ -168,30 +212,46 @@ class Grid:
                 yield Point(point, [axes[axis][name] for axis, name in point.items()])
 
     def jobs(self, point: Point, seed: int, searched: Mapping[str, Any] | None = None) -> list[Job]:
-        """Return the trainings of a point: one for each combination of the searched values, or for the given one."""
+        """Return the trainings of a point: one for each combination of the searched values, or for
+        the given one.
+        """
         search = self.study.search
         values = [dict(zip(search, each, strict=True)) for each in product(*search.values())]
-        return [self._job(point, seed, each) for each in ([searched] if searched is not None else values)]
+        return [
+            self._job(point, seed, each)
+            for each in ([searched] if searched is not None else values)
+        ]
 
     def _job(self, point: Point, seed: int, searched: Mapping[str, Any]) -> Job:
-        changes: list[str | Changes] = [self.study.changes, *point.changes, searched, *self._overrides]
+        changes: list[str | Changes] = [
+            self.study.changes,
+            *point.changes,
+            searched,
+            *self._overrides,
+        ]
         try:
             settings = changed_settings(self._settings, [*changes, {"seed": seed}])
             recipe = load_recipe({**settings, "run": str(self.folder)}, where=str(self._base))
         except DistapError as error:
             raise DistapError(f"{point}: {error}") from error
-        return Job(point, searched, {key: settings[key] for key in settings if key != "run"}, recipe)
+        return Job(
+            point, searched, {key: settings[key] for key in settings if key != "run"}, recipe
+        )
 
     def _require_evaluated(self, point: Point, recipe: Recipe) -> None:
-        """Raise a DistapError if a training would not be evaluated on the sets that the study compares."""
+        """Raise a DistapError if a training would not be evaluated on the sets that the study
+        compares.
+        """
         if recipe.data.validation is None or recipe.evaluation.every == 0:
-            raise DistapError(f"{point}: a study needs data.validation, and evaluation.every other than 0")
+            raise DistapError(
+                f"{point}: a study needs data.validation, and evaluation.every other than 0"
+            )
         sets = ["validation", *recipe.evaluation.also]
         for figure in self.study.figures:
             if not any(figure.startswith(f"{name}/") for name in sets):
                 raise DistapError(
-                    f"figures: {point} is not evaluated by {figure!r}: expected SET/FIGURE, where SET is one of "
-                    f"{', '.join(sets)}"
+                    f"figures: {point} is not evaluated by {figure!r}: expected SET/FIGURE, where"
+                    f" SET is one of {', '.join(sets)}"
                 )
 
     def _require_equal(self, recipes: Sequence[tuple[Point, Recipe]]) -> None:
@@ -201,8 +261,9 @@ class Grid:
             for (first, expected), (name, value) in pairwise(values):
                 if value != expected:
                     raise DistapError(
-                        f"equal: {condition} differs: {json.dumps(expected)} of {first}, {json.dumps(value)} of "
-                        f"{name}; mend it, or leave {condition} out of `equal`"
+                        f"equal: {condition} differs: {json.dumps(expected)} of {first},"
+                        f" {json.dumps(value)} of {name}; mend it, or leave {condition} out of"
+                        " `equal`"
                     )
 
 

@@ -1,4 +1,6 @@
-"""What the trainings of a study reached: means over seeds, their intervals, differences, tables and a page."""
+"""What the trainings of a study reached: means over seeds, their intervals, differences, tables and
+a page.
+"""
 
 import json
 import math
@@ -13,7 +15,8 @@ from benchmarks.study.grid import Grid, Job, Point, Study
 from distap.errors import DistapError, suggestion
 from distap.storage.atomic import write_whole
 
-# Student's t for 95% of both sides, by degrees of freedom from 1 on; beyond these the last is a little too large.
+# Student's t for 95% of both sides, by degrees of freedom from 1 on; beyond these the last is a
+# little too large.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 MOST_APART = 0.1  # of seconds that a study calls equal
 BEFORE = "before training"
@@ -33,9 +36,11 @@ class Result:
     steps: int
     images: int  # seen, with repetitions
     seconds: float  # of all steps
-    processor_seconds: float  # of the training with start and evaluations; if it was resumed, since then
+    # of the training with start and evaluations; if it was resumed, since then
+    processor_seconds: float
     memory_bytes: int  # at most, of a process
-    made: dict[str, Any] = field(default_factory=dict)  # date, versions, ranks, threads, trainings at once
+    # date, versions, ranks, threads, trainings at once
+    made: dict[str, Any] = field(default_factory=dict)
 
 
 class Interval(NamedTuple):
@@ -69,17 +74,22 @@ def read_results(path: Path) -> list[Result]:
             results.append(Result(**json.loads(line)))
         except (ValueError, TypeError) as error:
             if number < len(lines):
-                raise DistapError(f"{path}, line {number}: not the result of a training: {error}") from error
+                raise DistapError(
+                    f"{path}, line {number}: not the result of a training: {error}"
+                ) from error
     return results
 
 
 @dataclass(frozen=True)
 class Row:
-    """A point of a study with the trainings that count: those with the best of the searched values, by seed."""
+    """A point of a study with the trainings that count: those with the best of the searched values,
+    by seed.
+    """
 
     point: Point
     results: list[Result]
-    at_edge: frozenset[str]  # keys whose best value is the first or last of those that were searched
+    # keys whose best value is the first or last of those that were searched
+    at_edge: frozenset[str]
 
     def values(self, figure: str) -> dict[int, float]:
         """Return the values of a figure by seed."""
@@ -90,7 +100,8 @@ class Row:
 
     def difference(self, other: "Row", figure: str) -> Interval | None:
         """The mean of the differences to another row, seed by seed; None if they share no seed."""
-        own, others = self.values(figure), other.values(figure)
+        own = self.values(figure)
+        others = other.values(figure)
         shared = [own[seed] - others[seed] for seed in own if seed in others]
         return interval(shared) if shared and self is not other else None
 
@@ -99,7 +110,8 @@ class Results:
     """The results of a study's trainings, by point and recipe."""
 
     def __init__(self, grid: Grid, seeds: int, done: Iterable[Result] = ()) -> None:
-        self.grid, self.seeds = grid, seeds
+        self.grid = grid
+        self.seeds = seeds
         self._done = {(_names(result.names), result.fingerprint): result for result in done}
 
     @property
@@ -110,10 +122,12 @@ class Results:
         self._done[_names(result.names), result.fingerprint] = result
 
     def of(self, job: Job) -> Result | None:
-        """Return the result of a training that is done; a DistapError names a figure that it lacks."""
+        """Return the result of a training that is done; a DistapError names a figure that it
+        lacks."""
         result = self._done.get((_names(job.point.names), job.fingerprint))
         if result is not None:
-            study, known = self.grid.study, [name for name, value in result.figures.items() if value is not None]
+            study = self.grid.study
+            known = [name for name, value in result.figures.items() if value is not None]
             for key, name in [
                 ("chosen_by", f"validation/{study.chosen_by}"),
                 *(("figures", n) for n in study.figures),
@@ -123,7 +137,9 @@ class Results:
         return result
 
     def best(self, point: Point) -> Result | None:
-        """Return the training with the best of the searched values; None until all of them are tried."""
+        """Return the training with the best of the searched values; None until all of them are
+        tried.
+        """
         tried = [self.of(job) for job in self.grid.jobs(point, 0)]
         by = f"validation/{self.grid.study.chosen_by}"
         done = [result for result in tried if result is not None]
@@ -139,13 +155,23 @@ class Results:
             jobs = [self.grid.jobs(point, seed, best.searched)[0] for seed in range(self.seeds)]
             done = [result for job in jobs if (result := self.of(job)) is not None]
             search = {key: values for key, values in self.grid.study.search.items() if values[1:]}
-            edges = {key for key, values in search.items() if best.searched[key] in (values[0], values[-1])}
+            edges = {
+                key
+                for key, values in search.items()
+                if best.searched[key] in (values[0], values[-1])
+            }
             rows.append(Row(point, done, frozenset(edges)))
         return rows
 
     def before(self) -> Mapping[str, float]:
-        """Return the figures of the network that all trainings begin with; none if there is no such network."""
-        jobs = (job for point in self.grid.points for job in self.grid.jobs(point, 0)) if self.share_a_start else ()
+        """Return the figures of the network that all trainings begin with; none if there is no such
+        network.
+        """
+        jobs = (
+            (job for point in self.grid.points for job in self.grid.jobs(point, 0))
+            if self.share_a_start
+            else ()
+        )
         found = filter(None, map(self.of, jobs))  # not of settings that the study had before
         return next((result.before for result in found if result.before), {})
 
@@ -159,27 +185,45 @@ def _names(names: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 def table(results: Results) -> tuple[list[str], list[list[str]], list[str]]:
-    """Return headings, rows of cells and notes: figures in percent with their 95% intervals over seeds."""
-    study, rows = results.grid.study, results.rows()
-    first, searched = study.figures[0], list(study.search)
+    """Return headings, rows of cells and notes: figures in percent with their 95% intervals over
+    seeds.
+    """
+    study = results.grid.study
+    rows = results.rows()
+    first = study.figures[0]
+    searched = list(study.search)
     others = [_counterpart(row, rows, study) for row in rows]
-    headings = [*study.axes, *(key.rpartition(".")[2].replace("_", " ") for key in searched), *study.figures]
+    headings = [
+        *study.axes,
+        *(key.rpartition(".")[2].replace("_", " ") for key in searched),
+        *study.figures,
+    ]
     headings += [f"{first}, less {study.against}"] if any(others) else []
     sizes = {
         "updates": [f"{row.results[0].steps:,}" for row in rows],
         "images": [f"{row.results[0].images:,}" for row in rows],
-        "processor s": [f"{median(result.processor_seconds for result in row.results):.0f}" for row in rows],
+        "processor s": [
+            f"{median(result.processor_seconds for result in row.results):.0f}" for row in rows
+        ],
         "GB": [f"{max(result.memory_bytes for result in row.results) / 1e9:.1f}" for row in rows],
     }
-    alike = {name: sizes.pop(name)[0] for name in ("updates", "images") if len(set(sizes[name])) == 1}
+    alike = {
+        name: sizes.pop(name)[0] for name in ("updates", "images") if len(set(sizes[name])) == 1
+    }
     headings += sizes
-    cells, before = [], results.before()
+    cells = []
+    before = results.before()
     if before:
         blank = [""] * (len(study.axes) - 1 + len(searched))
-        cells.append([BEFORE, *blank, *(str(Interval(before[name], None)) for name in study.figures)])
+        cells.append(
+            [BEFORE, *blank, *(str(Interval(before[name], None)) for name in study.figures)]
+        )
         cells[0] += [""] * (len(headings) - len(cells[0]))
     for row, other, *own in zip(rows, others, *sizes.values(), strict=True):
-        chosen = [_short(row.results[0].searched[key]) + ("*" if key in row.at_edge else "") for key in searched]
+        chosen = [
+            _short(row.results[0].searched[key]) + ("*" if key in row.at_edge else "")
+            for key in searched
+        ]
         apart = [_signed(row.difference(other, first) if other else None)] if any(others) else []
         figures = [str(row.interval(name)) for name in study.figures]
         cells.append([*row.point.names.values(), *chosen, *figures, *apart, *own])
@@ -187,7 +231,9 @@ def table(results: Results) -> tuple[list[str], list[list[str]], list[str]]:
 
 
 def _counterpart(row: Row, rows: Sequence[Row], study: Study) -> Row | None:
-    """Return the row that differs from this one in its name on the first axis alone, which is `against`."""
+    """Return the row that differs from this one in its name on the first axis alone, which is
+    `against`.
+    """
     names = {**row.point.names, next(iter(study.axes)): study.against}
     return next((other for other in rows if other.point.names == names), None)
 
@@ -207,24 +253,39 @@ def _notes(results: Results, rows: Sequence[Row], alike: Mapping[str, str]) -> I
     several = f"mean of {seeds} seeds ± half of its 95% interval"
     yield f"Percent, {'of one seed' if seeds == '1' else several}."
     equal = [name for name in study.equal if name not in alike]
-    yield f"Equal for all: {', '.join([*equal, *(f'{count} {name}' for name, count in alike.items())])}."
+    yield (
+        "Equal for all:"
+        f" {', '.join([*equal, *(f'{count} {name}' for name, count in alike.items())])}."
+    )
     if study.search:
-        keys = ", ".join(f"{key} of {', '.join(map(_short, values))}" for key, values in study.search.items())
+        keys = ", ".join(
+            f"{key} of {', '.join(map(_short, values))}" for key, values in study.search.items()
+        )
         yield f"The best {keys} by {study.chosen_by} on data.validation, with seed 0."
     if any(row.at_edge for row in rows):
         yield "* the first or the last value that was tried."
-    seconds = {str(row.point): median(result.processor_seconds for result in row.results) for row in rows}
+    seconds = {
+        str(row.point): median(result.processor_seconds for result in row.results) for row in rows
+    }
     if "seconds" in study.equal and seconds:
         middle = median(seconds.values())
-        apart = [f"{name} {s / middle:.2f}" for name, s in seconds.items() if abs(s / middle - 1) > MOST_APART]
+        apart = [
+            f"{name} {s / middle:.2f}"
+            for name, s in seconds.items()
+            if abs(s / middle - 1) > MOST_APART
+        ]
         if apart:
-            yield f"Processor seconds are not within {MOST_APART:.0%} of their median: {', '.join(apart)} times."
+            yield (
+                f"Processor seconds are not within {MOST_APART:.0%} of their median:"
+                f" {', '.join(apart)} times."
+            )
 
 
 def comparison(results: Results, published: Results) -> list[str]:
     """Compare with published results: whether each mean lies in the interval where they expect it.
 
-    A mean of n seeds is expected within t s sqrt(1/m + 1/n) of the published mean of m seeds with deviation s.
+    A mean of n seeds is expected within t s sqrt(1/m + 1/n) of the published mean of m seeds with
+    deviation s.
     """
     figure = results.grid.study.figures[0]
     theirs = {_names(row.point.names): row for row in published.rows()}
@@ -233,19 +294,28 @@ def comparison(results: Results, published: Results) -> list[str]:
         other = theirs.get(_names(row.point.names))
         if other is None or len(other.results) < 2:
             continue
-        own, there = list(row.values(figure).values()), list(other.values(figure).values())
+        own = list(row.values(figure).values())
+        there = list(other.values(figure).values())
         half = student(len(there)) * stdev(there) * math.sqrt(1 / len(there) + 1 / len(own))
         verdict = "within" if abs(fmean(own) - fmean(there)) <= half else "NOT within"
         expected = Interval(fmean(there), half)
-        lines.append(f"{row.point}: {figure} {interval(own)}, {verdict} {expected}, which the published runs expect")
+        lines.append(
+            f"{row.point}: {figure} {interval(own)}, {verdict} {expected}, which the published runs"
+            " expect"
+        )
     if published.done and not lines:
-        return ["nothing was published with these settings and two seeds or more: no mean is compared"]
+        return [
+            "nothing was published with these settings and two seeds or more: no mean is compared"
+        ]
     return lines
 
 
 def drawing(results: Results) -> str:
-    """Draw the first figure as an SVG file: lines over the last of several axes, or a dot for each point."""
-    study, rows = results.grid.study, results.rows()
+    """Draw the first figure as an SVG file: lines over the last of several axes, or a dot for each
+    point.
+    """
+    study = results.grid.study
+    rows = results.rows()
     figure = study.figures[0]
     before = results.before().get(figure)
     title = f"{study.title}: {figure}, %"
@@ -274,14 +344,27 @@ def markdown(results: Results) -> str:
 
 def write_study(results: Results, file: Path) -> Path:
     """Write table, drawing and page of a study into its folder; return the path of the page."""
-    folder, study, page = results.grid.folder, results.grid.study, results.grid.folder / PAGE
+    folder = results.grid.folder
+    study = results.grid.study
+    page = results.grid.folder / PAGE
     headings, cells, notes = table(results)
     svg = drawing(results)
     write_whole(folder / "table.md", markdown(results))
     write_whole(folder / "figure.svg", svg)
     made = [result.made for result in results.done]
-    facts = {key: ", ".join(sorted({str(each.get(key)) for each in made})) for key in made[0]} if made else {}
+    facts = (
+        {key: ", ".join(sorted({str(each.get(key)) for each in made})) for key in made[0]}
+        if made
+        else {}
+    )
     texts = {"title": study.title, "about": study.about, "source": file.read_text(encoding="utf-8")}
-    values = {"drawing": svg, "headings": headings, "cells": cells, "notes": notes, "made": facts, **texts}
+    values = {
+        "drawing": svg,
+        "headings": headings,
+        "cells": cells,
+        "notes": notes,
+        "made": facts,
+        **texts,
+    }
     write_whole(page, text_of("study.html", **values))
     return page

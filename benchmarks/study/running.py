@@ -33,17 +33,22 @@ OUTPUT = "output.log"  # what a training prints
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Make the folder if needed, and lock it; raise a DistapError while another process has locked it."""
+    """Make the folder if needed, and lock it; raise a DistapError while another process has locked
+    it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as file:
         try:
             flock(file, LOCK_EX | LOCK_NB)
         except BlockingIOError as error:
-            raise DistapError(f"{folder}: another process is training a study there; wait for it") from error
+            raise DistapError(
+                f"{folder}: another process is training a study there; wait for it"
+            ) from error
         try:
             yield
         finally:
-            flock(file, LOCK_UN)  # a process that was forked meanwhile has the file too, and would keep the lock
+            # a process that was forked meanwhile has the file too, and would keep the lock
+            flock(file, LOCK_UN)
 
 
 class StudyRun:
@@ -56,8 +61,12 @@ class StudyRun:
     """
 
     def __init__(self, grid: Grid, seeds: int, jobs: int, ranks: int) -> None:
-        self.grid, self.most, self.ranks = grid, jobs, ranks
-        self.threads = os.environ.get("OMP_NUM_THREADS", str(max(1, usable_cores() // (jobs * ranks))))
+        self.grid = grid
+        self.most = jobs
+        self.ranks = ranks
+        self.threads = os.environ.get(
+            "OMP_NUM_THREADS", str(max(1, usable_cores() // (jobs * ranks)))
+        )
         self.file = grid.folder / RESULTS
         self.results = Results(grid, seeds)
         self.total = len(grid.points) * (len(grid.jobs(grid.points[0], 0)) + seeds - 1)
@@ -72,7 +81,9 @@ class StudyRun:
             stack.enter_context(_locked(self.grid.folder))
             for result in read_results(self.file):
                 self.results.add(result)
-            write_whole(self.file, b"".join(to_json(asdict(result)) + b"\n" for result in self.results.done))
+            write_whole(
+                self.file, b"".join(to_json(asdict(result)) + b"\n" for result in self.results.done)
+            )
             stack.callback(self._stop)
             while waiting or self._running:
                 if waiting and len(self._running) < self.most:
@@ -83,7 +94,8 @@ class StudyRun:
                     told = f"{self._done(job)}, done before"
                 else:
                     job, told = self._wait()
-                waiting.extendleft(self._next(job.point))  # first, so that rows are whole one after the other
+                # first, so that rows are whole one after the other
+                waiting.extendleft(self._next(job.point))
                 yield told
 
     def _next(self, point: Point) -> list[Job]:
@@ -92,10 +104,13 @@ class StudyRun:
         if best is None or point in self._searched:
             return []
         self._searched.append(point)
-        return [self.grid.jobs(point, seed, best.searched)[0] for seed in range(1, self.results.seeds)]
+        return [
+            self.grid.jobs(point, seed, best.searched)[0] for seed in range(1, self.results.seeds)
+        ]
 
     def _start(self, job: Job) -> None:
-        folder, recipe = job.run, job.run / "study.yaml"
+        folder = job.run
+        recipe = job.run / "study.yaml"
         settings = {**job.settings, "run": str(folder)}
         # One training also evaluates the network that all begin with.
         at_start = self.results.share_a_start and not self._running and not self.results.before()
@@ -114,7 +129,9 @@ class StudyRun:
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode != FINISHED:
             output = job.run / OUTPUT
-            self.problems.append(f"{job}: ended with status {process.returncode}: {last_error(output)} ({output})")
+            self.problems.append(
+                f"{job}: ended with status {process.returncode}: {last_error(output)} ({output})"
+            )
             return job, self.problems[-1]
         result = self._result(job, usage)
         self.results.add(result)
@@ -127,8 +144,15 @@ class StudyRun:
         evaluations = {entry["step"]: figures_of(entry) for entry in log if "validation" in entry}
         last = max(steps, default=0)
         if last not in evaluations:
-            raise DistapError(f"{job.run}: its log has no evaluation after the last step; remove the folder")
-        made = {"date": str(date.today()), "distap": __version__, "torch": version("torch"), "ranks": self.ranks}
+            raise DistapError(
+                f"{job.run}: its log has no evaluation after the last step; remove the folder"
+            )
+        made = {
+            "date": str(date.today()),
+            "distap": __version__,
+            "torch": version("torch"),
+            "ranks": self.ranks,
+        }
         return Result(
             names=dict(job.point.names),
             searched=dict(job.searched),
@@ -147,9 +171,12 @@ class StudyRun:
     def _done(self, job: Job) -> str:
         """Remove the checkpoints of a training whose result is kept, and say what it reached."""
         shutil.rmtree(job.run / "checkpoints", ignore_errors=True)
-        result, by = self.results.of(job), self.grid.study.chosen_by
+        result = self.results.of(job)
+        by = self.grid.study.chosen_by
         assert result is not None
-        return f"{job}: {by} {100 * result.figures[f'validation/{by}']:.1f} in {result.seconds:.0f} s"
+        return (
+            f"{job}: {by} {100 * result.figures[f'validation/{by}']:.1f} in {result.seconds:.0f} s"
+        )
 
     def _stop(self) -> None:
         """Ask all trainings to stop; they write a checkpoint, from which the next call goes on."""

@@ -29,7 +29,9 @@ KEY_PREFIX = "key:"
 
 @dataclass(frozen=True)
 class Query:
-    """An image file to search for, or the key of an image in the index if `file` is None; and what was found."""
+    """An image file to search for, or the key of an image in the index if `file` is None; and what
+    was found.
+    """
 
     name: str  # as it is shown
     file: Path | None = None
@@ -43,31 +45,43 @@ class Searcher:
     """Find similar images in a gallery; several threads may call it at once."""
 
     index: SearchIndex
-    describer: "ImageDescriber | None" = None  # of the images that are searched for; None: search by key alone
-    pixels_of: "Callable[[bytes], Tensor] | None" = None  # decodes elsewhere, as the describer would
+    # of the images that are searched for; None: search by key alone
+    describer: "ImageDescriber | None" = None
+    # decodes elsewhere, as the describer would
+    pixels_of: "Callable[[bytes], Tensor] | None" = None
 
     def by_image(self, image: bytes, k: int) -> list[Hit]:
-        """Return the at most k images of the gallery that are most similar to an image file, best first.
+        """Return the at most k images of the gallery that are most similar to an image file, best
+        first.
 
         Raises:
             DamagedImageError: the image cannot be decoded or is too large.
         """
         if self.describer is None:
-            raise DistapError("images are described by the network of the index: name its run with --checkpoint")
-        pixels = self.pixels_of(image) if self.pixels_of else self.describer.sizing(EncodedImage(image))
+            raise DistapError(
+                "images are described by the network of the index: name its run with --checkpoint"
+            )
+        pixels = (
+            self.pixels_of(image) if self.pixels_of else self.describer.sizing(EncodedImage(image))
+        )
         return self.index.search(self.describer.describe_pixels([pixels], 1).numpy(), k)[0]
 
     def by_key(self, key: str, k: int) -> list[Hit]:
-        """Return the k images of the gallery that are most similar to the one with this key, without itself."""
+        """Return the k images of the gallery that are most similar to the one with this key,
+        without itself.
+        """
         row = self.index.row_of(key)
         try:
             descriptor = self.index.descriptor(row)
         except RuntimeError as error:
             kind = self.index.about["index"]["kind"]
-            raise DistapError(f"an index of kind {kind} has no descriptor of {key!r}: search by the image") from error
+            raise DistapError(
+                f"an index of kind {kind} has no descriptor of {key!r}: search by the image"
+            ) from error
         # An index that keeps codes gives an approximation, whose length is not 1.
         descriptor = descriptor / max(float(np.linalg.norm(descriptor)), np.finfo(np.float32).tiny)
-        # One more than asked for: the image itself is among them, but with codes or equal images not always first.
+        # One more than asked for: the image itself is among them, but with codes or equal images
+        # not always first.
         hits = self.index.search(descriptor[None].astype(np.float32), k + 1)[0]
         return [hit for hit in hits if hit.row != row][:k]
 
@@ -75,7 +89,11 @@ class Searcher:
         """Yield each query with its hits, or with the problem of an unusable file."""
         for query in queries:
             try:
-                hits = self.by_key(query.key, k) if query.file is None else self.by_image(query.file.read_bytes(), k)
+                hits = (
+                    self.by_key(query.key, k)
+                    if query.file is None
+                    else self.by_image(query.file.read_bytes(), k)
+                )
                 yield replace(query, hits=hits)
             except DamagedImageError as error:
                 yield replace(query, problem=str(error))
@@ -95,17 +113,20 @@ def open_searcher(
     """Open an index with the network and the whitening that described its images.
 
     Args:
-        checkpoint: a run folder or one of its checkpoints, or the URL of either; None allows searches by key alone.
-        best: take a run folder's best checkpoint instead of its newest.
-        trust: let the network's record name classes that are not distap's.
+        checkpoint: a run folder or one of its checkpoints, or the URL of either; None allows
+            searches by key alone. best: take a run folder's best checkpoint instead of its newest.
+            trust: let the network's record name classes that are not distap's.
     """
     opened = read_index(index)
     maker = opened.described_by
     if checkpoint is None:
         return Searcher(opened)
     if maker.whitening is not None and whitening is None:
-        raise DistapError(f"{index}: its images were described with a whitening: name its file with --whitening")
-    from distap.evaluation.extraction.image_describer import describer_like  # here, since keys need no network
+        raise DistapError(
+            f"{index}: its images were described with a whitening: name its file with --whitening"
+        )
+    # here, since keys need no network
+    from distap.evaluation.extraction.image_describer import describer_like
     from distap.retrieval.whitening import load_whitening
     from distap.training.build import trained_network
 
@@ -115,7 +136,8 @@ def open_searcher(
 
 
 def open_thumbnails(index: SearchIndex, source: str | None = None) -> Thumbnails:
-    """Return what makes thumbnails by row of the index, and warn if some or all of them are missing.
+    """Return what makes thumbnails by row of the index, and warn if some or all of them are
+    missing.
 
     Args:
         source: where the data set is now; None if it has not moved since its images were described.
@@ -124,27 +146,37 @@ def open_thumbnails(index: SearchIndex, source: str | None = None) -> Thumbnails
     try:
         images = open_images(where)
     except DistapError as error:
-        logger.warning("hits are shown without pictures: %s; name the data set with --images", error)
+        logger.warning(
+            "hits are shown without pictures: %s; name the data set with --images", error
+        )
         return lambda row: None
     numbers = {key: sample for sample, key in enumerate(images.keys.tolist())}
     names = Names(numbers)
     of_rows = {row: names.known_as(key) for key, row in index.rows.items()}
     sample_of = {row: numbers[key] for row, key in of_rows.items() if key in numbers}
-    if missing := len(index) - len(sample_of):
+    missing = len(index) - len(sample_of)
+    if missing:
         text = (
-            "%s has no image for %d of the %d keys of the index, shown without pictures: was it the indexed data set?"
+            "%s has no image for %d of the %d keys of the index, shown without pictures: was it the"
+            " indexed data set?"
         )
         logger.warning(text, where, missing, len(index))
-    return thumbnails_of(lambda row: images.encoded(sample_of[row]) if row in sample_of else None, THUMBNAIL)
+    return thumbnails_of(
+        lambda row: images.encoded(sample_of[row]) if row in sample_of else None, THUMBNAIL
+    )
 
 
 def queries_from(texts: Sequence[str], index: SearchIndex) -> list[Query]:
-    """Parse texts into queries: `key:NAME`, image files, folders of images, or keys of the index."""
+    """Parse texts into queries: `key:NAME`, image files, folders of images, or keys of the
+    index."""
     found = list[Query]()
     for text in texts:
-        path, is_folder, is_file = Path(text), False, False
+        path = Path(text)
+        is_folder = False
+        is_file = False
         with suppress(OSError, ValueError):  # such as a text that is too long for a path
-            is_folder, is_file = path.is_dir(), path.is_file()
+            is_folder = path.is_dir()
+            is_file = path.is_file()
         if text.startswith(KEY_PREFIX):
             index.row_of(text.removeprefix(KEY_PREFIX))
             found.append(Query(text, key=text.removeprefix(KEY_PREFIX)))
@@ -161,7 +193,9 @@ def queries_from(texts: Sequence[str], index: SearchIndex) -> list[Query]:
     return found
 
 
-def write_search_page(path: Path, results: Sequence[Query], index: SearchIndex, thumbnails: Thumbnails) -> None:
+def write_search_page(
+    path: Path, results: Sequence[Query], index: SearchIndex, thumbnails: Thumbnails
+) -> None:
     """Write the results, in their order, as one HTML file; its folder is created."""
 
     def query_picture(query: Query) -> bytes | None:
@@ -177,5 +211,8 @@ def write_search_page(path: Path, results: Sequence[Query], index: SearchIndex, 
         "search.html",
         title="Search results",
         index=index,
-        results=[(each, query_picture(each), [(hit, thumbnails(hit.row)) for hit in each.hits]) for each in results],
+        results=[
+            (each, query_picture(each), [(hit, thumbnails(hit.row)) for hit in each.hits])
+            for each in results
+        ],
     )

@@ -1,4 +1,6 @@
-"""Search with Optuna for settings by which a recipe retrieves more, in short trials on held-out classes."""
+"""Search with Optuna for settings by which a recipe retrieves more, in short trials on held-out
+classes.
+"""
 
 import shutil
 import sqlite3
@@ -39,21 +41,27 @@ from distap.telemetry.runlog import RUN_LOG, read_run_log
 from distap.telemetry.terminal import tell
 from distap.training.schedule import Length
 
-SPACE_FILE, TUNED, TUNING_PAGE = "space.yaml", "recipe.yaml", "tuning.html"
+SPACE_FILE = "space.yaml"
+TUNED = "recipe.yaml"
+TUNING_PAGE = "tuning.html"
 DATABASE = "trials.db"  # of Optuna
 OF_THE_DATABASE = (OSError, StorageInternalError, SQLAlchemyError, sqlite3.Error)
-SCALED = ("schedule.warmup", "schedule.milestones", "optimizer.head_only")  # lengths next to that of the training
+# lengths next to that of the training
+SCALED = ("schedule.warmup", "schedule.milestones", "optimizer.head_only")
 FIGURE = "mAP"  # of the held-out classes, which is to become large
 RUNGS = 4  # evaluations of a trial; successive halving ends a poor one after the first or second
 LOOK_SECONDS = 0.5
-REPEATS, MOST_REPEATED = "repeats", 50  # mark of a trial with the values of another; as many in a row end the search
+# mark of a trial with the values of another; as many in a row end the search
+REPEATS = "repeats"
+MOST_REPEATED = 50
 
 
 def opened_database(path: Path) -> RDBStorage:
     """Open or make a database of trials; raise a ValueError if there is no regular file."""
     if path.exists():
         open_regular(path).close()
-    # A URL of SQLAlchemy would read `?` and `%` of the path as signs of its own, so SQLite gets the path itself.
+    # A URL of SQLAlchemy would read `?` and `%` of the path as signs of its own, so SQLite gets the
+    # path itself.
     connect = partial(sqlite3.connect, path.absolute(), check_same_thread=False)
     return RDBStorage(f"sqlite:///{DATABASE}", engine_kwargs={"creator": connect})
 
@@ -77,13 +85,21 @@ class Tuning:
         self.settings = changed_settings(self.config, self.overrides)
         self.recipe = load_recipe(self.settings, where=str(self.config))
         self.index = load_index(self.recipe.data.train_source)
-        if (count := self.index.classes.count) < LEAST_TO_HOLD_OUT:
-            told = f"{count} classes, of which none can be held out; expected at least {LEAST_TO_HOLD_OUT}"
+        count = self.index.classes.count
+        if count < LEAST_TO_HOLD_OUT:
+            told = (
+                f"{count} classes, of which none can be held out; expected at least"
+                f" {LEAST_TO_HOLD_OUT}"
+            )
             raise DistapError(f"{self.recipe.data.train}: {told}")
         load_recipe(self.of_trial({}, self.folder), where=f"{self.config}, in a trial")
         if not self.file.exists():
-            template, of_trials = RECIPE_TEMPLATES.get_template(SPACE_FILE), self.index.of_classes(0, 1 - HELD_OUT)
-            write_whole(self.file, template.render(written=self.settings, recipe=self.recipe, train=of_trials))
+            template = RECIPE_TEMPLATES.get_template(SPACE_FILE)
+            of_trials = self.index.of_classes(0, 1 - HELD_OUT)
+            write_whole(
+                self.file,
+                template.render(written=self.settings, recipe=self.recipe, train=of_trials),
+            )
         try:
             text = read_text(self.file)
         except (OSError, ValueError) as error:
@@ -106,7 +122,8 @@ class Tuning:
 
     @contextmanager
     def keeping(self, kinds: tuple[type[Exception], ...] = OF_THE_DATABASE) -> Iterator[None]:
-        """Turn errors of the database and of the folder into a DistapError that names the database."""
+        """Turn errors of the database and of the folder into a DistapError that names the
+        database."""
         try:
             yield
         except DistapError:
@@ -116,50 +133,80 @@ class Tuning:
             while reason.__cause__ is not None:  # the first cause is SQLite's, in one line
                 reason = reason.__cause__
             told = str(getattr(reason, "strerror", None) or reason) or type(reason).__name__
-            problem = f"{self.folder / DATABASE}: the trials cannot be kept there: {told.splitlines()[0]}"
-            remedy = "if the disk has room and nothing else has it open, move it away to begin the search anew"
+            problem = (
+                f"{self.folder / DATABASE}: the trials cannot be kept there: {told.splitlines()[0]}"
+            )
+            remedy = (
+                "if the disk has room and nothing else has it open, move it away to begin the"
+                " search anew"
+            )
             raise DistapError(f"{problem}; {remedy}") from error
 
     def parsed_space(self, text: str) -> dict[str, BaseDistribution]:
         """Parse what to search: by recipe key a list of values, or a range."""
-        file, found = str(self.file), dict[str, BaseDistribution]()
+        file = str(self.file)
+        found = dict[str, BaseDistribution]()
         given = parsed_yaml(text, file)
         if not isinstance(given, dict) or not given:
-            raise DistapError(f"{file}: expected recipe keys, each with a list of values or with low and high")
+            raise DistapError(
+                f"{file}: expected recipe keys, each with a list of values or with low and high"
+            )
         for key, values in given.items():
             try:
                 if isinstance(values, list):
-                    ends = [yaml.safe_dump(one, default_flow_style=True, width=999).split("\n")[0] for one in values]
+                    ends = [
+                        yaml.safe_dump(one, default_flow_style=True, width=999).split("\n")[0]
+                        for one in values
+                    ]
                     found[key] = CategoricalDistribution(ends)
                 else:  # numbers such as 1e-5 are text in YAML
                     ends = [str(float(values[end])) for end in ("low", "high")]
-                    found[key] = FloatDistribution(**{**values, "low": float(ends[0]), "high": float(ends[1])})
+                    found[key] = FloatDistribution(
+                        **{**values, "low": float(ends[0]), "high": float(ends[1])}
+                    )
             except (TypeError, ValueError, KeyError) as error:
-                raise DistapError(f"{file}: {key}: {error}; expected a list, or low, high and perhaps log") from error
+                raise DistapError(
+                    f"{file}: {key}: {error}; expected a list, or low, high and perhaps log"
+                ) from error
             for value in ends:
                 load_recipe(changed_settings(self.settings, [f"{key}={value}"]), where=file)
         return found
 
     def with_values(self, values: dict[str, Any], share: float) -> dict[str, Any]:
-        """Return the recipe's settings with other values by key, in steps that see `share` of the recipe's pixels."""
-        settings = changed_settings(self.settings, [f"{key}={value}" for key, value in values.items()])
+        """Return the recipe's settings with other values by key, in steps that see `share` of the
+        recipe's pixels.
+        """
+        settings = changed_settings(
+            self.settings, [f"{key}={value}" for key, value in values.items()]
+        )
         recipe = load_recipe(settings, where=str(self.config))
-        (whole, pixels), (own, own_pixels) = self.cost(recipe), self.cost(self.recipe)
+        whole, pixels = self.cost(recipe)
+        own, own_pixels = self.cost(self.recipe)
         steps = RUNGS * max(1, round(share * own * own_pixels / pixels / RUNGS))
         written = dict(by_path(recipe.model_dump(mode="json"), "."))
-        scaled = {key: (steps / whole * np.array(written[key])).tolist() for key in SCALED if written.get(key)}
+        scaled = {
+            key: (steps / whole * np.array(written[key])).tolist()
+            for key in SCALED
+            if written.get(key)
+        }
         return changed_settings(settings, [{"steps": steps, **scaled}])
 
     def cost(self, recipe: Recipe) -> tuple[int, float]:
-        """Return the number of steps, and the pixels of a batch of training images, in the mean over the steps."""
+        """Return the number of steps, and the pixels of a batch of training images, in the mean
+        over the steps.
+        """
         begins, sizes = np.array([*recipe.data.sizes, (1, 0)]).T
         batch = recipe.sampling.size
-        return Length(recipe, self.index, batch).steps, float(batch * np.diff(begins) @ sizes[:-1] ** 2)
+        return Length(recipe, self.index, batch).steps, float(
+            batch * np.diff(begins) @ sizes[:-1] ** 2
+        )
 
     def of_trial(self, values: dict[str, Any], run: Path) -> dict[str, Any]:
-        """Return settings that train on the classes that are not held out, and judge by the others."""
+        """Return settings that train on the classes that are not held out, and judge by the
+        others."""
         settings = self.with_values(values, self.share)
-        every, train = settings["steps"] // RUNGS, str(self.recipe.data.train)
+        every = settings["steps"] // RUNGS
+        train = str(self.recipe.data.train)
         of_trial: dict[str, Any] = {
             "run": str(run),
             "data.train": part_of(train, 0, 1 - HELD_OUT),
@@ -168,7 +215,9 @@ class Tuning:
             "evaluation": {"every": every, "unit": "steps", "at_start": False, "figures": [FIGURE]},
             "checkpoint": {"every": every, "unit": "steps", "keep": 1, "store": None},
         }
-        return changed_settings(settings, [of_trial, "evaluation.also={}", "loggers=[]", "metrics.port=null"])
+        return changed_settings(
+            settings, [of_trial, "evaluation.also={}", "loggers=[]", "metrics.port=null"]
+        )
 
     def search(self, minutes: float) -> None:
         """Run trials, the first with the recipe as it is, while there is time.
@@ -185,7 +234,9 @@ class Tuning:
         finally:
             lease.release()
         if not self.study.best_trials:
-            raise DistapError(f"{self.folder}: no trial came to its end: {self.row(self.study.trials[-1])[-1]}")
+            raise DistapError(
+                f"{self.folder}: no trial came to its end: {self.row(self.study.trials[-1])[-1]}"
+            )
 
     def search_until_the_end(self) -> None:
         """Run interrupted trials again, the recipe as it is, and others while there is time."""
@@ -194,15 +245,20 @@ class Tuning:
             self.try_one(interrupted.params)  # which goes on from its checkpoint
         if all(trial.params for trial in self.study.get_trials(states=[TrialState.COMPLETE])):
             self.try_one({})
-        repeated, keys = 0, cycle(self.space)
+        repeated = 0
+        keys = cycle(self.space)
         while time.monotonic() < self.end and repeated < MOST_REPEATED:
-            # A change of the best so far: of few trials with values of all keys at random, hardly one is as good.
-            best, key = self.study.best_params if self.study.best_trials else {}, next(keys)
+            # A change of the best so far: of few trials with values of all keys at random, hardly
+            # one is as good.
+            best = self.study.best_params if self.study.best_trials else {}
+            key = next(keys)
             best.pop(key, None)
             repeated = 0 if self.try_one(best, key) else repeated + 1
 
     def try_one(self, held: dict[str, Any], *others: str) -> bool:
-        """Run a trial with these values and Optuna's of others, write recipe and page; False if it was run before."""
+        """Run a trial with these values and Optuna's of others, write recipe and page; False if it
+        was run before.
+        """
         self.study.enqueue_trial(held)
         asked = self.study.ask({key: self.space[key] for key in (*held, *others)})
         alike = [each for each in self.study.trials if each.params == asked.params]
@@ -210,7 +266,8 @@ class Tuning:
             asked.set_user_attr(REPEATS, True)
             self.study.tell(asked, state=TrialState.FAIL)
             return False
-        first = alike[0].number  # an interrupted trial has the same values, and is gone on with in its run
+        # an interrupted trial has the same values, and is gone on with in its run
+        first = alike[0].number
         run = self.folder / "trials" / self.study.study_name / str(first)
         try:
             trial = self.train(asked, run)
@@ -220,19 +277,26 @@ class Tuning:
         shutil.rmtree(run / CHECKPOINTS_FOLDER, ignore_errors=True)
         rows = [self.row(each) for each in (trial, *self.study.best_trials)]
         minutes = max(0, self.end - time.monotonic()) / 60
-        tell(f"trial {', '.join(rows[0])}; best: trial {', '.join(rows[-1])}; {minutes:.0f} minutes left")
+        tell(
+            f"trial {', '.join(rows[0])}; best: trial {', '.join(rows[-1])}; {minutes:.0f} minutes"
+            " left"
+        )
         if self.study.best_trials:
             self.write()
         return True
 
     def train(self, trial: Trial, run: Path) -> FrozenTrial:
         """Train in processes of its own, and end early if others were better at the same point."""
-        file, log, scores, running = run / "trial.yaml", run / "output.log", list[float](), True
+        file = run / "trial.yaml"
+        log = run / "output.log"
+        scores = list[float]()
+        running = True
         write_whole(file, yaml.safe_dump(self.of_trial(trial.params, run)))
         process = start_training(file, self.ranks, log)
         try:
             while running:
-                # Asked before the log is read, so that lines written just before the end are read in a last round.
+                # Asked before the log is read, so that lines written just before the end are read
+                # in a last round.
                 running = process.poll() is None
                 entries = read_run_log(run) if (run / RUN_LOG).exists() else []
                 for entry in [entry for entry in entries if "validation" in entry][len(scores) :]:
@@ -249,13 +313,24 @@ class Tuning:
         return self.study.tell(trial, scores[-1])
 
     def write(self) -> None:
-        """Write the recipe of the best values, with the reason for each, and a page about all trials."""
-        whole = sorted(self.study.get_trials(states=[TrialState.COMPLETE]), key=lambda trial: -(trial.value or 0))
+        """Write the recipe of the best values, with the reason for each, and a page about all
+        trials.
+        """
+        whole = sorted(
+            self.study.get_trials(states=[TrialState.COMPLETE]),
+            key=lambda trial: -(trial.value or 0),
+        )
         settings = {**self.with_values(whole[0].params, share=1), "run": f"{self.recipe.run}-tuned"}
-        rows = [self.row(t) for t in self.study.trials if t.state.is_finished() and REPEATS not in t.user_attrs]
+        rows = [
+            self.row(t)
+            for t in self.study.trials
+            if t.state.is_finished() and REPEATS not in t.user_attrs
+        ]
         values = {"config": self.config, "headings": ["trial", *self.space, FIGURE], "rows": rows}
         recipe = RECIPE_TEMPLATES.get_template("tuned.yaml").render(
-            values, whole=[*map(self.row, whole)], settings=yaml.safe_dump(settings, sort_keys=False)
+            values,
+            whole=[*map(self.row, whole)],
+            settings=yaml.safe_dump(settings, sort_keys=False),
         )
         write_whole(self.folder / TUNED, recipe)
         write_page(self.folder / TUNING_PAGE, "tuning.html", recipe=recipe, **values)

@@ -1,1 +1,3 @@
-"""Checkpoints: sharded over the ranks, written while training goes on, and verified before anything is loaded."""
+"""Checkpoints: sharded over the ranks, written while training goes on, and verified before anything
+is loaded.
+"""

@@ -17,28 +17,37 @@ _KINDS = (RuntimeError, DistapError, UnreachableError, DamagedCheckpointError)
 
 
 def on_all(world: World, work: Callable[[], Any], mine: bool = True) -> list[Any]:
-    """Run `work` on the ranks for which `mine` is true; return all ranks' results, None for the others.
+    """Run `work` on the ranks for which `mine` is true; return all ranks' results, None for the
+    others.
 
-    The work returns a value that JSON can hold, and may take any time: it has a thread of its own, and the ranks meet
-    in short collectives meanwhile, so that none of these times out.
+    The work returns a value that JSON can hold, and may take any time: it has a thread of its own,
+    and the ranks meet in short collectives meanwhile, so that none of these times out.
 
     Raises:
-        DistapError: the work failed on some ranks; UnreachableError if starting again may help each of them, and
-            DamagedCheckpointError if each has found damage.
+        DistapError: the work failed on some ranks; UnreachableError if starting again may help each
+            of them, and DamagedCheckpointError if each has found damage.
         RuntimeError: the program failed on another rank; on that rank, its own error.
     """
-    # A daemon, since a rank that has to leave must not wait for a network. Alone, it works in this thread, in which a
-    # caller may have set torch's default device.
+    # A daemon, since a rank that has to leave must not wait for a network. Alone, it works in this
+    # thread, in which a caller may have set torch's default device.
     done = in_daemon(work if mine else lambda: None, "distap-agreement", here=world.size == 1)
     while not world.all_agree(bool(wait([done], MEETING_SECONDS).done)):
         pass
     problem = done.exception()
-    told = [None, [_kind(problem), str(problem) or type(problem).__name__]] if problem else [done.result(), None]
+    told = (
+        [None, [_kind(problem), str(problem) or type(problem).__name__]]
+        if problem
+        else [done.result(), None]
+    )
     answers = world.gather_values(told)
-    if failures := {rank: failure for rank, (_, failure) in enumerate(answers) if failure is not None}:
+    failures = {rank: failure for rank, (_, failure) in enumerate(answers) if failure is not None}
+    if failures:
         if problem is not None and _kind(problem) == 0:
             raise problem  # its traceback is wanted
-        texts = [f"{world.called(rank)}: {text}" if world.size > 1 else text for rank, (_, text) in failures.items()]
+        texts = [
+            f"{world.called(rank)}: {text}" if world.size > 1 else text
+            for rank, (_, text) in failures.items()
+        ]
         error = _KINDS[min(kind for kind, _ in failures.values())]("; ".join(texts))
         if isinstance(error, DistapError):
             error.is_on_all_ranks = world.size > 1
@@ -47,7 +56,9 @@ def on_all(world: World, work: Callable[[], Any], mine: bool = True) -> list[Any
 
 
 def first_on_rank_0(world: World, build: Callable[[], T]) -> T:
-    """Call `build` on rank 0 first, then on the other ranks, so that errors and downloads happen only once."""
+    """Call `build` on rank 0 first, then on the other ranks, so that errors and downloads happen
+    only once.
+    """
     built: list[T] = []
     on_all(world, lambda: built.append(build()), mine=world.rank == 0)
     return built[0] if built else build()
@@ -58,5 +69,6 @@ def _kind(problem: BaseException) -> int:
         return 3
     if isinstance(problem, DistapError):
         return 2 if problem.status == FAILED else 1
-    # A disk's error is told like a mistake that a person can mend; any other is a fault of the program.
+    # A disk's error is told like a mistake that a person can mend; any other is a fault of the
+    # program.
     return 1 if isinstance(problem, OSError) else 0

@@ -1,11 +1,14 @@
-"""The checkpoints of a run, in a folder on disk or in a store, through one interface; and the files beside them.
+"""The checkpoints of a run, in a folder on disk or in a store, through one interface; and the files
+beside them.
 
-checkpoints/step-00000012/shard-00001-model-00001-of-00001.safetensors    the tensors that rank 0 wrote
-checkpoints/step-00000012/state.json                                      what was saved next to the tensors
-checkpoints/step-00000012/manifest.json                                   size and SHA-256 of each file, written last
+checkpoints/step-00000012/shard-00001-model-00001-of-00001.safetensors    the tensors that rank 0
+wrote checkpoints/step-00000012/state.json                                      what was saved next
+to the tensors checkpoints/step-00000012/manifest.json                                   size and
+SHA-256 of each file, written last
 
-A folder without manifest is no checkpoint, so that neither a disk nor a bucket needs a rename. A step that is written
-again, while the first checkpoint of this step is still there, goes to step-00000012.1.
+A folder without manifest is no checkpoint, so that neither a disk nor a bucket needs a rename. A
+step that is written again, while the first checkpoint of this step is still there, goes to
+step-00000012.1.
 """
 
 from collections import defaultdict
@@ -54,12 +57,15 @@ class Checkpoint:
         return self.manifest.step
 
     def state(self, *names: str) -> dict[str, Any]:
-        """Return what was saved next to the tensors; raise if an entry in `names` is not a dictionary."""
+        """Return what was saved next to the tensors; raise if an entry in `names` is not a
+        dictionary.
+        """
         try:
             state: dict[str, Any] = read_json(self.path / STATE_FILE)
         except (OSError, ValueError) as error:
             raise DamagedCheckpointError(self.where, f"{STATE_FILE}: {error}") from error
-        if missing := [name for name in names if not isinstance(state.get(name), dict)]:
+        missing = [name for name in names if not isinstance(state.get(name), dict)]
+        if missing:
             raise DamagedCheckpointError(self.where, f"{STATE_FILE} has no {', '.join(missing)}")
         return state
 
@@ -88,7 +94,8 @@ class Checkpoints:
         return Path(self.where(name).removeprefix("file://"))
 
     def names(self) -> list[str]:
-        """Return the names of the checkpoints with a manifest, oldest first, damaged ones included."""
+        """Return the names of the checkpoints with a manifest, oldest first, damaged ones
+        included."""
         return [name for name, files in self._listed().items() if MANIFEST_FILE in files]
 
     def manifest(self, name: str) -> Manifest:
@@ -96,13 +103,17 @@ class Checkpoints:
         try:
             data = self.storage.read_whole(f"{self.folder}/{name}/{MANIFEST_FILE}")
         except MissingFileError as error:
-            raise DamagedCheckpointError(self.where(name), f"{MANIFEST_FILE} is not there") from error
+            raise DamagedCheckpointError(
+                self.where(name), f"{MANIFEST_FILE} is not there"
+            ) from error
         except DamagedFileError as error:
             raise DamagedCheckpointError(self.where(name), str(error)) from error
         return parse_manifest(data, self.where(name))
 
     def best(self) -> tuple[float, str] | tuple[None, None]:
-        """Return the best validation mAP among undamaged checkpoints, and the newest checkpoint with it."""
+        """Return the best validation mAP among undamaged checkpoints, and the newest checkpoint
+        with it.
+        """
         scores = []
         for name in self.names():
             with suppress(DamagedCheckpointError):
@@ -112,17 +123,23 @@ class Checkpoints:
         return max(scores) if scores else (None, None)
 
     def begin(self, step: int) -> str:
-        """Remove what interrupted or failed writes left, and return the name of a new checkpoint."""
+        """Remove what interrupted or failed writes left, and return the name of a new
+        checkpoint."""
         listed = self._listed()
         for name, files in listed.items():
             if MANIFEST_FILE not in files:
                 self._remove(name, files)
-        names = (f"step-{step:08d}{ending}" for ending in ("", *(f".{again}" for again in range(1, 1000))))
+        names = (
+            f"step-{step:08d}{ending}"
+            for ending in ("", *(f".{again}" for again in range(1, 1000)))
+        )
         return next(name for name in names if MANIFEST_FILE not in listed.get(name, ()))
 
     @contextmanager
     def place(self, name: str, spool: Path) -> Iterator[Path]:
-        """Yield a folder to write a checkpoint into: its final one on disk, or a temporary one to upload."""
+        """Yield a folder to write a checkpoint into: its final one on disk, or a temporary one to
+        upload.
+        """
         if self.is_on_disk:
             make_folder(self.path(name))
             yield self.path(name)
@@ -132,20 +149,27 @@ class Checkpoints:
             yield Path(temporary)
 
     def send(self, name: str, folder: Path, files: Iterable[str]) -> None:
-        """Upload a checkpoint's files from the folder of `place`; do nothing for checkpoints on disk."""
+        """Upload a checkpoint's files from the folder of `place`; do nothing for checkpoints on
+        disk.
+        """
         for file in [] if self.is_on_disk else files:
             self.storage.upload(f"{self.folder}/{name}/{file}", folder / file)
 
     def publish(self, name: str, manifest: Manifest) -> None:
-        """Write the manifest, which makes the checkpoint exist, once all ranks' files are there with their sizes."""
-        # Each host finds its own files where it wrote them. Only this look shows that all wrote to one place.
+        """Write the manifest, which makes the checkpoint exist, once all ranks' files are there
+        with their sizes.
+        """
+        # Each host finds its own files where it wrote them. Only this look shows that all wrote to
+        # one place.
         present = self.storage.sizes(f"{self.folder}/{name}")
         for file, identity in sorted(manifest.files.items()):
             size = present.get(f"{self.folder}/{name}/{file}")
             if size != identity.bytes:
                 found = "is not there" if size is None else f"has {size:,} bytes"
                 sent = f"{self.where(name)}: {file} was written, {identity.bytes:,} bytes"
-                raise UnreachableError(f"{sent}, and {found}; do all hosts write to the same place?")
+                raise UnreachableError(
+                    f"{sent}, and {found}; do all hosts write to the same place?"
+                )
         self.storage.write(f"{self.folder}/{name}/{MANIFEST_FILE}", manifest.text().encode())
 
     def remove_old(self, newest: str, keep: int) -> None:
@@ -199,7 +223,11 @@ class FilesBeside:
     def send(self) -> None:
         """Upload the files and remove deleted ones from the store; only log a failure."""
         try:
-            here = {f.relative_to(self.run).as_posix() for pattern in self.patterns for f in self.run.glob(pattern)}
+            here = {
+                f.relative_to(self.run).as_posix()
+                for pattern in self.patterns
+                for f in self.run.glob(pattern)
+            }
             for name in sorted(here):
                 # The training replaces its evaluations meanwhile.
                 with suppress(FileNotFoundError, MissingFileError):

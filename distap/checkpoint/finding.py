@@ -17,7 +17,8 @@ from distap.world import World
 
 @contextmanager
 def opened_checkpoint(where: str | Path, best: bool = False) -> Iterator[Checkpoint]:
-    """Open and verify the checkpoint that a path or URL names. Downloaded files are removed on leaving.
+    """Open and verify the checkpoint that a path or URL names. Downloaded files are removed on
+    leaving.
 
     A store is reached with the credentials and settings of the environment.
 
@@ -34,7 +35,11 @@ def opened_checkpoint(where: str | Path, best: bool = False) -> Iterator[Checkpo
     if is_named:
         run, _, folder = parent.rpartition("/")
         checkpoints = Checkpoints(Storage(run or "/"), folder)
-        names = [name] if name in checkpoints.names() or not checkpoints.is_on_disk or Path(url).is_dir() else []
+        names = (
+            [name]
+            if name in checkpoints.names() or not checkpoints.is_on_disk or Path(url).is_dir()
+            else []
+        )
     else:
         checkpoints = Checkpoints(Storage(run))
         names = [name for name in [checkpoints.best()[1]] if name] if best else checkpoints.names()
@@ -51,11 +56,14 @@ def opened_checkpoint(where: str | Path, best: bool = False) -> Iterator[Checkpo
 
 
 @contextmanager
-def newest_checkpoint(checkpoints: Checkpoints, spool: Path, world: World) -> Iterator[Checkpoint | None]:
-    """Find the newest checkpoint of a run that is undamaged on all ranks; None if the run has no checkpoint.
+def newest_checkpoint(
+    checkpoints: Checkpoints, spool: Path, world: World
+) -> Iterator[Checkpoint | None]:
+    """Find the newest checkpoint of a run that is undamaged on all ranks; None if the run has no
+    checkpoint.
 
-    All ranks share the verification of a checkpoint on disk. Of one in a store, the first rank of each host downloads
-    the files into the folder `spool`; they are removed when all ranks leave.
+    All ranks share the verification of a checkpoint on disk. Of one in a store, the first rank of
+    each host downloads the files into the folder `spool`; they are removed when all ranks leave.
 
     Raises:
         DistapError: all checkpoints are damaged.
@@ -89,7 +97,8 @@ def _newest(checkpoints: Checkpoints, names: list[str], download: Path, world: W
 
 
 def _verified(checkpoints: Checkpoints, name: str, download: Path, world: World) -> Checkpoint:
-    is_on_disk, where = checkpoints.is_on_disk, checkpoints.where(name)
+    is_on_disk = checkpoints.is_on_disk
+    where = checkpoints.where(name)
     folder = checkpoints.path(name) if is_on_disk else download
 
     def verify() -> None:
@@ -103,10 +112,15 @@ def _verified(checkpoints: Checkpoints, name: str, download: Path, world: World)
                 folder.mkdir(parents=True)
                 checkpoints.fetch(name, [*names, MANIFEST_FILE], folder)
             except OSError as error:
-                raise DistapError(f"{folder}: no checkpoint can be downloaded to there: {error}; see run") from error
+                raise DistapError(
+                    f"{folder}: no checkpoint can be downloaded to there: {error}; see run"
+                ) from error
         for file in names:
-            if told := manifest.files[file].difference(folder / file, MANIFEST_FILE):
-                raise DamagedCheckpointError(where, f"{file} is not the file that was written: {told}")
+            told = manifest.files[file].difference(folder / file, MANIFEST_FILE)
+            if told:
+                raise DamagedCheckpointError(
+                    where, f"{file} is not the file that was written: {told}"
+                )
 
     on_all(world, verify, mine=is_on_disk or world.local_rank == 0)
     return Checkpoint(folder, checkpoints.manifest(name), where)

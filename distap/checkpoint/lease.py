@@ -2,9 +2,9 @@
 
 RUN/lease.json, or lease.json in checkpoint.store      host, process and time of the training here
 
-Rank 0 creates the file, which only one of several trainings can, and renews it. A second training is refused, unless
-the first is gone: its process on this host has ended, or it does not renew its lease while the second waits. A person
-who knows more says so with --take-over.
+Rank 0 creates the file, which only one of several trainings can, and renews it. A second training
+is refused, unless the first is gone: its process on this host has ended, or it does not renew its
+lease while the second waits. A person who knows more says so with --take-over.
 """
 
 import json
@@ -31,15 +31,23 @@ TAKE_OVER = "DISTAP_TAKE_OVER"  # set in the environment of all ranks by --take-
 
 
 class Lease:
-    """Lock a run against other trainings, on rank 0. Its checkpoints are at `place`, which recipes call `key`.
+    """Lock a run against other trainings, on rank 0. Its checkpoints are at `place`, which recipes
+    call `key`.
 
     `holder` and `remedy` are what an error calls the other process, and what to do if that is gone.
     """
 
     def __init__(
-        self, key: str, place: Storage, holder: str = "training", remedy: str = "start this one with --take-over"
+        self,
+        key: str,
+        place: Storage,
+        holder: str = "training",
+        remedy: str = "start this one with --take-over",
     ) -> None:
-        self._key, self._place, self._holder, self._remedy = key, place, holder, remedy
+        self._key = key
+        self._place = place
+        self._holder = holder
+        self._remedy = remedy
         self.problem = ""  # why this training may no longer write
         self._own: dict[str, Any] = {
             **{"host": socket.gethostname(), "pid": os.getpid(), "process": _process(os.getpid())},
@@ -49,7 +57,8 @@ class Lease:
         self._renewing = Thread(target=self._renew, name="distap-lease", daemon=True)
 
     def take(self) -> str:
-        """Take the lease and return its name; if another training holds it, see first whether it renews the lease.
+        """Take the lease and return its name; if another training holds it, see first whether it
+        renews the lease.
 
         Raises:
             DistapError: another training holds the lease, or it cannot be written.
@@ -60,7 +69,9 @@ class Lease:
         return str(self._own["training"])
 
     def require_writable(self) -> None:
-        """Raise a DistapError if no lease could be written, whoever holds it; only writing shows that."""
+        """Raise a DistapError if no lease could be written, whoever holds it; only writing shows
+        that.
+        """
         self._create("dry-run")
         self._place.remove("dry-run")
 
@@ -68,13 +79,19 @@ class Lease:
         try:
             return self._place.create(file, self._text())
         except MissingFileError as error:
-            raise DistapError(f"{self._key}: {self._place.base}: its bucket does not exist") from error
+            raise DistapError(
+                f"{self._key}: {self._place.base}: its bucket does not exist"
+            ) from error
 
     def require_seen(self, training: str) -> None:
-        """Raise a DistapError unless this rank finds, where it writes checkpoints, the lease that rank 0 took."""
+        """Raise a DistapError unless this rank finds, where it writes checkpoints, the lease that
+        rank 0 took.
+        """
         if (_read(self._place) or {}).get("training") != training:
             base = self._place.base
-            raise DistapError(f"{self._key}: {base}: not the place of rank 0: all hosts need the same one")
+            raise DistapError(
+                f"{self._key}: {base}: not the place of rank 0: all hosts need the same one"
+            )
 
     def release(self) -> None:
         """Stop renewing the lease, and remove it."""
@@ -86,17 +103,22 @@ class Lease:
                 self._place.remove(FILE)
 
     def _displace(self) -> None:
-        """Remove the lease of a training that has ended; raise a DistapError as soon as it proves to run."""
+        """Remove the lease of a training that has ended; raise a DistapError as soon as it proves
+        to run.
+        """
         place = self._place
-        other, since = _read(place), time.monotonic()
+        other = _read(place)
+        since = time.monotonic()
         while other is not None and not (gone := self._gone(other, time.monotonic() - since)):
             # Whether the file changes tells more than the time in it: two hosts' clocks may differ.
-            if (now := _read(place)) is None:
+            now = _read(place)
+            if now is None:
                 return
             if self._is_of_this_host(other) or now != other:
                 raise DistapError(
-                    f"{self._key}: {place.base}: another {self._holder} runs here: {_named(other)}. Stop it or wait "
-                    f"for its end, or choose another {self._key}; if you know that it is gone, {self._remedy}"
+                    f"{self._key}: {place.base}: another {self._holder} runs here: {_named(other)}."
+                    f" Stop it or wait for its end, or choose another {self._key}; if you know that"
+                    f" it is gone, {self._remedy}"
                 )
             logger.info("%s: waiting to see whether %s still runs", place.base, _named(other))
             time.sleep(RENEW_SECONDS / 4)
@@ -105,7 +127,9 @@ class Lease:
             place.remove(FILE)
 
     def _gone(self, other: Mapping[str, Any], watched_seconds: float) -> str:
-        """Return how we know that the training which holds another lease has ended; "" if it may still run."""
+        """Return how we know that the training which holds another lease has ended; "" if it may
+        still run.
+        """
         if TAKE_OVER in os.environ:
             return "asked for by --take-over"
         if self._is_of_this_host(other):
@@ -114,8 +138,12 @@ class Lease:
         return f"not renewed for {watched_seconds:.0f} s" if is_stale else ""
 
     def _is_of_this_host(self, other: Mapping[str, Any]) -> bool:
-        # Where there is no /proc both are "": then the other counts as one of another host, and is watched.
-        return bool(other) and other["process"].rpartition(" ")[0] == self._own["process"].rpartition(" ")[0] != ""
+        # Where there is no /proc both are "": then the other counts as one of another host, and is
+        # watched.
+        return (
+            bool(other)
+            and other["process"].rpartition(" ")[0] == self._own["process"].rpartition(" ")[0] != ""
+        )
 
     def _is_own(self, lease: Mapping[str, Any] | None) -> bool:
         return lease is not None and lease.get("training") == self._own["training"]
@@ -128,8 +156,13 @@ class Lease:
             try:
                 other = _read(self._place)
                 if other and not self._is_own(other):
-                    taken = f"another training has taken over: {_named(other)}, since this one did not renew"
-                    self.problem = f"{self._key}: {self._place.base}: {taken} {FILE} in time; it goes on alone"
+                    taken = (
+                        f"another training has taken over: {_named(other)}, since this one did not"
+                        " renew"
+                    )
+                    self.problem = (
+                        f"{self._key}: {self._place.base}: {taken} {FILE} in time; it goes on alone"
+                    )
                     return
                 self._place.write(FILE, self._text())
             except DistapError as error:
@@ -158,8 +191,11 @@ def _process(pid: int) -> str:
     """Identify a process beyond its id: by boot, container and start time. "" if it has ended."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        # The program's name stands in parentheses and may hold some itself, so count from the last one. Field 22
-        # (see man proc_pid_stat) is the time of the start: a later process with this id has another.
+        # The program's name stands in parentheses and may hold some itself, so count from the last
+        # one. Field 22 (see man proc_pid_stat) is the time of the start: a later process with this
+        # id has another.
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if state in "ZX" else f"{boot} {Path('/proc/self/ns/pid').readlink()} {fields[18]}"
+        return (
+            "" if state in "ZX" else f"{boot} {Path('/proc/self/ns/pid').readlink()} {fields[18]}"
+        )
     return ""

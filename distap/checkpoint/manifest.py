@@ -1,7 +1,9 @@
-"""The manifest of a checkpoint: size and SHA-256 of each file, so that damage is found before anything is loaded.
+"""The manifest of a checkpoint: size and SHA-256 of each file, so that damage is found before
+anything is loaded.
 
-Neither torch.distributed.checkpoint nor safetensors has checksums: a file with flipped bits loads without an error.
-Tensors are safetensors, each or its shards written once by one of the ranks; reading them runs no code.
+Neither torch.distributed.checkpoint nor safetensors has checksums: a file with flipped bits loads
+without an error. Tensors are safetensors, each or its shards written once by one of the ranks;
+reading them runs no code.
 """
 
 import hashlib
@@ -19,7 +21,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -32,14 +37,18 @@ from distap.storage.atomic import FileIdentity
 from distap.storage.texts import parsed_json
 from distap.world import World
 
-MANIFEST_FILE, STATE_FILE = "manifest.json", "state.json"
+MANIFEST_FILE = "manifest.json"
+STATE_FILE = "state.json"
 SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")  # the tensors that one rank wrote
 MANIFEST_FORMAT = 3
-SERIALIZED_COPIES = 2  # of a rank's tensors that safetensors holds in memory before they are written
+# of a rank's tensors that safetensors holds in memory before they are written
+SERIALIZED_COPIES = 2
 
 
 class DamagedCheckpointError(DistapError):
-    """Raised when a checkpoint's files differ from those written; takes checkpoint and damage, or one text."""
+    """Raised when a checkpoint's files differ from those written; takes checkpoint and damage, or
+    one text.
+    """
 
     def __init__(self, *parts: object) -> None:
         super().__init__(": damaged checkpoint: ".join(map(str, parts)))
@@ -52,7 +61,8 @@ class Manifest:
     step: int  # number of steps done
     ranks: int  # that wrote it
     files: dict[str, FileIdentity]
-    about: dict[str, Any] = field(default_factory=dict)  # fingerprint of the data, version of the order of batches
+    # fingerprint of the data, version of the order of batches
+    about: dict[str, Any] = field(default_factory=dict)
     score: float | None = None  # validation mAP of this state, if it was evaluated
 
     def text(self) -> str:
@@ -72,17 +82,26 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         del content["sha256"]
         if _text(content) != text:  # any other byte is damage, in white space as well
             raise DamagedCheckpointError(where, f"{MANIFEST_FILE} is not the file that was written")
-        if (written := content.pop("format")) != MANIFEST_FORMAT:
-            remedy = "go on with the version of distap that wrote it, or move this checkpoint elsewhere"
-            raise DistapError(f"{where}: format {written!r} of checkpoints, expected {MANIFEST_FORMAT}: {remedy}")
+        written = content.pop("format")
+        if written != MANIFEST_FORMAT:
+            remedy = (
+                "go on with the version of distap that wrote it, or move this checkpoint elsewhere"
+            )
+            raise DistapError(
+                f"{where}: format {written!r} of checkpoints, expected {MANIFEST_FORMAT}: {remedy}"
+            )
         files = {name: FileIdentity(**identity) for name, identity in content.pop("files").items()}
         # The names become paths, so that others than a checkpoint's could lead anywhere.
         foreign = sorted(name for name in files.keys() - {STATE_FILE} if not SHARD.fullmatch(name))
         if foreign or STATE_FILE not in files:
-            raise DamagedCheckpointError(where, f"{MANIFEST_FILE} lists other files than a checkpoint's: {foreign}")
+            raise DamagedCheckpointError(
+                where, f"{MANIFEST_FILE} lists other files than a checkpoint's: {foreign}"
+            )
         return Manifest(files=files, **content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpointError(where, f"{MANIFEST_FILE}: {type(error).__name__}: {error}") from error
+        raise DamagedCheckpointError(
+            where, f"{MANIFEST_FILE}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _text(content: dict[str, Any]) -> str:
@@ -93,7 +112,9 @@ def _text(content: dict[str, Any]) -> str:
 
 @contextmanager
 def _alone_on_purpose() -> Iterator[None]:
-    """Ignore torch's warning that it has no process group, also where the caller makes warnings errors."""
+    """Ignore torch's warning that it has no process group, also where the caller makes warnings
+    errors.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield
@@ -101,14 +122,20 @@ def _alone_on_purpose() -> Iterator[None]:
 
 class _Writer(HuggingFaceStorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part; raise a MemoryError before safetensors would, which ends the process."""
+        """Write this rank's part; raise a MemoryError before safetensors would, which ends the
+        process.
+        """
         tensors = [item.tensor_data for item in plan.items if item.tensor_data is not None]
-        size = sum(tensor.chunk.sizes.numel() * tensor.properties.dtype.itemsize for tensor in tensors)
+        size = sum(
+            tensor.chunk.sizes.numel() * tensor.properties.dtype.itemsize for tensor in tensors
+        )
         try:
             np.empty(SERIALIZED_COPIES * size, np.uint8)  # reserved and given back
         except MemoryError as error:
             needed = f"{SERIALIZED_COPIES * size / 1e6:,.1f} MB"
-            raise MemoryError(f"memory ran out: writing a checkpoint takes {needed} next to the tensors") from error
+            raise MemoryError(
+                f"memory ran out: writing a checkpoint takes {needed} next to the tensors"
+            ) from error
         return super().write_data(plan, planner)
 
 
@@ -136,10 +163,12 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], world: World) -> 
 def read_tensors(folder: Path, files: Collection[str], prefix: str = "") -> dict[str, Tensor]:
     """Read the tensors of a verified checkpoint whose name starts with `prefix`, to the CPU.
 
-    `files` are the names in the manifest. The header of a shard says where its part of a tensor begins.
+    `files` are the names in the manifest. The header of a shard says where its part of a tensor
+    begins.
     """
     # The reader opens all shards that it finds, so none may lie there that was not verified.
-    if foreign := {path.name for path in folder.glob("*.safetensors")}.difference(files):
+    foreign = {path.name for path in folder.glob("*.safetensors")}.difference(files)
+    if foreign:
         raise DamagedCheckpointError(folder, f"{min(foreign)} is not in its manifest")
     try:
         reader = HuggingFaceStorageReader(str(folder))
@@ -156,7 +185,9 @@ def read_tensors(folder: Path, files: Collection[str], prefix: str = "") -> dict
         with _alone_on_purpose():
             load(tensors, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
-        raise DamagedCheckpointError(folder, "; ".join(str(one[0]) for one in error.failures.values())) from error
+        raise DamagedCheckpointError(
+            folder, "; ".join(str(one[0]) for one in error.failures.values())
+        ) from error
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise DamagedCheckpointError(folder, str(error)) from error
     return tensors

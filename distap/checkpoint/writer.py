@@ -25,7 +25,8 @@ from distap.storage.atomic import FileIdentity, file_identity, write_whole
 from distap.storage.remotes import UnreachableError
 from distap.world import CPU, World
 
-WAIT_SHARE = 0.95  # of timeout_seconds: a wait for a checkpoint ends before the watchdog ends the rank
+# of timeout_seconds: a wait for a checkpoint ends before the watchdog ends the rank
+WAIT_SHARE = 0.95
 
 
 @dataclass(frozen=True)
@@ -44,17 +45,23 @@ class Written:
 
 @dataclass(eq=False)
 class CheckpointWriter:
-    """Write checkpoints in a thread while training goes on; every rank has a writer and makes the same calls."""
+    """Write checkpoints in a thread while training goes on; every rank has a writer and makes the
+    same calls.
+    """
 
     checkpoints: Checkpoints  # of the run; all hosts share the disk or store
     world: World
-    keep: int  # number of newest checkpoints that stay, next to the one with the highest validation mAP
-    timeout_seconds: float = 600  # for the ranks' talk about a checkpoint, its writing, and a wait for it
+    # number of newest checkpoints that stay, next to the one with the highest validation mAP
+    keep: int
+    # for the ranks' talk about a checkpoint, its writing, and a wait for it
+    timeout_seconds: float = 600
     spool: Path = Path()  # folder on this host's disk, through which files go to a store
-    beside: FilesBeside | None = None  # other files of the run, which go to the store with checkpoints
+    # other files of the run, which go to the store with checkpoints
+    beside: FilesBeside | None = None
 
     def __post_init__(self) -> None:
-        # Collectives of two threads must not meet in one group, so the writers talk over their own, on the CPU.
+        # Collectives of two threads must not meet in one group, so the writers talk over their own,
+        # on the CPU.
         group: Any = None
         if self.world.size > 1:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_seconds))
@@ -73,18 +80,24 @@ class CheckpointWriter:
     ) -> None:
         """Wait for the last checkpoint, then copy the state and start to write it.
 
-        Tensors of one name are written once. The `state`, which JSON can hold, and the parts of the `Manifest` are
-        the same on every rank.
+        Tensors of one name are written once. The `state`, which JSON can hold, and the parts of the
+        `Manifest` are the same on every rank.
         """
         started = time.perf_counter()
         self.wait()
-        # One copy for each name, even if two names share a tensor, so that training may change it. Safetensors takes
-        # contiguous ones only, and the weights of convolutions may be channels-last.
-        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        # One copy for each name, even if two names share a tensor, so that training may change it.
+        # Safetensors takes contiguous ones only, and the weights of convolutions may be
+        # channels-last.
+        copies = {
+            name: tensor.detach().to("cpu", copy=True).contiguous()
+            for name, tensor in tensors.items()
+        }
         blocked = time.perf_counter() - started
         manifest = Manifest(step, self.world.size, {}, about, score)
         # A daemon, since a collective that hangs must not keep a failed rank from ending.
-        self._writing = in_daemon(lambda: self._run(manifest, copies, state, blocked), "distap-checkpoint")
+        self._writing = in_daemon(
+            lambda: self._run(manifest, copies, state, blocked), "distap-checkpoint"
+        )
 
     def wait(self) -> Written | None:
         """Wait until the last checkpoint is written and return its outcome; None if there is none.
@@ -97,16 +110,25 @@ class CheckpointWriter:
                 return None
             limit = WAIT_SHARE * self.timeout_seconds
             if wait([self._writing], limit).not_done:
-                hangs = f"training has waited {limit:g} s for a checkpoint (timeout_seconds {self.timeout_seconds:g})"
+                hangs = (
+                    f"training has waited {limit:g} s for a checkpoint (timeout_seconds"
+                    f" {self.timeout_seconds:g})"
+                )
                 base = self.checkpoints.storage.base
-                raise UnreachableError(f"{base}: {hangs}: the disk, the network or a rank hangs or is slow")
+                raise UnreachableError(
+                    f"{base}: {hangs}: the disk, the network or a rank hangs or is slow"
+                )
             written = self._writing.result()
             if written.lost_rank is not None:
                 raise written.lost_rank
         return written
 
     def _run(
-        self, manifest: Manifest, tensors: dict[str, Tensor], state: dict[str, Any], blocked_seconds: float
+        self,
+        manifest: Manifest,
+        tensors: dict[str, Tensor],
+        state: dict[str, Any],
+        blocked_seconds: float,
     ) -> Written:
         started = time.perf_counter()
         outcome: dict[str, Any] = {}
@@ -114,16 +136,28 @@ class CheckpointWriter:
             outcome["bytes"] = self._write(manifest, tensors, state)
             if manifest.score is not None:
                 self.best = max(self.best, manifest.score)
-        except BaseException as error:  # training goes on after any error, a panic of Rust too; the outcome tells it
-            outcome = {"error": str(error) or type(error).__name__, "may_pass": isinstance(error, UnreachableError)}
+        except (
+            BaseException
+        ) as error:  # training goes on after any error, a panic of Rust too; the outcome tells it
+            outcome = {
+                "error": str(error) or type(error).__name__,
+                "may_pass": isinstance(error, UnreachableError),
+            }
             if self.world.size > 1 and is_of_the_network(error):
                 outcome["lost_rank"] = error
             elif self.checkpoints.is_on_disk and not memory_ran_out(error):
                 # torch's writer hides a full disk behind an error of its own.
                 folder = self.checkpoints.path("")
-                free = shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.is_dir())).free / 1e6
+                free = (
+                    shutil.disk_usage(
+                        next(each for each in (folder, *folder.parents) if each.is_dir())
+                    ).free
+                    / 1e6
+                )
                 needed = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
-                outcome["error"] += f" (it takes {needed:,.1f} MB; the disk has room for {free:,.1f} MB)"
+                outcome["error"] += (
+                    f" (it takes {needed:,.1f} MB; the disk has room for {free:,.1f} MB)"
+                )
         if "error" in outcome:
             gc.collect()  # the frames of the error hold the copies of the tensors
         seconds = time.perf_counter() - started
@@ -133,29 +167,41 @@ class CheckpointWriter:
         return written
 
     def _write(self, manifest: Manifest, tensors: dict[str, Tensor], state: dict[str, Any]) -> int:
-        """Write the files of all ranks, then the manifest; return the size in bytes. All ranks fail, or none."""
-        is_first, ranks = self.world.rank == 0, self._ranks
+        """Write the files of all ranks, then the manifest; return the size in bytes. All ranks
+        fail, or none.
+        """
+        is_first = self.world.rank == 0
+        ranks = self._ranks
         checkpoints = self.checkpoints
         name = str(on_all(ranks, lambda: checkpoints.begin(manifest.step), mine=is_first)[0])
         with checkpoints.place(name, self.spool) as folder:
             write_tensors(folder, tensors, ranks)
             shares = on_all(ranks, lambda: self._send(checkpoints, name, folder, state))
-        # `on_all` is the barrier too: the manifest follows once all ranks' files are on the disk or in the store.
-        files = {file: FileIdentity(**identity) for share in shares for file, identity in share.items()}
-        on_all(ranks, lambda: checkpoints.publish(name, replace(manifest, files=files)), mine=is_first)
+        # `on_all` is the barrier too: the manifest follows once all ranks' files are on the disk or
+        # in the store.
+        files = {
+            file: FileIdentity(**identity) for share in shares for file, identity in share.items()
+        }
+        on_all(
+            ranks, lambda: checkpoints.publish(name, replace(manifest, files=files)), mine=is_first
+        )
         if is_first:
             try:
                 checkpoints.remove_old(name, self.keep)
             except (OSError, DistapError) as error:  # the new one is there all the same
-                logger.warning("%s: an old checkpoint cannot be removed: %s", checkpoints.storage.base, error)
+                logger.warning(
+                    "%s: an old checkpoint cannot be removed: %s", checkpoints.storage.base, error
+                )
         return sum(identity.bytes for identity in files.values())
 
     def _send(
         self, checkpoints: Checkpoints, name: str, folder: Path, state: dict[str, Any]
     ) -> dict[str, dict[str, Any]]:
-        # Return the identities of this rank's files, which torch has brought to the disk already. Torch numbers the
-        # ranks from 1 in the names.
-        files = [path.name for path in folder.glob(f"shard-{self.world.rank + 1:05d}-*.safetensors")]
+        # Return the identities of this rank's files, which torch has brought to the disk already.
+        # Torch numbers the ranks from 1 in the names.
+        files = [
+            path.name for path in folder.glob(f"shard-{self.world.rank + 1:05d}-*.safetensors")
+        ]
         if self.world.rank == 0:
             write_whole(folder / STATE_FILE, json.dumps(state, indent=2))
             files.append(STATE_FILE)

@@ -16,7 +16,15 @@ from distap.cli.tune import tune_command
 
 app = App()
 for command in (
-    *(init_command, recipes_command, config_command, train_command, tune_command, eval_command, extract_command),
+    *(
+        init_command,
+        recipes_command,
+        config_command,
+        train_command,
+        tune_command,
+        eval_command,
+        extract_command,
+    ),
     *(export_command, whiten_command, index_command, search_command, serve_command, report_command),
 ):
     app.command(command.__name__.removesuffix("_command"))(command)
@@ -31,7 +39,9 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-VERSION_ASKED = typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+VERSION_ASKED = typer.Option(
+    "--version", callback=_print_version, is_eager=True, help="Print the version and leave."
+)
 
 
 @app.callback()

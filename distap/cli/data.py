@@ -23,42 +23,67 @@ SHOWN = 5  # classes that are named
 
 data = App(help="Convert, pack, index, check and count images.")
 
-SHARDS = Annotated[str, typer.Argument(help="Folder, glob or brace pattern of WebDataset shards, or a URL of them.")]
-WORKERS = Annotated[int, typer.Option(help="Number of worker processes.", min=1, show_default="one for each core")]
+SHARDS = Annotated[
+    str,
+    typer.Argument(help="Folder, glob or brace pattern of WebDataset shards, or a URL of them."),
+]
+WORKERS = Annotated[
+    int, typer.Option(help="Number of worker processes.", min=1, show_default="one for each core")
+]
 CORES = usable_cores()
 IMAGES_PER_SHARD = Annotated[int, typer.Option(help="Maximum number of images in a shard.", min=1)]
-NESTED = "Name classes in nested folders by the top folder, the leaf, equal leaves merged, the path, or a level each."
+NESTED = (
+    "Name classes in nested folders by the top folder, the leaf, equal leaves merged, the path, or"
+    " a level each."
+)
 SPLIT = "Pack this share of the classes into OUTPUT/validation, and the others into OUTPUT/train."
-COLUMNS_HELP = "Names of the list's columns for path, label, level1 to level9 and split: label=sku,level1=kind"
+COLUMNS_HELP = (
+    "Names of the list's columns for path, label, level1 to level9 and split: label=sku,level1=kind"
+)
 KEYS = "Keys of samples' .json members that name the coarser classes of their class, finer first."
 LEFT_OUT = Annotated[
-    Path | None, typer.Option(help="CSV file to write of what is left out, and why.", show_default="only counted")
+    Path | None,
+    typer.Option(
+        help="CSV file to write of what is left out, and why.", show_default="only counted"
+    ),
 ]
 ORDER = "Shuffle the images with this seed. Training needs it only if data.reading is streamed."
-SHUFFLE_OPTION = Annotated[int | None, typer.Option(help=ORDER, min=0, show_default="as listed, class by class")]
+SHUFFLE_OPTION = Annotated[
+    int | None, typer.Option(help=ORDER, min=0, show_default="as listed, class by class")
+]
 
 
 @data.command("convert")
 def convert_command(
     name: Annotated[str, typer.Argument(help="Name of the data set, such as sop or gldv2.")],
-    source: Annotated[Path, typer.Argument(help="Folder with the downloaded files of the data set.")],
-    output: Annotated[Path, typer.Argument(help="Folder to write the shards to, with a sub-folder per split.")],
+    source: Annotated[
+        Path, typer.Argument(help="Folder with the downloaded files of the data set.")
+    ],
+    output: Annotated[
+        Path, typer.Argument(help="Folder to write the shards to, with a sub-folder per split.")
+    ],
     split: Annotated[
-        list[str] | None, typer.Option(help="Split to convert. Repeat the option for several.", show_default="all")
+        list[str] | None,
+        typer.Option(help="Split to convert. Repeat the option for several.", show_default="all"),
     ] = None,
     images_per_shard: IMAGES_PER_SHARD = 1000,
     shuffle: SHUFFLE_OPTION = None,
     left_out: LEFT_OUT = None,
     workers: WORKERS = CORES,
 ) -> None:
-    """Convert a published benchmark data set, as downloaded from its authors, into shards in OUTPUT/SPLIT.
+    """Convert a published benchmark data set, as downloaded from its authors, into shards in
+    OUTPUT/SPLIT.
 
-    docs/guides/data-sets.md names all data sets, the files to download, where to put them, and their licences. Listed
-    images that are missing are counted.
+    docs/guides/data-sets.md names all data sets, the files to download, where to put them, and
+    their licences. Listed images that are missing are counted.
     """
     from distap.data.converters import convert
 
-    layout: dict[str, Any] = {"images_per_shard": images_per_shard, "shuffle": shuffle, "workers": workers}
+    layout: dict[str, Any] = {
+        "images_per_shard": images_per_shard,
+        "shuffle": shuffle,
+        "workers": workers,
+    }
     converted = convert(name, source, output, only=split or (), track=track, **layout)
     for part, (index, _) in converted.items():
         _print_indexed(output / part, index)
@@ -67,7 +92,9 @@ def convert_command(
 
 @data.command("pack")
 def pack_command(
-    source: Annotated[Path, typer.Argument(help="A folder with a sub-folder per class, or a CSV file.")],
+    source: Annotated[
+        Path, typer.Argument(help="A folder with a sub-folder per class, or a CSV file.")
+    ],
     output: Annotated[Path, typer.Argument(help="Folder to write; it must be new or empty.")],
     images_per_shard: IMAGES_PER_SHARD = 1000,
     shuffle: SHUFFLE_OPTION = None,
@@ -75,18 +102,22 @@ def pack_command(
         Literal["top", "leaf", "merge", "path", "levels"] | None,
         typer.Option(help=NESTED, show_default="refuse them"),
     ] = None,
-    columns: Annotated[str | None, typer.Option(help=COLUMNS_HELP, show_default="by their usual names")] = None,
-    split: Annotated[float | None, typer.Option(help=SPLIT, min=0, max=1, show_default="no split")] = None,
+    columns: Annotated[
+        str | None, typer.Option(help=COLUMNS_HELP, show_default="by their usual names")
+    ] = None,
+    split: Annotated[
+        float | None, typer.Option(help=SPLIT, min=0, max=1, show_default="no split")
+    ] = None,
     left_out: LEFT_OUT = None,
     workers: WORKERS = CORES,
 ) -> None:
     """Pack images into WebDataset tar shards with an index next to them.
 
-    A CSV (with commas, semicolons or tabs) has columns by these names: path or filename, relative to the file; label
-    or class; and optionally level1 (or group) to level9, ever coarser classes that hold the class,
-    and split, each packed as OUTPUT/SPLIT, such as train, test-query and test-gallery. Images are packed byte for
-    byte. Every file that is left out, such as an image that is cut short or missing, is counted by the reason. OUTPUT
-    appears when it is complete.
+    A CSV (with commas, semicolons or tabs) has columns by these names: path or filename, relative
+    to the file; label or class; and optionally level1 (or group) to level9, ever coarser classes
+    that hold the class, and split, each packed as OUTPUT/SPLIT, such as train, test-query and
+    test-gallery. Images are packed byte for byte. Every file that is left out, such as an image
+    that is cut short or missing, is counted by the reason. OUTPUT appears when it is complete.
     """
     from distap.data.shards.image_files import list_images
     from distap.data.shards.packing import pack_parts
@@ -98,7 +129,9 @@ def pack_command(
     listing = list_images(source, nested, {column.strip(): name.strip() for column, name in named})
     if split is not None:
         if any(image.part for image in listing.images):
-            raise DistapError(f"{source}: its columns say how it is split; leave --split out, or the column")
+            raise DistapError(
+                f"{source}: its columns say how it is split; leave --split out, or the column"
+            )
         listing = listing.halves(split)
     parts = listing.by_part()
     packed = pack_parts(parts, output, images_per_shard, track, **layout)
@@ -110,24 +143,31 @@ def pack_command(
 @data.command("index")
 def index_shards_command(
     source: SHARDS,
-    levels: Annotated[str, typer.Option(help=KEYS, show_default="from classes.txt, if it names some")] = "",
+    levels: Annotated[
+        str, typer.Option(help=KEYS, show_default="from classes.txt, if it names some")
+    ] = "",
     workers: WORKERS = CORES,
 ) -> None:
-    """Write the index of existing WebDataset shards: read every byte once and list all damaged tars.
+    """Write the index of existing WebDataset shards: read every byte once and list all damaged
+    tars.
 
-    Each sample needs one image and a .cls member with its class number. A file classes.txt next to shards may name
-    the classes, one per line: the name and, after tabs, those of the coarser classes that hold it, finer first.
+    Each sample needs one image and a .cls member with its class number. A file classes.txt next to
+    shards may name the classes, one per line: the name and, after tabs, those of the coarser
+    classes that hold it, finer first.
     """
     from distap.data.shards.indexing import index_shards
 
-    index, skipped = index_shards(source, track, workers, levels=levels.split(",") if levels else ())
+    index, skipped = index_shards(
+        source, track, workers, levels=levels.split(",") if levels else ()
+    )
     _print_indexed(source, index)
     _print_left_out(skipped)
 
 
 @data.command("check")
 def check_command(source: SHARDS, workers: WORKERS = CORES) -> None:
-    """Compare every shard and image with the index, and decode every image; exit status 1 if anything is damaged.
+    """Compare every shard and image with the index, and decode every image; exit status 1 if
+    anything is damaged.
 
     The data set is not changed. The check lists damaged or missing shards and continues.
     """
@@ -162,15 +202,20 @@ def stats_command(source: SHARDS, as_json: JSON = False) -> None:
 
 
 def _print_indexed(source: Path | str, index: "Index", expected: "Collection[str]" = ()) -> None:
-    """Print what a data set holds; warn of expected classes that are missing, and of repeated images."""
+    """Print what a data set holds; warn of expected classes that are missing, and of repeated
+    images.
+    """
     from distap.data.loading.reader import same_bytes
 
     names = index.class_name.tolist()
     counts = f"{len(index):,} images of {len(names):,} classes in {len(index.shard_name):,} shards"
     more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
     print_result(f"{source}: {counts}: {', '.join(names[:SHOWN])}{more}")
-    if lost := sorted(set(expected) - set(names)):
-        print_warning(f"{source}: no image is left of {len(lost):,} classes: {', '.join(lost[:SHOWN])}")
+    lost = sorted(set(expected) - set(names))
+    if lost:
+        print_warning(
+            f"{source}: no image is left of {len(lost):,} classes: {', '.join(lost[:SHOWN])}"
+        )
     pairs = same_bytes(index)
     across = index.label[pairs[:, 0]] != index.label[pairs[:, 1]]
     for kind, of_kind in (("in two classes", pairs[across]), ("twice in a class", pairs[~across])):
@@ -181,7 +226,9 @@ def _print_indexed(source: Path | str, index: "Index", expected: "Collection[str
 
 
 def _print_left_out(skipped: "Sequence[Skipped]", output: Path | None = None) -> None:
-    """Print one line per reason for leaving files out; write a CSV of the files if an output is given."""
+    """Print one line per reason for leaving files out; write a CSV of the files if an output is
+    given.
+    """
     from distap.data.shards.image_folders import counted
     from distap.storage.atomic import write_whole
     from distap.storage.texts import as_line
@@ -190,5 +237,7 @@ def _print_left_out(skipped: "Sequence[Skipped]", output: Path | None = None) ->
         print_warning(f"left out: {line}")
     if output is not None:
         text = io.StringIO(newline="")
-        csv.writer(text).writerows([("path", "reason"), *((as_line(name), reason) for name, reason in skipped)])
+        csv.writer(text).writerows(
+            [("path", "reason"), *((as_line(name), reason) for name, reason in skipped)]
+        )
         write_whole(output, text.getvalue())

@@ -14,9 +14,17 @@ from distap.telemetry.terminal import print_result, print_warning, set_up_loggin
 EXTRACTED_IMAGES = "Folder, pattern or URL of shards, or any folder with images."
 EXTRACTED_FOLDER = "New folder to write, or the folder of a stopped extraction to continue."
 GRACE_SECONDS = 10.0  # for ranks to leave after a signal: finished parts are on the disk already
-DESCRIPTORS = Annotated[Path, typer.Argument(help="Folder that `distap extract` wrote.", show_default=False)]
-METHOD = "Scale principal components (pca), or shrink directions in which images of one class differ (lw)."
-KIND = "Kind of index: flat (exact), hnsw (fastest at high recall), or Faiss's string, such as OPQ64,IVF4096,PQ64."
+DESCRIPTORS = Annotated[
+    Path, typer.Argument(help="Folder that `distap extract` wrote.", show_default=False)
+]
+METHOD = (
+    "Scale principal components (pca), or shrink directions in which images of one class differ"
+    " (lw)."
+)
+KIND = (
+    "Kind of index: flat (exact), hnsw (fastest at high recall), or Faiss's string, such as"
+    " OPQ64,IVF4096,PQ64."
+)
 WRITTEN = "File to write the whitening to, such as RUN/whitening.safetensors."
 SEARCH = "Search parameters of Faiss to store in the index, such as nprobe=64 or efSearch=128."
 
@@ -33,10 +41,10 @@ def extract_command(
 ) -> None:
     """Describe all images of shards or of a folder, and write the descriptors with their keys.
 
-    KEY=VALUE changes the recipe of the network: evaluation.scales=[1,0.7] describes each image at two scales. After a
-    stop, the same command continues from the finished parts, on any number of ranks. Images that cannot be
-    used are listed in OUTPUT/about.json. On several machines start `torchrun [...] -m distap.cli extract [...]` on
-    each; all must see OUTPUT.
+    KEY=VALUE changes the recipe of the network: evaluation.scales=[1,0.7] describes each image at
+    two scales. After a stop, the same command continues from the finished parts, on any number of
+    ranks. Images that cannot be used are listed in OUTPUT/about.json. On several machines start
+    `torchrun [...] -m distap.cli extract [...]` on each; all must see OUTPUT.
     """
     from distap.checkpoint.agreement import first_on_rank_0
     from distap.data.loading.reader import ImageSet, open_images
@@ -51,24 +59,36 @@ def extract_command(
     if not is_rank and (count := options.ranks_to_start(ranks)) > 1:
         from distap.launcher import launch
 
-        raise typer.Exit(launch([f"--nproc-per-node={count}"], "distap.cli", sys.argv[1:], GRACE_SECONDS))
+        raise typer.Exit(
+            launch([f"--nproc-per-node={count}"], "distap.cli", sys.argv[1:], GRACE_SECONDS)
+        )
     leave_when_asked()
     try:
         with joined_world() as world:
             set_up_logging(world.rank)
-            recipe, network = trained_network(checkpoint, world, best, overrides or [], trusted=trust)
+            recipe, network = trained_network(
+                checkpoint, world, best, overrides or [], trusted=trust
+            )
 
             def opened() -> tuple[ImageDescriber, ImageSet]:
-                return describing_of(recipe, network, world, whitening=whitening).describer, open_images(source)
+                return describing_of(
+                    recipe, network, world, whitening=whitening
+                ).describer, open_images(source)
 
             describer, images = first_on_rank_0(world, opened)
-            extraction = Extraction(Describing(describer, world, recipe.data.workers, shown=True), images)
+            extraction = Extraction(
+                Describing(describer, world, recipe.data.workers, shown=True), images
+            )
             written = extract_to_folder(extraction, output)
     except SystemExit:
         print_warning(f"stopped: the same command continues from the parts in {output}")
         raise
     if world.rank == 0:
-        told = f"; {count} files left out, see {output / 'about.json'}" if (count := len(written.left_out)) else ""
+        told = (
+            f"; {count} files left out, see {output / 'about.json'}"
+            if (count := len(written.left_out))
+            else ""
+        )
         numbers = f"{len(written)} descriptors of {written.descriptors.shape[1]} dimensions"
         print_result(f"{output}: {numbers}{told}")
 
@@ -76,11 +96,14 @@ def extract_command(
 def whiten_command(
     descriptors: DESCRIPTORS,
     kind: Annotated[Literal["pca", "lw"], typer.Option(help=METHOD)] = "pca",
-    output: Annotated[Path | None, typer.Option(help=WRITTEN, show_default="next to the descriptors")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help=WRITTEN, show_default="next to the descriptors")
+    ] = None,
 ) -> None:
     """Learn a whitening from the extracted descriptors of a training set.
 
-    `distap extract --whitening FILE` applies it. It fits only the network, image size and scales it was learned from.
+    `distap extract --whitening FILE` applies it. It fits only the network, image size and scales it
+    was learned from.
     """
     from distap.retrieval.descriptor_files import read_descriptors
 
@@ -101,21 +124,30 @@ def whiten_command(
 
 def index_command(
     descriptors: DESCRIPTORS,
-    output: Annotated[Path, typer.Argument(help="Folder to write the index to.", show_default=False)],
+    output: Annotated[
+        Path, typer.Argument(help="Folder to write the index to.", show_default=False)
+    ],
     kind: Annotated[str, typer.Option(help=KIND)] = "flat",
     search: Annotated[str, typer.Option(help=SEARCH)] = "",
     as_json: JSON = False,
 ) -> None:
     """Build a Faiss index over extracted descriptors, and measure its recall against exact search.
 
-    Recall@10 counts an image as found if it is as near as the tenth exact result. The index belongs to the network
-    that described its images. With --json: `output`, `images`, `dimensions`, `kind`, `recall`, `at` (its k), `bytes`,
-    `milliseconds` per query, `queries`, `build_seconds`, `factory` and `search`.
+    Recall@10 counts an image as found if it is as near as the tenth exact result. The index belongs
+    to the network that described its images. With --json: `output`, `images`, `dimensions`, `kind`,
+    `recall`, `at` (its k), `bytes`, `milliseconds` per query, `queries`, `build_seconds`, `factory`
+    and `search`.
     """
     from distap.retrieval.descriptor_files import read_descriptors
 
     gallery = read_descriptors(descriptors)
-    from distap.retrieval.indexing import INDEX_FILE, build_index, measure_recall, require_free_for_index, write_index
+    from distap.retrieval.indexing import (
+        INDEX_FILE,
+        build_index,
+        measure_recall,
+        require_free_for_index,
+        write_index,
+    )
 
     require_free_for_index(output)
     built = build_index(gallery, kind, search, track)
@@ -123,13 +155,20 @@ def index_command(
     write_index(output, built, gallery)
     count, dimensions = gallery.descriptors.shape
     size = (output / INDEX_FILE).stat().st_size
-    told = {"output": str(output), "images": count, "dimensions": dimensions, **built.about["index"]}
+    told = {
+        "output": str(output),
+        "images": count,
+        "dimensions": dimensions,
+        **built.about["index"],
+    }
     told |= {**figures, "bytes": size, "build_seconds": built.about["build_seconds"]}
     if as_json:
         print_json(told)
         return
     print_result(
-        "{output}: {images:,} images of {dimensions} dimensions, {kind}: {factory} {search}".format(**told).rstrip(),
-        "recall@{at} {recall:.4f} of {queries:,} of its images, {bytes:,} bytes, {milliseconds:.3f} ms a query, "
-        "built in {build_seconds:.1f} s".format(**told),
+        "{output}: {images:,} images of {dimensions} dimensions, {kind}: {factory} {search}".format(
+            **told
+        ).rstrip(),
+        "recall@{at} {recall:.4f} of {queries:,} of its images, {bytes:,} bytes, {milliseconds:.3f}"
+        " ms a query, built in {build_seconds:.1f} s".format(**told),
     )

@@ -13,17 +13,38 @@ from distap.storage.locations import parse_source
 from distap.telemetry.terminal import set_up_logging
 
 data_option = partial(typer.Option, rich_help_panel="Data sets")
-DATA = "Data set, PATH or NAME=PATH: shards, or a folder that `distap data convert` wrote. Repeat for several."
+DATA = (
+    "Data set, PATH or NAME=PATH: shards, or a folder that `distap data convert` wrote. Repeat for"
+    " several."
+)
 GALLERY_SET = "Shards to search in; the images of each data set are the queries."
-DISTRACTORS = "Descriptors to add to the gallery, right for no query: files, or folders of `distap extract`."
+DISTRACTORS = (
+    "Descriptors to add to the gallery, right for no query: files, or folders of `distap extract`."
+)
 TRUTH = "JSON file that says for each query which images are right; see the guide on retrieval."
-DRAWS = "Draw a gallery of one image per class this many times, query the others, and average the figures."
-QUERY_EXPANSION = "Move each query towards its neighbours, weighted by similarity to this power; 0 weighs all alike."
-DATABASE_AUGMENTATION = "Move each gallery image towards its neighbours, weighted by similarity to this power."
-RERANK = "Re-rank the first 100 results of a query by this many common neighbours: about the images of a class."
+DRAWS = (
+    "Draw a gallery of one image per class this many times, query the others, and average the"
+    " figures."
+)
+QUERY_EXPANSION = (
+    "Move each query towards its neighbours, weighted by similarity to this power; 0 weighs all"
+    " alike."
+)
+DATABASE_AUGMENTATION = (
+    "Move each gallery image towards its neighbours, weighted by similarity to this power."
+)
+RERANK = (
+    "Re-rank the first 100 results of a query by this many common neighbours: about the images of a"
+    " class."
+)
 NEIGHBOURS_HELP = "Number of neighbours used by --query-expansion and --database-augmentation."
-FIGURES_HELP = "Figures to compute, such as mAP@R,R@1,R@20,mAP@1000,mP@5/min. Each has its definition in the guide."
-RESULTS_FOLDER = "Folder to write result.json, queries and neighbours to, or a folder of them for each data set."
+FIGURES_HELP = (
+    "Figures to compute, such as mAP@R,R@1,R@20,mAP@1000,mP@5/min. Each has its definition in the"
+    " guide."
+)
+RESULTS_FOLDER = (
+    "Folder to write result.json, queries and neighbours to, or a folder of them for each data set."
+)
 
 
 def eval_command(
@@ -31,27 +52,43 @@ def eval_command(
     overrides: OVERRIDES = None,
     best: options.BEST = False,
     trust: options.TRUST = False,
-    data: Annotated[list[str] | None, data_option(help=DATA, show_default="the recipe's validation set")] = None,
+    data: Annotated[
+        list[str] | None, data_option(help=DATA, show_default="the recipe's validation set")
+    ] = None,
     distractors: Annotated[list[str] | None, data_option(help=DISTRACTORS)] = None,
-    gallery: Annotated[str | None, data_option(help=GALLERY_SET, show_default="all others of its own images")] = None,
+    gallery: Annotated[
+        str | None, data_option(help=GALLERY_SET, show_default="all others of its own images")
+    ] = None,
     gallery_draws: Annotated[int, data_option(help=DRAWS, min=0)] = 0,
-    truth: Annotated[Path | None, data_option(help=TRUTH, show_default="images of a query's class are right")] = None,
-    figures: Annotated[str, data_option(help=FIGURES_HELP, show_default="the recipe's, or the protocol's")] = "",
-    query_expansion: Annotated[float | None, options.refinement(help=QUERY_EXPANSION, min=0)] = None,
-    database_augmentation: Annotated[float | None, options.refinement(help=DATABASE_AUGMENTATION, min=0)] = None,
+    truth: Annotated[
+        Path | None, data_option(help=TRUTH, show_default="images of a query's class are right")
+    ] = None,
+    figures: Annotated[
+        str, data_option(help=FIGURES_HELP, show_default="the recipe's, or the protocol's")
+    ] = "",
+    query_expansion: Annotated[
+        float | None, options.refinement(help=QUERY_EXPANSION, min=0)
+    ] = None,
+    database_augmentation: Annotated[
+        float | None, options.refinement(help=DATABASE_AUGMENTATION, min=0)
+    ] = None,
     neighbours: Annotated[int, options.refinement(help=NEIGHBOURS_HELP, min=1)] = 10,
     rerank: Annotated[int | None, options.refinement(help=RERANK, min=1)] = None,
-    output: Annotated[Path | None, typer.Option(help=RESULTS_FOLDER, rich_help_panel="Output")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help=RESULTS_FOLDER, rich_help_panel="Output")
+    ] = None,
     as_json: JSON = False,
     whitening: options.WHITENING = None,
 ) -> None:
-    """Print what a network retrieves, in percent: mAP, mAP@R, R@k and mP@k, by the protocol of each data set.
+    """Print what a network retrieves, in percent: mAP, mAP@R, R@k and mP@k, by the protocol of each
+    data set.
 
-    In shards with classes, every image is a query against all others, or against the images of --gallery. A folder
-    that `distap data convert` wrote for Revisited Oxford or Paris, or for Google Landmarks v2, is evaluated by its
-    ground truth. KEY=VALUE changes the recipe of the network: evaluation.sizing='side 1024' takes whole images. For
-    several ranks run `torchrun [...] -m distap.cli eval`. With --json: `network`, `sizing` and `scales`, and in
-    `sets`, by name, the figures from 0 to 1 of each refinement (`plain` is none).
+    In shards with classes, every image is a query against all others, or against the images of
+    --gallery. A folder that `distap data convert` wrote for Revisited Oxford or Paris, or for
+    Google Landmarks v2, is evaluated by its ground truth. KEY=VALUE changes the recipe of the
+    network: evaluation.sizing='side 1024' takes whole images. For several ranks run `torchrun [...]
+    -m distap.cli eval`. With --json: `network`, `sizing` and `scales`, and in `sets`, by name, the
+    figures from 0 to 1 of each refinement (`plain` is none).
     """
     from distap.checkpoint.agreement import first_on_rank_0
     from distap.evaluation.sets import evaluate_sets, open_named_sets
@@ -73,10 +110,14 @@ def eval_command(
             if not data and gallery is None and not gallery_draws:
                 among = {name: getattr(settings, name) for name in among}
             named: Any = data or [parse_source(settings.validation or "")]
-            wanted = figures.replace(",", " ").split() or (() if data else recipe.evaluation.figures)
+            wanted = figures.replace(",", " ").split() or (
+                () if data else recipe.evaluation.figures
+            )
             sets = open_named_sets(named, distractors or [], figures=wanted, truth=truth, **among)
             return sets, describing, refinement
 
-        found = evaluate_sets(*first_on_rank_0(world, opened), output=output, printed=not as_json, network=checkpoint)
+        found = evaluate_sets(
+            *first_on_rank_0(world, opened), output=output, printed=not as_json, network=checkpoint
+        )
         if as_json and world.rank == 0:
             print_json(found)

@@ -1,4 +1,6 @@
-"""What several commands share: options of recipe, ranks and network, -h, results as JSON, refusal of URLs."""
+"""What several commands share: options of recipe, ranks and network, -h, results as JSON, refusal
+of URLs.
+"""
 
 import errno
 import gc
@@ -23,7 +25,10 @@ from distap.storage.locations import scheme_of
 from distap.telemetry.terminal import console, print_error, print_text
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # errors of a disk that takes no more
-LESS = "Lower the batch or the images' size, data.workers or data.pixels.memory_bytes, or use a larger machine"
+LESS = (
+    "Lower the batch or the images' size, data.workers or data.pixels.memory_bytes, or use a larger"
+    " machine"
+)
 
 
 class LackingMemoryError(DistapError):
@@ -32,8 +37,12 @@ class LackingMemoryError(DistapError):
     status = FAILED
 
 
-def ranks_to_start(asked: str, config: Path | None = None, overrides: Sequence[str] | None = None) -> int:
-    """Return the number of ranks for --ranks; `auto` is one for each GPU, or one without GPUs or for device: cpu."""
+def ranks_to_start(
+    asked: str, config: Path | None = None, overrides: Sequence[str] | None = None
+) -> int:
+    """Return the number of ranks for --ranks; `auto` is one for each GPU, or one without GPUs or
+    for device: cpu.
+    """
     if asked != "auto":
         if not asked.isdecimal() or int(asked) < 1:
             raise typer.BadParameter(f"--ranks {asked!r}: expected a number, 1 or more, or auto")
@@ -53,29 +62,41 @@ def ranks_to_start(asked: str, config: Path | None = None, overrides: Sequence[s
 EACH_GPU = "Number of processes to start on this machine; auto starts one for each GPU."
 RANKS = Annotated[str, typer.Option(help=EACH_GPU, metavar="N|auto")]
 RECIPE_HELP = "Recipe: a YAML file, or a name of `distap recipes`."
-CHANGES = "Changes to the recipe, such as evaluation.sizing='side 1024' or optimizer.learning_rate=1e-4."
+CHANGES = (
+    "Changes to the recipe, such as evaluation.sizing='side 1024' or optimizer.learning_rate=1e-4."
+)
 RECIPE_ARGUMENT = Annotated[Path, typer.Argument(help=RECIPE_HELP, show_default=False)]
-OVERRIDES = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help=CHANGES, show_default=False)]
+OVERRIDES = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help=CHANGES, show_default=False)
+]
 
 # Options of one panel of --help.
 network = partial(typer.Option, rich_help_panel="Network")
 refinement = partial(typer.Option, rich_help_panel="Refinement of descriptors")
 
-TRAINED = "Trained network: a run folder, one of its checkpoints, a URL of either, or a recipe, untrained."
+TRAINED = (
+    "Trained network: a run folder, one of its checkpoints, a URL of either, or a recipe,"
+    " untrained."
+)
 CHECKPOINT = network(help=TRAINED, show_default=False)
-BEST = Annotated[bool, network("--best", help="Use a run folder's best checkpoint, not its newest.")]
+BEST = Annotated[
+    bool, network("--best", help="Use a run folder's best checkpoint, not its newest.")
+]
 TRUSTED = (
-    "Import classes that are not distap's if the trained network's record names some, which runs their code, and "
-    "read an architecture from the hub or folder that it names."
+    "Import classes that are not distap's if the trained network's record names some, which runs"
+    " their code, and read an architecture from the hub or folder that it names."
 )
 TRUST = Annotated[bool, network("--trust", help=TRUSTED)]
 WHITENING = Annotated[
-    Path | None, refinement(help="Apply this whitening, a file or folder that `distap whiten` wrote.")
+    Path | None,
+    refinement(help="Apply this whitening, a file or folder that `distap whiten` wrote."),
 ]
 
 
 def run(command: typer.Typer, name: str) -> None:
-    """Run a command line called `name`; print a DistapError without a traceback, since the user can mend it."""
+    """Run a command line called `name`; print a DistapError without a traceback, since the user can
+    mend it.
+    """
     # Modules stay: looking for garbage among them at Python's own rate takes an eighth of a start.
     gc.set_threshold(20_000)
     try:
@@ -91,7 +112,9 @@ def run(command: typer.Typer, name: str) -> None:
         if memory_ran_out(error):
             problem = LackingMemoryError(f"memory ran out: {reason}. {LESS}")
         elif isinstance(error, OSError) and error.errno in FULL:
-            problem = DistapError(f"{error.filename or 'the output'}: cannot be written: {error.strerror}")
+            problem = DistapError(
+                f"{error.filename or 'the output'}: cannot be written: {error.strerror}"
+            )
         else:
             raise
     else:
@@ -101,11 +124,15 @@ def run(command: typer.Typer, name: str) -> None:
     leave(problem.status)
 
 
-JSON = Annotated[bool, typer.Option("--json", help="Print results as JSON, and nothing else to the standard output.")]
+JSON = Annotated[
+    bool,
+    typer.Option("--json", help="Print results as JSON, and nothing else to the standard output."),
+]
 
 
 class CommonCommand(TyperCommand):
-    """A command that refuses URLs in place of folders and files, and a network that is not there."""
+    """A command that refuses URLs in place of folders and files, and a network that is not
+    there."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -121,15 +148,20 @@ class CommonCommand(TyperCommand):
         return left
 
     def invoke(self, ctx: Any) -> Any:
-        if "RANK" in os.environ:  # one of several ranks: they would all say so, and rank 0 alone may see the network
+        # one of several ranks: they would all say so, and rank 0 alone may see the network
+        if "RANK" in os.environ:
             return super().invoke(ctx)
-        if console.is_terminal and "torch" not in sys.modules:  # which most commands load, for seconds
+        # which most commands load, for seconds
+        if console.is_terminal and "torch" not in sys.modules:
             console.print(f"{ctx.command_path}: starting ...", style="dim")
-        if trained := ctx.params.get("checkpoint"):
+        trained = ctx.params.get("checkpoint")
+        if trained:
             from distap.config.reading import is_recipe
 
             if not (scheme_of(trained) or is_recipe(trained) or Path(trained).exists()):
-                raise DistapError(f"{trained}: no checkpoint there; expected a run or its checkpoint")
+                raise DistapError(
+                    f"{trained}: no checkpoint there; expected a run or its checkpoint"
+                )
         return super().invoke(ctx)
 
 
@@ -138,7 +170,12 @@ class App(typer.Typer):
 
     def __init__(self, **settings: Any) -> None:
         context = {"help_option_names": ["-h", "--help"]}
-        super().__init__(**settings, no_args_is_help=True, context_settings=context, pretty_exceptions_enable=False)
+        super().__init__(
+            **settings,
+            no_args_is_help=True,
+            context_settings=context,
+            pretty_exceptions_enable=False,
+        )
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[..., Any]:
         return super().command(name, cls=CommonCommand, **settings)

@@ -14,14 +14,22 @@ from distap.telemetry.terminal import print_result, print_text, print_warning
 ARCHITECTURE = "Architecture of timm to train."
 WEIGHTS_HELP = "Weights to begin with: timm, random, or a mapping as in a recipe."
 INPUT_SIZE = "Width and height of the network's input, pixels."
-RECIPE_HEAD = ("paper", "data", "expected")  # of the comment that each of distap's recipes begins with
-IMAGES_HELP = "Folder with a sub-folder per class, shards, or a folder whose `train` and `test` are one of these."
+# of the comment that each of distap's recipes begins with
+RECIPE_HEAD = ("paper", "data", "expected")
+IMAGES_HELP = (
+    "Folder with a sub-folder per class, shards, or a folder whose `train` and `test` are one of"
+    " these."
+)
 
 
 def init_command(
     images: Annotated[str, typer.Argument(help=IMAGES_HELP, show_default=False)],
-    output: Annotated[Path, typer.Option(help="File to write the recipe to.")] = Path("recipe.yaml"),
-    backbone: Annotated[str | None, typer.Option(help=ARCHITECTURE, show_default="by the machine")] = None,
+    output: Annotated[Path, typer.Option(help="File to write the recipe to.")] = Path(
+        "recipe.yaml"
+    ),
+    backbone: Annotated[
+        str | None, typer.Option(help=ARCHITECTURE, show_default="by the machine")
+    ] = None,
     weights: Annotated[str, typer.Option(help=WEIGHTS_HELP)] = "timm",
     image_size: Annotated[
         int | None, typer.Option(help=INPUT_SIZE, min=1, show_default="by images and machine")
@@ -39,7 +47,8 @@ def init_command(
 
     seen = look(images)
     text = recipe_for(seen, str(Path("runs") / output.stem), backbone, weights, image_size)
-    if weights not in ("timm", "random") or ":" in (backbone or ""):  # else all is right, without loading torch
+    # else all is right, without loading torch
+    if weights not in ("timm", "random") or ":" in (backbone or ""):
         load_recipe(parsed_yaml(text, f"--weights {weights}"), where=f"{output} (not written)")
     write_whole(output, text)
     print_result(text.rstrip("\n"))
@@ -50,12 +59,14 @@ def init_command(
 
 def recipes_command(
     name: Annotated[
-        str | None, typer.Argument(help="Name of the recipe to print.", show_default="list them all")
+        str | None,
+        typer.Argument(help="Name of the recipe to print.", show_default="list them all"),
     ] = None,
 ) -> None:
     """List the recipes that come with distap, or print one.
 
-    `distap train NAME key=value` trains one by its name; `distap recipes NAME > mine.yaml` makes it yours to change.
+    `distap train NAME key=value` trains one by its name; `distap recipes NAME > mine.yaml` makes it
+    yours to change.
     """
     from distap.config.reading import RECIPES, recipe_file
 

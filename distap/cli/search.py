@@ -16,32 +16,44 @@ from distap.telemetry.terminal import print_result, print_warning, set_up_loggin
 if TYPE_CHECKING:
     from distap.apps.search import Query
 
-SEARCHED_INDEX = Annotated[Path, typer.Argument(help="Folder that `distap index` wrote.", show_default=False)]
-QUERIES = "Image files, folders of images, or keys of the index (key:NAME if a file has the same name)."
+SEARCHED_INDEX = Annotated[
+    Path, typer.Argument(help="Folder that `distap index` wrote.", show_default=False)
+]
+QUERIES = (
+    "Image files, folders of images, or keys of the index (key:NAME if a file has the same name)."
+)
 PAGE = "HTML file to write the results to, with pictures."
 INDEXED_IMAGES = Annotated[
     str | None,
-    typer.Option(help="Data set that was indexed, to show pictures from.", show_default="where it was indexed"),
+    typer.Option(
+        help="Data set that was indexed, to show pictures from.",
+        show_default="where it was indexed",
+    ),
 ]
 
 
 def search_command(
     index: SEARCHED_INDEX,
-    queries: Annotated[list[str], typer.Argument(metavar="QUERY...", help=QUERIES, show_default=False)],
+    queries: Annotated[
+        list[str], typer.Argument(metavar="QUERY...", help=QUERIES, show_default=False)
+    ],
     checkpoint: Annotated[str | None, CHECKPOINT] = None,
     best: BEST = False,
     trust: TRUST = False,
     whitening: WHITENING = None,
-    top: Annotated[int, typer.Option("--top", "-k", help="Number of images to find for each query.", min=1)] = 10,
+    top: Annotated[
+        int, typer.Option("--top", "-k", help="Number of images to find for each query.", min=1)
+    ] = 10,
     images: INDEXED_IMAGES = None,
     output: Annotated[Path | None, typer.Option(help=PAGE, show_default=False)] = None,
     as_json: JSON = False,
 ) -> None:
     """Find the most similar images in an index, for image files or for images of the index itself.
 
-    An image that is searched for by its key needs no --checkpoint, and is not among its own hits. Files that cannot
-    be used are named, and the exit status is then 1. With --json, a list: `query`, and `hits` of it, each with `rank`
-    from 1, `key`, `class` and `similarity`; or the `problem` of a file that cannot be used.
+    An image that is searched for by its key needs no --checkpoint, and is not among its own hits.
+    Files that cannot be used are named, and the exit status is then 1. With --json, a list:
+    `query`, and `hits` of it, each with `rank` from 1, `key`, `class` and `similarity`; or the
+    `problem` of a file that cannot be used.
     """
     from distap.apps.search import open_searcher, open_thumbnails, queries_from, write_search_page
     from distap.world import joined_world
@@ -74,10 +86,11 @@ def serve_command(
     images: INDEXED_IMAGES = None,
     **limits: Any,
 ) -> None:
-    """Answer searches over HTTP: a page to upload images to, a JSON API, health and Prometheus metrics.
+    """Answer searches over HTTP: a page to upload images to, a JSON API, health and Prometheus
+    metrics.
 
-    On SIGTERM or SIGHUP the requests under way are finished and the exit status is 0. There is no encryption and no
-    password: put a proxy in front of it if others can reach it.
+    On SIGTERM or SIGHUP the requests under way are finished and the exit status is 0. There is no
+    encryption and no password: put a proxy in front of it if others can reach it.
     """
     from distap.apps.serve.server import serve
 
@@ -85,18 +98,32 @@ def serve_command(
 
 
 # Typer reads the options from the signature.
-_own = [one for one in signature(serve_command).parameters.values() if one.kind is not one.VAR_KEYWORD]
-_limits = [one.replace(kind=one.KEYWORD_ONLY) for one in signature(ServeSettings).parameters.values()]
+_own = [
+    one for one in signature(serve_command).parameters.values() if one.kind is not one.VAR_KEYWORD
+]
+_limits = [
+    one.replace(kind=one.KEYWORD_ONLY) for one in signature(ServeSettings).parameters.values()
+]
 serve_command.__signature__ = Signature([*_own, *_limits])  # type: ignore[attr-defined]
 
 
 def _table(result: "Query") -> Table:
     ranked = enumerate(result.hits, 1)
-    rows = [(str(n), escape(hit.key), escape(hit.class_name), f"{hit.similarity:.4f}") for n, hit in ranked]
+    rows = [
+        (str(n), escape(hit.key), escape(hit.class_name), f"{hit.similarity:.4f}")
+        for n, hit in ranked
+    ]
     return text_table(escape(result.name), "", ("rank", "key", "class", "similarity"), rows)
 
 
 def _as_json(result: "Query") -> dict[str, Any]:
     ranked = enumerate(result.hits, 1)
-    hits = [{"rank": n, "key": hit.key, "class": hit.class_name, "similarity": hit.similarity} for n, hit in ranked]
-    return {"query": result.name, "hits": hits, **({"problem": result.problem} if result.problem else {})}
+    hits = [
+        {"rank": n, "key": hit.key, "class": hit.class_name, "similarity": hit.similarity}
+        for n, hit in ranked
+    ]
+    return {
+        "query": result.name,
+        "hits": hits,
+        **({"problem": result.problem} if result.problem else {}),
+    }

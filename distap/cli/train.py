@@ -17,16 +17,22 @@ FOLLOW = "Rewrite the page at this interval while a run trains, and let the brow
 DRY_RUN = "Check the recipe, load the weights and say what would be done, without training."
 
 TAKES_OVER = Annotated[
-    bool, typer.Option("--take-over", help="Take the run folder over from another training that seems to use it.")
+    bool,
+    typer.Option(
+        "--take-over", help="Take the run folder over from another training that seems to use it."
+    ),
 ]
 
 
-def train_rank(config: RECIPE_ARGUMENT, overrides: OVERRIDES = None, take_over: TAKES_OVER = False) -> None:
+def train_rank(
+    config: RECIPE_ARGUMENT, overrides: OVERRIDES = None, take_over: TAKES_OVER = False
+) -> None:
     """Train on this process's rank: alone, or as one of the ranks that torchrun starts.
 
-    The run goes on from its newest checkpoint, if there is one. On SIGTERM or SIGINT it finishes the step or breaks
-    off the evaluation, writes a checkpoint and exits with status 75: start it again. Other exit statuses: 0 all steps
-    are done, 2 a mistake that a person must mend, 1 a failure.
+    The run goes on from its newest checkpoint, if there is one. On SIGTERM or SIGINT it finishes
+    the step or breaks off the evaluation, writes a checkpoint and exits with status 75: start it
+    again. Other exit statuses: 0 all steps are done, 2 a mistake that a person must mend, 1 a
+    failure.
     """
     end_when_asked()
     _set_take_over(take_over)
@@ -37,7 +43,8 @@ def train_rank(config: RECIPE_ARGUMENT, overrides: OVERRIDES = None, take_over: 
     from distap.trainer import trained
 
     with trained(recipe) as status:
-        # Only leaving is left, and a signal now would turn a finished training's exit status into another.
+        # Only leaving is left, and a signal now would turn a finished training's exit status into
+        # another.
         go_deaf()
     sys.exit(status)
 
@@ -49,9 +56,11 @@ def train_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN)] = False,
     take_over: TAKES_OVER = False,
 ) -> None:
-    """Train a recipe with the three-stage step; an interrupted run goes on from its newest checkpoint.
+    """Train a recipe with the three-stage step; an interrupted run goes on from its newest
+    checkpoint.
 
-    To train on several machines, start `python -m distap.launcher CONFIG` on each, with torchrun's options.
+    To train on several machines, start `python -m distap.launcher CONFIG` on each, with torchrun's
+    options.
     """
     overrides = overrides or []
     count = ranks_to_start(ranks, config, overrides)
@@ -92,13 +101,19 @@ def check_training(config: Path, overrides: list[str], ranks: int) -> None:
             trainer.state.lease.require_writable()
         trainer.report.world = replace(world, size=ranks)
         begin = None if trainer.is_begun else 0
-        trainer.report.begins(begin, trainer.length, trainer.images, trainer.network, list(trainer.sets))
-        try_first_batch(recipe, trainer.images, trainer.network.dimensions, trainer.step.stages.loss)
+        trainer.report.begins(
+            begin, trainer.length, trainer.images, trainer.network, list(trainer.sets)
+        )
+        try_first_batch(
+            recipe, trainer.images, trainer.network.dimensions, trainer.step.stages.loss
+        )
         batch = trainer.images.size
         pixels = 3 * recipe.data.image_size**2 * -(-batch // ranks)
-        descriptors = 4 * trainer.network.dimensions * batch  # of all ranks, which each rank gathers
+        # of all ranks, which each rank gathers
+        descriptors = 4 * trainer.network.dimensions * batch
         print_result(
-            f"{'each rank':<10}  {pixels:,} bytes of pixels and {descriptors:,} bytes of descriptors per step"
+            f"{'each rank':<10}  {pixels:,} bytes of pixels and {descriptors:,} bytes of"
+            " descriptors per step"
         )
     print_result(f"{config}: nothing is wrong")
 
@@ -111,8 +126,8 @@ def report_command(
 ) -> None:
     """Write a page about a run: curves, times, figures, neighbours, hardest queries.
 
-    With --json: `report`, the page; and `summary`, as in summary.json: figures `before` and `after` (0 to 1),
-    `train_seconds` and `outside_network_share`.
+    With --json: `report`, the page; and `summary`, as in summary.json: figures `before` and `after`
+    (0 to 1), `train_seconds` and `outside_network_share`.
     """
     from distap.pages.report import follow_run, report
 
@@ -122,7 +137,8 @@ def report_command(
     if as_json:
         print_json({"report": str(page), "summary": summary})
         return
-    if columns := {when: summary[when] for when in ("before", "after") if summary[when]}:
+    columns = {when: summary[when] for when in ("before", "after") if summary[when]}
+    if columns:
         print_result(figures_table(columns))
     share = summary["outside_network_share"]
     outside = "" if share is None else f", {100 * share:.1f}% of a step outside the network"

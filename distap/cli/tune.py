@@ -20,12 +20,17 @@ def tune_command(
     config: RECIPE_ARGUMENT,
     overrides: OVERRIDES = None,
     minutes: Annotated[float, typer.Option(help=MINUTES_HELP, min=0.01)] = 20,
-    output: Annotated[Path | None, typer.Option(help=TUNING_FOLDER, show_default="runs/NAME-tune")] = None,
-    space: Annotated[Path | None, typer.Option(help=SPACE_HELP, show_default="space.yaml there", exists=True)] = None,
+    output: Annotated[
+        Path | None, typer.Option(help=TUNING_FOLDER, show_default="runs/NAME-tune")
+    ] = None,
+    space: Annotated[
+        Path | None, typer.Option(help=SPACE_HELP, show_default="space.yaml there", exists=True)
+    ] = None,
     share: Annotated[float, typer.Option(help=SHARE_HELP, min=0.001, max=1)] = 0.1,
     ranks: RANKS = "1",
 ) -> None:
-    """Search for better settings of a recipe: short trainings, judged on a quarter of its training classes.
+    """Search for better settings of a recipe: short trainings, judged on a quarter of its training
+    classes.
 
     Writes a recipe with the best values and the reason for each, and a page about all trials.
     """
@@ -39,4 +44,7 @@ def tune_command(
     count = ranks_to_start(ranks, config, overrides)
     tuning = Tuning(config, overrides or [], folder, space or folder / SPACE_FILE, share, count)
     tuning.search(minutes)
-    print_result(f"recipe: {folder / TUNED}. Next: distap train {folder / TUNED}", f"page: {folder / TUNING_PAGE}")
+    print_result(
+        f"recipe: {folder / TUNED}. Next: distap train {folder / TUNED}",
+        f"page: {folder / TUNING_PAGE}",
+    )

@@ -1,9 +1,18 @@
-"""The recipe of a training: its sections about images, all sections together, and their short forms."""
+"""The recipe of a training: its sections about images, all sections together, and their short
+forms.
+"""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from distap.config import sections
 from distap.config.sections import Section, Shards, SizingText, Unit
@@ -22,9 +31,11 @@ class ImagesSection(Section):
     validation: Shards | None = None
     """Shards to evaluate on; null evaluates nothing."""
     gallery: Shards | None = None
-    """Shards to search in for the images of data.validation; null lets these images retrieve each other."""
+    """Shards to search in for the images of data.validation; null lets these images retrieve each
+    other."""
     gallery_draws: NonNegativeInt = 0
-    """Draw a gallery of one image per class of data.validation this many times, and query the others."""
+    """Draw a gallery of one image per class of data.validation this many times, and query the
+    others."""
     image_size: PositiveInt = 224
     """Width and height of the network's input, pixels."""
     workers: NonNegativeInt = 2
@@ -35,16 +46,19 @@ class DataSection(ImagesSection):
     """Training images: where they are, and how to read them."""
 
     train: Shards
-    """Shards to train on: a folder, a pattern or a URL; or descriptors on which model.projection trains alone,
-    described:FOLDER that `distap extract` wrote."""
+    """Shards to train on: a folder, a pattern or a URL; or descriptors on which model.projection
+    trains alone, described:FOLDER that `distap extract` wrote."""
     reading: Annotated[Any, Chosen("source")] = "indexed"
     """Read image by image (`indexed`), or shard by shard with weaker promises (`streamed`)."""
     image_sizes: dict[Annotated[float, Field(ge=0, lt=1)], PositiveInt] = Field({})
-    """Train on smaller images first: width and height by the share of the steps from which they hold, such as
-    {0: 64, 0.7: 96} next to an image_size of 96; none trains at image_size throughout."""
+    """Train on smaller images first: width and height by the share of the steps from which they
+    hold, such as {0: 64, 0.7: 96} next to an image_size of 96; none trains at image_size
+    throughout."""
     unseen_classes: bool = True
     """Refuse a validation set that shares a class with training."""
-    augmentation: Annotated[Any, Chosen("augmentation", otherwise="crop_flip_colour")] = "crop_flip_colour"
+    augmentation: Annotated[Any, Chosen("augmentation", otherwise="crop_flip_colour")] = (
+        "crop_flip_colour"
+    )
     """Augmentation: crop and vary training images at random."""
     prefetch: PositiveInt = 4
     """Number of micro-batches that each worker reads ahead."""
@@ -56,10 +70,15 @@ class DataSection(ImagesSection):
     @model_validator(mode="after")
     def _keys_fit(self) -> "DataSection":
         if (self.gallery or self.gallery_draws) and not self.validation:
-            raise ValueError("gallery and gallery_draws are for the images of validation, which names none")
+            raise ValueError(
+                "gallery and gallery_draws are for the images of validation, which names none"
+            )
         sizes = [size for _, size in self.sizes]
         if sizes != sorted(sizes) or sizes[-1] != self.image_size:
-            raise ValueError(f"image_sizes: expected sizes that rise to image_size, {self.image_size}, not {sizes}")
+            raise ValueError(
+                f"image_sizes: expected sizes that rise to image_size, {self.image_size}, not"
+                f" {sizes}"
+            )
         return self
 
     @property
@@ -68,7 +87,9 @@ class DataSection(ImagesSection):
 
     @property
     def sizes(self) -> list[tuple[float, int]]:
-        """Return sizes of training images, each with the share of the steps from which it holds, from 0 on."""
+        """Return sizes of training images, each with the share of the steps from which it holds,
+        from 0 on.
+        """
         return sorted(({0.0: self.image_size} | self.image_sizes).items())
 
     @property
@@ -81,38 +102,44 @@ class DescribingSection(Section):
     """Keys of the evaluation section for describing images."""
 
     sizing: SizingText | None = None
-    """Scale whole images (`side N`: the longer side to N pixels at most; `original`), or crop the largest square
-    (`crop N`) or the centre of a scaled image (`resize M crop N`, `resize HxW crop N`); null is `crop` of
-    data.image_size."""
+    """Scale whole images (`side N`: the longer side to N pixels at most; `original`), or crop the
+    largest square (`crop N`) or the centre of a scaled image (`resize M crop N`, `resize HxW crop
+    N`); null is `crop` of data.image_size."""
     scales: Scales = (1.0,)
     """Describe each image at these scales."""
     antialias: bool = True
     """Smooth images before shrinking them to a scale below 1."""
     dimensions: PositiveInt | None = None
-    """Keep this many first dimensions of a descriptor, scaled to length 1 again, for networks that the loss
-    `matryoshka` trained; null keeps all."""
+    """Keep this many first dimensions of a descriptor, scaled to length 1 again, for networks that
+    the loss `matryoshka` trained; null keeps all."""
     figures: tuple[str, ...] = ()
-    """Names of the figures of data.validation, such as [mAP, R@1, R@100]; none takes mAP, mAP@R, and R@k and mP@k for
-    k of 1, 5 and 10."""
+    """Names of the figures of data.validation, such as [mAP, R@1, R@100]; none takes mAP, mAP@R,
+    and R@k and mP@k for k of 1, 5 and 10."""
     batch_size: PositiveInt = 64
-    """Images that evaluation describes at once, on a CPU at most 8 of 224 px. Lower it if memory runs out."""
+    """Images that evaluation describes at once, on a CPU at most 8 of 224 px. Lower it if memory
+    runs out."""
     precision: PrecisionName = "float32"
     """Precision of the network's computations for evaluations and `distap extract`."""
 
 
 class EvaluatedSet(Section):
-    """A data set to evaluate on next to data.validation, with its images scaled alike unless a key here differs."""
+    """A data set to evaluate on next to data.validation, with its images scaled alike unless a key
+    here differs.
+    """
 
     data: str
     """Shards, or a folder with a ground truth that `distap data convert` wrote."""
     gallery: str | None = None
     """Shards to search in for the images of `data`; null lets these images retrieve each other."""
     gallery_draws: NonNegativeInt = 0
-    """Draw a gallery of one image per class this many times, query the others, and average the figures."""
+    """Draw a gallery of one image per class this many times, query the others, and average the
+    figures."""
     truth: Path | None = None
-    """File that says for each image of `data` which ones are right, as `distap eval --truth` reads it."""
+    """File that says for each image of `data` which ones are right, as `distap eval --truth` reads
+    it."""
     figures: tuple[str, ...] = ()
-    """Names of the figures to compute, such as [mAP, R@1, H-AP]; none takes those of the set's protocol."""
+    """Names of the figures to compute, such as [mAP, R@1, H-AP]; none takes those of the set's
+    protocol."""
     sizing: SizingText | None = None
     """Scale images in this way; null takes evaluation.sizing."""
     scales: Scales | None = None
@@ -133,7 +160,9 @@ class EvaluationSection(DescribingSection):
 
 
 class NetworkRecipe(Section):
-    """The part of a recipe that a trained network needs: its construction, and the size of its images."""
+    """The part of a recipe that a trained network needs: its construction, and the size of its
+    images.
+    """
 
     seed: NonNegativeInt = 0
     """Seed of everything random: weights, batches, augmentation."""
@@ -178,8 +207,8 @@ class Recipe(NetworkRecipe):
     schedule: Annotated[Any, Chosen("schedule", otherwise="linear")] = "linear"
     """Schedule of the learning rate over the steps."""
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Keep an exponential moving average of the parameters, with this weight of the old one at each step, such as
-    0.999; evaluations and saved networks use it."""
+    """Keep an exponential moving average of the parameters, with this weight of the old one at each
+    step, such as 0.999; evaluations and saved networks use it."""
     checkpoint: sections.CheckpointSection = sections.CheckpointSection()
     stop: sections.StopSection = sections.StopSection()
     evaluation: EvaluationSection = EvaluationSection()
@@ -190,7 +219,9 @@ class Recipe(NetworkRecipe):
 
     @property
     def keep(self) -> int | Literal["auto"]:
-        """Number of micro-batches that keep their graph; of a frozen backbone, as many as fit, and all are small."""
+        """Number of micro-batches that keep their graph; of a frozen backbone, as many as fit, and
+        all are small.
+        """
         return self.replay.keep or ("auto" if self.model.freeze == "backbone" else 0)
 
     @property
@@ -200,34 +231,48 @@ class Recipe(NetworkRecipe):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "Recipe":
-        """Refuse combinations that cannot work; a part chosen by name may still be an unbuilt `Part`."""
+        """Refuse combinations that cannot work; a part chosen by name may still be an unbuilt
+        `Part`.
+        """
         if (self.steps is None) == (self.epochs is None):
-            given = "neither is set" if self.steps is None else f"steps is {self.steps} and epochs {self.epochs:g}"
+            given = (
+                "neither is set"
+                if self.steps is None
+                else f"steps is {self.steps} and epochs {self.epochs:g}"
+            )
             raise ValueError(f"set either steps or epochs; {given}")
-        if len(names := [name_of("logger", one) for one in self.loggers]) > len(set(names)):
+        names = [name_of("logger", one) for one in self.loggers]
+        if len(names) > len(set(names)):
             raise ValueError(f"loggers: one of {', '.join(names)} is there twice")
-        reading, sampling = name_of("source", self.data.reading), name_of("sampling", self.sampling)
+        reading = name_of("source", self.data.reading)
+        sampling = name_of("sampling", self.sampling)
         if reading == "streamed" and self.data.train_source.is_part:
-            raise ValueError(f"data.reading is streamed, which gives all classes of {self.data.train}, not a part")
+            raise ValueError(
+                f"data.reading is streamed, which gives all classes of {self.data.train}, not a"
+                " part"
+            )
         if reading == "streamed" and sampling != "random":
             raise ValueError(
-                f"data.reading is streamed, which gives images in the order of the shards, but sampling.name is "
-                f"{sampling}; set it to random, or data.reading to indexed"
+                "data.reading is streamed, which gives images in the order of the shards, but"
+                f" sampling.name is {sampling}; set it to random, or data.reading to indexed"
             )
         if self.data.is_described and sampling == "mined":
-            raise ValueError("sampling.name is mined, which describes images again, but data.train holds descriptors")
+            raise ValueError(
+                "sampling.name is mined, which describes images again, but data.train holds"
+                " descriptors"
+            )
         if name_of("engine", self.engine) == "deepspeed":
             self._fits_deepspeed()
         is_alone = self.model.projection is not None and self.model.adapter is None
         if self.data.is_described and not (is_alone and name_of("engine", self.engine) == "ddp"):
             raise ValueError(
-                "data.train holds descriptors, which train model.projection alone: set it, leave model.adapter out, "
-                "and set engine to ddp"
+                "data.train holds descriptors, which train model.projection alone: set it, leave"
+                " model.adapter out, and set engine to ddp"
             )
         if self.model.adapter is not None and self.optimizer.layer_decay is not None:
             raise ValueError(
-                "optimizer.layer_decay is set, but adapters stand in no layer that timm knows: leave it out, or "
-                "model.adapter"
+                "optimizer.layer_decay is set, but adapters stand in no layer that timm knows:"
+                " leave it out, or model.adapter"
             )
         asked = next((key for key in ("every", "also") if getattr(self.evaluation, key)), None)
         if asked and self.data.validation is None:
@@ -239,11 +284,11 @@ class Recipe(NetworkRecipe):
         for key, value in (("step.fold_batchnorm", self.step.fold_batchnorm), ("ema", self.ema)):
             if value and keys.get("stage") == 3:
                 raise ValueError(
-                    f"{key} needs all parameters on every rank, but stage 3 of deepspeed shares them out; leave "
-                    f"{key} out, or set engine.stage to 2 or engine to fsdp"
+                    f"{key} needs all parameters on every rank, but stage 3 of deepspeed shares"
+                    f" them out; leave {key} out, or set engine.stage to 2 or engine to fsdp"
                 )
         if self.optimizer.head_only:
             raise ValueError(
-                "optimizer.head_only is set, but deepspeed moves all parameters in each step; set it to 0, or "
-                "engine to ddp or fsdp"
+                "optimizer.head_only is set, but deepspeed moves all parameters in each step; set"
+                " it to 0, or engine to ddp or fsdp"
             )

@@ -32,9 +32,13 @@ Unit = Literal["steps", "epochs"]  # an epoch is as many images as there are to 
 
 
 class Section(BaseModel):
-    """A section of a recipe: refuse unknown keys and later changes; build the parts that defaults name."""
+    """A section of a recipe: refuse unknown keys and later changes; build the parts that defaults
+    name.
+    """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 def _parsed(parse: Callable[[str], object]) -> Callable[[object], str | Source]:
@@ -72,22 +76,26 @@ class RankSection(Section):
     """Stage two: compute the loss of the global batch and the gradient of each descriptor."""
 
     mode: Literal["sharded", "central"] = "sharded"
-    """Compute the ranking on all ranks, each for its own queries (sharded), or on rank 0 (central)."""
+    """Compute the ranking on all ranks, each for its own queries (sharded), or on rank 0
+    (central)."""
 
 
 class ReplaySection(Section):
-    """Stages one and three: describe each image, and again with a graph, to send its descriptor's gradient back."""
+    """Stages one and three: describe each image, and again with a graph, to send its descriptor's
+    gradient back.
+    """
 
     size: PositiveInt = 16
-    """Number of images in a micro-batch of both stages, which sets the peak memory; halved if memory runs out."""
+    """Number of images in a micro-batch of both stages, which sets the peak memory; halved if
+    memory runs out."""
     keep: NonNegativeInt | Literal["auto"] = 0
-    """Number of a rank's micro-batches that keep their graph from describe; auto takes half of the memory free
-    after a step, and so does 0 if model.freeze is backbone."""
+    """Number of a rank's micro-batches that keep their graph from describe; auto takes half of the
+    memory free after a step, and so does 0 if model.freeze is backbone."""
     skip_below: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Skip the replay of images whose descriptor gradient is at most this times the longest one."""
     max_drift: PositiveFloat | None = None
-    """Stop if describe and replay differ by more in an image; null takes 1e-4, 1e-3 with TF32, or 0.1 below
-    float32."""
+    """Stop if describe and replay differ by more in an image; null takes 1e-4, 1e-3 with TF32, or
+    0.1 below float32."""
 
 
 class StepSection(Section):
@@ -109,7 +117,9 @@ class GroupSettings(Section):
 
 
 class OptimizerSection(Section):
-    """The optimiser: how parameters are updated. Further keys belong to the optimiser that `name` chooses."""
+    """The optimiser: how parameters are updated. Further keys belong to the optimiser that `name`
+    chooses.
+    """
 
     learning_rate: PositiveFloat = 1e-4
     """Learning rate, which the schedule multiplies."""
@@ -131,7 +141,10 @@ class OptimizerSection(Section):
     def _moves(cls, settings: GroupSettings, info: ValidationInfo) -> GroupSettings:
         if settings.factor == 0:
             instead = "backbone" if info.field_name == "backbone" else f'["{info.field_name}.*"]'
-            raise ValueError(f"a factor of 0 would still compute gradients and moments; set model.freeze: {instead}")
+            raise ValueError(
+                "a factor of 0 would still compute gradients and moments; set model.freeze:"
+                f" {instead}"
+            )
         return settings
 
     @model_validator(mode="before")
@@ -141,7 +154,11 @@ class OptimizerSection(Section):
             settings = {"name": settings}
         if not isinstance(settings, Mapping):
             raise ValueError("expected a name, or a mapping of keys to values")
-        own = {key: value for key, value in settings.items() if key in cls.model_fields and key != "chosen"}
+        own = {
+            key: value
+            for key, value in settings.items()
+            if key in cls.model_fields and key != "chosen"
+        }
         return {"chosen": {key: value for key, value in settings.items() if key not in own}, **own}
 
     @model_serializer(mode="wrap")
@@ -164,11 +181,13 @@ class CheckpointSection(Section):
 
 
 class StopSection(Section):
-    """Requests to stop (SIGTERM, SIGINT, SIGHUP): all ranks finish the step, write a checkpoint and leave."""
+    """Requests to stop (SIGTERM, SIGINT, SIGHUP): all ranks finish the step, write a checkpoint and
+    leave.
+    """
 
     grace_seconds: PositiveFloat = 300
-    """Seconds from the signal to the end of the process, in which the last checkpoint must be written (and uploaded
-    to checkpoint.store). Choose less than the scheduler gives."""
+    """Seconds from the signal to the end of the process, in which the last checkpoint must be
+    written (and uploaded to checkpoint.store). Choose less than the scheduler gives."""
 
 
 class MetricsSection(Section):
@@ -195,25 +214,30 @@ class ModelSection(Section):
     weights: Annotated[Any, Chosen("weights")] = "timm"
     """Pretrained weights; a backbone from elsewhere starts with random ones by default."""
     pooling: Annotated[Any, Chosen("pooling", otherwise="gem")] = "auto"
-    """Pooling of the features of an image into one vector: native is the one that the backbone was pretrained with,
-    and auto is native, or gem for a plain CNN."""
+    """Pooling of the features of an image into one vector: native is the one that the backbone was
+    pretrained with, and auto is native, or gem for a plain CNN."""
     freeze: Literal["backbone"] | Blocks | list[str] | None = None
-    """Do not train `backbone`; or {blocks: N}, the first N blocks and the stem (-N: all but the last N); or the
-    parameters that a list of patterns names, such as [pooling.power, backbone.stem.*]."""
+    """Do not train `backbone`; or {blocks: N}, the first N blocks and the stem (-N: all but the
+    last N); or the parameters that a list of patterns names, such as [pooling.power,
+    backbone.stem.*]."""
     adapter: Annotated[Any, Chosen("adapter", otherwise="lora")] | None = None
-    """Matrices of low rank that are added to those of the backbone's layers, and learn in their place."""
+    """Matrices of low rank that are added to those of the backbone's layers, and learn in their
+    place."""
     arguments: dict[str, Any] = Field({})
     """Further arguments of timm.create_model, such as {img_size: 448} or {drop_path_rate: 0.1}."""
     layer_norm: bool = False
     """Apply layer normalisation to the pooled vector, as in ROADMAP's code."""
     unit_length: bool = False
-    """Scale the pooled vector to length 1 before the projection, which then trains on extracted descriptors."""
+    """Scale the pooled vector to length 1 before the projection, which then trains on extracted
+    descriptors."""
     projection: PositiveInt | None = None
     """Number of dimensions of a linear layer after pooling; null for no layer."""
     whitening: NonNegativeInt = 0
-    """Start the projection with the PCA whitening of this many training images; 0 starts it at random."""
+    """Start the projection with the PCA whitening of this many training images; 0 starts it at
+    random."""
     batchnorm: Literal["frozen", "batch"] = "frozen"
-    """Normalise BatchNorm layers by the stored statistics (frozen) or by the micro-batch's (batch)."""
+    """Normalise BatchNorm layers by the stored statistics (frozen) or by the micro-batch's
+    (batch)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -227,7 +251,10 @@ class ModelSection(Section):
             backbone = {"architecture" if is_architecture else "name": backbone}
         is_of_timm = not isinstance(backbone, Mapping) or backbone.get("name", "timm") == "timm"
         if settings.get("arguments") and not is_of_timm:
-            raise ValueError("model.arguments are for networks of timm; write other keys beside the backbone's name")
+            raise ValueError(
+                "model.arguments are for networks of timm; write other keys beside the backbone's"
+                " name"
+            )
         return {"weights": "timm" if is_of_timm else "random", **settings, "backbone": backbone}
 
     @field_serializer("backbone", mode="wrap")

@@ -1,4 +1,6 @@
-"""One rule for labels, wherever they come from: lists, data sets in Python, streams and `distap.evaluate`."""
+"""One rule for labels, wherever they come from: lists, data sets in Python, streams and
+`distap.evaluate`.
+"""
 
 import re
 from collections.abc import Collection, Iterable
@@ -20,9 +22,9 @@ _WHOLE = re.compile(r"(0|-?[1-9][0-9]*)(?:\.0*)?")
 def class_name(label: Any) -> str:
     """Return the name of the class that a label stands for, "" if it stands for none.
 
-    A whole number is one class however it is written: 1, 1.0, "1" and "1.0". Zeros in front belong to a code: "012"
-    and "12" are two classes. Names that differ in their Unicode form alone are one class. -1, NaN, None, "N/A" and an
-    empty text are no class.
+    A whole number is one class however it is written: 1, 1.0, "1" and "1.0". Zeros in front belong
+    to a code: "012" and "12" are two classes. Names that differ in their Unicode form alone are one
+    class. -1, NaN, None, "N/A" and an empty text are no class.
 
     Raises:
         ValueError: the label is a number below -1 or no whole one, or neither a number nor a text.
@@ -35,19 +37,26 @@ def class_name(label: Any) -> str:
         label = int(label)  # 1e20 too
     is_nan = isinstance(label, float) and label != label
     if not (isinstance(label, str | int) or is_nan):
-        raise ValueError(f"label {label!r:.60} is no class; a class is a whole number of 0 or more, or a name")
+        raise ValueError(
+            f"label {label!r:.60} is no class; a class is a whole number of 0 or more, or a name"
+        )
     text = composed(str(label).strip())
-    if whole := _WHOLE.fullmatch(text):
+    whole = _WHOLE.fullmatch(text)
+    if whole:
         text = whole[1]
     if text.lower() in NO_CLASS:
         return ""
     if (whole and text.startswith("-")) or "\0" in text:  # numpy cuts such a text off
-        raise ValueError(f"label {text!r:.60} is no class; a class is a whole number of 0 or more, or a name")
+        raise ValueError(
+            f"label {text!r:.60} is no class; a class is a whole number of 0 or more, or a name"
+        )
     return text
 
 
 def class_name_at(where: str, label: Any) -> str:
-    """Return `class_name` of a label; a DistapError names the place of one that stands for neither class nor none."""
+    """Return `class_name` of a label; a DistapError names the place of one that stands for neither
+    class nor none.
+    """
     try:
         return class_name(label)
     except ValueError as error:
@@ -55,7 +64,9 @@ def class_name_at(where: str, label: Any) -> str:
 
 
 def class_numbers(labels: Iterable[Any]) -> NDArray[np.int64]:
-    """Number the classes of (N,) labels in the order of their names; -1 stands for none. See `class_name`."""
+    """Number the classes of (N,) labels in the order of their names; -1 stands for none. See
+    `class_name`.
+    """
     values = np.asarray(labels)
     places = np.arange(len(values))
     if values.dtype != object:  # many images have few labels
@@ -67,9 +78,11 @@ def class_numbers(labels: Iterable[Any]) -> NDArray[np.int64]:
 
 
 def nesting(rows: Iterable[tuple[Any, str, tuple[str, ...]]]) -> dict[str, tuple[str, ...]]:
-    """Return the coarser classes that hold each class, from rows of its place, its name and their names, finer first.
+    """Return the coarser classes that hold each class, from rows of its place, its name and their
+    names, finer first.
 
-    "" stands for no class. A DistapError tells the place where a class is in another one of the next level.
+    "" stands for no class. A DistapError tells the place where a class is in another one of the
+    next level.
     """
     found: dict[str, tuple[str, ...]] = {}
     known: dict[tuple[int, str], str] = {}
@@ -79,7 +92,8 @@ def nesting(rows: Iterable[tuple[Any, str, tuple[str, ...]]]) -> dict[str, tuple
         for level, (own, above) in enumerate(pairwise((name, *levels, ""))):
             if own and (before := known.setdefault((level, own), above)) != above:
                 problem = (
-                    f"class {own!r} of level {level} is in {above!r} of level {level + 1}, but in {before!r} before"
+                    f"class {own!r} of level {level} is in {above!r} of level {level + 1}, but in"
+                    f" {before!r} before"
                 )
                 raise DistapError(f"{where}: {problem}")
         found[name] = levels

@@ -1,4 +1,6 @@
-"""Ways to choose the images of a global batch: at random, of every class, or of P classes with K images each."""
+"""Ways to choose the images of a global batch: at random, of every class, or of P classes with K
+images each.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,17 +17,24 @@ from distap.errors import DistapError
 from distap.randomness import permutation, shuffled
 
 # First words of random keys; no two uses share one.
-IMAGE_ORDER, TURN, EXTRA_TURN = 11, 14, 15
-CLASSES, WITHIN_CLASS, PAIRS, GROUP, MIXED, COMPANY = 18, 12, 16, 17, 19, 20
+IMAGE_ORDER = 11
+TURN = 14
+EXTRA_TURN = 15
+CLASSES = 18
+WITHIN_CLASS = 12
+PAIRS = 16
+GROUP = 17
+MIXED = 19
+COMPANY = 20
 
 
 @dataclass(frozen=True)
 class RandomSampling:
     """Cut random orders of all images, one after the other, into batches.
 
-    Each image comes once in an epoch, and none twice in a batch: where a batch holds the end of an epoch and the
-    beginning of the next, images of the end come a little later in the next. A data set of less than two batches has
-    no epochs; each batch is drawn anew.
+    Each image comes once in an epoch, and none twice in a batch: where a batch holds the end of an
+    epoch and the beginning of the next, images of the end come a little later in the next. A data
+    set of less than two batches has no epochs; each batch is drawn anew.
     """
 
     batch_size: Annotated[int, Field(ge=2)] = 4096
@@ -38,7 +47,10 @@ class RandomSampling:
     def check(self, data: Classes) -> None:
         if self.batch_size > len(data):
             only = f"the data set has only {len(data)} images and no image may be in a batch twice"
-            raise DistapError(f"sampling.batch_size is {self.batch_size}, but {only}: set it to {len(data)} or less")
+            raise DistapError(
+                f"sampling.batch_size is {self.batch_size}, but {only}: set it to {len(data)} or"
+                " less"
+            )
 
     def batch(self, data: Classes, seed: int, step: int) -> Samples:
         return next(turns(len(data), self.batch_size, step, IMAGE_ORDER, seed))
@@ -48,15 +60,21 @@ class RandomSampling:
 class ClassesSampling(RandomSampling):
     """Take every class in every batch, as Revaud et al. 2019 train on Landmarks.
 
-    The K classes share the B images as evenly as possible: a class gives its share, or all it has, and the larger
-    classes make up for the rest. If that leaves shares of L and of L + 1, the larger share goes round. All images of
-    a class are used, in a random order, before any of them is used again. B is at least twice the number of classes.
+    The K classes share the B images as evenly as possible: a class gives its share, or all it has,
+    and the larger classes make up for the rest. If that leaves shares of L and of L + 1, the larger
+    share goes round. All images of a class are used, in a random order, before any of them is used
+    again. B is at least twice the number of classes.
     """
 
     def check(self, data: Classes) -> None:
         if self.batch_size < 2 * data.count:
-            wanted = f"two of each of {data.count} classes: set it to {2 * data.count} or more, or choose p_by_k"
-            raise DistapError(f"sampling.batch_size is {self.batch_size}, but `classes` takes {wanted}")
+            wanted = (
+                f"two of each of {data.count} classes: set it to {2 * data.count} or more, or"
+                " choose p_by_k"
+            )
+            raise DistapError(
+                f"sampling.batch_size is {self.batch_size}, but `classes` takes {wanted}"
+            )
         super().check(data)
 
     def batch(self, data: Classes, seed: int, step: int) -> Samples:
@@ -65,11 +83,12 @@ class ClassesSampling(RandomSampling):
         starts = step * takes
         extra = self.batch_size - int(takes.sum())
         if extra:
-            # Deal the extra images out like cards, in one fixed order of the larger classes. So the number of images
-            # that a class has given before this step follows from the step alone.
+            # Deal the extra images out like cards, in one fixed order of the larger classes. So the
+            # number of images that a class has given before this step follows from the step alone.
             order = larger[permutation(len(larger), EXTRA_TURN, seed)]
-            # Before this step, step * extra images were dealt: the class at place j of `order` got one of each full
-            # round, and one more if j comes before the place where the next is dealt. That is ceil((dealt - j) / n).
+            # Before this step, step * extra images were dealt: the class at place j of `order` got
+            # one of each full round, and one more if j comes before the place where the next is
+            # dealt. That is ceil((dealt - j) / n).
             starts[order] -= (np.arange(len(larger)) - step * extra) // len(larger)
             takes[order[(step * extra + np.arange(extra)) % len(larger)]] += 1
         labels = np.arange(data.count)
@@ -79,10 +98,12 @@ class ClassesSampling(RandomSampling):
 
 @lru_cache(maxsize=2)
 def _shares(data: Classes, total: int) -> tuple[int, NDArray[np.int64]]:
-    """Return how many images each class gives of `total` (or all its images), and which classes have more."""
+    """Return how many images each class gives of `total` (or all its images), and which classes
+    have more.
+    """
     sizes = np.sort(data.sizes)
-    # If the k smallest classes give all they have, levels[k] is what each of the others would have to give. The first
-    # k whose next class is larger than that is the answer.
+    # If the k smallest classes give all they have, levels[k] is what each of the others would have
+    # to give. The first k whose next class is larger than that is the answer.
     given_before = np.concatenate([[0], np.cumsum(sizes)])[:-1]
     levels = (total - given_before) // (len(sizes) - np.arange(len(sizes)))
     stuck = np.flatnonzero(levels < sizes)
@@ -110,8 +131,9 @@ class SomeOfEach:
     def _refuse_lone(self, data: Classes) -> None:
         if data.leaves_one(self.size):
             raise DistapError(
-                f"{self._asked}, an odd number, but no class has more than two images, so one of each batch would be "
-                "alone in its class: set sampling.classes or sampling.images to an even number"
+                f"{self._asked}, an odd number, but no class has more than two images, so one of"
+                " each batch would be alone in its class: set sampling.classes or sampling.images"
+                " to an even number"
             )
 
     @property
@@ -121,27 +143,39 @@ class SomeOfEach:
 
 @dataclass(frozen=True)
 class PByKSampling(SomeOfEach):
-    """Take P classes and K images of each, as Smooth-AP and ROADMAP train, with a new order of classes each epoch.
+    """Take P classes and K images of each, as Smooth-AP and ROADMAP train, with a new order of
+    classes each epoch.
 
-    Classes with fewer than K images give all they have, and the classes that follow fill the rest, the last of them
-    with two images at least, for one alone would be no query. Each class has its turn once in an epoch, also if P
-    does not divide their number. With fewer than 2 P classes there are no epochs: each batch draws its classes anew.
+    Classes with fewer than K images give all they have, and the classes that follow fill the rest,
+    the last of them with two images at least, for one alone would be no query. Each class has its
+    turn once in an epoch, also if P does not divide their number. With fewer than 2 P classes there
+    are no epochs: each batch draws its classes anew.
     """
 
     balance: int | None = None
-    """Level of coarser classes, from 1, each of which provides as many of the P classes as the others, or all it has;
-    null takes no account of them."""
+    """Level of coarser classes, from 1, each of which provides as many of the P classes as the
+    others, or all it has; null takes no account of them."""
 
     def check(self, data: Classes) -> None:
-        usable, levels = data.with_pairs, data.levels.shape[1]
+        usable = data.with_pairs
+        levels = data.levels.shape[1]
         if self.balance is not None and not 1 <= self.balance <= levels:
-            raise DistapError(f"sampling.balance is {self.balance}; the index has {levels} levels of coarser classes")
-        if self.classes > len(usable):
-            problem = f"only {len(usable)} classes have two images or more: set it to {len(usable)} or less"
-            raise DistapError(f"sampling.classes is {self.classes}, but {problem}")
-        if self.size > 2 * len(usable) and self.size > (given := data.available(usable, self.images)):
             raise DistapError(
-                f"{self._asked}, but with at most {self.images} a class the data set has only {given}: take fewer"
+                f"sampling.balance is {self.balance}; the index has {levels} levels of coarser"
+                " classes"
+            )
+        if self.classes > len(usable):
+            problem = (
+                f"only {len(usable)} classes have two images or more: set it to {len(usable)} or"
+                " less"
+            )
+            raise DistapError(f"sampling.classes is {self.classes}, but {problem}")
+        if self.size > 2 * len(usable) and self.size > (
+            given := data.available(usable, self.images)
+        ):
+            raise DistapError(
+                f"{self._asked}, but with at most {self.images} a class the data set has only"
+                f" {given}: take fewer"
             )
         self._refuse_lone(data)
 
@@ -151,10 +185,13 @@ class PByKSampling(SomeOfEach):
         if self.balance is None:
             places = turns(len(usable), self.classes, step, CLASSES, seed)
         else:
-            # The classes of this level share out the P classes as classes share out the images of a batch.
-            level, evenly = _of_level(data, self.balance), ClassesSampling(self.classes)
+            # The classes of this level share out the P classes as classes share out the images of a
+            # batch.
+            level = _of_level(data, self.balance)
+            evenly = ClassesSampling(self.classes)
             places = (
-                evenly.batch(level, seed, turn)[permutation(self.classes, MIXED, seed, turn)] for turn in count(step)
+                evenly.batch(level, seed, turn)[permutation(self.classes, MIXED, seed, turn)]
+                for turn in count(step)
             )
         order = (usable[chosen] for chosen in places)
         return _some_of_each(data, order, data.with_pairs, self.images, self.size, seed, step)
@@ -162,11 +199,13 @@ class PByKSampling(SomeOfEach):
 
 @dataclass(frozen=True)
 class MinedSampling(SomeOfEach):
-    """Take P classes in groups that lie near each other, so that negatives are hard, and K images of each.
+    """Take P classes in groups that lie near each other, so that negatives are hard, and K images
+    of each.
 
-    Classes take turns as in `p_by_k`, and each brings those whose mean descriptors are nearest to its own. As Gordo
-    et al. 2017 and Radenović et al. 2019 mine negatives from a pool that is described again from time to time, the
-    training describes all its images before the first step and after every `every` steps.
+    Classes take turns as in `p_by_k`, and each brings those whose mean descriptors are nearest to
+    its own. As Gordo et al. 2017 and Radenović et al. 2019 mine negatives from a pool that is
+    described again from time to time, the training describes all its images before the first step
+    and after every `every` steps.
     """
 
     near: Annotated[int, Field(ge=2)] = 8
@@ -178,24 +217,31 @@ class MinedSampling(SomeOfEach):
         PByKSampling(self.classes, self.images).check(data)
 
     def batch(self, data: Classes, seed: int, step: int) -> Samples:
-        """Return (B,) sample numbers, class by class; those of p_by_k before any images are described."""
+        """Return (B,) sample numbers, class by class; those of p_by_k before any images are
+        described.
+        """
         nearest = np.arange(data.count)[:, None] if data.nearest is None else data.nearest
-        places = turns(len(data.with_pairs), -(-self.classes // nearest.shape[1]), step, CLASSES, seed)
+        places = turns(
+            len(data.with_pairs), -(-self.classes // nearest.shape[1]), step, CLASSES, seed
+        )
         order = (nearest[data.with_pairs[chosen]].reshape(-1) for chosen in places)
         return _some_of_each(data, order, data.with_pairs, self.images, self.size, seed, step)
 
 
 @dataclass(frozen=True)
 class SuperPByKSampling(SomeOfEach):
-    """Take P classes and K images of each from two super-categories, so that negatives are hard to tell apart.
+    """Take P classes and K images of each from two super-categories, so that negatives are hard to
+    tell apart.
 
-    Brown et al. 2020 (Smooth-AP) and Ramzi et al. 2021 (ROADMAP) train like this on Stanford Online Products, after
-    Cakir et al. 2019 (FastAP): an epoch goes through all pairs of super-categories in a random order, and each of the
-    two gives half of a batch. Unlike theirs, no image is repeated if a class has fewer than K: other classes of its
-    super-category fill the rest and, when these are used up, classes of the other one.
+    Brown et al. 2020 (Smooth-AP) and Ramzi et al. 2021 (ROADMAP) train like this on Stanford Online
+    Products, after Cakir et al. 2019 (FastAP): an epoch goes through all pairs of super-categories
+    in a random order, and each of the two gives half of a batch. Unlike theirs, no image is
+    repeated if a class has fewer than K: other classes of its super-category fill the rest and,
+    when these are used up, classes of the other one.
 
-    The classes of a super-category come in a random order, a new one when too few for a batch are left of it. Pairs
-    without enough images for a batch are left out, but each super-category must be in a pair that is not.
+    The classes of a super-category come in a random order, a new one when too few for a batch are
+    left of it. Pairs without enough images for a batch are left out, but each super-category must
+    be in a pair that is not.
     """
 
     classes: Annotated[int, Field(ge=2)] = 64
@@ -205,26 +251,37 @@ class SuperPByKSampling(SomeOfEach):
         without = len(data.with_pairs) - sum(map(len, data.by_group.values()))
         if without or len(data.by_group) < 2:
             found = f"the index has {len(data.by_group)}, and {without} classes without"
-            remedy = "`distap data pack` takes them from the column `level1` of a list, or choose p_by_k"
-            raise DistapError(f"super_p_by_k needs two super-categories, and one for each class: {found}; {remedy}")
+            remedy = (
+                "`distap data pack` takes them from the column `level1` of a list, or choose p_by_k"
+            )
+            raise DistapError(
+                f"super_p_by_k needs two super-categories, and one for each class: {found};"
+                f" {remedy}"
+            )
         pairs = _pairs(self.images, self.size, data)
         paired = set(np.unique(pairs).tolist())
         for group, name in enumerate(data.by_group):
             if group not in paired:
                 given = (
-                    f"{name!r} has only {_available(self.images, data)[group]}, and no other one has enough with it"
+                    f"{name!r} has only {_available(self.images, data)[group]}, and no other one"
+                    " has enough with it"
                 )
-                raise DistapError(f"{self._asked} of two super-categories; at most {self.images} a class, {given}")
-        # Two super-categories whose classes have two images at most give no odd number without one that is alone.
+                raise DistapError(
+                    f"{self._asked} of two super-categories; at most {self.images} a class, {given}"
+                )
+        # Two super-categories whose classes have two images at most give no odd number without one
+        # that is alone.
         names = list(data.by_group)
-        gives_pairs = np.array([data.sizes[members].max() < 3 for members in data.by_group.values()])
+        gives_pairs = np.array(
+            [data.sizes[members].max() < 3 for members in data.by_group.values()]
+        )
         lone = pairs[gives_pairs[pairs].all(axis=1)]
         if self.size % 2 and len(lone):
             first, second = lone[0].tolist()
             raise DistapError(
-                f"{self._asked}, an odd number, but no class of {names[first]!r} and {names[second]!r} has more than "
-                "two images, so one of a batch of both would be alone in its class: set sampling.classes or "
-                "sampling.images to an even number"
+                f"{self._asked}, an odd number, but no class of {names[first]!r} and"
+                f" {names[second]!r} has more than two images, so one of a batch of both would be"
+                " alone in its class: set sampling.classes or sampling.images to an even number"
             )
 
     def batch(self, data: Classes, seed: int, step: int) -> Samples:
@@ -232,27 +289,39 @@ class SuperPByKSampling(SomeOfEach):
         pairs = _pairs(self.images, self.size, data)
         epoch, turn = divmod(step, len(pairs))
         order = shuffled(np.array([len(pairs)]), np.arange(turn + 1)[None], PAIRS, seed, epoch)[0]
-        before, pair = pairs[order[:-1]], pairs[order[-1]].tolist()
+        before = pairs[order[:-1]]
+        pair = pairs[order[-1]].tolist()
         available = _available(self.images, data)
-        from_first = min(available[pair[0]], max(self.classes // 2 * self.images, self.size - available[pair[1]]))
-        classes, chosen = list(data.by_group.values()), []
+        from_first = min(
+            available[pair[0]], max(self.classes // 2 * self.images, self.size - available[pair[1]])
+        )
+        classes = list(data.by_group.values())
+        chosen = []
         most = [available[group] for group in pair]
         threes = [bool((data.sizes[classes[group]] > 2).any()) for group in pair]
-        for group, images in zip(pair, _shares_of_pair(from_first, self.size, most, threes), strict=True):
+        for group, images in zip(
+            pair, _shares_of_pair(from_first, self.size, most, threes), strict=True
+        ):
             members = classes[group]
             # A super-category goes on with the next `cut` of its classes.
             cut = min(-(-self.classes // 2), len(members))
-            # `met` counts the batches before this one that had this super-category: an epoch has all of its pairs.
+            # `met` counts the batches before this one that had this super-category: an epoch has
+            # all of its pairs.
             met = int(epoch * np.sum(pairs == group) + np.sum(before == group))
-            following = (members[places] for places in turns(len(members), cut, met, GROUP, seed, group))
+            following = (
+                members[places] for places in turns(len(members), cut, met, GROUP, seed, group)
+            )
             chosen.append(_some_of_each(data, following, members, self.images, images, seed, step))
         return np.concatenate(chosen)
 
 
 @lru_cache(maxsize=2)
 def _of_level(data: Classes, level: int) -> Classes:
-    """Return the classes with two or more samples as samples of their classes of a coarser level."""
-    return Classes(np.unique(data.numbers[data.with_pairs, level], return_inverse=True)[1].reshape(-1))
+    """Return the classes with two or more samples as samples of their classes of a coarser
+    level."""
+    return Classes(
+        np.unique(data.numbers[data.with_pairs, level], return_inverse=True)[1].reshape(-1)
+    )
 
 
 @lru_cache(maxsize=2)
@@ -269,10 +338,14 @@ def _pairs(images: int, size: int, data: Classes) -> NDArray[np.int64]:
     return pairs[given[pairs].sum(axis=1) >= size]
 
 
-def _shares_of_pair(from_first: int, total: int, most: Sequence[int], threes: Sequence[bool]) -> tuple[int, int]:
-    """Return how many images each of two super-categories gives: `from_first` of the first, or one less or more.
+def _shares_of_pair(
+    from_first: int, total: int, most: Sequence[int], threes: Sequence[bool]
+) -> tuple[int, int]:
+    """Return how many images each of two super-categories gives: `from_first` of the first, or one
+    less or more.
 
-    An odd number leaves an image alone in its class, unless some class of the super-category can give three.
+    An odd number leaves an image alone in its class, unless some class of the super-category can
+    give three.
 
     Args:
         most: images that each super-category can give.
@@ -289,7 +362,13 @@ def _shares_of_pair(from_first: int, total: int, most: Sequence[int], threes: Se
 
 
 def _some_of_each(
-    data: Classes, order: Iterator[Numbers], pool: Numbers, images: int, total: int, seed: int, step: int
+    data: Classes,
+    order: Iterator[Numbers],
+    pool: Numbers,
+    images: int,
+    total: int,
+    seed: int,
+    step: int,
 ) -> Samples:
     """Return (total,) up to `images` random samples per class of `pool`, in the order of turns.
 
@@ -298,7 +377,8 @@ def _some_of_each(
     needed = np.empty(0, dtype=np.int64)
     while data.available(needed, images) < total:
         longer = np.concatenate([needed, next(order)])
-        needed = longer[np.sort(np.unique(longer, return_index=True)[1])]  # each class once, in this order
+        # each class once, in this order
+        needed = longer[np.sort(np.unique(longer, return_index=True)[1])]
     most = np.minimum(data.sizes[needed], images)
     takes = np.minimum(most, total - (np.cumsum(most) - most))
     needed, takes = needed[takes > 0], takes[takes > 0]
@@ -307,14 +387,18 @@ def _some_of_each(
         unused = unused[permutation(len(unused), COMPANY, seed, step)]
         needed, takes = _with_company(needed, takes, int(most[len(needed) - 1]), unused)
     sizes = data.sizes[needed]
-    # A class of fewer than K images repeats its last place up to K, which the mask in the last line drops.
+    # A class of fewer than K images repeats its last place up to K, which the mask in the last line
+    # drops.
     places = np.minimum(np.arange(images), sizes[:, None] - 1)
     drawn = shuffled(sizes, places, WITHIN_CLASS, seed, step, of=(needed,))
     return data.nth(needed[:, None], drawn)[np.arange(images) < takes[:, None]]
 
 
-def _with_company(needed: Numbers, takes: Numbers, most: int, unused: Numbers) -> tuple[Numbers, Numbers]:
-    """Return classes and their numbers of images so that the last one, whose image would be alone, has two or more.
+def _with_company(
+    needed: Numbers, takes: Numbers, most: int, unused: Numbers
+) -> tuple[Numbers, Numbers]:
+    """Return classes and their numbers of images so that the last one, whose image would be alone,
+    has two or more.
 
     Args:
         most: images that the last class can give.
@@ -323,7 +407,8 @@ def _with_company(needed: Numbers, takes: Numbers, most: int, unused: Numbers) -
     generous = np.flatnonzero(takes[:-1] > 2)
     if len(generous):
         company = np.zeros_like(takes)
-        company[generous[-1]], company[-1] = -1, 1
+        company[generous[-1]] = -1
+        company[-1] = 1
         return needed, takes + company
     # All others give two, so the batch is odd: one class with three takes the place of two.
     third = needed[-1:] if most > 2 else unused[:1]

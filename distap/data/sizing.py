@@ -1,4 +1,6 @@
-"""How images are scaled and cropped, as text and as functions, and where pixels wait; this imports no torch."""
+"""How images are scaled and cropped, as text and as functions, and where pixels wait; this imports
+no torch.
+"""
 
 import re
 from dataclasses import dataclass
@@ -20,11 +22,12 @@ MAX_PIXELS = 100_000_000  # of an image, as it is stored and as it is scaled
 FACTORS = (8, 4, 2, 1)  # by which libjpeg can scale down while it decodes
 NUMBER = "[0-9]{1,9}"
 SIZINGS = re.compile(
-    rf"(?:resize (?P<resize>{NUMBER}(?:x{NUMBER})?) (?=crop))?(?:(?P<kind>crop|side) (?P<pixels>{NUMBER})|original)"
+    rf"(?:resize (?P<resize>{NUMBER}(?:x{NUMBER})?) (?=crop))?(?:(?P<kind>crop|side)"
+    rf" (?P<pixels>{NUMBER})|original)"
 )
 EXPECTED = (
-    "expected `crop N`, `side N` or `original`, N pixels, or `resize M crop N` or `resize HxW crop N` with M of N or "
-    "more, and so H and W"
+    "expected `crop N`, `side N` or `original`, N pixels, or `resize M crop N` or `resize HxW crop"
+    " N` with M of N or more, and so H and W"
 )
 
 
@@ -32,10 +35,10 @@ EXPECTED = (
 class Sizing:
     """How to scale an image; `str` and `parse` convert it to text and back.
 
-    `crop` takes the central square at `pixels` by `pixels`: the largest one, or with `resize` the one that is left of
-    the image once its shorter side is scaled to `resize` pixels, or all of it to a height and width. `side` takes the
-    whole image, scaled down so that its longer side is `pixels` at most; `original` the whole image as it is, and has
-    no `pixels`.
+    `crop` takes the central square at `pixels` by `pixels`: the largest one, or with `resize` the
+    one that is left of the image once its shorter side is scaled to `resize` pixels, or all of it
+    to a height and width. `side` takes the whole image, scaled down so that its longer side is
+    `pixels` at most; `original` the whole image as it is, and has no `pixels`.
     """
 
     kind: Literal["crop", "side", "original"]
@@ -73,10 +76,11 @@ class Sizing:
         return max(round(height * scale), 1), max(round(width * scale), 1)
 
     def __call__(self, image: "EncodedImage", box: Box | None = None) -> "Tensor":
-        """Scale an image, or a part in a box, to (3, height, width) uint8; see `EncodedImage` for the errors.
+        """Scale an image, or a part in a box, to (3, height, width) uint8; see `EncodedImage` for
+        the errors.
 
-        JPEG may be decoded at reduced scale, except with `resize`: its pixels are, bit for bit, those of
-        torchvision's Resize(resize) and CenterCrop(pixels) on the image as a uint8 tensor.
+        JPEG may be decoded at reduced scale, except with `resize`: its pixels are, bit for bit,
+        those of torchvision's Resize(resize) and CenterCrop(pixels) on the image as a uint8 tensor.
         """
         # Imported here, since recipes are read without torch.
         from torchvision.transforms.v2 import functional as F
@@ -87,33 +91,51 @@ class Sizing:
         left, top, right, bottom = box or (0, 0, width, height)
         left, top, right, bottom = max(left, 0), max(top, 0), min(right, width), min(bottom, height)
         if left >= right or top >= bottom:
-            raise DamagedImageError("missing_field", f"nothing of its {width} x {height} pixels is in the box {box}")
+            raise DamagedImageError(
+                "missing_field", f"nothing of its {width} x {height} pixels is in the box {box}"
+            )
         if self.resize and self.pixels is not None:
             shape = bottom - top, right - left
-            # With its shorter side scaled to r, an image has r * r * longer / shorter pixels: a strip has too many.
+            # With its shorter side scaled to r, an image has r * r * longer / shorter pixels: a
+            # strip has too many.
             if len(self.resize) == 1 and self.resize[0] ** 2 * max(shape) > MAX_PIXELS * min(shape):
-                raise DamagedImageError("too_large", f"too narrow for `{self}`: {shape[1]} x {shape[0]} pixels")
-            whole = F.resize(image.crop((left, top, right, bottom), shape), [*self.resize], antialias=True)
+                raise DamagedImageError(
+                    "too_large", f"too narrow for `{self}`: {shape[1]} x {shape[0]} pixels"
+                )
+            whole = F.resize(
+                image.crop((left, top, right, bottom), shape), [*self.resize], antialias=True
+            )
             return F.center_crop(whole, [self.pixels]).contiguous()
         shape = self.shape(right - left, bottom - top)
         if self.kind == "crop":
             inner = central_box(right - left, bottom - top)
-            left, top, right, bottom = left + inner[0], top + inner[1], left + inner[2], top + inner[3]
+            left, top, right, bottom = (
+                left + inner[0],
+                top + inner[1],
+                left + inner[2],
+                top + inner[3],
+            )
         return image.crop((left, top, right, bottom), shape)
 
 
 def central_box(width: int, height: int) -> Box:
     """Return the largest square in the middle of an image."""
     side = min(width, height)
-    left, top = (width - side) // 2, (height - side) // 2
+    left = (width - side) // 2
+    top = (height - side) // 2
     return left, top, left + side, top + side
 
 
 def reduction(box: Box, shape: Shape) -> int:
-    """Return the greatest factor by which libjpeg may shrink a box that must stay as large as `shape`, or 1."""
+    """Return the greatest factor by which libjpeg may shrink a box that must stay as large as
+    `shape`, or 1.
+    """
     height, width = shape
-    across, down = box[2] - box[0], box[3] - box[1]
-    return next((factor for factor in FACTORS if across >= factor * width and down >= factor * height), 1)
+    across = box[2] - box[0]
+    down = box[3] - box[1]
+    return next(
+        (factor for factor in FACTORS if across >= factor * width and down >= factor * height), 1
+    )
 
 
 @dataclass(frozen=True)
@@ -121,10 +143,10 @@ class PixelSettings:
     """Choose where pixels wait between describe and replay."""
 
     memory_bytes: NonNegativeInt = 8 * 2**30
-    """Hold a rank's share of the global batch in memory if it has at most this many bytes, an image 3 x
-    data.image_size ** 2; otherwise in a temporary file, a spool, that is mapped into memory."""
+    """Hold a rank's share of the global batch in memory if it has at most this many bytes, an image
+    3 x data.image_size ** 2; otherwise in a temporary file, a spool, that is mapped into memory."""
     spool_folder: Path | None = None
-    """Folder of the spool file; null takes the system's for temporary files. A folder that is itself in memory
-    (tmpfs) saves no memory."""
+    """Folder of the spool file; null takes the system's for temporary files. A folder that is
+    itself in memory (tmpfs) saves no memory."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - read by pydantic where it is a config section

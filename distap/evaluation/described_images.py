@@ -1,4 +1,6 @@
-"""Descriptors that `distap extract` wrote, in place of the images of a training or an evaluation set."""
+"""Descriptors that `distap extract` wrote, in place of the images of a training or an evaluation
+set.
+"""
 
 from collections import Counter
 from collections.abc import Generator
@@ -26,40 +28,59 @@ from distap.world import World
 
 
 class DescribedImages(ImageSet):
-    """N images with classes in a folder of `distap extract`: their descriptors are known, and nothing else."""
+    """N images with classes in a folder of `distap extract`: their descriptors are known, and
+    nothing else.
+    """
 
     def __init__(self, source: Source) -> None:
         known = self.known = read_descriptors(Path(source.base))
-        if without := int((known.classes == "").sum()):
+        without = int((known.classes == "").sum())
+        if without:
             raise DistapError(f"{source}: {without:,} of its {len(known):,} images have no class")
         keys: list[str] = known.keys.tolist()
-        images = [ImageFile(Path(key), name) for key, name in zip(keys, known.classes.tolist(), strict=True)]
-        super().__init__(source, index_of_files(source, keys, keys, images, 0, known.described_by.network))
+        images = [
+            ImageFile(Path(key), name)
+            for key, name in zip(keys, known.classes.tolist(), strict=True)
+        ]
+        super().__init__(
+            source, index_of_files(source, keys, keys, images, 0, known.described_by.network)
+        )
 
     def rows_for(self, network: RetrievalNetwork) -> NDArray[np.floating]:
         """Return the (N, C) descriptors, as what this network gives to its head.
 
         Raises:
-            DistapError: this network without its head has not described them, or not at one scale and unwhitened.
+            DistapError: this network without its head has not described them, or not at one scale
+                and unwhitened.
         """
-        by, own = self.known.described_by, fingerprint(network, with_head=False)
+        by = self.known.described_by
+        own = fingerprint(network, with_head=False)
         if by.network != own:
             raise DistapError(
-                f"{self.name}: the network {by.network[:12]} has described it, but without a projection this one is "
-                f"{own[:12]}: set model.weights to {{name: run, path: RUN}} of the run that `distap extract` took, "
-                "or extract with `--checkpoint RECIPE`, this recipe"
+                f"{self.name}: the network {by.network[:12]} has described it, but without a"
+                f" projection this one is {own[:12]}: set model.weights to {{name: run, path: RUN}}"
+                " of the run that `distap extract` took, or extract with `--checkpoint RECIPE`,"
+                " this recipe"
             )
         if by.scales != (1.0,) or by.whitening is not None or by.dimensions is not None:
             how = f"at the scales {list(by.scales)}" if by.scales != (1.0,) else "whitened, or cut"
-            raise DistapError(f"{self.name}: described {how}, where no head can stand: extract without")
+            raise DistapError(
+                f"{self.name}: described {how}, where no head can stand: extract without"
+            )
         if not isinstance(network.head, UnitLinear | nn.Identity):
-            raise DistapError(f"{self.name}: its descriptors have length 1: set model.unit_length: true")
+            raise DistapError(
+                f"{self.name}: its descriptors have length 1: set model.unit_length: true"
+            )
         return self.known.descriptors
 
     def described_by(self, describer: ImageDescriber) -> NDArray[np.float32]:
-        """Return the (N, D) descriptors behind the head of a describer's network, and behind its whitening."""
+        """Return the (N, D) descriptors behind the head of a describer's network, and behind its
+        whitening.
+        """
         if describer.network.scales != (1.0,):
-            raise DistapError(f"{self.name}: descriptors have no scales: set evaluation.scales to [1]")
+            raise DistapError(
+                f"{self.name}: descriptors have no scales: set evaluation.scales to [1]"
+            )
         rows = self.rows_for(describer.retrieval_network)
         with describer.evaluating():
             parts = [
@@ -74,14 +95,18 @@ class DescribedTraining(TrainingImages):
 
     def __init__(self, job: LoadingJob, world: World, stopwatch: Stopwatch) -> None:
         self._images = DescribedImages(job.source)
-        super().__init__(replace(job, dimensions=self._images.known.descriptors.shape[1]), world, stopwatch)
+        super().__init__(
+            replace(job, dimensions=self._images.known.descriptors.shape[1]), world, stopwatch
+        )
         self.index: Index | None = self._images.index
         self.fingerprint = self.index.fingerprint
         self.plan = Plan(self.index.classes, job.sampling, job.seed)
         self.order = self.plan.version
 
     def chunks(self, steps: range) -> Generator[Chunk]:
-        rows, keys, classes = self._images.known.descriptors, self._images.keys, self.plan.classes
+        rows = self._images.known.descriptors
+        keys = self._images.keys
+        classes = self.plan.classes
         for step in steps:
             samples = self.plan.batch(step)[np.array(self.slots)]
             labels = classes.numbers[classes.labels[samples]]

@@ -1,7 +1,8 @@
 """A data set to evaluate on: queries, gallery, the truth of each query, and figures.
 
-Classes or a ground truth say which gallery images are right for a query. The queries retrieve each other, another
-gallery as in In-Shop, or a gallery that is drawn from their own images as in VehicleID.
+Classes or a ground truth say which gallery images are right for a query. The queries retrieve each
+other, another gallery as in In-Shop, or a gallery that is drawn from their own images as in
+VehicleID.
 """
 
 from collections.abc import Iterator, Mapping
@@ -43,13 +44,22 @@ class EvaluationSet:
     figures: tuple[str, ...]  # names with their k, see `distap.retrieval.figures`
     gallery: tuple[ImageSet, ...] = ()  # shards that make it up; without any, the other queries
     truth: GroundTruth | None = None  # None: images of the query's class are right
-    draws: int = 0  # times that an image of each class is drawn as the gallery of the others; 0 does not
+    # times that an image of each class is drawn as the gallery of the others; 0 does not
+    draws: int = 0
     distractors: tuple[str, ...] = ()  # files and folders of descriptors, see `open_parts`
 
     @property
     def kind(self) -> str:
         """Name of the kind of evaluation, for results."""
-        return self.truth.dataset if self.truth else DRAWN if self.draws else QUERIED if self.gallery else LABELLED
+        return (
+            self.truth.dataset
+            if self.truth
+            else DRAWN
+            if self.draws
+            else QUERIED
+            if self.gallery
+            else LABELLED
+        )
 
     @property
     def image_sets(self) -> tuple[ImageSet, ...]:
@@ -62,36 +72,58 @@ class EvaluationSet:
         return len(self.image_sets) < len(self.queries) + len(self.gallery)
 
     def describe(self, describing: Describing) -> "DescribedSet":
-        """Describe queries, each within its box, and gallery on all ranks; every rank gets all descriptors."""
-        truth, sets = self.truth, self.image_sets
+        """Describe queries, each within its box, and gallery on all ranks; every rank gets all
+        descriptors.
+        """
+        truth = self.truth
+        sets = self.image_sets
         first = dict(zip(map(id, sets), np.cumsum([0, *map(len, sets)]).tolist(), strict=False))
-        keys, classes = (np.concatenate([getattr(one, of) for one in sets]) for of in ("keys", "classes"))
+        keys, classes = (
+            np.concatenate([getattr(one, of) for one in sets]) for of in ("keys", "classes")
+        )
         names = (classes if truth is not None and truth.query else keys).tolist()
         if truth is not None:
             asked, others = (
-                [name for one in parts for name in names[first[id(one)] : first[id(one)] + len(one)]]
+                [
+                    name
+                    for one in parts
+                    for name in names[first[id(one)] : first[id(one)] + len(one)]
+                ]
                 for parts in (self.queries, self.gallery or self.queries)
             )
             truth = truth.named_as(asked, others)
         whole = dict[tuple[int, bool], tuple[NDArray[np.int64], NDArray[Any]]]()
 
-        def described(parts: tuple[ImageSet, ...], boxes: Mapping[int, Box]) -> tuple[NDArray[np.int64], Descriptors]:
+        def described(
+            parts: tuple[ImageSet, ...], boxes: Mapping[int, Box]
+        ) -> tuple[NDArray[np.int64], Descriptors]:
             """Return numbers of images, which count on from set to set, and their descriptors."""
-            numbers, rows = list[NDArray[np.int64]](), list[tuple[str, NDArray[Any]]]()
+            numbers = list[NDArray[np.int64]]()
+            rows = list[tuple[str, NDArray[Any]]]()
             for images in parts:
                 start = first[id(images)]
-                own = {number - start: box for number, box in boxes.items() if 0 <= number - start < len(images)}
-                # Where the queries are images of the gallery, they are described once, unless each has its box.
+                own = {
+                    number - start: box
+                    for number, box in boxes.items()
+                    if 0 <= number - start < len(images)
+                }
+                # Where the queries are images of the gallery, they are described once, unless each
+                # has its box.
                 place = id(images), bool(own)
-                samples, found = whole[place] = whole.get(place) or _descriptors(describing, images, own)
+                samples, found = whole[place] = whole.get(place) or _descriptors(
+                    describing, images, own
+                )
                 numbers.append(start + samples)
                 rows.append((images.name, found))
             return np.concatenate(numbers), rows[0][1] if len(rows) == 1 else DescriptorParts(rows)
 
-        boxes = {} if truth is None else truth.boxes(self.name, names[: sum(map(len, self.queries))])
+        boxes = (
+            {} if truth is None else truth.boxes(self.name, names[: sum(map(len, self.queries))])
+        )
         asking, queries = described(self.queries, boxes)
         among, gallery = described(self.gallery, {}) if self.gallery else (asking, queries)
-        listed, device = None, describing.describer.device
+        listed = None
+        device = describing.describer.device
         if truth is not None and truth.queries:
             asked, others = ([names[number] for number in own] for own in (asking, among))
             lost = {*names}.difference(asked, others)
@@ -100,13 +132,16 @@ class EvaluationSet:
             listed = truth.of_gallery(records, of_gallery, device, self.is_of_itself, lost)
         elif truth is not None:
             listed = truth.of_classes(classes, asking, among, device)
-        return DescribedSet(self, queries, gallery, asking, among, keys, classes, listed, describing)
+        return DescribedSet(
+            self, queries, gallery, asking, among, keys, classes, listed, describing
+        )
 
 
 def _descriptors(
     describing: Describing, images: ImageSet, boxes: Mapping[int, Box]
 ) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Return image numbers (n,), ascending, without failed images, and descriptors (n, D), on every rank.
+    """Return image numbers (n,), ascending, without failed images, and descriptors (n, D), on every
+    rank.
 
     Args:
         boxes: by image number, the part of an image to describe, in pixels.
@@ -118,7 +153,9 @@ def _descriptors(
     if describing.world.rank == 0:
         warn_of(images.name, images.index.left_out)
         for key in left_out.keys() - dict(images.index.left_out).keys():
-            logger.warning("left out of the evaluation: %s of %s: %s", key, images.name, left_out[key])
+            logger.warning(
+                "left out of the evaluation: %s of %s: %s", key, images.name, left_out[key]
+            )
     return samples, descriptors
 
 
@@ -143,14 +180,18 @@ class DescribedSet:
 
     @cached_property
     def labels(self) -> NDArray[np.int64]:
-        """Return class numbers of the images of `rows`, -1 without a class; for graded figures of L levels (n, L)."""
+        """Return class numbers of the images of `rows`, -1 without a class; for graded figures of L
+        levels (n, L).
+        """
         names, numbers = np.unique(self.classes[self.rows], return_inverse=True)
         numbers = np.where(names[numbers] == "", -1, numbers)
         if not GRADED.keys() & set(self.of.figures):
             return numbers
         above = dict[str, tuple[str, ...]]()
         for index in (images.index for images in self.of.image_sets):
-            above |= dict(zip(index.class_name.tolist(), map(tuple, index.class_levels.tolist()), strict=True))
+            above |= dict(
+                zip(index.class_name.tolist(), map(tuple, index.class_levels.tolist()), strict=True)
+            )
         table = table_of_levels([above.get(name, ()) for name in names.tolist()])
         levels = Classes(np.arange(len(names)), table).numbers[numbers]
         return np.where(numbers[:, None] < 0, -1, levels) if table.size else numbers
@@ -162,7 +203,8 @@ class DescribedSet:
         """
         of = self.of
         found = [self._ranked(asking, among, refinement) for asking, among in self._rows()]
-        result, summaries = found[0], [one.summary() for one in found]
+        result = found[0]
+        summaries = [one.summary() for one in found]
         figures = {name: float(np.mean([own[name] for own in summaries])) for name in summaries[0]}
         among = [*(images.name for images in of.gallery), *of.distractors]
         among += [f"an image a class, drawn {len(found)} times"] if of.draws else []
@@ -200,19 +242,22 @@ class DescribedSet:
             yield np.setdiff1d(order, chosen), chosen
 
     def _ranked(self, asking: Any, among: Any, refinement: Refinement) -> Evaluated:
-        of, is_same = self.of, self.of.kind == LABELLED
+        of = self.of
+        is_same = self.of.kind == LABELLED
         if of.is_of_itself and (refinement.expand is not None or refinement.rerank is not None):
             raise DistapError(
-                f"{of.name}: its queries are in its gallery, and query expansion and re-ranking would take each "
-                "for its own first neighbour; give the gallery apart by --gallery"
+                f"{of.name}: its queries are in its gallery, and query expansion and re-ranking"
+                " would take each for its own first neighbour; give the gallery apart by --gallery"
             )
-        queries, more = self.queries[asking], None
+        queries = self.queries[asking]
+        more = None
         if of.distractors:  # or else the network need not be hashed
             made = self.describing.describer.described_by
             more = open_parts(of.distractors, queries.shape[1], described_by=made)
         gallery = queries if is_same else self.gallery[among]
         refined, gallery, head = refinement.apply(queries, gallery, more)
-        truth, neighbours = self._truth(asking, among), 0 if of.draws or of.truth else NEIGHBOURS
+        truth = self._truth(asking, among)
+        neighbours = 0 if of.draws or of.truth else NEIGHBOURS
         head = None if head is None else head.to(self.describing.describer.device)
         rest: dict[str, Any] = {"head": head, "distractors": more, "world": self.describing.world}
         return evaluate_descriptors(refined, gallery, truth, of.figures, neighbours, **rest)
@@ -226,15 +271,22 @@ class DescribedSet:
             return class_truth(labels)
         count = len(self.asking)
         others = labels[count:] if of.gallery else labels
-        return class_truth(labels[:count][asking], others[among], self._contents() if of.gallery else None)
+        return class_truth(
+            labels[:count][asking], others[among], self._contents() if of.gallery else None
+        )
 
     def _contents(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return numbers of what the files of queries and gallery hold, if the gallery has every query's file too.
+        """Return numbers of what the files of queries and gallery hold, if the gallery has every
+        query's file too.
 
-        Such a query would find itself: in place of cameras, these numbers leave its copies out, as DyML's authors do.
+        Such a query would find itself: in place of cameras, these numbers leave its copies out, as
+        DyML's authors do.
         """
-        indexes, device = [one.index for one in self.of.image_sets], self.describing.describer.device
-        files = torch.from_numpy(np.concatenate([(index.size << 32) + index.crc32 for index in indexes]))
+        indexes = [one.index for one in self.of.image_sets]
+        device = self.describing.describer.device
+        files = torch.from_numpy(
+            np.concatenate([(index.size << 32) + index.crc32 for index in indexes])
+        )
         asking, among = (files[own].to(device) for own in (self.asking, self.among))
         is_there = (asking % 2**32 > 0) & torch.isin(asking, among)  # a CRC-32 of 0 is unknown
         return (asking, among) if bool(is_there.all()) else None

@@ -15,20 +15,28 @@ from distap.storage.atomic import write_whole
 from distap.storage.columns import columns_file
 from distap.storage.texts import read_json
 
-FOLDER, RESULT_FILE, RETRIEVED_FILE = "evaluations", "result.json", "retrieved.npz"
-LABELLED, QUERIED = "labelled set", "queries and another gallery"  # the protocols of which neighbours are kept
+FOLDER = "evaluations"
+RESULT_FILE = "result.json"
+RETRIEVED_FILE = "retrieved.npz"
+# the protocols of which neighbours are kept
+LABELLED = "labelled set"
+QUERIED = "queries and another gallery"
 DRAWN = "queries and a gallery that is drawn"
 
 Figures = Annotated[
-    dict[str, float], BeforeValidator(lambda own: {name: own[name] for name in own if own[name] is not None})
+    dict[str, float],
+    BeforeValidator(lambda own: {name: own[name] for name in own if own[name] is not None}),
 ]
 
 
 @dataclass(frozen=True)
 class Retrieved:
-    """Hits of Q queries among N images. Rows are numbered 0 to N-1; a separate gallery's rows follow the queries'."""
+    """Hits of Q queries among N images. Rows are numbered 0 to N-1; a separate gallery's rows
+    follow the queries'.
+    """
 
-    sample: NDArray[np.int64]  # (N,) number in the data set's index, ascending; another gallery is numbered after it
+    # (N,) number in the data set's index, ascending; another gallery is numbered after it
+    sample: NDArray[np.int64]
     key: NDArray[np.str_]  # (N,)
     class_name: NDArray[np.str_]  # (N,) "" for none
     average_precision: NDArray[np.float64]  # (Q,) NaN without a positive
@@ -40,7 +48,8 @@ class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
     """The figures and hits of a network on a data set, with one refinement of its descriptors."""
 
     folder: Path | None = Field(default=None, exclude=True)  # that it was read from
-    hits: Retrieved | None = Field(default=None, exclude=True)  # of LABELLED and QUERIED, until it is saved
+    # of LABELLED and QUERIED, until it is saved
+    hits: Retrieved | None = Field(default=None, exclude=True)
     step: int | None = None  # of a training
     data: str
     gallery: str | None = None  # that is not of `data`
@@ -53,7 +62,8 @@ class Evaluation(BaseModel, extra="allow", arbitrary_types_allowed=True):
     figures: Figures  # means over the queries, from 0 to 1
 
     def save(self, folder: Path, **about: Any) -> None:
-        """Write the evaluation to a folder, with `about` in result.json; raise a DistapError if that fails.
+        """Write the evaluation to a folder, with `about` in result.json; raise a DistapError if
+        that fails.
 
         The folder holds no evaluation until all is written; an earlier one is replaced.
         """

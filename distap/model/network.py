@@ -20,7 +20,9 @@ from distap.model.pooling import AutoPooling, Native, for_pooling
 
 BatchNormMode = Literal["frozen", "batch"]
 # With values from 0 to 255; or the descriptors that a network without a projection gives.
-Images = UInt8[Tensor, "n 3 height width"] | Float[Tensor, "n 3 height width"] | Float[Tensor, "n F"]
+Images = (
+    UInt8[Tensor, "n 3 height width"] | Float[Tensor, "n 3 height width"] | Float[Tensor, "n F"]
+)
 
 
 class UnitLinear(nn.Linear):
@@ -33,31 +35,33 @@ class UnitLinear(nn.Linear):
 class RetrievalNetwork(nn.Module):
     """Map images to descriptors of length 1.
 
-    Multistage backpropagation needs an image's descriptor not to depend on the other images of its micro-batch, so
-    BatchNorm is frozen by default: it stays in evaluation mode, and only its scale and shift learn. With `batch`, it
-    normalises by the micro-batch. Passes without a graph then leave the running statistics alone, so a step, which
-    describes every image twice, updates them once.
+    Multistage backpropagation needs an image's descriptor not to depend on the other images of its
+    micro-batch, so BatchNorm is frozen by default: it stays in evaluation mode, and only its scale
+    and shift learn. With `batch`, it normalises by the micro-batch. Passes without a graph then
+    leave the running statistics alone, so a step, which describes every image twice, updates them
+    once.
 
-    Pooling, head and normalisation compute in float32 even under autocast, because ranking compares descriptors
-    that differ by little.
+    Pooling, head and normalisation compute in float32 even under autocast, because ranking compares
+    descriptors that differ by little.
 
     Args:
-        backbone: gives maps (n, C, h, w) or (n, h, w, C), or tokens (n, t, C).
-        pooling: turns (n, C, h, w) into (n, C); tokens come as (n, C, t, 1). Native stands for the backbone's own.
-        projection: dimensions of a linear layer before normalisation; None for no layer.
-        batchnorm: `frozen` or `batch`.
-        mean, std: of the pixels that the backbone was trained with; white is 1.
-        features: C of the maps or tokens; None takes what the backbone says.
-        layer_norm: standardise the pooled vector, without learned scale and shift, as ROADMAP's code does.
-        unit_length: scale the pooled vector to length 1 before the projection, which then takes descriptors too.
+        backbone: gives maps (n, C, h, w) or (n, h, w, C), or tokens (n, t, C). pooling: turns (n,
+            C, h, w) into (n, C); tokens come as (n, C, t, 1). Native stands for the backbone's own.
+            projection: dimensions of a linear layer before normalisation; None for no layer.
+            batchnorm: `frozen` or `batch`. mean, std: of the pixels that the backbone was trained
+            with; white is 1. features: C of the maps or tokens; None takes what the backbone says.
+            layer_norm: standardise the pooled vector, without learned scale and shift, as ROADMAP's
+            code does. unit_length: scale the pooled vector to length 1 before the projection, which
+            then takes descriptors too.
 
-    A pooling may have the attributes `needs_class_token` (it then also gets the tokens (n, p, C) that stand before
-    those of the image) and `widens` (it gives so many times C numbers).
+    A pooling may have the attributes `needs_class_token` (it then also gets the tokens (n, p, C)
+    that stand before those of the image) and `widens` (it gives so many times C numbers).
     """
 
     mean: Tensor
     std: Tensor
-    # Of a trained network: what the recipe says of its base, and the tensors of adapters that were merged.
+    # Of a trained network: what the recipe says of its base, and the tensors of adapters that were
+    # merged.
     begun: dict[str, Any] | None = None
     adapters: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -76,31 +80,39 @@ class RetrievalNetwork(nn.Module):
         super().__init__()
         if getattr(pooling, "needs_class_token", False) and not has_class_token(backbone):
             raise DistapError(
-                f"model.pooling takes a class token, which {architecture_of(backbone)} does not have; choose gem, "
-                "mean or max"
+                f"model.pooling takes a class token, which {architecture_of(backbone)} does not"
+                " have; choose gem, mean or max"
             )
         if isinstance(pooling, Native) and not hasattr(backbone, "forward_head"):
             raise DistapError(
-                f"model.pooling: native is a pooling of timm's networks, and {architecture_of(backbone)} has none; "
-                "choose gem, mean or max"
+                "model.pooling: native is a pooling of timm's networks, and"
+                f" {architecture_of(backbone)} has none; choose gem, mean or max"
             )
         # Some backbones (mobilenetv3) have a head that widens the features after the last stage.
-        found = features or getattr(backbone, "head_hidden_size", None) or getattr(backbone, "num_features", None)
+        found = (
+            features
+            or getattr(backbone, "head_hidden_size", None)
+            or getattr(backbone, "num_features", None)
+        )
         if found is None:
             raise DistapError(
-                f"model.backbone: {architecture_of(backbone)} lacks num_features, the C of what it gives"
+                f"model.backbone: {architecture_of(backbone)} lacks num_features, the C of what it"
+                " gives"
             )
         self.features = int(found)
         pooled = self.features * int(getattr(pooling, "widens", 1))
         self.dimensions = projection or pooled
-        self.batchnorm, self.layer_norm = batchnorm, layer_norm
+        self.batchnorm = batchnorm
+        self.layer_norm = layer_norm
         self.memory_format = torch.channels_last  # of the pixels that the backbone gets
         self.backbone = backbone
         self.pooling = pooling
         linear = UnitLinear if unit_length else nn.Linear
         self.head = nn.Identity() if projection is None else linear(pooled, projection)
         self._prefix = int(getattr(backbone, "num_prefix_tokens", 0))
-        self._normalisers = [m for m in backbone.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        self._normalisers = [
+            m for m in backbone.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)
+        ]
         # Pixels come from 0 to 255, but timm's mean and std count white as 1.
         self.register_buffer("mean", 255 * torch.tensor(mean).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", 255 * torch.tensor(std).view(1, 3, 1, 1), persistent=False)
@@ -115,7 +127,9 @@ class RetrievalNetwork(nn.Module):
         return self
 
     def forward(self, images: Images) -> Float[Tensor, "n C"]:
-        """Return the descriptors, of length 1 in float32 or wider, of images with values from 0 to 255."""
+        """Return the descriptors, of length 1 in float32 or wider, of images with values from 0 to
+        255.
+        """
         pooled = self.pooled(images) if images.ndim == 4 else images.to(self.mean.dtype)
         with in_full_precision(pooled.device):
             return normalize(self.head(pooled))
@@ -123,7 +137,9 @@ class RetrievalNetwork(nn.Module):
     def pooled(self, images: Images) -> Float[Tensor, "n F"]:
         """Return the pooled features of images, before the projection, in float32 or wider."""
         # Channels last: convolutions are faster, on CPUs and on GPUs.
-        pixels = (images.to(self.mean.dtype, memory_format=self.memory_format) - self.mean) / self.std
+        pixels = (
+            images.to(self.mean.dtype, memory_format=self.memory_format) - self.mean
+        ) / self.std
         features = self.backbone(pixels)
         with in_full_precision(pixels.device):
             features = tree_map_only(Tensor, lambda one: one.to(self.mean.dtype), features)
@@ -136,9 +152,13 @@ class RetrievalNetwork(nn.Module):
     def _for_pooling(self, features: Any) -> Sequence[Tensor]:
         """Return the features as maps (n, C, h, w), with the class token if pooling uses it."""
         if not isinstance(features, Tensor):
-            raise DistapError(f"model.backbone: {architecture_of(self.backbone)} gives no single map of features")
+            raise DistapError(
+                f"model.backbone: {architecture_of(self.backbone)} gives no single map of features"
+            )
         if features.ndim == 4:
-            return (features if features.shape[1] == self.features else features.permute(0, 3, 1, 2),)
+            return (
+                features if features.shape[1] == self.features else features.permute(0, 3, 1, 2),
+            )
         return for_pooling(self.pooling, features, architecture_of(self.backbone), self._prefix)
 
 
@@ -155,12 +175,13 @@ def build_network(
     """Build a RetrievalNetwork from the parts that a recipe chooses.
 
     Args:
-        backbone: its `build()` returns a module with `num_features`.
-        weights: its `load(module)` loads weights into that module or, if its `whole` is true, into the whole network.
-        pooling: its `build()` returns a module; that of AutoPooling depends on the backbone.
-        of_timm: further arguments of `TimmBackbone.build`.
+        backbone: its `build()` returns a module with `num_features`. weights: its `load(module)`
+            loads weights into that module or, if its `whole` is true, into the whole network.
+            pooling: its `build()` returns a module; that of AutoPooling depends on the backbone.
+            of_timm: further arguments of `TimmBackbone.build`.
     """
-    pool, whole = pooling.build(), getattr(weights, "whole", False)
+    pool = pooling.build()
+    whole = getattr(weights, "whole", False)
     if isinstance(backbone, TimmBackbone):
         of_timm["pools"] = isinstance(pool, Native)
     built = backbone.build(**of_timm)
@@ -179,7 +200,8 @@ def build_network(
 class GivenNetwork:
     """A network given in Python, in place of a recipe's backbone, weights and pooling."""
 
-    given: nn.Module = field(repr=False)  # images (n, 3, height, width) to descriptors (n, C), of any length
+    # images (n, 3, height, width) to descriptors (n, C), of any length
+    given: nn.Module = field(repr=False)
 
     def build(self) -> nn.Module:
         return self.given
@@ -191,16 +213,20 @@ class GivenNetwork:
     def architecture(self) -> str:
         return type(self.given).__name__
 
-    def retrieval_network(self, image_size: int, batchnorm: BatchNormMode, device: torch.device) -> RetrievalNetwork:
+    def retrieval_network(
+        self, image_size: int, batchnorm: BatchNormMode, device: torch.device
+    ) -> RetrievalNetwork:
         """Wrap the module on a device: normalise pixels before it, and descriptors after it.
 
-        The module gets float32 pixels, normalised by the `mean` and `std` of its `pretrained_cfg` as timm's networks
-        have them, else from 0 to 1.
+        The module gets float32 pixels, normalised by the `mean` and `std` of its `pretrained_cfg`
+        as timm's networks have them, else from 0 to 1.
 
         Raises:
-            DistapError: the module does not give descriptors (n, C) of images with sides of `image_size`.
+            DistapError: the module does not give descriptors (n, C) of images with sides of
+                `image_size`.
         """
-        network, name = self.given.to(device), type(self.given).__name__
+        network = self.given.to(device)
+        name = type(self.given).__name__
         if isinstance(network, RetrievalNetwork):
             return network
         pixels = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)} | pixels_of(network)
@@ -210,15 +236,25 @@ class GivenNetwork:
             with torch.no_grad():
                 found = network.eval()(images)
         except Exception as error:  # whatever the network's own code raises
-            raise DistapError(f"network: {name} cannot describe images {tuple(images.shape)}: {error}") from error
+            raise DistapError(
+                f"network: {name} cannot describe images {tuple(images.shape)}: {error}"
+            ) from error
         finally:
             for module in trains:
                 module.training = True
         if not isinstance(found, Tensor) or found.ndim != 2 or len(found) != 2:
-            gives = f"{tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            gives = (
+                f"{tuple(found.shape)}"
+                if isinstance(found, Tensor)
+                else f"a {type(found).__name__}"
+            )
             gives += f" of {', '.join(map(str, found))}" if isinstance(found, Mapping) else ""
-            raise DistapError(f"network: {name} gives {gives} for 2 images; expected descriptors (2, C)")
-        whole = RetrievalNetwork(network, nn.Identity(), None, batchnorm, **pixels, features=found.shape[1])
+            raise DistapError(
+                f"network: {name} gives {gives} for 2 images; expected descriptors (2, C)"
+            )
+        whole = RetrievalNetwork(
+            network, nn.Identity(), None, batchnorm, **pixels, features=found.shape[1]
+        )
         whole.memory_format = torch.contiguous_format  # a network may `view` what it computes
         return whole.to(device)
 
@@ -226,14 +262,19 @@ class GivenNetwork:
 def fingerprint(network: RetrievalNetwork, with_head: bool = True) -> str:
     """Return a SHA-256, in hexadecimal, of everything that determines a network's descriptors.
 
-    It covers the architecture's name, the pooling and its settings, and the name, dtype, shape and bytes of every
-    parameter and buffer, including the mean and deviation of pixels. The device and memory layout do not count.
-    Without its head, a network has the fingerprint of one that was built without a projection.
+    It covers the architecture's name, the pooling and its settings, and the name, dtype, shape and
+    bytes of every parameter and buffer, including the mean and deviation of pixels. The device and
+    memory layout do not count. Without its head, a network has the fingerprint of one that was
+    built without a projection.
     """
     about = {"architecture": architecture_of(network.backbone), **settings_of(network.pooling)}
     about |= {"layer_norm": True} if network.layer_norm else {}
     about |= {"unit_length": True} if with_head and isinstance(network.head, UnitLinear) else {}
-    about |= {name: one for name, one in digests_of(network).items() if with_head or not name.startswith("head.")}
+    about |= {
+        name: one
+        for name, one in digests_of(network).items()
+        if with_head or not name.startswith("head.")
+    }
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
@@ -252,7 +293,9 @@ def settings_of(pooling: nn.Module) -> dict[str, Any]:
     settings = {
         name: value
         for name, value in vars(pooling).items()
-        if name != "training" and not name.startswith("_") and isinstance(value, bool | int | float | str)
+        if name != "training"
+        and not name.startswith("_")
+        and isinstance(value, bool | int | float | str)
     }
     return {"pooling": type(pooling).__name__, "settings": settings}
 

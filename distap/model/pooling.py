@@ -13,28 +13,35 @@ from distap.model.backbone import is_plain
 
 
 class GeM(nn.Module):
-    """Generalised mean with a learned power (Radenović et al. 2018, eq. 3): the mean of x^p, to the power 1/p.
+    """Generalised mean with a learned power (Radenović et al. 2018, eq. 3): the mean of x^p, to the
+    power 1/p.
 
     Args:
         power: initial p; 1 is the mean, large powers approach the maximum.
     """
 
-    smallest = 1e-6  # features are clamped to at least this, because a fractional power needs positive ones
+    # features are clamped to at least this, because a fractional power needs positive ones
+    smallest = 1e-6
 
     def __init__(self, power: float = 3.0) -> None:
         super().__init__()
         self.power = nn.Parameter(torch.tensor(float(power)))
 
     def forward(self, features: Float[Tensor, "n C h w"]) -> Float[Tensor, "n C"]:
-        # The clamp also keeps the derivative by the power finite, which has the logarithm of a feature.
-        return features.clamp(min=self.smallest).pow(self.power).mean(dim=(-2, -1)).pow(1 / self.power)
+        # The clamp also keeps the derivative by the power finite, which has the logarithm of a
+        # feature.
+        return (
+            features.clamp(min=self.smallest).pow(self.power).mean(dim=(-2, -1)).pow(1 / self.power)
+        )
 
     def extra_repr(self) -> str:
         return f"power={self.power.item():.3g}"
 
 
 class Mean(nn.Module):
-    """Mean over height and width; up to its length this is the sum, SPoC (Babenko and Lempitsky 2015)."""
+    """Mean over height and width; up to its length this is the sum, SPoC (Babenko and Lempitsky
+    2015).
+    """
 
     def forward(self, features: Float[Tensor, "n C h w"]) -> Float[Tensor, "n C"]:
         return features.mean(dim=(-2, -1))
@@ -50,16 +57,21 @@ class Max(nn.Module):
 class ClassToken(nn.Module):
     needs_class_token = True
 
-    def forward(self, features: Float[Tensor, "n C t 1"], prefix: Float[Tensor, "n p C"]) -> Float[Tensor, "n C"]:
+    def forward(
+        self, features: Float[Tensor, "n C t 1"], prefix: Float[Tensor, "n p C"]
+    ) -> Float[Tensor, "n C"]:
         return prefix[:, 0]
 
 
 class ClassTokenAndMean(nn.Module):
     """Class token followed by the mean of the image's tokens (as in DINOv2's linear evaluation)."""
 
-    needs_class_token, widens = True, 2
+    needs_class_token = True
+    widens = 2
 
-    def forward(self, features: Float[Tensor, "n C t 1"], prefix: Float[Tensor, "n p C"]) -> Float[Tensor, "n 2*C"]:
+    def forward(
+        self, features: Float[Tensor, "n C t 1"], prefix: Float[Tensor, "n p C"]
+    ) -> Float[Tensor, "n 2*C"]:
         return torch.cat([prefix[:, 0], features.mean(dim=(-2, -1))], dim=1)
 
 
@@ -68,12 +80,22 @@ class Native(nn.Module):
 
 
 NAMED: dict[str, Callable[[], nn.Module]] = {
-    **{"mean": Mean, "spoc": Mean, "max": Max, "cls": ClassToken, "cls_mean": ClassTokenAndMean, "native": Native}
+    **{
+        "mean": Mean,
+        "spoc": Mean,
+        "max": Max,
+        "cls": ClassToken,
+        "cls_mean": ClassTokenAndMean,
+        "native": Native,
+    }
 }
 
 
-def for_pooling(pooling: nn.Module, features: Tensor, network: str, prefix: int = 0) -> tuple[Tensor, ...]:
-    """Return maps (n, C, h, w), or tokens (n, t, C) as (n, C, t, 1), with the class token if the pooling uses it.
+def for_pooling(
+    pooling: nn.Module, features: Tensor, network: str, prefix: int = 0
+) -> tuple[Tensor, ...]:
+    """Return maps (n, C, h, w), or tokens (n, t, C) as (n, C, t, 1), with the class token if the
+    pooling uses it.
 
     The first `prefix` tokens stand for no part of the image. Messages call the network `network`.
     """
@@ -88,7 +110,9 @@ def for_pooling(pooling: nn.Module, features: Tensor, network: str, prefix: int 
 
 
 def pooled(pooling: nn.Module, features: Tensor) -> Tensor:
-    """Pool what a network of the caller returned: maps, or tokens of which the first is that of the class."""
+    """Pool what a network of the caller returned: maps, or tokens of which the first is that of the
+    class.
+    """
     result: Tensor = pooling(*for_pooling(pooling, features, "the network"))
     return result
 
@@ -109,7 +133,9 @@ class AutoPooling:
     """GeM for a plain CNN, the backbone's own pooling for others."""
 
     def build(self, backbone: nn.Module | None = None) -> nn.Module:
-        """Return GeM for a plain CNN, and the backbone's own pooling for others or if none is given."""
+        """Return GeM for a plain CNN, and the backbone's own pooling for others or if none is
+        given.
+        """
         has_own = backbone is None or (hasattr(backbone, "forward_head") and not is_plain(backbone))
         return Native() if has_own else GeM()
 

@@ -6,14 +6,19 @@ from collections.abc import Sequence
 import numpy as np
 
 HEIGHT = 300  # of the SVG, which is 520 wide, in its own units; the browser scales it
-LEFT, END, TOP, BOTTOM = 70, 500, 32, 50  # of the axes
+# of the axes
+LEFT = 70
+END = 500
+TOP = 32
+BOTTOM = 50
 MOST_POINTS = 400
 
 Point = tuple[float, float]
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Return about `wanted` multiples of 1, 2 or 5 times a power of ten between `low` and `high`."""
+    """Return about `wanted` multiples of 1, 2 or 5 times a power of ten between `low` and
+    `high`."""
     rough = (high - low) / wanted
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)
@@ -22,7 +27,9 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 class Chart:
-    """A line over the steps through points with a finite y (there may be none), and axes that span them."""
+    """A line over the steps through points with a finite y (there may be none), and axes that span
+    them.
+    """
 
     def __init__(
         self,
@@ -32,13 +39,17 @@ class Chart:
         from_zero: bool = False,
         marked: bool = False,
     ) -> None:
-        self.points, self.y_label, self._in_percent = thinned(points), y_label, in_percent
+        self.points = thinned(points)
+        self.y_label = y_label
+        self._in_percent = in_percent
         self.marked = marked  # draw a dot at each point
         xs, ys = zip(*self.points or [(0.0, 0.0)], strict=True)
-        low, high = (0.0 if from_zero else min(ys)), max(ys)
+        low = 0.0 if from_zero else min(ys)
+        high = max(ys)
         self.is_zero = min(ys) == high == 0  # an axis would mean nothing
         more = 0.06 * (high - low) or abs(high) * 0.1
-        self._left, self._right = min(xs), max(xs)
+        self._left = min(xs)
+        self._right = max(xs)
         self._low = low if from_zero else low - more
         self._high = min(high + more, 1.0) if in_percent and high <= 1 else high + more
 
@@ -49,7 +60,11 @@ class Chart:
 
     def y(self, value: float) -> float:
         """Return the distance of a y value from the top edge."""
-        return HEIGHT - BOTTOM - (value - self._low) / (self._high - self._low) * (HEIGHT - TOP - BOTTOM)
+        return (
+            HEIGHT
+            - BOTTOM
+            - (value - self._low) / (self._high - self._low) * (HEIGHT - TOP - BOTTOM)
+        )
 
     def x_ticks(self) -> list[tuple[float, str]]:
         """Return place and text of each mark on the x axis, whole numbers only."""
@@ -75,4 +90,7 @@ def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST_POINT
     finite = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
     if len(finite) <= most:
         return finite
-    return [(float(x), float(y)) for x, y in (part.mean(0) for part in np.array_split(np.array(finite), most))]
+    return [
+        (float(x), float(y))
+        for x, y in (part.mean(0) for part in np.array_split(np.array(finite), most))
+    ]

@@ -14,16 +14,20 @@ from distap.errors import without_secrets
 from distap.storage.atomic import write_whole
 
 THUMBNAIL = 320  # longer side of a picture, pixels
-SIDE, WEBP_QUALITY = 224, 70  # of the pictures in a page, of which about two hundred take a megabyte
+# of the pictures in a page, of which about two hundred take a megabyte
+SIDE = 224
+WEBP_QUALITY = 70
 
 
 def page_text(template: str, **values: Any) -> str:
     """Render a template as HTML; every value is escaped."""
-    return TEMPLATES.get_template(template).render(values, pictures={})  # collected to be written once each
+    # collected to be written once each
+    return TEMPLATES.get_template(template).render(values, pictures={})
 
 
 def write_page(path: Path, template: str, **values: Any) -> None:
-    """Write a page as one file without scripts or links to the network; make its folder if needed."""
+    """Write a page as one file without scripts or links to the network; make its folder if
+    needed."""
     write_whole(path, page_text(template, **values))
 
 
@@ -41,7 +45,11 @@ TEMPLATES = Environment(
 )
 TEMPLATES.filters |= {
     "percent": lambda share: "–" if share is None or share != share else f"{100 * share:.1f}",
-    "as_webp": lambda image: base64.b64encode(thumbnail(EncodedImage(image), SIDE, "WEBP", WEBP_QUALITY)).decode(),
+    "as_webp": (
+        lambda image: base64.b64encode(
+            thumbnail(EncodedImage(image), SIDE, "WEBP", WEBP_QUALITY)
+        ).decode()
+    ),
     "public": without_secrets,
     "date": lambda seconds: f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M}",
 }

@@ -19,7 +19,13 @@ from distap.data.images.decoding import EncodedImage
 from distap.data.images.whole_images import Thumbnails, thumbnails_of
 from distap.data.loading.reader import open_images
 from distap.errors import DistapError, without_secrets
-from distap.evaluation.saved import Evaluation, Retrieved, folder_of_step, read_evaluation, saved_steps
+from distap.evaluation.saved import (
+    Evaluation,
+    Retrieved,
+    folder_of_step,
+    read_evaluation,
+    saved_steps,
+)
 from distap.pages.charts import MOST_POINTS, Chart
 from distap.pages.page import THUMBNAIL, write_page
 from distap.randomness import permutation
@@ -29,7 +35,8 @@ from distap.storage.texts import read_text
 from distap.telemetry.runlog import read_run_log, read_starts
 from distap.telemetry.terminal import print_warning
 
-PAGE_FILE, SUMMARY_FILE = "report.html", "summary.json"
+PAGE_FILE = "report.html"
+SUMMARY_FILE = "summary.json"
 CHARTED = ("describe", "replay", "rank", "gather", "reduce", "data_wait", "optimizer", "other")
 CURVES = {
     "images_per_second": ("Images a second, all ranks", "images / s"),
@@ -39,8 +46,12 @@ CURVES = {
     "replay_drift": ("Replay drift, between an image's two descriptors", "distance"),
 }
 SUMMARY_FIGURES = ("mAP", "mAP@R", "R@1")
-RANDOM, HARDEST, HITS = 10, 8, 10
-FRAMES = "Best first: images of the query's class have a green frame (✓), others a dashed red one (✗)."
+RANDOM = 10
+HARDEST = 8
+HITS = 10
+FRAMES = (
+    "Best first: images of the query's class have a green frame (✓), others a dashed red one (✗)."
+)
 SECTIONS = ("data", "loss", "model", "sampling", "steps")  # of a recipe, which a report needs
 
 
@@ -51,7 +62,8 @@ class Run:
     entries: list[dict[str, Any]]  # lines of its log
     before: Evaluation | None  # of the network that the training began with
     after: Evaluation | None  # of the network as it is now
-    starts: list[dict[str, Any]]  # when, where and with which versions it was started; empty of an older run
+    # when, where and with which versions it was started; empty of an older run
+    starts: list[dict[str, Any]]
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -72,26 +84,41 @@ class Run:
 
     @property
     def outside_network_share(self) -> float | None:
-        """Return the share of step time spent outside the network's forward and backward; None without steps."""
-        whole, network = (sum(entry["seconds"][name] for entry in self.steps) for name in ("step", "network"))
+        """Return the share of step time spent outside the network's forward and backward; None
+        without steps.
+        """
+        whole, network = (
+            sum(entry["seconds"][name] for entry in self.steps) for name in ("step", "network")
+        )
         return 1 - network / whole if whole else None
 
     def summary(self) -> dict[str, Any]:
         summary: dict[str, Any] = {
-            when: each and {name: each.figures[name] for name in SUMMARY_FIGURES if name in each.figures}
+            when: (
+                each
+                and {name: each.figures[name] for name in SUMMARY_FIGURES if name in each.figures}
+            )
             for when, each in (("before", self.before), ("after", self.after))
         }
-        return summary | {"train_seconds": self.train_seconds, "outside_network_share": self.outside_network_share}
+        return summary | {
+            "train_seconds": self.train_seconds,
+            "outside_network_share": self.outside_network_share,
+        }
 
     def evaluations(self) -> dict[str, Evaluation]:
         """Return the evaluations as `before` and `after`, or by step within the training."""
         if self.before and self.after and self.before.fingerprint != self.after.fingerprint:
             raise DistapError(
-                f"{self.before.folder} and {self.after.folder} are of different data: they cannot be compared"
+                f"{self.before.folder} and {self.after.folder} are of different data: they cannot"
+                " be compared"
             )
         last = self.recipe["steps"] or max((entry["step"] for entry in self.steps), default=None)
         names = {0: "before", last: "after"}
-        return {names.get(each.step, f"step {each.step}"): each for each in (self.before, self.after) if each}
+        return {
+            names.get(each.step, f"step {each.step}"): each
+            for each in (self.before, self.after)
+            if each
+        }
 
 
 def read_run(folder: Path) -> Run:
@@ -110,7 +137,9 @@ def read_run(folder: Path) -> Run:
     return Run(folder, recipe, entries, begun, ended, read_starts(folder))
 
 
-def report(folder: Path, output: Path | None = None, reload: int | None = None) -> tuple[Path, dict[str, Any]]:
+def report(
+    folder: Path, output: Path | None = None, reload: int | None = None
+) -> tuple[Path, dict[str, Any]]:
     """Write a page about a run, and a summary as JSON; return the page's path and the summary.
 
     Args:
@@ -134,7 +163,9 @@ def report(folder: Path, output: Path | None = None, reload: int | None = None) 
             reload=reload,
             run=run,
             # Without access to its data, since a report is shown to others.
-            recipe_yaml=without_secrets(yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True)),
+            recipe_yaml=without_secrets(
+                yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True)
+            ),
             problem=problem,
             evaluations=evaluations,
             training=training_charts(run) if seconds else {},
@@ -167,7 +198,8 @@ Sheets = dict[
 
 
 def sheets_of(retrieved: dict[str, Retrieved], thumbnail: Callable[[int], bytes | None]) -> Sheets:
-    """Choose queries that several networks answered on one data set: some at random, and those with the lowest AP.
+    """Choose queries that several networks answered on one data set: some at random, and those with
+    the lowest AP.
 
     The last network decides what is hard.
     """
@@ -188,10 +220,13 @@ def sheets_of(retrieved: dict[str, Retrieved], thumbnail: Callable[[int], bytes 
                 picture(of, hit)._replace(right=bool(of.class_name[hit] == of.class_name[row]))
                 for hit in of.neighbours[row, :HITS].tolist()
             ]
-            answers.append(Answer(network, float(of.average_precision[row]), int(of.first_positive[row]), hits))
+            answers.append(
+                Answer(network, float(of.average_precision[row]), int(of.first_positive[row]), hits)
+            )
         return query, answers
 
-    some, hardest = permutation(len(precision), 0)[:RANDOM], np.argsort(precision, kind="stable")[:HARDEST]
+    some = permutation(len(precision), 0)[:RANDOM]
+    hardest = np.argsort(precision, kind="stable")[:HARDEST]
     chosen = {
         "Neighbours of some queries": ("Drawn at random, not selected.", some),
         "Hardest queries": (f"The queries with the lowest AP ({name}).", hardest),
@@ -211,7 +246,13 @@ def contact_sheets(evaluations: dict[str, Evaluation]) -> tuple[Sheets, str]:
         read = {name: each.retrieved() for name, each in evaluations.items()}
         retrieved = {name: each for name, each in read.items() if each is not None}
         if len(retrieved) < len(evaluations):
-            return {}, "neighbours are kept neither of galleries that are drawn nor of sets with a ground truth"
+            return (
+                {},
+                (
+                    "neighbours are kept neither of galleries that are drawn nor of sets with a"
+                    " ground truth"
+                ),
+            )
         return sheets_of(retrieved, _thumbnails(next(iter(evaluations.values())))), ""
     except DistapError as error:
         return {}, str(error)
@@ -222,7 +263,9 @@ def _thumbnails(evaluation: Evaluation) -> Thumbnails:
     sets = [open_images(source) for source in sources]
     if "+".join(images.index.fingerprint for images in sets) != evaluation.fingerprint:
         named = " or ".join(sources)
-        raise DistapError(f"{named}: the data set has changed since it was evaluated in {evaluation.folder}")
+        raise DistapError(
+            f"{named}: the data set has changed since it was evaluated in {evaluation.folder}"
+        )
 
     def encoded(sample: int) -> EncodedImage:  # those of a separate gallery follow
         is_of_gallery = sample >= len(sets[0])
@@ -244,24 +287,35 @@ def training_charts(run: Run) -> dict[str, Chart]:
     }
     return {
         "Loss of the global batch": Chart(over_steps("loss"), "loss"),
-        **{title: chart for title, chart in precision.items() if chart.points},  # not every loss is one of AP
-        **{title: Chart(over_steps(name), label, from_zero=True) for name, (title, label) in CURVES.items()},
+        # not every loss is one of AP
+        **{title: chart for title, chart in precision.items() if chart.points},
+        **{
+            title: Chart(over_steps(name), label, from_zero=True)
+            for name, (title, label) in CURVES.items()
+        },
     }
 
 
 def stage_seconds(run: Run) -> dict[str, float]:
     """Return the mean seconds of each stage on rank 0, without stages that the run lacks."""
     count = max(len(run.steps), 1)
-    means = {name: sum(entry["seconds"].get(name, 0.0) for entry in run.steps) / count for name in CHARTED}
+    means = {
+        name: sum(entry["seconds"].get(name, 0.0) for entry in run.steps) / count
+        for name in CHARTED
+    }
     return {name: mean for name, mean in means.items() if mean}
 
 
 def follow_run(folder: Path, seconds: float, write: Callable[[], Any]) -> None:
-    """Call `write` at an interval while a training renews its lease of a run's folder, or until Ctrl-C."""
+    """Call `write` at an interval while a training renews its lease of a run's folder, or until
+    Ctrl-C.
+    """
     with suppress(KeyboardInterrupt, FileNotFoundError):  # at its end a training removes the lease
         while time.time() - (folder / FILE).stat().st_mtime < STALE_RENEWALS * RENEW_SECONDS:
             try:
                 write()
-            except DistapError as error:  # its training may not have written its first line, or goes on just now
+            except (
+                DistapError
+            ) as error:  # its training may not have written its first line, or goes on just now
                 print_warning(f"{error}; trying again in {seconds:g} s")
             time.sleep(seconds)

@@ -1,10 +1,11 @@
-"""Run this host's ranks: start them, watch them, pass signals on to them, and start them again after a failure.
+"""Run this host's ranks: start them, watch them, pass signals on to them, and start them again
+after a failure.
 
-The launcher imports what its ranks need, forks them, and computes nothing itself, since forks of a process that
-has computed with threads, or opened a GPU, hang or fail:
+The launcher imports what its ranks need, forks them, and computes nothing itself, since forks of a
+process that has computed with threads, or opened a GPU, hang or fail:
 
-    launcher -- store     where the ranks of a single host meet; of several hosts, rank 0 serves the store
-             -- ranks     each a session of its own, so that Ctrl-C reaches the launcher alone
+    launcher -- store     where the ranks of a single host meet; of several hosts, rank 0 serves the
+             store -- ranks     each a session of its own, so that Ctrl-C reaches the launcher alone
 """
 
 import gc
@@ -50,26 +51,34 @@ class Place:
 
 
 class Agent:
-    """Run `python -m PROGRAM...` on this host's ranks, which have `grace_seconds` to leave after a signal."""
+    """Run `python -m PROGRAM...` on this host's ranks, which have `grace_seconds` to leave after a
+    signal.
+    """
 
     def __init__(self, place: Place, program: Sequence[str], grace_seconds: float) -> None:
-        self._place, self._program = place, program
+        self._place = place
+        self._program = program
         self._patience = grace_seconds + MARGIN_SECONDS
         self._heard: list[int] = []  # signals to pass on
         self._is_asked = False  # to stop
         self._ranks: dict[int, Any] = {}  # processes
 
     def run(self, restarts: int) -> int:
-        """Start the ranks, and again after `restarts` failures at most; return the host's exit status.
+        """Start the ranks, and again after `restarts` failures at most; return the host's exit
+        status.
 
         Afterwards this process ignores signals: all that is left is to leave.
         """
         call_on_signal(self._hear, self._hear)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a supervisor may ignore it, and the end of ranks is not seen
-        status, port, store = FAILED, self._place.port, None
+        # a supervisor may ignore it, and the end of ranks is not seen
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        status = FAILED
+        port = self._place.port
+        store = None
         try:
-            # On one host the store has a process of its own: whichever rank is lost, the others can still ask it who
-            # that is. Of several hosts only rank 0 is at an address that all know, so it serves the store.
+            # On one host the store has a process of its own: whichever rank is lost, the others can
+            # still ask it who that is. Of several hosts only rank 0 is at an address that all know,
+            # so it serves the store.
             if port == 0:
                 # Other users of this host can reach its loopback address.
                 if not secret_of_run():
@@ -83,7 +92,8 @@ class Agent:
                 self._start(port, failures)
                 self._watch()
                 status = status_of(self._statuses(), self._is_asked)
-                # Ranks that have finished, stopped on request or met a mistake would only do the same again.
+                # Ranks that have finished, stopped on request or met a mistake would only do the
+                # same again.
                 if status != FAILED or failures == restarts or self._is_asked:
                     break
             self._tell(status)
@@ -96,34 +106,49 @@ class Agent:
         return status
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        # A handler runs between any two lines of Python, also while ranks are being forked. So it takes a note, and
-        # `_watch` passes the signal on.
+        # A handler runs between any two lines of Python, also while ranks are being forked. So it
+        # takes a note, and `_watch` passes the signal on.
         self._heard.append(number)
         self._is_asked = self._is_asked or number != TRACE_SIGNAL
 
     def _start(self, port: int, failures: int) -> None:
         place = self._place
         if place.port:
-            last, meeting = place.first + place.ranks - 1, f"{place.address}:{place.port}, and wait there for all"
-            logger.info("starting ranks %d to %d of %d, which all meet at %s", place.first, last, place.size, meeting)
+            last = place.first + place.ranks - 1
+            meeting = f"{place.address}:{place.port}, and wait there for all"
+            logger.info(
+                "starting ranks %d to %d of %d, which all meet at %s",
+                place.first,
+                last,
+                place.size,
+                meeting,
+            )
         self._ranks.clear()
-        # A fork has this process's handlers until it sets its own. A signal in between would be noted there, where
-        # nobody reads the notes, so signals wait until then.
+        # A fork has this process's handlers until it sets its own. A signal in between would be
+        # noted there, where nobody reads the notes, so signals wait until then.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [*SIGNALS, TRACE_SIGNAL])
         try:
             for local_rank in range(place.ranks):
                 rank = place.first + local_rank
-                # The same names as torchrun's: a rank need not know which of the two has started it.
+                # The same names as torchrun's: a rank need not know which of the two has started
+                # it.
                 environment = {
                     **{"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": place.size},
                     **{"MASTER_ADDR": place.address, "MASTER_PORT": port},
-                    **{"LOCAL_WORLD_SIZE": place.ranks, "TORCHELASTIC_USE_AGENT_STORE": place.port == 0},
+                    **{
+                        "LOCAL_WORLD_SIZE": place.ranks,
+                        "TORCHELASTIC_USE_AGENT_STORE": place.port == 0,
+                    },
                     **{"TORCHELASTIC_RUN_ID": "distap", "TORCHELASTIC_RESTART_COUNT": failures},
                 }
                 if place.port == 0 and sys.platform == "linux":
                     # Or gloo would listen at the address that the host's name stands for.
                     environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-                given = os.getpid(), self._program, {name: str(value) for name, value in environment.items()}
+                given = (
+                    os.getpid(),
+                    self._program,
+                    {name: str(value) for name, value in environment.items()},
+                )
                 self._ranks[rank] = forking_context().Process(target=_be_rank, args=given)
                 self._ranks[rank].start()
         finally:
@@ -134,16 +159,21 @@ class Agent:
         deadline = float("inf")
         while len(statuses := self._statuses()) < len(self._ranks):
             patience = None
-            # Ctrl-C, SIGHUP and SIGTERM ask for the same, so ranks get SIGTERM for each; a trace asks for no end.
+            # Ctrl-C, SIGHUP and SIGTERM ask for the same, so ranks get SIGTERM for each; a trace
+            # asks for no end.
             while self._heard:
-                if (number := self._heard.pop(0)) != TRACE_SIGNAL:
-                    number, patience = signal.SIGTERM, self._patience
+                number = self._heard.pop(0)
+                if number != TRACE_SIGNAL:
+                    number = signal.SIGTERM
+                    patience = self._patience
                 for rank in self._ranks.keys() - statuses:
                     os.kill(self._ranks[rank].pid, number)
             if any(statuses.values()):
-                # The watchdog tells the other ranks to leave; those that stop on request have their grace time.
+                # The watchdog tells the other ranks to leave; those that stop on request have their
+                # grace time.
                 patience = self._patience if RESTART in statuses.values() else LEAVE_SECONDS
-            # A deadline only comes nearer: neither a second signal nor a further failure gives anybody more time.
+            # A deadline only comes nearer: neither a second signal nor a further failure gives
+            # anybody more time.
             if patience is not None:
                 deadline = min(deadline, time.monotonic() + patience)
             if time.monotonic() > deadline:
@@ -151,13 +181,16 @@ class Agent:
             time.sleep(POLL_SECONDS)
 
     def _statuses(self) -> dict[int, int]:
-        """Return the exit statuses of ranks that have left, minus a signal's number if it killed one."""
+        """Return the exit statuses of ranks that have left, minus a signal's number if it killed
+        one.
+        """
         left = {rank: process.exitcode for rank, process in self._ranks.items()}
         return {rank: status for rank, status in left.items() if status is not None}
 
     def _kill(self) -> None:
         """Kill the ranks that still run, with their own processes, and wait for their end."""
-        # A rank leads a session, so its loader workers go with it; `kill` is for one that was not that far yet.
+        # A rank leads a session, so its loader workers go with it; `kill` is for one that was not
+        # that far yet.
         for rank in self._ranks.keys() - self._statuses():
             with suppress(ProcessLookupError):  # not yet a session of its own
                 os.killpg(self._ranks[rank].pid, signal.SIGKILL)
@@ -179,25 +212,31 @@ class Agent:
 
 
 def status_of(statuses: Mapping[int, int], is_asked: bool = False) -> int:
-    """Return a host's exit status from its ranks' `statuses` and from whether it `is_asked` to stop."""
+    """Return a host's exit status from its ranks' `statuses` and from whether it `is_asked` to
+    stop.
+    """
     left = set(statuses.values())
     if MISTAKE in left:
         return MISTAKE
-    # A rank that was asked to stop, and could not wait for the others, has left them without it. One that a signal
-    # killed while it was starting had nothing to save.
+    # A rank that was asked to stop, and could not wait for the others, has left them without it.
+    # One that a signal killed while it was starting had nothing to save.
     if RESTART in left or (is_asked and any(-status in SIGNALS for status in left)):
         return RESTART
     return FINISHED if left == {FINISHED} else FAILED
 
 
 def _serve_store(pipe: Connection, launcher: int) -> None:
-    """Serve the ranks' store, and tell its port; a rank that is lost does not take this store with it."""
+    """Serve the ranks' store, and tell its port; a rank that is lost does not take this store with
+    it.
+    """
     go_deaf()
     die_with_parent(launcher)
     # torch's own socket would listen at all addresses of this host.
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
-    store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
     pipe.send(store.port)
     signal.pause()
 
@@ -205,23 +244,29 @@ def _serve_store(pipe: Connection, launcher: int) -> None:
 def _be_rank(launcher: int, program: Sequence[str], environment: Mapping[str, str]) -> None:
     """Turn a fork of the launcher into what `python -u -m PROGRAM` with this environment would be.
 
-    It imports from where the launcher does. Python would look into the working folder first, which may be of a
-    stranger whose checkpoint is read there.
+    It imports from where the launcher does. Python would look into the working folder first, which
+    may be of a stranger whose checkpoint is read there.
     """
     gc.freeze()  # or a collection would copy all memory of the launcher
     die_with_parent(launcher)
-    # A session of its own: Ctrl-C reaches the launcher alone, and the rank and its workers can be killed as a group.
+    # A session of its own: Ctrl-C reaches the launcher alone, and the rank and its workers can be
+    # killed as a group.
     os.setsid()
-    # Out with the launcher's handlers. Python's own action for SIGINT is an exception, for the others the end.
+    # Out with the launcher's handlers. Python's own action for SIGINT is an exception, for the
+    # others the end.
     for number in (*SIGNALS, TRACE_SIGNAL):
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a trace is asked for in vain until the rank listens
+            signal.signal(
+                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            )
+    # a trace is asked for in vain until the rank listens
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     os.environ |= environment
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    if threads := os.environ.get("OMP_NUM_THREADS"):  # which is read when torch is imported
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads:  # which is read when torch is imported
         torch.set_num_threads(int(threads.partition(",")[0]))
     # Forks begin with the launcher's state, and so would all draw the same numbers.
     numpy.random.seed()

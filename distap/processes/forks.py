@@ -1,4 +1,6 @@
-"""Forks, which start at once with everything that this process has imported, other trainings, and daemon threads."""
+"""Forks, which start at once with everything that this process has imported, other trainings, and
+daemon threads.
+"""
 
 import atexit
 import ctypes
@@ -27,13 +29,18 @@ T = TypeVar("T")
 
 
 def forking_context() -> Any:
-    """Return the multiprocessing context that forks on Linux, where forking is safe, or else the default."""
-    # The default of Python 3.14 is a server that forks: it would import torch again, and outlive this process.
+    """Return the multiprocessing context that forks on Linux, where forking is safe, or else the
+    default.
+    """
+    # The default of Python 3.14 is a server that forks: it would import torch again, and outlive
+    # this process.
     return multiprocessing.get_context("fork" if sys.platform == "linux" else None)
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel to kill this process when its parent dies; end it now if `parent` has died already."""
+    """Ask the kernel to kill this process when its parent dies; end it now if `parent` has died
+    already.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if parent not in (None, os.getppid()):
@@ -41,20 +48,28 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def start_training(recipe: Path, ranks: int, output: Path, **more: str) -> subprocess.Popen[bytes]:
-    """Start `distap train` on a recipe; it ends with this process, and what it prints is appended to `output`."""
+    """Start `distap train` on a recipe; it ends with this process, and what it prints is appended
+    to `output`.
+    """
     command = [sys.executable, "-m", "distap.cli", "train", str(recipe), "--ranks", str(ranks)]
     with output.open("ab") as file:
-        return subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | more, preexec_fn=die_with_parent)
+        return subprocess.Popen(
+            command, stdout=file, stderr=file, env=os.environ | more, preexec_fn=die_with_parent
+        )
 
 
 def last_error(output: Path) -> str:
     """Return the last line about an error that a training printed."""
     lines = output.read_text(errors="replace").splitlines()
-    return next((line for line in reversed(lines) if "error" in line.lower()), "no error was printed")
+    return next(
+        (line for line in reversed(lines) if "error" in line.lower()), "no error was printed"
+    )
 
 
 def in_daemon(work: Callable[[], T], name: str, here: bool = False) -> Future[T]:
-    """Run `work` in a thread that does not keep the process alive, as an executor's would; or `here`, in this one."""
+    """Run `work` in a thread that does not keep the process alive, as an executor's would; or
+    `here`, in this one.
+    """
     future = Future[T]()
 
     def run() -> None:
@@ -64,8 +79,8 @@ def in_daemon(work: Callable[[], T], name: str, here: bool = False) -> Future[T]
             tell = partial(future.set_result, work())
         except BaseException as error:
             tell = partial(future.set_exception, error)
-        # Before the result is told, after which the process may end: a thread that frees a tensor while Python ends
-        # aborts the process.
+        # Before the result is told, after which the process may end: a thread that frees a tensor
+        # while Python ends aborts the process.
         del work
         tell()
 
@@ -77,7 +92,9 @@ def in_daemon(work: Callable[[], T], name: str, here: bool = False) -> Future[T]
 
 
 def start_daemon(work: Callable[[], object], name: str) -> threading.Thread:
-    """Start a thread that does not keep the process alive for ever, but that the end of Python waits for a while."""
+    """Start a thread that does not keep the process alive for ever, but that the end of Python
+    waits for a while.
+    """
     thread = threading.Thread(target=work, name=name, daemon=True)
     _DAEMONS.add(thread)
     thread.start()
@@ -86,11 +103,12 @@ def start_daemon(work: Callable[[], object], name: str) -> threading.Thread:
 
 @atexit.register
 def end_daemons() -> list[str]:
-    """Wait END_SECONDS at most for the threads of `start_daemon`; return the names of those that still run.
+    """Wait END_SECONDS at most for the threads of `start_daemon`; return the names of those that
+    still run.
 
-    Python ends a thread that asks for its lock while Python ends. One that does so on its way back from C++, such as
-    from a call to torch's store, aborts the process: 'terminate called without an active exception'. This runs before
-    Python begins to end.
+    Python ends a thread that asks for its lock while Python ends. One that does so on its way back
+    from C++, such as from a call to torch's store, aborts the process: 'terminate called without an
+    active exception'. This runs before Python begins to end.
     """
     deadline = time.monotonic() + END_SECONDS
     threads = list(_DAEMONS)
@@ -102,8 +120,8 @@ def end_daemons() -> list[str]:
 def leave(status: int) -> NoReturn:
     """Exit with this status, whatever daemon threads do.
 
-    A call to a store over a broken network never returns, or returns while Python ends. So the process ends around
-    such a thread, once all output is written.
+    A call to a store over a broken network never returns, or returns while Python ends. So the
+    process ends around such a thread, once all output is written.
     """
     if not end_daemons():
         sys.exit(status)

@@ -1,8 +1,10 @@
-"""Bring the ranks together: all join within the time-out, or each raises an error that names the missing ones.
+"""Bring the ranks together: all join within the time-out, or each raises an error that names the
+missing ones.
 
-torchrun's store outlives a restart of its ranks, with every key that dead ranks wrote, and its agents disagree on
-the number of restarts once one of them was replaced. So rank 0 numbers the attempts in the store itself; each rank
-answers to the newest number, and when all have answered, rank 0 writes down who they are:
+torchrun's store outlives a restart of its ranks, with every key that dead ranks wrote, and its
+agents disagree on the number of restarts once one of them was replaced. So rank 0 numbers the
+attempts in the store itself; each rank answers to the newest number, and when all have answered,
+rank 0 writes down who they are:
 
     distap/attempt      the number of the newest attempt
     distap/N/here/R     rank R's answer to attempt N
@@ -54,27 +56,39 @@ class Party:
 
     @property
     def scope(self) -> str:
-        """The processes that share values in the store: other starts, of this run or another, have others."""
+        """The processes that share values in the store: other starts, of this run or another, have
+        others.
+        """
         return " ".join(member.nonce for member in self.members)
 
 
 def join(rank: int, size: int, timeout_seconds: float) -> Party:
-    """Wait for all ranks at the store MASTER_ADDR:MASTER_PORT; raise a CollectiveError if some are missing."""
+    """Wait for all ranks at the store MASTER_ADDR:MASTER_PORT; raise a CollectiveError if some are
+    missing.
+    """
     deadline = time.monotonic() + timeout_seconds
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    where, late = f"the store at {host}:{port} (MASTER_ADDR, MASTER_PORT)", f"within {timeout_seconds:g} s"
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    where = f"the store at {host}:{port} (MASTER_ADDR, MASTER_PORT)"
+    late = f"within {timeout_seconds:g} s"
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    secret, local_ranks = secret_of_run(), int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    # Rank 0 may start later than the others, so they knock until its port is open, within the time that all have.
-    # TCPStore itself waits up to twice the time-out for an open port, and then fails in C++.
+    secret = secret_of_run()
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    # Rank 0 may start later than the others, so they knock until its port is open, within the time
+    # that all have. TCPStore itself waits up to twice the time-out for an open port, and then fails
+    # in C++.
     while not serves:
         try:
-            socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), 0.1)).close()
+            socket.create_connection(
+                (host, port), timeout=max(deadline - time.monotonic(), 0.1)
+            ).close()
             break
         except OSError as error:
             if time.monotonic() + 2 * POLL_SECONDS > deadline:
                 hint = "is its host up, and the port open from here?"
-                raise CollectiveError(f"{where} cannot be reached {late}: {error}; {hint}") from error
+                raise CollectiveError(
+                    f"{where} cannot be reached {late}: {error}; {hint}"
+                ) from error
         time.sleep(2 * POLL_SECONDS)
 
     def joined() -> Party:
@@ -82,9 +96,14 @@ def join(rank: int, size: int, timeout_seconds: float) -> Party:
         has_others = size > 1 and (size > local_ranks or "LOCAL_WORLD_SIZE" not in os.environ)
         listener = listening_socket(host, port, has_others) if serves else None
         # torchrun's agent makes a store that listens at all addresses.
-        is_open = not serves or (listener is not None and not _is_loopback(listener.getsockname()[0]))
+        is_open = not serves or (
+            listener is not None and not _is_loopback(listener.getsockname()[0])
+        )
         if rank == 0 and size > 1 and is_open and not secret:
-            message = "%s has no secret: whoever can reach it can end this training; set %s to one text on all hosts"
+            message = (
+                "%s has no secret: whoever can reach it can end this training; set %s to one text"
+                " on all hosts"
+            )
             logger.warning(message, where, SECRET)
         descriptor = None if listener is None else listener.detach()
         try:
@@ -98,12 +117,16 @@ def join(rank: int, size: int, timeout_seconds: float) -> Party:
                 master_listen_fd=descriptor,
             )
         except DistError as error:
-            raise CollectiveError(f"{where} cannot be opened: {str(error).splitlines()[0]}") from error
-        server.set_timeout(timedelta(seconds=timeout_seconds))  # what is left to join is too short for later
+            raise CollectiveError(
+                f"{where} cannot be opened: {str(error).splitlines()[0]}"
+            ) from error
+        # what is left to join is too short for later
+        server.set_timeout(timedelta(seconds=timeout_seconds))
         store, members = _met(server, RankProcess(rank), size, timeout_seconds, deadline, secret)
         return Party(store, members, f"{host}:{port}", rank, serves, secret)
 
-    # A call to a store over a broken network never returns, whatever its time-out, so its thread is abandoned.
+    # A call to a store over a broken network never returns, whatever its time-out, so its thread is
+    # abandoned.
     party = in_daemon(joined, "distap-join")
     if not wait([party], deadline + LATE_SECONDS - time.monotonic()).done:
         raise CollectiveError(f"{where} did not answer {late}: the network to it is broken")
@@ -111,19 +134,23 @@ def join(rank: int, size: int, timeout_seconds: float) -> Party:
 
 
 def listening_socket(host: str, port: int, has_others: bool = False) -> socket.socket | None:
-    """Return a socket that listens at the address of this machine that `host` names; torch's own listens at all.
+    """Return a socket that listens at the address of this machine that `host` names; torch's own
+    listens at all.
 
-    It listens at all addresses too if `host` names none of this machine, as behind a forwarded port, or if other
-    hosts come and it is a name that stands for several addresses, or for a loopback address here, as Debian has it of
-    a machine's own name.
-    None if the port is in use: the store that uses it may be one of this process, which torch then shares.
+    It listens at all addresses too if `host` names none of this machine, as behind a forwarded
+    port, or if other hosts come and it is a name that stands for several addresses, or for a
+    loopback address here, as Debian has it of a machine's own name. None if the port is in use: the
+    store that uses it may be one of this process, which torch then shares.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:  # a name that is not known yet
         found = []
     # The other hosts may know another of several addresses than this one.
-    if has_others and len({str(address[0]) for *_, address in found if not _is_loopback(str(address[0]))}) > 1:
+    if (
+        has_others
+        and len({str(address[0]) for *_, address in found if not _is_loopback(str(address[0]))}) > 1
+    ):
         found = []
     is_loopback_named = host == "localhost" or _is_loopback(host)
     for family, _, _, _, address in found:
@@ -134,7 +161,9 @@ def listening_socket(host: str, port: int, has_others: bool = False) -> socket.s
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 return None
-    logger.info("%s (MASTER_ADDR) is no address of this host alone: the store listens at all of them", host)
+    logger.info(
+        "%s (MASTER_ADDR) is no address of this host alone: the store listens at all of them", host
+    )
     is_dual = socket.has_dualstack_ipv6()
     try:
         family = socket.AF_INET6 if is_dual else socket.AF_INET
@@ -144,7 +173,9 @@ def listening_socket(host: str, port: int, has_others: bool = False) -> socket.s
 
 
 def warn_of_loopback(members: Sequence[RankProcess]) -> None:
-    """Warn if ranks of other hosts would connect to themselves: gloo gives them the address of this host's name."""
+    """Warn if ranks of other hosts would connect to themselves: gloo gives them the address of this
+    host's name.
+    """
     if len({member.host for member in members}) < 2 or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     name = socket.gethostname()
@@ -154,8 +185,8 @@ def warn_of_loopback(members: Sequence[RankProcess]) -> None:
         return
     if _is_loopback(address):
         logger.warning(
-            "this host calls itself %s, which is %s here: other hosts cannot reach it; set GLOO_SOCKET_IFNAME to the "
-            "network card that leads to them (`ip route`)",
+            "this host calls itself %s, which is %s here: other hosts cannot reach it; set"
+            " GLOO_SOCKET_IFNAME to the network card that leads to them (`ip route`)",
             name,
             address,
         )
@@ -169,19 +200,29 @@ def _is_loopback(address: str) -> bool:
 
 
 def _met(
-    server: Store, me: RankProcess, size: int, timeout_seconds: float, deadline: float, secret: bytes = b""
+    server: Store,
+    me: RankProcess,
+    size: int,
+    timeout_seconds: float,
+    deadline: float,
+    secret: bytes = b"",
 ) -> tuple[Store, list[RankProcess]]:
-    """Return the store of the newest attempt and the ranks in it, once rank 0 has written them down."""
+    """Return the store of the newest attempt and the ranks in it, once rank 0 has written them
+    down.
+    """
     keys = [f"here/{rank}" for rank in range(size)]
     attempt = answered = 0
     while True:
-        # Rank 0 counts up once, by 1. The others add 0, which reads the number: in a store that outlives its ranks
-        # the first one that they find may be that of an attempt before, which rank 0 is about to leave behind.
+        # Rank 0 counts up once, by 1. The others add 0, which reads the number: in a store that
+        # outlives its ranks the first one that they find may be that of an attempt before, which
+        # rank 0 is about to leave behind.
         if me.rank != 0 or attempt == 0:
             attempt = server.add("distap/attempt", int(me.rank == 0))
         store = PrefixStore(f"distap/{attempt}", server)
         answers = SharedValues[RankProcess](RankProcess, store, secret, f"attempt {attempt}")
-        written = SharedValues[list[RankProcess]](list[RankProcess], store, secret, f"attempt {attempt}")
+        written = SharedValues[list[RankProcess]](
+            list[RankProcess], store, secret, f"attempt {attempt}"
+        )
         if attempt != answered:
             answers.write(f"here/{me.rank}", me)
             answered = attempt
@@ -189,11 +230,15 @@ def _met(
             ranks = [answer for answer in answers.read(keys) if answer is not None]
             if len(ranks) == size:
                 written.write("members", ranks)
-        # `check` answers at once, where `get` would wait for a missing key and hide who it is that is missing.
+        # `check` answers at once, where `get` would wait for a missing key and hide who it is that
+        # is missing.
         [members] = written.read(["members"])
         if members and me in members:  # or else they are of an earlier attempt
             if len(members) != size:
-                raise DistapError(f"{me} was started as one of {size} ranks, {members[0]} as one of {len(members)}")
+                raise DistapError(
+                    f"{me} was started as one of {size} ranks, {members[0]} as one of"
+                    f" {len(members)}"
+                )
             return store, members
         if time.monotonic() > deadline:
             raise CollectiveError(_why_not_met(store, answers, keys, timeout_seconds))
@@ -213,7 +258,8 @@ def _why_not_met(
     message += f" did not join within {timeout_seconds:g} s; those that did: {joined}"
     if foreign:
         message += (
-            f"; rank {listed(foreign, ', ')} has answered with another secret: {SECRET} must be the same on all"
+            f"; rank {listed(foreign, ', ')} has answered with another secret: {SECRET} must be the"
+            " same on all"
         )
     return message
 

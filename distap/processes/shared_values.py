@@ -1,8 +1,9 @@
-"""Values that ranks share through their store: JSON of one form each, under an HMAC by the secret of the run.
+"""Values that ranks share through their store: JSON of one form each, under an HMAC by the secret
+of the run.
 
-Whoever reaches the store can write to it. So a value that lacks the HMAC or is of another form counts as missing,
-and the HMAC covers the key and the processes that share it: nobody can move a value to another key or run.
-Without a secret the form alone protects a value.
+Whoever reaches the store can write to it. So a value that lacks the HMAC or is of another form
+counts as missing, and the HMAC covers the key and the processes that share it: nobody can move a
+value to another key or run. Without a secret the form alone protects a value.
 """
 
 import hmac
@@ -34,7 +35,9 @@ class SharedValues(Generic[T]):
 
     def __init__(self, kind: Any, store: Store, secret: bytes, scope: str) -> None:
         self._adapter = _adapter_of(kind)
-        self._store, self._secret, self._scope = store, secret, scope
+        self._store = store
+        self._secret = secret
+        self._scope = scope
 
     def write(self, key: str, value: T) -> None:
         self._store.set(key, self._signed(key, value))
@@ -43,7 +46,8 @@ class SharedValues(Generic[T]):
         """Write a value unless the key has a valid one."""
         present = self._store.get(key) if self._store.check([key]) else b""
         if self._opened(key, present) is None:
-            # The first proposal stays: whoever comes second finds another value than the one it has looked at.
+            # The first proposal stays: whoever comes second finds another value than the one it has
+            # looked at.
             self._store.compare_set(key, present, self._signed(key, value))  # type: ignore[arg-type]  # takes bytes too
 
     def read(self, keys: Sequence[str]) -> list[T | None]:
@@ -65,7 +69,8 @@ class SharedValues(Generic[T]):
 
     def _opened(self, key: str, signed: bytes) -> T | None:
         digest_bytes = DIGEST_BYTES if self._secret else 0
-        digest, text = signed[:digest_bytes], signed[digest_bytes:]
+        digest = signed[:digest_bytes]
+        text = signed[digest_bytes:]
         if not hmac.compare_digest(digest, self._digest(key, text)):
             return None
         try:

@@ -1,10 +1,11 @@
 """Listen for requests to stop: SIGTERM, SIGINT, and SIGHUP from a closed terminal.
 
-Schedulers announce a pre-emption by SIGTERM and kill some time later. A rank that is asked to stop finishes its step
-with the others; the ranks decide together when that is.
+Schedulers announce a pre-emption by SIGTERM and kill some time later. A rank that is asked to stop
+finishes its step with the others; the ranks decide together when that is.
 
-Python runs a signal's handler when the main thread returns to Python code, which is too late if that thread hangs in
-a collective. So a thread of its own reads the signals from a pipe that Python's C handler writes to at once.
+Python runs a signal's handler when the main thread returns to Python code, which is too late if
+that thread hangs in a collective. So a thread of its own reads the signals from a pipe that
+Python's C handler writes to at once.
 """
 
 import os
@@ -28,8 +29,9 @@ ONE_REQUEST_SECONDS = 1.0  # a signal to a process group arrives twice, once thr
 class StopRequest:
     """Listen for requests to stop while entered, in the main thread.
 
-    The first signal sets `requested`. The process ends at once when a second one comes, a second or more later, and
-    with the status RESTART `grace_seconds` after the first. TRACE_SIGNAL sets `trace_asked`, which its reader clears.
+    The first signal sets `requested`. The process ends at once when a second one comes, a second or
+    more later, and with the status RESTART `grace_seconds` after the first. TRACE_SIGNAL sets
+    `trace_asked`, which its reader clears.
     """
 
     def __init__(self, grace_seconds: float) -> None:
@@ -41,10 +43,12 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         self._inbox, self._outbox = os.pipe()
-        os.set_blocking(self._outbox, False)  # a full pipe must not hold up the handler, wherever it interrupts
+        # a full pipe must not hold up the handler, wherever it interrupts
+        os.set_blocking(self._outbox, False)
         self._wakeup_before = signal.set_wakeup_fd(self._outbox, warn_on_full_buffer=False)
         self._handlers = call_on_signal(_left_to_the_thread)
-        # A launcher starts ranks with this signal blocked, since it would kill one that does not listen yet.
+        # A launcher starts ranks with this signal blocked, since it would kill one that does not
+        # listen yet.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [TRACE_SIGNAL])
         self._thread = threading.Thread(target=self._listen, name="distap-signals", daemon=True)
         self._thread.start()
@@ -72,23 +76,33 @@ class StopRequest:
         os.close(self._inbox)
 
     def _heard(self, number: signal.Signals) -> None:
-        # The grace time needs a timer: the main thread may wait in a collective for a rank that is gone, and notice
-        # nothing.
+        # The grace time needs a timer: the main thread may wait in a collective for a rank that is
+        # gone, and notice nothing.
         if not self.requested:
             self._first = time.monotonic()
             self.requested = True
             self._limit = threading.Timer(self.grace_seconds, self._out_of_time)
             self._limit.daemon = True
             self._limit.start()
-            said = "%s: stopping after this step, with a checkpoint, within %.0f s; a second %s stops at once"
+            said = (
+                "%s: stopping after this step, with a checkpoint, within %.0f s; a second %s stops"
+                " at once"
+            )
             logger.warning(said, number.name, self.grace_seconds, number.name)
         elif time.monotonic() - self._first >= ONE_REQUEST_SECONDS:
-            logger.warning("%s again: stopping at once; what came after the last checkpoint is lost", number.name)
-            # The main thread may hang, so this thread ends the process, with the status that shells give a signal.
+            logger.warning(
+                "%s again: stopping at once; what came after the last checkpoint is lost",
+                number.name,
+            )
+            # The main thread may hang, so this thread ends the process, with the status that shells
+            # give a signal.
             os._exit(128 + number)
 
     def _out_of_time(self) -> None:
-        said = "the grace time of %.0f s (stop.grace_seconds) is over; what came after the last checkpoint is lost"
+        said = (
+            "the grace time of %.0f s (stop.grace_seconds) is over; what came after the last"
+            " checkpoint is lost"
+        )
         logger.error(said, self.grace_seconds)
         os._exit(RESTART)
 
@@ -98,12 +112,15 @@ def _left_to_the_thread(number: int, frame: FrameType | None) -> None:
 
 
 def end_when_asked() -> None:
-    """Exit with RESTART on a signal, until a StopRequest listens; before training, nothing needs saving."""
+    """Exit with RESTART on a signal, until a StopRequest listens; before training, nothing needs
+    saving.
+    """
     call_on_signal(lambda *_: os._exit(RESTART))  # imports would swallow an exception
 
 
 def leave_when_asked() -> None:
-    """Raise SystemExit(RESTART) on a signal, so that files are closed; call it after all imports."""
+    """Raise SystemExit(RESTART) on a signal, so that files are closed; call it after all
+    imports."""
     call_on_signal(lambda *_: sys.exit(RESTART))
 
 
@@ -114,8 +131,14 @@ def go_deaf() -> None:
 
 
 def call_on_signal(handler: Handler, on_trace: Handler = _left_to_the_thread) -> dict[int, Any]:
-    """Call `handler` at each request to stop, and `on_trace` at each TRACE_SIGNAL; return the previous handlers."""
+    """Call `handler` at each request to stop, and `on_trace` at each TRACE_SIGNAL; return the
+    previous handlers.
+    """
     signal.signal(TRACE_SIGNAL, on_trace)
     # `nohup` ignores SIGHUP, and so do we then.
-    heeded = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    heeded = [
+        number
+        for number in SIGNALS
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    ]
     return {number: signal.signal(number, handler) for number in heeded}

@@ -1,1 +1,3 @@
-"""Stage two: the loss of a global batch and the gradient of every descriptor. Tensors in, tensors out."""
+"""Stage two: the loss of a global batch and the gradient of every descriptor. Tensors in, tensors
+out.
+"""

@@ -10,9 +10,11 @@ from torch import Tensor
 from distap.errors import logger
 
 F = TypeVar("F", bound=Callable[..., Any])
-# From about this many pairs per rank, what compiling costs once (some ten seconds) is saved within a hundred steps.
-# Histograms on a GPU need 16 times as many pairs, and a thousand steps (an H100 saves 14 ms of 22 then).
-PAYS_FROM_PAIRS, ON_GPU = 2**22, 16
+# From about this many pairs per rank, what compiling costs once (some ten seconds) is saved within
+# a hundred steps. Histograms on a GPU need 16 times as many pairs, and a thousand steps (an H100
+# saves 14 ms of 22 then).
+PAYS_FROM_PAIRS = 2**22
+ON_GPU = 16
 
 
 def uncompiled(function: F) -> F:
@@ -25,7 +27,9 @@ def uncompiled(function: F) -> F:
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function of tensors and numbers with torch.compile, or return it unchanged if that fails."""
+    """Compile a function of tensors and numbers with torch.compile, or return it unchanged if that
+    fails.
+    """
     # Indices come from codes of our own: to check each would take as long as to look it up.
     chosen = torch.compile(function, dynamic=True, options={"assert_indirect_indexing": False})
     seen: set[tuple[Any, ...]] = set()  # arguments that need no new graph
@@ -33,26 +37,32 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*arguments: Any) -> Any:
         nonlocal chosen
-        kind = tuple((one.shape, one.stride(), one.type()) if isinstance(one, Tensor) else one for one in arguments)
+        kind = tuple(
+            (one.shape, one.stride(), one.type()) if isinstance(one, Tensor) else one
+            for one in arguments
+        )
         try:
-            # Changing torch's settings takes as long as a small tile, so only a new kind of arguments changes them.
+            # Changing torch's settings takes as long as a small tile, so only a new kind of
+            # arguments changes them.
             if kind in seen:
                 return chosen(*arguments)
             # Imported here, since it takes a second that only those who compile should wait.
             import torch._dynamo
             import torch.fx.experimental._config
 
-            # One graph for all sizes: torch would take sizes that are once equal for always equal, and give up
-            # silently after some graphs.
-            shapes, dynamo = torch.fx.experimental._config, torch._dynamo.config
+            # One graph for all sizes: torch would take sizes that are once equal for always equal,
+            # and give up silently after some graphs.
+            shapes = torch.fx.experimental._config
+            dynamo = torch._dynamo.config
             with shapes.patch(use_duck_shape=False), dynamo.patch(recompile_limit=64):  # type: ignore[attr-defined]
                 result = chosen(*arguments)
             seen.add(kind)
             return result
-        # Compilers fail in many ways (none installed, a full disk, an operation unknown to them), at the first call
-        # or with a new size, and a training must not end by that.
+        # Compilers fail in many ways (none installed, a full disk, an operation unknown to them),
+        # at the first call or with a new size, and a training must not end by that.
         except Exception as error:
-            result = function(*arguments)  # if the arguments are at fault, this raises the error that they deserve
+            # if the arguments are at fault, this raises the error that they deserve
+            result = function(*arguments)
             first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
             told = "ranking: %s failed when compiled, so it runs slower without: %s"
             logger.warning(told, function.__name__, first_line)

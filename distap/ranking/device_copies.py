@@ -1,6 +1,8 @@
-"""Copy between the CPU and a device that works through a queue, such as a GPU, while neither waits for the other.
+"""Copy between the CPU and a device that works through a queue, such as a GPU, while neither waits
+for the other.
 
-An ordinary copy waits until the device has done all work that is queued on it, and leaves it idle meanwhile.
+An ordinary copy waits until the device has done all work that is queued on it, and leaves it idle
+meanwhile.
 """
 
 from typing import Any
@@ -14,12 +16,16 @@ class ToHost:
     """A tensor on its way to the CPU; the copy starts after the work now queued on its device."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._arrived, self._copy = None, tensor
+        self._arrived = None
+        self._copy = tensor
         if tensor.device.type != "cpu":
-            # Page-locked: a copy to other memory would make the host wait, whatever `non_blocking` says.
+            # Page-locked: a copy to other memory would make the host wait, whatever `non_blocking`
+            # says.
             self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._copy.copy_(tensor, non_blocking=True)
-            self._arrived = torch.get_device_module(tensor.device).current_stream(tensor.device).record_event()
+            self._arrived = (
+                torch.get_device_module(tensor.device).current_stream(tensor.device).record_event()
+            )
 
     def is_here(self) -> bool:
         """Tell whether reading `tensor` returns without waiting."""
@@ -33,13 +39,14 @@ class ToHost:
 
 
 def moved(images: Any, device: torch.device) -> Any:
-    """Copy images (nested tensors) to a device; out of page-locked memory, the host does not wait."""
+    """Copy images (nested tensors) to a device; out of page-locked memory, the host does not
+    wait."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), images)
 
 
 def queued(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a small tensor to a device, without waiting; work queued later sees it."""
-    # The page-locked copy may be dropped at once: torch's allocator does not hand its memory out again before the
-    # device has read it.
+    # The page-locked copy may be dropped at once: torch's allocator does not hand its memory out
+    # again before the device has read it.
     crosses = tensor.device.type == "cpu" != device.type
     return tensor.pin_memory().to(device, non_blocking=True) if crosses else tensor.to(device)

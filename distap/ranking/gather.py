@@ -11,32 +11,44 @@ from distap.ranking.gathered import Gathered
 from distap.ranking.loss import Counter, full_precision, strips
 from distap.world import Arrival, World
 
-# Chunks of a share, and rows of a rank in a chunk: small ones leave early, but each costs a message's latency.
+# Chunks of a share, and rows of a rank in a chunk: small ones leave early, but each costs a
+# message's latency.
 MOST_CHUNKS = 8
 LEAST_SENT = 64
-LEAST_COUNTED = 1024  # rows of a rank that are counted at once; fewer make small tiles, 10% slower at 512
+# rows of a rank that are counted at once; fewer make small tiles, 10% slower at 512
+LEAST_COUNTED = 1024
 
 
 class Gathering:
     """Collect a batch: `add` rows as they are described, then `finish`.
 
-    Every rank adds its own rows in their order, as many at a time as it likes. Rows travel packed, a chunk in one
-    collective, which starts when this rank has all its rows of the chunk; nothing waits before `finish`:
+    Every rank adds its own rows in their order, as many at a time as it likes. Rows travel packed,
+    a chunk in one collective, which starts when this rank has all its rows of the chunk; nothing
+    waits before `finish`:
 
-        | image | takes part | label of each level |  d_1 ... d_C  |    facts: int64 bits in the descriptors' dtype
+        | image | takes part | label of each level |  d_1 ... d_C  |
 
-    Of the `slots` rows, each rank holds the slots rank, rank + W, ... `counter` takes the rows that have arrived,
-    some chunks at a time.
+    The facts left of the descriptor are int64 bits in the descriptors' dtype.
+
+    Of the `slots` rows, each rank holds the slots rank, rank + W, ... `counter` takes the rows that
+    have arrived, some chunks at a time.
     """
 
     def __init__(self, world: World, slots: int, counter: Counter | None = None) -> None:
-        self.world, self.slots, self.counter = world, slots, counter
-        self._own_rows, self._share = len(world.slots(slots)), -(-slots // world.size)
+        self.world = world
+        self.slots = slots
+        self.counter = counter
+        self._own_rows = len(world.slots(slots))
+        self._share = -(-slots // world.size)
         self._is_own = torch.arange(slots) % world.size == world.rank
-        self._unsent = deque(strips(0, self._share, max(LEAST_SENT, -(-self._share // MOST_CHUNKS))))
+        self._unsent = deque(
+            strips(0, self._share, max(LEAST_SENT, -(-self._share // MOST_CHUNKS)))
+        )
         self._on_the_way = deque[Arrival]()
-        self._landed = deque[tuple[Tensor, ToHost]]()  # chunks whose facts are on their way to the CPU
-        # Slots of all ranks that have arrived, and that were counted; own rows added; rows of the gallery.
+        # chunks whose facts are on their way to the CPU
+        self._landed = deque[tuple[Tensor, ToHost]]()
+        # Slots of all ranks that have arrived, and that were counted; own rows added; rows of the
+        # gallery.
         self.arrived = self._counted = self._filled = self._in_gallery = 0
         self._packed: Tensor | None = None
 
@@ -50,8 +62,8 @@ class Gathering:
     ) -> None:
         """Add this rank's next rows; rows whose descriptor is not finite take no part.
 
-        Labels are (n,), or (n, L) from the finest level to the coarsest. Labels, taking_part and images may be on the
-        CPU: they cross to the descriptors' device together.
+        Labels are (n,), or (n, L) from the finest level to the coarsest. Labels, taking_part and
+        images may be on the CPU: they cross to the descriptors' device together.
         """
         facts = queued(torch.column_stack([images, taking_part.long(), labels]), descriptors.device)
         # NaN and infinity times 0 are NaN, and a sum is ten times as fast as a look at each value.
@@ -65,15 +77,17 @@ class Gathering:
         # Each row is written once, since a chunk on its way must not change.
         self._packed[self._filled : self._filled + len(rows)] = rows
         self._filled += len(rows)
-        # Chunks have the same rows on every rank, whatever the micro-batches: collectives have to begin in one order.
-        # A rank with one row less than others leaves the last row of its last chunk zero: it takes no part.
+        # Chunks have the same rows on every rank, whatever the micro-batches: collectives have to
+        # begin in one order. A rank with one row less than others leaves the last row of its last
+        # chunk zero: it takes no part.
         while self._unsent and min(self._unsent[0].stop, self._own_rows) <= self._filled:
             self._on_the_way.append(self.world.start_gather(self._packed[self._unsent.popleft()]))
         self._take_in(waits=False)
 
     def _take_in(self, waits: bool) -> None:
-        # A chunk passes two queues: on the way from the other ranks, then landed on the device while its facts, from
-        # which the host learns how many rows take part, are on their way to the CPU. The network waits for neither.
+        # A chunk passes two queues: on the way from the other ranks, then landed on the device
+        # while its facts, from which the host learns how many rows take part, are on their way to
+        # the CPU. The network waits for neither.
         while self._on_the_way and (waits or self._on_the_way[0].is_here()):
             rows = self._on_the_way.popleft().rows()
             width = self._facts.shape[1] * self._facts.element_size() // rows.element_size()
@@ -85,17 +99,20 @@ class Gathering:
             self._receive(rows, to_host.tensor()[: self.slots - self.arrived])
 
     def _receive(self, rows: Float[Tensor, "n C"], facts: Int64[Tensor, "m facts"]) -> None:
-        # Rows that take no part are dropped here, so that everything behind sees B rows without gaps, in the order of
-        # slots, which is the same on every rank and whatever their number.
+        # Rows that take no part are dropped here, so that everything behind sees B rows without
+        # gaps, in the order of slots, which is the same on every rank and whatever their number.
         arrived = rows[queued(facts[:, 1].nonzero().flatten(), rows.device)]
         self._facts[self.arrived : self.arrived + len(facts)] = facts
         self._gallery[self._in_gallery : self._in_gallery + len(arrived)] = arrived
         self.arrived += len(facts)
         self._in_gallery += len(arrived)
         is_last = self.arrived == self.slots
-        if self.counter is not None and (is_last or self.arrived - self._counted >= LEAST_COUNTED * self.world.size):
-            # Tiles of few rows are slow, so chunks are counted together. How many depends on the slots alone, not on
-            # when a chunk arrives: a run that is repeated sums in the same order, to the same bits.
+        if self.counter is not None and (
+            is_last or self.arrived - self._counted >= LEAST_COUNTED * self.world.size
+        ):
+            # Tiles of few rows are slow, so chunks are counted together. How many depends on the
+            # slots alone, not on when a chunk arrives: a run that is repeated sums in the same
+            # order, to the same bits.
             new = self._counted + self._facts[self._counted : self.arrived, 1].nonzero().flatten()
             with full_precision(rows.device):
                 images = self._gallery[self.counter.seen : self._in_gallery]
@@ -104,14 +121,20 @@ class Gathering:
 
     @torch.no_grad()
     def finish(self) -> Gathered:
-        """Wait for pending messages and return the batch; raise a ValueError if rows are missing or too many."""
+        """Wait for pending messages and return the batch; raise a ValueError if rows are missing or
+        too many.
+        """
         if self._filled != self._own_rows or self._packed is None:
-            raise ValueError(f"rank {self.world.rank} added {self._filled} of its {self._own_rows} rows")
+            raise ValueError(
+                f"rank {self.world.rank} added {self._filled} of its {self._own_rows} rows"
+            )
         self._take_in(waits=True)
         # The packed rows go now: this object lives until the end of the replay.
-        self._packed, gallery = None, self._gallery[: self._in_gallery]
+        self._packed = None
+        gallery = self._gallery[: self._in_gallery]
         taking_part = self._facts[:, 1].bool()
-        images, levels = self._facts[taking_part, 0], self._facts[taking_part, 2:]
+        images = self._facts[taking_part, 0]
+        levels = self._facts[taking_part, 2:]
         of_images = levels, images, self._is_own[taking_part].nonzero().flatten(), taking_part
         levels, images, own, taking_part = (queued(each, gallery.device) for each in of_images)
         return Gathered(gallery, levels, images, own, taking_part, self.world)
@@ -125,7 +148,8 @@ def gather(
     slots: int,
     images: Int64[Tensor, " b"] | None = None,
 ) -> Gathered:
-    """Gather the descriptors and labels of all ranks in slot order, in one call; see `Gathering`."""
+    """Gather the descriptors and labels of all ranks in slot order, in one call; see
+    `Gathering`."""
     gathering = Gathering(world, slots)
     unknown = torch.full((len(labels),), -1, device=labels.device)
     gathering.add(descriptors, labels, taking_part, unknown if images is None else images)

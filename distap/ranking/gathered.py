@@ -19,7 +19,9 @@ LOSS = 4  # first word of the key that seeds losses
 
 
 def tie_width(dtype: torch.dtype) -> float:
-    """Return the difference up to which rounding to a type may have separated two equal similarities."""
+    """Return the difference up to which rounding to a type may have separated two equal
+    similarities.
+    """
     return TIE_WIDTH * torch.finfo(dtype).eps
 
 
@@ -27,9 +29,9 @@ def tie_width(dtype: torch.dtype) -> float:
 class Gathered:
     """The global batch, the same on every rank, and which of its rows belong to this rank.
 
-    Of the batch's slots, B take part: images that could be read and whose descriptor is finite. They are the queries.
-    They are ranked against a gallery of N images: the batch itself, then the descriptors that a cross-batch memory
-    remembers of earlier steps.
+    Of the batch's slots, B take part: images that could be read and whose descriptor is finite.
+    They are the queries. They are ranked against a gallery of N images: the batch itself, then the
+    descriptors that a cross-batch memory remembers of earlier steps.
     """
 
     gallery: Float[Tensor, "N C"]  # the batch comes first
@@ -40,19 +42,23 @@ class Gathered:
     world: World
     key: tuple[int, int] = (0, 0)  # seed and step
     of_unit_length: bool = True  # an image's similarity to itself is constant
-    extra: Mapping[str, Tensor] = field(default_factory=dict)  # further tensors of the batch's images, (B, ...)
-    given_dtype: torch.dtype | None = None  # of the descriptors before a loss converted them; None: as they are
+    # further tensors of the batch's images, (B, ...)
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    # of the descriptors before a loss converted them; None: as they are
+    given_dtype: torch.dtype | None = None
 
     @property
     def tie_width(self) -> float:
-        """Return the difference up to which similarities tie, by the type to which descriptors were rounded."""
+        """Return the difference up to which similarities tie, by the type to which descriptors were
+        rounded.
+        """
         return tie_width(self.given_dtype or self.gallery.dtype)
 
     @property
     def seed(self) -> int:
         """Return the seed for random numbers of a loss, the same on every rank."""
-        # By the labels too, since every call of `rank` without a step has step 0. Their sum may overflow, and the
-        # key takes no number below 0.
+        # By the labels too, since every call of `rank` without a step has step 0. Their sum may
+        # overflow, and the key takes no number below 0.
         return seed_for(LOSS, *self.key, int(self.labels.sum()) & (2**63 - 1))
 
     @property
@@ -79,7 +85,8 @@ class Gathered:
     @cached_property
     def class_sizes(self) -> Int64[Tensor, "N L"]:
         """Return the number of gallery images in each image's class, at each level."""
-        # Count in the gallery, not in the batch: a remembered image makes a lone one of the batch a query.
+        # Count in the gallery, not in the batch: a remembered image makes a lone one of the batch a
+        # query.
         return torch.stack([_sizes(column) for column in self.gallery_levels.unbind(1)], dim=1)
 
     @cached_property
@@ -92,24 +99,35 @@ class Gathered:
     ) -> Float64[Tensor, " B"]:
         """Return each query's weight in the mean; weights sum to 1.
 
-        `uniform` weighs every query the same, `class` every class (Revaud et al. 2019, fig. 5), and `given` takes
-        `extra["weights"]`. A query whose class at `level` holds fewer than `smallest` images has no weight.
+        `uniform` weighs every query the same, `class` every class (Revaud et al. 2019, fig. 5), and
+        `given` takes `extra["weights"]`. A query whose class at `level` holds fewer than `smallest`
+        images has no weight.
         """
         weight = (self.class_sizes[: len(self.images), level] >= smallest).double()
         if weights != "uniform":
-            weight = weight * (self._given_weights() if weights == "given" else 1 / _sizes(self.labels).double())
+            weight = weight * (
+                self._given_weights() if weights == "given" else 1 / _sizes(self.labels).double()
+            )
         if not weight.any():
             raise DistapError("extra: weights: each image that has some is alone in its class")
         return weight / weight.sum()
 
     def _given_weights(self) -> Float[Tensor, " B"]:
         weights = self.extra["weights"]
-        if weights.shape != self.images.shape or not (weights >= 0).all() or not 0 < weights.sum() < torch.inf:
-            raise DistapError("extra: weights have to be finite, one for each image, not below 0 and not all 0")
+        if (
+            weights.shape != self.images.shape
+            or not (weights >= 0).all()
+            or not 0 < weights.sum() < torch.inf
+        ):
+            raise DistapError(
+                "extra: weights have to be finite, one for each image, not below 0 and not all 0"
+            )
         return weights
 
     def with_extra(self, extra: Mapping[str, Tensor]) -> "Gathered":
-        """Add tensors (b, ...) of this rank's images, in the order of its slots, gathered from all ranks."""
+        """Add tensors (b, ...) of this rank's images, in the order of its slots, gathered from all
+        ranks.
+        """
         shared = dict[str, Tensor]()
         for name, rows in extra.items():
             mine = rows.to(self.gallery.device)[self.local[: len(rows)]]
@@ -122,9 +140,12 @@ class Gathered:
         """Gather the rows of all ranks, in the order of `descriptors`."""
         return self.world.gather_rows(self.spread(rows), len(self.taking_part))[self.taking_part]
 
-    def spread(self, rows: Shaped[Tensor, "b *K"], fill: float = 0.0) -> Shaped[Tensor, "slots_of_rank *K"]:
+    def spread(
+        self, rows: Shaped[Tensor, "b *K"], fill: float = 0.0
+    ) -> Shaped[Tensor, "slots_of_rank *K"]:
         """Spread this rank's rows to its slots, with `fill` at slots that take no part."""
-        # Collectives work by slots: they have equal shares on all ranks, and the rows that take part may have not.
+        # Collectives work by slots: they have equal shares on all ranks, and the rows that take
+        # part may have not.
         if len(rows) == len(self.local):
             return rows
         full = rows.new_full((len(self.local), *rows.shape[1:]), fill)
@@ -135,7 +156,8 @@ class Gathered:
         """Sum the ranks' tables and return this rank's rows of the sum."""
         if self.world.size == 1:
             return rows[self.own]
-        # Slots, unlike the B rows, are shared out evenly, so that ranks need not tell each other how many they have.
+        # Slots, unlike the B rows, are shared out evenly, so that ranks need not tell each other
+        # how many they have.
         full = rows.new_zeros(len(self.taking_part), rows.shape[1])
         full[self.taking_part] = rows
         return self.world.reduce_rows(full)[self.local]

@@ -34,8 +34,11 @@ class RankingModule(nn.Module):
         super().__init__()
         self.loss = build_loss(loss, **options)
         self.learned = self.loss.learned
-        self.group, self.mode, self.memory_bytes = group, check_mode(mode), memory_bytes
-        self.memory, self._calls = CrossBatchMemory(memory), 0
+        self.group = group
+        self.mode = check_mode(mode)
+        self.memory_bytes = memory_bytes
+        self.memory = CrossBatchMemory(memory)
+        self._calls = 0
         self._is_warned = False
 
     def warn_if_alike(self, ranking: Ranking) -> None:
@@ -43,8 +46,8 @@ class RankingModule(nn.Module):
         is_alike = ranking.spread < COLLAPSED
         if is_alike and not self._is_warned:
             logger.warning(
-                "the network has given all images of this batch the same descriptor (spread %.1g), from which no "
-                "ranking can be learnt. Usual causes: %s",
+                "the network has given all images of this batch the same descriptor (spread %.1g),"
+                " from which no ranking can be learnt. Usual causes: %s",
                 ranking.spread,
                 CAUSES,
             )
@@ -52,7 +55,8 @@ class RankingModule(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         # As a tensor, since safetensors, Accelerate and Hugging Face save nothing else.
-        state = {**self.memory.state_dict(), "calls": torch.tensor(self._calls)}  # by which dropout and simix draw
+        # by which dropout and simix draw
+        state = {**self.memory.state_dict(), "calls": torch.tensor(self._calls)}
         return torch.frombuffer(bytearray(save(state)), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -64,13 +68,14 @@ class RankingModule(nn.Module):
 class ListwiseLoss(RankingModule):
     """A listwise loss of a batch: `loss(embeddings, labels)` returns a scalar to differentiate.
 
-    Value and gradient are computed together, in memory linear in the batch, in float32 at least whatever autocast
-    says; `backward` only multiplies. With a process group the batch is that of all ranks, and the gradient that of
-    their common loss: sum it over ranks. DistributedDataParallel averages, so there multiply the loss by the number
-    of ranks.
+    Value and gradient are computed together, in memory linear in the batch, in float32 at least
+    whatever autocast says; `backward` only multiplies. With a process group the batch is that of
+    all ranks, and the gradient that of their common loss: sum it over ranks.
+    DistributedDataParallel averages, so there multiply the loss by the number of ranks.
 
-    The parameters of a loss that has some, such as `proxy_nca`, are those of this module: give them to the optimiser.
-    Over ranks they get the same share of their gradient on each, and so behave like the network's.
+    The parameters of a loss that has some, such as `proxy_nca`, are those of this module: give them
+    to the optimiser. Over ranks they get the same share of their gradient on each, and so behave
+    like the network's.
 
     Args:
         memory: number of earlier descriptors to rank against as well; part of the module's state.
@@ -96,7 +101,9 @@ class ListwiseLoss(RankingModule):
             extra: see `distap.rank`.
         """
         with torch.autocast(embeddings.device.type, enabled=False):
-            descriptors = normalize(embeddings.to(torch.promote_types(embeddings.dtype, torch.float32)))
+            descriptors = normalize(
+                embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
+            )
             ranking = rank(
                 descriptors.detach(),
                 labels,
@@ -112,11 +119,15 @@ class ListwiseLoss(RankingModule):
             self._calls += 1
             self.warn_if_alike(ranking)
             value = ranking.loss.to(descriptors.dtype)
-            # Descriptors have this rank's gradient; the loss's parameters have all ranks', and each takes a share.
+            # Descriptors have this rank's gradient; the loss's parameters have all ranks', and each
+            # takes a share.
             ranks = 1 if self.group is None else dist.get_world_size(self.group)
 
             def gradients(upstream: Tensor) -> Sequence[Tensor]:
-                return [ranking.gradient * upstream, *(one * (upstream / ranks) for one in ranking.by_parameters)]
+                return [
+                    ranking.gradient * upstream,
+                    *(one * (upstream / ranks) for one in ranking.by_parameters),
+                ]
 
             return KnownGradient.apply(value, gradients, False, descriptors, *self.loss.parameters)
 
@@ -128,17 +139,24 @@ class ListwiseLoss(RankingModule):
 
 
 class KnownGradient(torch.autograd.Function):
-    """Return a loss to autograd with gradients computed before; `only_once` refuses a second backward pass."""
+    """Return a loss to autograd with gradients computed before; `only_once` refuses a second
+    backward pass.
+    """
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, gradients: Gradients, only_once: bool, *_: Tensor) -> Tensor:
-        ctx.gradients, ctx.only_once = gradients, only_once
+    def forward(
+        ctx: Any, value: Tensor, gradients: Gradients, only_once: bool, *_: Tensor
+    ) -> Tensor:
+        ctx.gradients = gradients
+        ctx.only_once = only_once
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # as it is under create_graph=True
-            raise RuntimeError("listwise losses are differentiable once: their second derivative is not known")
+            raise RuntimeError(
+                "listwise losses are differentiable once: their second derivative is not known"
+            )
         if ctx.gradients is None:
             raise RuntimeError("this loss was sent back already; call multistage again")
         gradients = ctx.gradients

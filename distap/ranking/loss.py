@@ -1,4 +1,5 @@
-"""Interface of losses: take a gathered batch and a memory budget, return the loss and its gradient."""
+"""Interface of losses: take a gathered batch and a memory budget, return the loss and its
+gradient."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -19,19 +20,26 @@ from distap.registry import adapter_of, build_part, sum_in_full
 from distap.world import World
 
 Presets = Mapping[str, Mapping[str, Any]]
-# Pairs of a tile: on a CPU, as many as stay in its cache while they are worked on; on a GPU, enough to keep it busy.
-CPU_TILE_PAIRS, GPU_TILE_PAIRS = 2**19, 2**26
-# The number K of classes of a training set, or their numbers, (K,), or with those of the coarser ones, (K, L).
+# Pairs of a tile: on a CPU, as many as stay in its cache while they are worked on; on a GPU, enough
+# to keep it busy.
+CPU_TILE_PAIRS = 2**19
+GPU_TILE_PAIRS = 2**26
+# The number K of classes of a training set, or their numbers, (K,), or with those of the coarser
+# ones, (K, L).
 KnownClasses = int | Int64[Tensor, "K *L"] | None
-TENSORS_A_PAIR = 8  # values, in the dtype of the descriptors, that are alive at once for each pair of a tile
+# values, in the dtype of the descriptors, that are alive at once for each pair of a tile
+TENSORS_A_PAIR = 8
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Memory for ranking in addition to the descriptors: half for tiles, half to keep between two passes."""
+    """Memory for ranking in addition to the descriptors: half for tiles, half to keep between two
+    passes.
+    """
 
     device: torch.device  # of the descriptors
-    memory_bytes: int | None = None  # None takes 1 GiB on a CPU and a quarter of the free memory on a GPU
+    # None takes 1 GiB on a CPU and a quarter of the free memory on a GPU
+    memory_bytes: int | None = None
 
     @property
     def half(self) -> int:
@@ -50,7 +58,9 @@ class Budget:
 
 @cache
 def _free_at_first(device: torch.device) -> int:
-    """Return the bytes free on a GPU at the first call, and the same later, so that tiles keep their size."""
+    """Return the bytes free on a GPU at the first call, and the same later, so that tiles keep
+    their size.
+    """
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 
@@ -58,30 +68,43 @@ def _free_at_first(device: torch.device) -> int:
 class LossValue(NamedTuple):
     """A loss of the global batch, and this rank's part of its gradient.
 
-    The loss is a mean over the queries of all ranks, so gradients are summed over ranks, never averaged. The gradient
-    may lack its part along the descriptor itself, which L2 normalisation removes anyway.
+    The loss is a mean over the queries of all ranks, so gradients are summed over ranks, never
+    averaged. The gradient may lack its part along the descriptor itself, which L2 normalisation
+    removes anyway.
     """
 
     value: Float64[Tensor, ""]  # the same on every rank
-    # The loss of each own query, NaN for a query without positives; None if the loss is no mean over queries.
+    # The loss of each own query, NaN for a query without positives; None if the loss is no mean
+    # over queries.
     per_query: Float64[Tensor, " b"] | None
     gradient: Float[Tensor, "b C"]  # by the descriptors of `Gathered.own`
-    by_parameters: tuple[Tensor, ...] = ()  # by each of `Loss.parameters`, summed over the ranks already
+    # by each of `Loss.parameters`, summed over the ranks already
+    by_parameters: tuple[Tensor, ...] = ()
 
 
 class Counter:
-    """Do a part of a loss's work while descriptors of the batch still arrive; this one leaves all to the end."""
+    """Do a part of a loss's work while descriptors of the batch still arrive; this one leaves all
+    to the end.
+    """
 
     def __init__(self, loss: "Loss", budget: Budget) -> None:
-        self.loss, self.budget = loss, budget
+        self.loss = loss
+        self.budget = budget
         self.seen = 0  # images that were added
 
-    def add(self, descriptors: Float[Tensor, "n C"], labels: Int64[Tensor, " n"], is_own: Bool[Tensor, " n"]) -> None:
-        """Add the gallery's next descriptors; labels, and whether images are own, are on the CPU."""
+    def add(
+        self,
+        descriptors: Float[Tensor, "n C"],
+        labels: Int64[Tensor, " n"],
+        is_own: Bool[Tensor, " n"],
+    ) -> None:
+        """Add the gallery's next descriptors; labels, and whether images are own, are on the
+        CPU."""
         self.seen += len(labels)
 
     def value_and_gradient(self, gathered: Gathered) -> LossValue:
-        """Finish the loss; the first `seen` images of the gallery were added, later ones were not."""
+        """Finish the loss; the first `seen` images of the gallery were added, later ones were
+        not."""
         return self.loss.value_and_gradient(gathered, self.budget)
 
 
@@ -89,14 +112,17 @@ class Counter:
 class Loss(ABC):
     """A listwise loss: a frozen dataclass whose fields are its settings.
 
-    `distap.ranking.losses.base` makes one from any differentiable function of similarities or of descriptors.
+    `distap.ranking.losses.base` makes one from any differentiable function of similarities or of
+    descriptors.
     """
 
     presets: ClassVar[Presets] = {}  # settings that give the numbers of published code
     is_ap: ClassVar[bool] = False  # 1 - loss is an Average Precision
-    needs_positives: ClassVar[bool] = True  # a query counts only if another image of its class is ranked
+    # a query counts only if another image of its class is ranked
+    needs_positives: ClassVar[bool] = True
     query_level: ClassVar[int] = 0  # the level of that class: 0 is the finest, -1 the coarsest
-    formula: ClassVar[tuple[str, int]] = ("value_and_gradient", 2)  # a method, and how many parameters all have
+    # a method, and how many parameters all have
+    formula: ClassVar[tuple[str, int]] = ("value_and_gradient", 2)
 
     # pydantic reads this where a recipe holds the loss.
     __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012
@@ -105,8 +131,8 @@ class Loss(ABC):
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
         """Return the loss of the whole batch, and its gradient by this rank's descriptors.
 
-        Every rank calls this, without autograd and outside autocast. The dtype of the descriptors is the precision of
-        similarities and gradients.
+        Every rank calls this, without autograd and outside autocast. The dtype of the descriptors
+        is the precision of similarities and gradients.
         """
 
     @property
@@ -116,19 +142,30 @@ class Loss(ABC):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return [one for one in self.learned.parameters() if one.requires_grad] if self.learned is not None else []
+        return (
+            [one for one in self.learned.parameters() if one.requires_grad]
+            if self.learned is not None
+            else []
+        )
 
     @cached_property
     def taken(self) -> tuple[str, ...]:
-        """Names of further tensors of images that the formula takes: its parameters without a default."""
+        """Names of further tensors of images that the formula takes: its parameters without a
+        default.
+        """
         # A module's `forward` is looked at, for `__call__` takes anything.
-        function, known = getattr(self, self.formula[0]), self.formula[1]
+        function = getattr(self, self.formula[0])
+        known = self.formula[1]
         try:
-            parameters = list(signature(getattr(function, "forward", function)).parameters.values())[known:]
+            parameters = list(
+                signature(getattr(function, "forward", function)).parameters.values()
+            )[known:]
         except ValueError:  # of a function written in C
             return ()
         named = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
-        return tuple(one.name for one in parameters if one.default is Parameter.empty and one.kind in named)
+        return tuple(
+            one.name for one in parameters if one.default is Parameter.empty and one.kind in named
+        )
 
     @property
     def extras(self) -> tuple[str, ...]:
@@ -136,11 +173,15 @@ class Loss(ABC):
         return *self.taken, *(["weights"] if getattr(self, "weights", None) == "given" else [])
 
     def sized(self, classes: KnownClasses, dimensions: int | None, seed: int) -> "Loss":
-        """Return this loss with new parameters for K classes, if known, and descriptors of C dimensions."""
+        """Return this loss with new parameters for K classes, if known, and descriptors of C
+        dimensions.
+        """
         return self
 
     def counter(self, pairs: int, budget: Budget) -> Counter:
-        """Return a counter for a batch to come, with about `pairs` pairs of an own query and a gallery image."""
+        """Return a counter for a batch to come, with about `pairs` pairs of an own query and a
+        gallery image.
+        """
         return Counter(self, budget)
 
 
@@ -157,27 +198,37 @@ class SizedLoss(Loss):
 
     def sized(self, classes: KnownClasses, dimensions: int | None, seed: int) -> "SizedLoss":
         classes = len(classes) if isinstance(classes, Tensor) else classes
-        for key, given, found in (("classes", self.classes, classes), ("dimensions", self.dimensions, dimensions)):
+        for key, given, found in (
+            ("classes", self.classes, classes),
+            ("dimensions", self.dimensions, dimensions),
+        ):
             if None not in (given, found) and given != found:
-                raise DistapError(f"loss: {key} is {given}, but this training has {found}; leave {key} out")
+                raise DistapError(
+                    f"loss: {key} is {given}, but this training has {found}; leave {key} out"
+                )
         seed = seed if self.seed is None else self.seed
         return replace(self, classes=self.classes or classes, dimensions=dimensions, seed=seed)
 
 
-# A name, a mapping of names to weights, a loss, a class of losses, or a function (descriptors, labels).
+# A name, a mapping of names to weights, a loss, a class of losses, or a function (descriptors,
+# labels).
 AnyLoss = str | Mapping[str, Any] | Loss | Callable[..., Any]
 
 
 def build_loss(loss: AnyLoss, **options: Any) -> Loss:
-    """Build a loss from its name ("package.module:Class" for your own), a recipe's form, a class or a function.
+    """Build a loss from its name ("package.module:Class" for your own), a recipe's form, a class or
+    a function.
 
     Raises:
-        DistapError: the loss, the preset, an option or its value is wrong; or a loss was given with options.
+        DistapError: the loss, the preset, an option or its value is wrong; or a loss was given with
+            options.
     """
     if isinstance(loss, Mapping):
         named = {**sum_in_full(loss), **options}
         if "name" not in named:
-            raise DistapError(f"loss {dict(loss)}: expected the names of losses with their weights, or `name`")
+            raise DistapError(
+                f"loss {dict(loss)}: expected the names of losses with their weights, or `name`"
+            )
         return build_loss(str(named.pop("name")), **named)
     if isinstance(loss, str):
         return build_part("loss", loss, **options)
@@ -187,9 +238,13 @@ def build_loss(loss: AnyLoss, **options: Any) -> Loss:
         try:
             return adapter_of(loss).validate_python(options)
         except ValidationError as error:
-            raise DistapError(f"{loss.__name__}: {'; '.join(problems_of(map(dict, error.errors())))}") from error
+            raise DistapError(
+                f"{loss.__name__}: {'; '.join(problems_of(map(dict, error.errors())))}"
+            ) from error
     if options:
-        raise DistapError(f"{loss} is a loss already; options go with names and classes of losses only")
+        raise DistapError(
+            f"{loss} is a loss already; options go with names and classes of losses only"
+        )
     if isinstance(loss, Loss):
         return loss
     from distap.ranking.losses.function import FunctionLoss  # which is made of what stands above
@@ -204,9 +259,12 @@ def rank_on_rank_zero(loss: Loss, gathered: Gathered, budget: Budget) -> LossVal
 
     If the loss fails, rank 0 raises its error, and the others a DistapError.
     """
-    world, batch = gathered.world, len(gathered.images)
+    world = gathered.world
+    batch = len(gathered.images)
     value = torch.zeros((), dtype=torch.float64, device=gathered.gallery.device)
-    per_query, gradient, failure = value.new_full((batch,), torch.nan), None, None
+    per_query = value.new_full((batch,), torch.nan)
+    gradient = None
+    failure = None
     by_parameters = tuple(map(torch.zeros_like, loss.parameters))
     if world.rank == 0:
         own = torch.arange(batch, device=value.device)
@@ -221,17 +279,24 @@ def rank_on_rank_zero(loss: Loss, gathered: Gathered, budget: Budget) -> LossVal
     if not world.all_agree(failure is None):
         raise failure or DistapError("rank 0 could not rank the batch; its own message says why")
     # The gradient of each slot goes to the rank that holds it; slots that take no part have zeros.
-    received = world.scatter_rows(gradient, gathered.gallery, len(gathered.taking_part))[gathered.local]
+    received = world.scatter_rows(gradient, gathered.gallery, len(gathered.taking_part))[
+        gathered.local
+    ]
     value, per_query = world.broadcast(value), world.broadcast(per_query)
     pairs = zip(by_parameters, loss.parameters, strict=True)
-    by_parameters = tuple(world.broadcast(one.to(gathered.gallery)).to(parameter) for one, parameter in pairs)
-    by_query = None if per_query.isnan().all() else per_query[gathered.own]  # which the loss may not have
+    by_parameters = tuple(
+        world.broadcast(one.to(gathered.gallery)).to(parameter) for one, parameter in pairs
+    )
+    # which the loss may not have
+    by_query = None if per_query.isnan().all() else per_query[gathered.own]
     return LossValue(value, by_query, received, by_parameters)
 
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Compute outside autocast and without TF32: rounded similarities fall into wrong bins and spoil the gradient."""
+    """Compute outside autocast and without TF32: rounded similarities fall into wrong bins and
+    spoil the gradient.
+    """
     backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
     try:

@@ -13,15 +13,17 @@ from distap.ranking.gathered import Gathered
 class CrossBatchMemory:
     """The newest `size` descriptors: queries are ranked against them too, but they get no gradient.
 
-    Every rank remembers the same. If an image comes again, its newest descriptor replaces the older one.
+    Every rank remembers the same. If an image comes again, its newest descriptor replaces the older
+    one.
     """
 
     def __init__(self, size: int) -> None:
         if size < 0:
             raise ValueError(f"size is {size}; it must not be below 0")
         self.size = size
-        # Of K images, the newest last: `descriptors` (K, C), `labels` (K, L) from the finest level to the coarsest,
-        # and `images` (K,), the number of each in its data set, -1 if unknown. Empty before the first batch.
+        # Of K images, the newest last: `descriptors` (K, C), `labels` (K, L) from the finest level
+        # to the coarsest, and `images` (K,), the number of each in its data set, -1 if unknown.
+        # Empty before the first batch.
         self._rows: dict[str, Tensor] = {}
 
     def __len__(self) -> int:
@@ -32,9 +34,12 @@ class CrossBatchMemory:
         if not self._rows:
             return gathered
         rows = self._of_other_images(gathered)
-        (_, here), (_, there) = gathered.gallery_levels.shape, rows["labels"].shape
+        (_, here) = gathered.gallery_levels.shape
+        (_, there) = rows["labels"].shape
         if here != there:
-            raise DistapError(f"labels have {here} levels, but those of the memory's descriptors have {there}")
+            raise DistapError(
+                f"labels have {here} levels, but those of the memory's descriptors have {there}"
+            )
         return replace(
             gathered,
             gallery=torch.cat([gathered.gallery, rows["descriptors"].to(gathered.gallery)]),
@@ -45,16 +50,25 @@ class CrossBatchMemory:
         """Add a batch; drop the oldest descriptors."""
         if self.size == 0:
             return
-        # The gathered batch is the same on all ranks, so their memories stay equal without a message.
-        kept = {"descriptors": gathered.descriptors, "labels": gathered.levels, "images": gathered.images}
+        # The gathered batch is the same on all ranks, so their memories stay equal without a
+        # message.
+        kept = {
+            "descriptors": gathered.descriptors,
+            "labels": gathered.levels,
+            "images": gathered.images,
+        }
         if self._rows:
-            kept = {name: torch.cat([rows, kept[name]]) for name, rows in self._of_other_images(gathered).items()}
+            kept = {
+                name: torch.cat([rows, kept[name]])
+                for name, rows in self._of_other_images(gathered).items()
+            }
         # Copies: a slice would keep all of the tensor that it was cut from.
         self._rows = {name: rows[-self.size :].detach().clone() for name, rows in kept.items()}
 
     def _of_other_images(self, gathered: Gathered) -> dict[str, Tensor]:
-        # Without the images of the batch, on its device: an image would be its own easiest positive, and the batch
-        # has its newer descriptor. Images without a number (-1) are never the same.
+        # Without the images of the batch, on its device: an image would be its own easiest
+        # positive, and the batch has its newer descriptor. Images without a number (-1) are never
+        # the same.
         images = self._rows["images"].to(gathered.images.device)
         other = ~(torch.isin(images, gathered.images) & (images >= 0))
         return {name: rows.to(images.device)[other] for name, rows in self._rows.items()}

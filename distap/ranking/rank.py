@@ -1,4 +1,6 @@
-"""Rank descriptors: compute the loss of a batch and every descriptor's gradient, on all ranks or on rank 0."""
+"""Rank descriptors: compute the loss of a batch and every descriptor's gradient, on all ranks or on
+rank 0.
+"""
 
 from __future__ import annotations  # `help` shows the types as they are written here
 
@@ -18,7 +20,15 @@ from distap.errors import DistapError, suggestion, tensor_given
 from distap.ranking.compiling import uncompiled
 from distap.ranking.gather import Gathering, gather
 from distap.ranking.gathered import Gathered
-from distap.ranking.loss import AnyLoss, Budget, Counter, Loss, build_loss, full_precision, rank_on_rank_zero
+from distap.ranking.loss import (
+    AnyLoss,
+    Budget,
+    Counter,
+    Loss,
+    build_loss,
+    full_precision,
+    rank_on_rank_zero,
+)
 from distap.ranking.memory import CrossBatchMemory
 from distap.ranking.rankable import check_arguments, refuse_crossing
 from distap.world import World, refuse_default_device
@@ -35,13 +45,17 @@ class Ranking:
     """The result of stage two; this rank has b images."""
 
     loss: Float64[Tensor, ""]  # of the whole global batch, the same on every rank
-    per_query: Float64[Tensor, " b"] | None  # loss of each own query, NaN without positive; None: not by query
-    gradient: Float[Tensor, "b C"]  # of this rank's descriptors, up to a multiple of each descriptor
+    # loss of each own query, NaN without positive; None: not by query
+    per_query: Float64[Tensor, " b"] | None
+    # of this rank's descriptors, up to a multiple of each descriptor
+    gradient: Float[Tensor, "b C"]
     queries: int  # of all ranks, with a positive
     skipped_queries: int  # of all ranks, without
     is_finite: bool  # on all ranks
-    by_parameters: tuple[Tensor, ...] = ()  # gradient by the loss's own parameters, of all ranks together
-    spread: float = math.nan  # mean squared distance of the batch's descriptors to their mean; 0 if all are alike
+    # gradient by the loss's own parameters, of all ranks together
+    by_parameters: tuple[Tensor, ...] = ()
+    # mean squared distance of the batch's descriptors to their mean; 0 if all are alike
+    spread: float = math.nan
 
 
 @uncompiled
@@ -58,34 +72,40 @@ def rank(
     extra: Mapping[str, Tensor | ArrayLike] | None = None,
     **options: object,
 ) -> Ranking:
-    """Return the loss of a batch and the gradient of every descriptor, however descriptors were made.
+    """Return the loss of a batch and the gradient of every descriptor, however descriptors were
+    made.
 
-    With a process group the batch is that of all its ranks, in shares of any size, and every rank calls this alike.
-    The loss is then a mean over the queries of all ranks: sum gradients over ranks, do not average them.
+    With a process group the batch is that of all its ranks, in shares of any size, and every rank
+    calls this alike. The loss is then a mean over the queries of all ranks: sum gradients over
+    ranks, do not average them.
 
     Args:
-        descriptors: (b, C) of this rank, of length 1, as a tensor or an array. For 16-bit descriptors the gradient
-            is float32.
-        labels: (b,) integers from 0; or (b, L) from the finest level to the coarsest, each class within one of the
-            next level, for losses of graded relevance. Other losses rank by the first column.
-        loss: a name of docs/guides/losses.md such as `ap_q`, "package.module:Class", a Loss, or a function
-            (descriptors, labels) -> scalar. Losses with parameters of their own are for `ListwiseLoss` and
-            `Multistage`.
-        group: the ranks of one batch, `torch.distributed.group.WORLD` for all; None is this process alone.
-        mode: `sharded`, each rank ranks its own queries; `central`, rank 0 of the group ranks all.
-        memory: descriptors of earlier calls to rank against as well; this batch is added to it.
-        images: (b,) numbers by which the memory knows images again; without them an image that comes again is ranked
+        descriptors: (b, C) of this rank, of length 1, as a tensor or an array. For 16-bit
+            descriptors the gradient is float32.
+        labels: (b,) integers from 0; or (b, L) from the finest level to the coarsest, each class
+            within one of the next level, for losses of graded relevance. Other losses rank by the
+            first column.
+        loss: a name of docs/guides/losses.md such as `ap_q`, "package.module:Class", a Loss, or a
+            function (descriptors, labels) -> scalar. Losses with parameters of their own are for
+            `ListwiseLoss` and `Multistage`.
+        group: the ranks of one batch, `torch.distributed.group.WORLD` for all; None is this process
+            alone. mode: `sharded`, each rank ranks its own queries; `central`, rank 0 of the group
+            ranks all. memory: descriptors of earlier calls to rank against as well; this batch is
+            added to it. images: (b,) numbers by which the memory knows images again; without them
+            an image that comes again is ranked
             against its own remembered descriptor.
-        memory_bytes: bytes to use next to the descriptors; None takes 1 GiB, or a quarter of a GPU's free memory.
-        step: number of the step, for losses that draw numbers, such as `simix`.
-        extra: further tensors of the images, (b, ...), by the names of the parameters by which the loss takes them;
+        memory_bytes: bytes to use next to the descriptors; None takes 1 GiB, or a quarter of a
+            GPU's free memory. step: number of the step, for losses that draw numbers, such as
+            `simix`. extra: further tensors of the images, (b, ...), by the names of the parameters
+            by which the loss takes them;
             `weights`, (b,), are those of queries for a loss with weights="given".
-        options: of the loss, such as `weights` of the queries, or `preset`, the name of one of its presets.
+        options: of the loss, such as `weights` of the queries, or `preset`, the name of one of its
+            presets.
     Returns:
         A Ranking; its gradient and losses by query are those of this rank's descriptors.
     Raises:
-        DistapError: on every rank, for an unknown loss or option, and for descriptors or labels that cannot be
-            ranked; the message says which rows.
+        DistapError: on every rank, for an unknown loss or option, and for descriptors or labels
+            that cannot be ranked; the message says which rows.
     """
     refuse_default_device()
     descriptors, labels = tensor_given(descriptors, "descriptors"), tensor_given(labels, "labels")
@@ -93,14 +113,22 @@ def rank(
     others = {name: tensor_given(rows, f"extra: {name}") for name, rows in (extra or {}).items()}
     world = World(device=descriptors.device)
     if group is not None:
-        world = World(dist.get_rank(group), dist.get_world_size(group), device=descriptors.device, group=group)
-    built, where = build_loss(loss, **options), check_mode(mode)
+        world = World(
+            dist.get_rank(group), dist.get_world_size(group), device=descriptors.device, group=group
+        )
+    built = build_loss(loss, **options)
+    where = check_mode(mode)
     share = max(check_arguments(descriptors, labels, world, others, built, images))
-    b, levels = len(labels), (labels if labels.ndim == 2 else labels[:, None]).long()
-    # `gather` knows where rows belong by the number of slots alone, so all ranks must have the same number of rows.
-    # Shares of one size are slots rank, rank + W, ...; the rows that fill a smaller share up take no part.
+    b = len(labels)
+    levels = (labels if labels.ndim == 2 else labels[:, None]).long()
+    # `gather` knows where rows belong by the number of slots alone, so all ranks must have the same
+    # number of rows. Shares of one size are slots rank, rank + W, ...; the rows that fill a smaller
+    # share up take no part.
     gathered = gather(
-        pad(descriptors.detach().to(torch.promote_types(descriptors.dtype, torch.float32)), (0, 0, 0, share - b)),
+        pad(
+            descriptors.detach().to(torch.promote_types(descriptors.dtype, torch.float32)),
+            (0, 0, 0, share - b),
+        ),
         pad(levels, (0, 0, 0, share - b)),
         torch.arange(share, device=labels.device) < b,
         world,
@@ -108,8 +136,11 @@ def rank(
         None if images is None else pad(images.long(), (0, share - b)),
     )
     gathered = replace(gathered, key=(0, step)).with_extra(others)
-    ranking = rank_descriptors(built, gathered if memory is None else memory.extend(gathered), where, memory_bytes)
-    # Only now: an image is not ranked against itself, and a batch that cannot be ranked is not remembered.
+    ranking = rank_descriptors(
+        built, gathered if memory is None else memory.extend(gathered), where, memory_bytes
+    )
+    # Only now: an image is not ranked against itself, and a batch that cannot be ranked is not
+    # remembered.
     if memory is not None:
         memory.remember(gathered)
     per_query = None if ranking.per_query is None else ranking.per_query[:b]
@@ -125,14 +156,19 @@ def check_mode(mode: str) -> Mode:
 def start_gathering(
     loss: Loss, world: World, slots: int, mode: Mode = "sharded", memory_bytes: int | None = None
 ) -> Gathering:
-    """Begin to gather a batch for `rank_descriptors`; count pairs as they arrive if the loss allows it."""
+    """Begin to gather a batch for `rank_descriptors`; count pairs as they arrive if the loss allows
+    it.
+    """
     # In mode central rank 0 counts the pairs of all queries, once all are there.
-    pairs, counts = len(world.slots(slots)) * slots, mode == "sharded" or world.size == 1
-    return Gathering(world, slots, loss.counter(pairs, Budget(world.device, memory_bytes)) if counts else None)
+    pairs = len(world.slots(slots)) * slots
+    counts = mode == "sharded" or world.size == 1
+    return Gathering(
+        world, slots, loss.counter(pairs, Budget(world.device, memory_bytes)) if counts else None
+    )
 
 
-# Autograd differentiates the formulas of losses, also where the caller wants no gradient; tensors that are made in
-# inference mode cannot take part in that.
+# Autograd differentiates the formulas of losses, also where the caller wants no gradient; tensors
+# that are made in inference mode cannot take part in that.
 @torch.inference_mode(False)
 @torch.no_grad()
 def rank_descriptors(
@@ -142,30 +178,39 @@ def rank_descriptors(
     memory_bytes: int | None = None,
     counter: Counter | None = None,
 ) -> Ranking:
-    """Return the loss of a global batch and its descriptor gradients (Revaud et al. 2019, section 3.2, stage two).
+    """Return the loss of a global batch and its descriptor gradients (Revaud et al. 2019, section
+    3.2, stage two).
 
-    Mode and memory are those of `rank`; `counter` is that of the batch's gathering. The Ranking has a row for each
-    slot of this rank; a slot that takes no part has gradient zero and loss NaN. If no query has a positive, or all
-    images are of one class, every rank raises a DistapError.
+    Mode and memory are those of `rank`; `counter` is that of the batch's gathering. The Ranking has
+    a row for each slot of this rank; a slot that takes no part has gradient zero and loss NaN. If
+    no query has a positive, or all images are of one class, every rank raises a DistapError.
     """
     batch = len(gathered.images)
     refuse_crossing(gathered.gallery_levels)
-    queries = int((gathered.class_sizes[:batch, loss.query_level] > 1).sum()) if loss.needs_positives else batch
+    queries = (
+        int((gathered.class_sizes[:batch, loss.query_level] > 1).sum())
+        if loss.needs_positives
+        else batch
+    )
     # Every rank finds this out for itself: the others would wait if rank 0 alone did.
     if not queries:
         raise NothingToRankError(
-            f"none of the {batch} images of this batch (rows 0 to {batch - 1}) has another image of its class in the "
-            "batch, so nothing can be ranked: draw several images of each class, or a larger batch"
+            f"none of the {batch} images of this batch (rows 0 to {batch - 1}) has another image of"
+            " its class in the batch, so nothing can be ranked: draw several images of each class,"
+            " or a larger batch"
             if batch
             else "no image of this batch can be ranked: none was read, or no descriptor is finite"
         )
     if loss.needs_positives and gathered.class_sizes[0, 0] == len(gathered.gallery):
         raise DistapError(
-            f"all {batch} images of this batch (rows 0 to {batch - 1}) are of one class, {int(gathered.labels[0])}: "
-            "every ranking of them is right, so there is nothing to learn; a batch needs two classes at least"
+            f"all {batch} images of this batch (rows 0 to {batch - 1}) are of one class,"
+            f" {int(gathered.labels[0])}: every ranking of them is right, so there is nothing to"
+            " learn; a batch needs two classes at least"
         )
-    # A counter has seen the pairs already; otherwise each rank ranks its own queries now, or rank 0 those of all.
-    world, budget = gathered.world, Budget(gathered.gallery.device, memory_bytes)
+    # A counter has seen the pairs already; otherwise each rank ranks its own queries now, or rank 0
+    # those of all.
+    world = gathered.world
+    budget = Budget(gathered.gallery.device, memory_bytes)
     with full_precision(budget.device):
         if counter is not None:
             found = counter.value_and_gradient(gathered)
@@ -173,8 +218,10 @@ def rank_descriptors(
             found = loss.value_and_gradient(gathered, budget)
         else:
             found = rank_on_rank_zero(loss, gathered, budget)
-    # All ranks have to skip the step, or none: one that went on alone would wait in the next collective.
-    numbers = found.value, found.gradient, *found.by_parameters  # finite if their sums are, read in one pass
+    # All ranks have to skip the step, or none: one that went on alone would wait in the next
+    # collective.
+    # finite if their sums are, read in one pass
+    numbers = found.value, found.gradient, *found.by_parameters
     is_finite = world.all_agree(all(bool(one.sum().isfinite()) for one in numbers))
     per_query = None if found.per_query is None else gathered.spread(found.per_query, torch.nan)
     return Ranking(

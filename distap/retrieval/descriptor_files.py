@@ -1,8 +1,9 @@
-"""Read and write folders of descriptors or indexes: files, keys, and a record of how they were made.
+"""Read and write folders of descriptors or indexes: files, keys, and a record of how they were
+made.
 
-The record `about.json` names every file with its size and SHA-256, and is written last. So a folder without it is
-unfinished, and one whose files are other ones is damaged. Of descriptors it has the size alone, since hashing would
-read all of them. Arrays are .npy files, never a pickle.
+The record `about.json` names every file with its size and SHA-256, and is written last. So a folder
+without it is unfinished, and one whose files are other ones is damaged. Of descriptors it has the
+size alone, since hashing would read all of them. Arrays are .npy files, never a pickle.
 """
 
 import json
@@ -23,7 +24,10 @@ from distap.storage.atomic import FileIdentity, file_identity, replacing, write_
 from distap.storage.names import composed
 from distap.storage.texts import read_json
 
-ABOUT_FILE, DESCRIPTORS_FILE, KEYS_FILE, CLASSES_FILE = "about.json", "descriptors.npy", "keys.npy", "classes.npy"
+ABOUT_FILE = "about.json"
+DESCRIPTORS_FILE = "descriptors.npy"
+KEYS_FILE = "keys.npy"
+CLASSES_FILE = "classes.npy"
 EXTRACTION_FILE = "extraction.json"  # the plan of the extraction that writes a folder
 DESCRIPTORS_VERSION = 3
 
@@ -32,7 +36,9 @@ Texts = NDArray[Any]  # of np.str_; beartype would treat each text length as a t
 
 @contextmanager
 def reading(path: Path, command: str) -> Iterator[None]:
-    """Turn errors about missing or damaged files into a DistapError that names the command which writes them."""
+    """Turn errors about missing or damaged files into a DistapError that names the command which
+    writes them.
+    """
     try:
         yield
     except DistapError:
@@ -45,7 +51,9 @@ def reading(path: Path, command: str) -> Iterator[None]:
 
 @pydantic.dataclasses.dataclass(frozen=True)  # checked, since it is read from JSON
 class DescribedBy:
-    """A record of how images were turned into descriptors; only those made in the same way can be compared."""
+    """A record of how images were turned into descriptors; only those made in the same way can be
+    compared.
+    """
 
     network: str  # hash of its tensors
     sizing: str  # how images were resized, such as `crop 224`, `side 1024` or `original`
@@ -64,21 +72,27 @@ class DescriptorSet:
     classes: Texts  # (N,) class names, "" for none
     described_by: DescribedBy
     data: str  # path or URL of the images
-    left_out: Mapping[str, str] = field(default_factory=dict)  # by name, why an image could not be described
+    # by name, why an image could not be described
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def __post_init__(self) -> None:
-        if self.descriptors.ndim != 2 or not len(self.descriptors) == len(self.keys) == len(self.classes):
+        if self.descriptors.ndim != 2 or not len(self.descriptors) == len(self.keys) == len(
+            self.classes
+        ):
             raise DistapError(
-                f"{self.data}: descriptors of shape {self.descriptors.shape} for {len(self.keys)} keys and "
-                f"{len(self.classes)} classes; expected (N, C), N and N"
+                f"{self.data}: descriptors of shape {self.descriptors.shape} for {len(self.keys)}"
+                f" keys and {len(self.classes)} classes; expected (N, C), N and N"
             )
 
 
 def write_described(
-    folder: Path, descriptors: DescriptorSet, files: Mapping[str, Callable[[BinaryIO], Any]], **about: Any
+    folder: Path,
+    descriptors: DescriptorSet,
+    files: Mapping[str, Callable[[BinaryIO], Any]],
+    **about: Any,
 ) -> None:
     """Write files with keys and classes of descriptors, and finally their record.
 
@@ -101,7 +115,9 @@ def write_described(
             with replacing(path) as file:
                 write(file)
             is_mapped = name == DESCRIPTORS_FILE
-            identities[name] = {"bytes": path.stat().st_size} if is_mapped else asdict(file_identity(path))
+            identities[name] = (
+                {"bytes": path.stat().st_size} if is_mapped else asdict(file_identity(path))
+            )
     except (OSError, RuntimeError) as error:  # the latter is Faiss's
         raise DistapError(f"{folder}: {', '.join(files)} cannot be written: {error}") from error
     record = {
@@ -121,7 +137,8 @@ def write_described(
 def read_described(
     folder: Path, name: str, command: str, remedy: str
 ) -> tuple[dict[str, Any], DescribedBy, Texts, Texts, tuple[int, int]]:
-    """Read a folder of `write_described`: its record, keys (N,) and classes (N,), and the shape N and C.
+    """Read a folder of `write_described`: its record, keys (N,) and classes (N,), and the shape N
+    and C.
 
     Args:
         name: another file that must be there, and intact.
@@ -130,13 +147,18 @@ def read_described(
     """
     path = folder / ABOUT_FILE
     if (folder / EXTRACTION_FILE).exists() and not path.exists():
-        raise DistapError(f"{folder}: its extraction has not ended; the command that began it continues it")
+        raise DistapError(
+            f"{folder}: its extraction has not ended; the command that began it continues it"
+        )
     with reading(path, command):
         about = read_json(path)
         if about["version"] != DESCRIPTORS_VERSION:
-            told = f"version {about['version']!r}, this distap reads {DESCRIPTORS_VERSION}; {remedy}"
+            told = (
+                f"version {about['version']!r}, this distap reads {DESCRIPTORS_VERSION}; {remedy}"
+            )
             raise DistapError(f"{path}: {told}")
-        if name not in about["files"]:  # descriptors in place of an index, or an index in place of descriptors
+        # descriptors in place of an index, or an index in place of descriptors
+        if name not in about["files"]:
             raise DistapError(f"{folder}: has no {name}, which `{command}` writes")
         about |= {"data": str(about["data"]), "left_out": dict(about["left_out"])}
         described_by = DescribedBy(**about["described_by"])
@@ -144,10 +166,13 @@ def read_described(
         named = (name, KEYS_FILE, CLASSES_FILE)
         expected = {each: FileIdentity(**{"sha256": "", **about["files"][each]}) for each in named}
     for each, identity in expected.items():
-        if told := identity.difference(folder / each, ABOUT_FILE):
+        told = identity.difference(folder / each, ABOUT_FILE)
+        if told:
             raise DistapError(f"{folder / each}: {told}; {remedy}")
     with reading(folder, command):
-        keys, classes = (np.load(folder / name, allow_pickle=False) for name in (KEYS_FILE, CLASSES_FILE))
+        keys, classes = (
+            np.load(folder / name, allow_pickle=False) for name in (KEYS_FILE, CLASSES_FILE)
+        )
         if not keys.shape == classes.shape == shape[:1]:
             raise ValueError(f"{keys.shape} keys and {classes.shape} classes of {shape[0]} images")
         classes = np.array(list(map(composed, classes.tolist())), dtype=np.str_)
@@ -155,8 +180,12 @@ def read_described(
 
 
 def read_descriptors(folder: Path) -> DescriptorSet:
-    """Read a folder of `distap extract`, the descriptors as a memory map; see `read_described` for errors."""
-    about, by, keys, classes, shape = read_described(folder, DESCRIPTORS_FILE, "distap extract", "extract again")
+    """Read a folder of `distap extract`, the descriptors as a memory map; see `read_described` for
+    errors.
+    """
+    about, by, keys, classes, shape = read_described(
+        folder, DESCRIPTORS_FILE, "distap extract", "extract again"
+    )
     with reading(folder / DESCRIPTORS_FILE, "distap extract"):
         values = np.lib.format.open_memmap(folder / DESCRIPTORS_FILE, mode="r")
         if (values.shape, str(values.dtype)) != (shape, about["dtype"]):

@@ -1,29 +1,34 @@
 """Exact figures of retrieval by name, computed from the ranks of each query's positives.
 
-Public codebases disagree, so here are the definitions. Ranks count from 1, without the query itself and without junk.
-P(k) is the share of positives among the first k, N the number of a query's positives. A query without any is left out
-of the means and counted. A positive ranks after the negatives that it ties with, so that a network that maps all
-images to one descriptor scores near zero and not one; `ties="for"` of `evaluate_descriptors` ranks it before them.
+Public codebases disagree, so here are the definitions. Ranks count from 1, without the query itself
+and without junk. P(k) is the share of positives among the first k, N the number of a query's
+positives. A query without any is left out of the means and counted. A positive ranks after the
+negatives that it ties with, so that a network that maps all images to one descriptor scores near
+zero and not one; `ties="for"` of `evaluate_descriptors` ranks it before them.
 
 - mAP: the sum of P at the ranks of the positives, over N; of the full ranking.
 - mAP@R (Musgrave et al. 2020): the sum of P at the positives up to rank N, over N.
-- mAP@100, or any k: the sum of P at the positives up to rank k, over min(N, k), as Google Landmarks v2 (Weyand et al.
-  2020) and, where no positives tie, ILIAS (2025) have it.
-- mAP/trapezoids: the area under the precision-recall curve by trapezoids, as in Revisited Oxford and Paris (Radenović
-  et al. 2018).
-- R@1, or any k: whether a positive is among the first k. CMC@k is the same by the name that re-identification uses.
-- mP@5, or any k: P(k), or P of the whole gallery if it is smaller; mP@5/min: hits among the first min(N, k), over
-  min(N, k), as GUIE and UnED have it; mP@5/last: P(min(k, rank of the last positive)), as Revisited Oxford and Paris.
+- mAP@100, or any k: the sum of P at the positives up to rank k, over min(N, k), as Google Landmarks
+  v2 (Weyand et al. 2020) and, where no positives tie, ILIAS (2025) have it.
+- mAP/trapezoids: the area under the precision-recall curve by trapezoids, as in Revisited Oxford
+  and Paris (Radenović et al. 2018).
+- R@1, or any k: whether a positive is among the first k. CMC@k is the same by the name that
+  re-identification uses.
+- mP@5, or any k: P(k), or P of the whole gallery if it is smaller; mP@5/min: hits among the first
+  min(N, k), over min(N, k), as GUIE and UnED have it; mP@5/last: P(min(k, rank of the last
+  positive)), as Revisited Oxford and Paris.
 
-Graded figures take the relevance l of each positive into account, an integer of at least 1; images of relevance 0 are
-negatives. Of positives that tie, the less relevant come first (with `ties="for"`, the more relevant).
+Graded figures take the relevance l of each positive into account, an integer of at least 1; images
+of relevance 0 are negatives. Of positives that tie, the less relevant come first (with
+`ties="for"`, the more relevant).
 
-- H-AP (Ramzi et al. 2022): the mean of Hrank(k) / rank(k) over the positives k, weighted by rel(k) = l / n_l, where
-  n_l is the number of the query's positives of relevance l. Hrank(k) is the sum of min(rel(k), rel(j)) over positives
-  j up to k, including k.
+- H-AP (Ramzi et al. 2022): the mean of Hrank(k) / rank(k) over the positives k, weighted by rel(k)
+  = l / n_l, where n_l is the number of the query's positives of relevance l. Hrank(k) is the sum of
+  min(rel(k), rel(j)) over positives j up to k, including k.
 - NDCG: the sum of (2^l - 1) / log2(1 + rank), over that of the ideal ranking.
-- ASI (Sun et al. 2021): the mean over k from 1 to N of the share of the first k images that the first k of the ideal
-  ranking have too, counted by relevance; ASI/level: without relevance, at each level of classes.
+- ASI (Sun et al. 2021): the mean over k from 1 to N of the share of the first k images that the
+  first k of the ideal ranking have too, counted by relevance; ASI/level: without relevance, at each
+  level of classes.
 """
 
 import re
@@ -36,7 +41,8 @@ from torch import Tensor
 
 from distap.errors import DistapError
 
-LABELLED_FIGURES = ("mAP", "mAP@R", "R@1", "R@5", "R@10", "mP@1", "mP@5", "mP@10")  # unless others are asked for
+# unless others are asked for
+LABELLED_FIGURES = ("mAP", "mAP@R", "R@1", "R@5", "R@10", "mP@1", "mP@5", "mP@10")
 LAST_RANK = torch.iinfo(torch.int64).max
 
 
@@ -56,7 +62,9 @@ class Ranked:
         others: int,
         grades: Int64[Tensor, "q P"] | None = None,
     ) -> "Ranked":
-        """Rank positives in any order by the number of negatives before each; `grades` are in the order of ranks."""
+        """Rank positives in any order by the number of negatives before each; `grades` are in the
+        order of ranks.
+        """
         ascending = before.masked_fill(~exists, LAST_RANK).sort(dim=1).values
         place = torch.arange(1, before.shape[1] + 1, device=before.device)
         return cls(torch.where(ascending < LAST_RANK, ascending + place, 0), others, grades)
@@ -82,13 +90,22 @@ class Ranked:
     @property
     def levels(self) -> Bool[Tensor, "L q P"]:
         """Masks of the positives that have relevance 1, 2 ... L."""
-        grades = self.ranks.clamp(max=1) if self.grades is None else self.grades.masked_fill(self.ranks == 0, 0)
+        grades = (
+            self.ranks.clamp(max=1)
+            if self.grades is None
+            else self.grades.masked_fill(self.ranks == 0, 0)
+        )
         return torch.stack([grades == level for level in range(1, max(1, int(grades.max())) + 1)])
 
     def hits(self, k: int | Int64[Tensor, "..."]) -> Float64[Tensor, " q"]:
         """Count the positives among the first k of each query; NaN for a query without any."""
         last = torch.as_tensor(k, device=self.ranks.device).view(-1, 1)
-        return ((self.ranks > 0) & (self.ranks <= last)).sum(1).double().masked_fill(self.count == 0, torch.nan)
+        return (
+            ((self.ranks > 0) & (self.ranks <= last))
+            .sum(1)
+            .double()
+            .masked_fill(self.count == 0, torch.nan)
+        )
 
 
 def average_precision(ranked: Ranked, k: int | Int64[Tensor, " q"]) -> Float64[Tensor, " q"]:
@@ -102,7 +119,8 @@ def area_by_trapezoids(ranked: Ranked) -> Float64[Tensor, " q"]:
     ranks = ranked.ranks
     place = torch.arange(ranks.shape[1], device=ranks.device).double()  # positives before this one
     from_zero = (ranks - 1).clamp(min=0)
-    above = torch.where(from_zero > 0, place / from_zero.clamp(min=1), 1.0)  # 1 if nothing is before it
+    # 1 if nothing is before it
+    above = torch.where(from_zero > 0, place / from_zero.clamp(min=1), 1.0)
     heights = torch.where(ranks > 0, (above + (place + 1) / (from_zero + 1)) / 2, 0)
     return heights.sum(1) / ranked.count
 
@@ -117,33 +135,50 @@ def hierarchical_average_precision(ranked: Ranked, _: int) -> Float64[Tensor, " 
     numbers = torch.arange(1, len(levels) + 1, device=levels.device).double()
     weights = numbers[:, None] / levels.sum(2).clamp(min=1)
     relevance = (levels * weights[:, :, None]).sum(0)
-    # Hrank(k), level by level: its positives up to k, each times the smaller of rel(k) and the level's relevance.
+    # Hrank(k), level by level: its positives up to k, each times the smaller of rel(k) and the
+    # level's relevance.
     up_to = torch.minimum(relevance, weights[:, :, None]) * levels.cumsum(2)
     return (up_to.sum(0) / ranked.ranks.clamp(min=1) * (relevance > 0)).sum(1) / relevance.sum(1)
 
 
 def discounted_gain(ranked: Ranked, _: int) -> Float64[Tensor, " q"]:
     levels = ranked.levels.double()
-    gains = (levels * (2.0 ** torch.arange(1, len(levels) + 1, device=levels.device)[:, None, None] - 1)).sum(0)
+    gains = (
+        levels * (2.0 ** torch.arange(1, len(levels) + 1, device=levels.device)[:, None, None] - 1)
+    ).sum(0)
     place = torch.arange(1, gains.shape[1] + 1, device=gains.device).double()
     ideal = gains.sort(dim=1, descending=True).values / torch.log2(1 + place)
     return (gains / torch.log2(1.0 + ranked.ranks.clamp(min=1).double())).sum(1) / ideal.sum(1)
 
 
 def set_intersection(ranked: Ranked, _: int) -> Float64[Tensor, " q"]:
-    levels, places = ranked.levels.long(), torch.arange(1, ranked.ranks.shape[1] + 1, device=ranked.ranks.device)
+    levels = ranked.levels.long()
+    places = torch.arange(1, ranked.ranks.shape[1] + 1, device=ranked.ranks.device)
     # Column 0 takes padding and ranks beyond the last place, and is cut off after the sum.
     shown = torch.where(ranked.ranks > len(places), 0, ranked.ranks).expand(levels.shape)
-    first = levels.new_zeros(*levels.shape[:2], len(places) + 1).scatter_add_(2, shown, levels)[:, :, 1:].cumsum(2)
-    above = levels.sum(2).flip(0).cumsum(0).flip(0)[:, :, None]  # positives of this level or a higher one
-    # The ideal ranking has higher levels first: a level gets what they leave of the first k, up to all that it has.
-    ideal = (places - above + levels.sum(2)[:, :, None]).clamp(min=0).minimum(levels.sum(2)[:, :, None])
+    first = (
+        levels.new_zeros(*levels.shape[:2], len(places) + 1)
+        .scatter_add_(2, shown, levels)[:, :, 1:]
+        .cumsum(2)
+    )
+    # positives of this level or a higher one
+    above = levels.sum(2).flip(0).cumsum(0).flip(0)[:, :, None]
+    # The ideal ranking has higher levels first: a level gets what they leave of the first k, up to
+    # all that it has.
+    ideal = (
+        (places - above + levels.sum(2)[:, :, None]).clamp(min=0).minimum(levels.sum(2)[:, :, None])
+    )
     shares = first.minimum(ideal).sum(0) / places.double()
     return shares.masked_fill(places > ranked.count[:, None], 0).sum(1) / ranked.count
 
 
-Figure = Callable[[Ranked, int], Float64[Tensor, " q"]]  # of each query; NaN for one without a positive
-GRADED: dict[str, Figure] = {"H-AP": hierarchical_average_precision, "NDCG": discounted_gain, "ASI": set_intersection}
+# of each query; NaN for one without a positive
+Figure = Callable[[Ranked, int], Float64[Tensor, " q"]]
+GRADED: dict[str, Figure] = {
+    "H-AP": hierarchical_average_precision,
+    "NDCG": discounted_gain,
+    "ASI": set_intersection,
+}
 FIGURES: dict[str, Figure] = {
     "mAP": lambda ranked, _: average_precision(ranked, LAST_RANK),
     "mAP@R": lambda ranked, _: average_precision(ranked, ranked.count),
@@ -160,7 +195,9 @@ FIGURES: dict[str, Figure] = {
 
 
 def figures_named(names: Iterable[str]) -> dict[str, Callable[[Ranked], Float64[Tensor, " q"]]]:
-    """Return how to compute each figure; raise a DistapError that lists all names if one is unknown."""
+    """Return how to compute each figure; raise a DistapError that lists all names if one is
+    unknown.
+    """
     return {name: _figure(name) for name in names}
 
 
@@ -168,5 +205,7 @@ def _figure(name: str) -> Callable[[Ranked], Float64[Tensor, " q"]]:
     found = re.search(r"(?<=@)[1-9][0-9]{0,8}", name)
     kind = name if found is None else name.replace(found[0], "k")
     if kind not in FIGURES or (found is None and "@k" in kind):
-        raise DistapError(f"there is no figure {name!r:.60}; expected {', '.join(FIGURES)}, with a number for k")
+        raise DistapError(
+            f"there is no figure {name!r:.60}; expected {', '.join(FIGURES)}, with a number for k"
+        )
     return lambda ranked: FIGURES[kind](ranked, int(found[0]) if found else 0)

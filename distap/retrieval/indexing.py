@@ -1,10 +1,11 @@
 """Build, write, read and search Faiss indexes over descriptors, and compare them with exact search.
 
-A factory string such as `OPQ64,IVF4096,PQ64` lists the parts of an index from its first transformation to its codes
-(https://github.com/facebookresearch/faiss/wiki/The-index-factory). A named kind is one, with search parameters.
+A factory string such as `OPQ64,IVF4096,PQ64` lists the parts of an index from its first
+transformation to its codes (https://github.com/facebookresearch/faiss/wiki/The-index-factory). A
+named kind is one, with search parameters.
 
-Faiss trusts its files, and a damaged one can crash the process. So size and SHA-256 are compared before Faiss reads a
-byte.
+Faiss trusts its files, and a damaged one can crash the process. So size and SHA-256 are compared
+before Faiss reads a byte.
 """
 
 from __future__ import annotations  # `help` shows the types as they are written here
@@ -26,18 +27,37 @@ from numpy.typing import ArrayLike
 from distap.errors import DistapError
 from distap.randomness import permutation
 from distap.retrieval import descriptor_files as files
-from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet, Texts, read_described, reading
-from distap.retrieval.row_blocks import given_rows, installed_faiss, nearest, on_device, row_blocks, without_rows
+from distap.retrieval.descriptor_files import (
+    DescribedBy,
+    DescriptorSet,
+    Texts,
+    read_described,
+    reading,
+)
+from distap.retrieval.row_blocks import (
+    given_rows,
+    installed_faiss,
+    nearest,
+    on_device,
+    row_blocks,
+    without_rows,
+)
 from distap.storage.names import Names
 
 faiss = installed_faiss()
 INDEX_FILE = "index.faiss"
-ADDED_NUMBERS = 2**20  # numbers added at once: few, so that a slowly growing graph shows its progress
+# numbers added at once: few, so that a slowly growing graph shows its progress
+ADDED_NUMBERS = 2**20
 SAMPLE_NUMBERS = 2**27  # most numbers that an index is trained on: 512 MB in float32
-SAMPLE_ROWS, SAMPLE_ROWS_OF_A_LIST = 2**16, 64  # descriptors to train on: 256 for each of 256 codes, 64 for each list
-MEASURED, TIMED = 1000, 100  # queries that recall is measured with, and of these timed, at most
+# descriptors to train on: 256 for each of 256 codes, 64 for each list
+SAMPLE_ROWS = 2**16
+SAMPLE_ROWS_OF_A_LIST = 64
+# queries that recall is measured with, and of these timed, at most
+MEASURED = 1000
+TIMED = 100
 RECALL_AT = 10  # results of a query that recall is measured for
-TIE = 1e-6  # absolute or relative difference of similarities that float32 sums in another order may have
+# absolute or relative difference of similarities that float32 sums in another order may have
+TIE = 1e-6
 
 
 class Hit(NamedTuple):
@@ -58,14 +78,16 @@ class SearchIndex:
     classes: Texts  # (N,)
     described_by: DescribedBy
     data: str  # path or URL of the images
-    about: dict[str, Any]  # contents of about.json, such as `index` (kind, factory string) and `measured`
+    # contents of about.json, such as `index` (kind, factory string) and `measured`
+    about: dict[str, Any]
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def search(self, descriptors: Any, k: int) -> list[list[Hit]]:
-        """Return the k most similar images per query, best first, or fewer if the index finds no more.
+        """Return the k most similar images per query, best first, or fewer if the index finds no
+        more.
 
         Args:
             descriptors: (Q, C) of length 1, or (C,) of one query; tensors, arrays or lists.
@@ -74,8 +96,8 @@ class SearchIndex:
         descriptors = given_rows(descriptors, "query", any_length, single=True)
         if descriptors.shape[1] != self.index.d:
             raise DistapError(
-                f"the index of {self.data} is of {self.index.d} dimensions, the query of {descriptors.shape[1]}: "
-                "another network described it"
+                f"the index of {self.data} is of {self.index.d} dimensions, the query of"
+                f" {descriptors.shape[1]}: another network described it"
             )
         asked, k = on_device(descriptors).numpy(), min(k, len(self))
         if k < 1 or not len(asked):
@@ -84,10 +106,16 @@ class SearchIndex:
             installed_faiss()
             similarities, rows = self.index.search(asked, k)
         if rows.max() >= len(self):
-            raise DistapError(f"the index of {self.data} names an image {rows.max()} of {len(self)}; index it again")
+            raise DistapError(
+                f"the index of {self.data} names an image {rows.max()} of {len(self)}; index it"
+                " again"
+            )
         found = zip(rows.tolist(), similarities.tolist(), strict=True)
         pairs = ([pair for pair in zip(*own, strict=True) if pair[0] >= 0] for own in found)
-        return [[Hit(str(self.keys[row]), str(self.classes[row]), one, row) for row, one in own] for own in pairs]
+        return [
+            [Hit(str(self.keys[row]), str(self.classes[row]), one, row) for row, one in own]
+            for own in pairs
+        ]
 
     def row_of(self, key: str) -> int:
         if not self.has(key):
@@ -99,13 +127,17 @@ class SearchIndex:
         return self._names.known_as(key) in self.rows
 
     def descriptor(self, row: int) -> Float32[np.ndarray, " C"]:
-        """Return an image's descriptor, approximate if the index stores codes. Some kinds raise a RuntimeError."""
+        """Return an image's descriptor, approximate if the index stores codes. Some kinds raise a
+        RuntimeError.
+        """
         with self._lock:
             ivf = faiss.try_extract_index_ivf(self.index)
             if ivf is not None and not isinstance(self.index, faiss.IndexRefine):
-                if isinstance(faiss.downcast_index(ivf), faiss.IndexIVFFastScan):  # Faiss 1.15 would crash
+                # Faiss 1.15 would crash
+                if isinstance(faiss.downcast_index(ivf), faiss.IndexIVFFastScan):
                     raise RuntimeError("packed codes cannot be reconstructed")
-                # An inverted file finds a row's code by a map from rows to lists, which Faiss makes on demand.
+                # An inverted file finds a row's code by a map from rows to lists, which Faiss makes
+                # on demand.
                 ivf.make_direct_map()
             return np.asarray(self.index.reconstruct(row), np.float32)
 
@@ -131,16 +163,22 @@ def require_free_for_index(folder: Path) -> None:
     held = folder.iterdir() if folder.is_dir() else [folder] if folder.exists() else []
     found = {path.name for path in held}
     if found - {INDEX_FILE, files.KEYS_FILE, files.CLASSES_FILE}:
-        raise DistapError(f"{folder}: {', '.join(sorted(found)[:3])} would be lost; move it, or name a new folder")
+        raise DistapError(
+            f"{folder}: {', '.join(sorted(found)[:3])} would be lost; move it, or name a new folder"
+        )
 
 
 def read_index(folder: Path) -> SearchIndex:
     """Read a folder of `write_index` into memory; raise a DistapError that names a damaged file."""
-    about, described_by, keys, classes, shape = read_described(folder, INDEX_FILE, "distap index", "index it again")
+    about, described_by, keys, classes, shape = read_described(
+        folder, INDEX_FILE, "distap index", "index it again"
+    )
     with reading(folder / INDEX_FILE, "distap index"):
         index = faiss.read_index(str(folder / INDEX_FILE))
         if (index.ntotal, index.d) != shape:
-            raise ValueError(f"{index.ntotal} rows of {index.d} dimensions, but {files.ABOUT_FILE} says {shape}")
+            raise ValueError(
+                f"{index.ntotal} rows of {index.d} dimensions, but {files.ABOUT_FILE} says {shape}"
+            )
         if index.metric_type != faiss.METRIC_INNER_PRODUCT:
             raise ValueError("it ranks by distances, not by similarities")
         # A ValueError for half of a surrogate pair, which no terminal or page can show.
@@ -151,7 +189,8 @@ def read_index(folder: Path) -> SearchIndex:
 # Factory string and search parameters.
 KINDS = {
     "flat": ("Flat", ""),  # exact: all descriptors in float32
-    "hnsw": ("HNSW32", "efConstruction=100,efSearch=64"),  # graph of neighbours (Malkov and Yashunin 2018)
+    # graph of neighbours (Malkov and Yashunin 2018)
+    "hnsw": ("HNSW32", "efConstruction=100,efSearch=64"),
 }
 
 
@@ -164,9 +203,10 @@ def build_index(
     """Train an index on a sample, then add all descriptors, read in blocks.
 
     Args:
-        kind: one of KINDS, or a factory string of Faiss.
-        search: parameters of Faiss's ParameterSpace, such as `nprobe=64,k_factor_rf=8`; they override the kind's.
-        track: shows progress: called with the blocks, a description and their number, yields the blocks.
+        kind: one of KINDS, or a factory string of Faiss. search: parameters of Faiss's
+            ParameterSpace, such as `nprobe=64,k_factor_rf=8`; they override the kind's. track:
+            shows progress: called with the blocks, a description and their number, yields the
+            blocks.
     """
     values = descriptors.descriptors
     images, dimensions = values.shape
@@ -185,7 +225,9 @@ def build_index(
         ivf: Any = faiss.try_extract_index_ivf(index)
         sample = max(SAMPLE_ROWS, SAMPLE_ROWS_OF_A_LIST * (ivf.nlist if ivf else 0))
         if not index.is_trained:
-            rows = np.sort(permutation(images, 0)[: min(sample, max(SAMPLE_NUMBERS // dimensions, 1))])
+            rows = np.sort(
+                permutation(images, 0)[: min(sample, max(SAMPLE_NUMBERS // dimensions, 1))]
+            )
             index.train(on_device(values[rows], what="sampled descriptor").numpy())
         blocks = row_blocks(values, numbers=ADDED_NUMBERS)
         total = -(-images // max(ADDED_NUMBERS // dimensions, 1))
@@ -196,8 +238,8 @@ def build_index(
         reason = re.sub(r"^Error in .*\.cpp:\d+: (Error: '.*' failed: )?", "", str(error))
         parameters = f" with search parameters {search!r}" if search else ""
         raise DistapError(
-            f"Faiss cannot build an index {factory!r}{parameters} over {images} descriptors of {dimensions} "
-            f"dimensions: {reason}"
+            f"Faiss cannot build an index {factory!r}{parameters} over {images} descriptors of"
+            f" {dimensions} dimensions: {reason}"
         ) from error
     made = {"kind": kind, "factory": factory, "search": search}
     about = {"index": made, "build_seconds": time.perf_counter() - started}
@@ -213,16 +255,17 @@ def search_index(
     search: str = "",
     dot_product: bool = False,
 ) -> SearchIndex:
-    """Build a Faiss index over descriptors (N, C) of length 1; `search_index(...).search(queries, k)` gives hits.
+    """Build a Faiss index over descriptors (N, C) of length 1; `search_index(...).search(queries,
+    k)` gives hits.
 
     Args:
-        keys: (N,) names of the images; None takes the numbers of the rows.
-        classes: (N,) names of their classes; None for none.
-        kind: `flat`, `hnsw` or a factory string of Faiss; `search` has its parameters, see `build_index`.
-        dot_product: take descriptors of any length, and rank by the dot product.
+        keys: (N,) names of the images; None takes the numbers of the rows. classes: (N,) names of
+            their classes; None for none. kind: `flat`, `hnsw` or a factory string of Faiss;
+            `search` has its parameters, see `build_index`. dot_product: take descriptors of any
+            length, and rank by the dot product.
     Raises:
-        DistapError: the shapes do not fit, a descriptor is not finite or has another length, or Faiss cannot build
-            such an index.
+        DistapError: the shapes do not fit, a descriptor is not finite or has another length, or
+            Faiss cannot build such an index.
     """
     values = given_rows(descriptors, dot_product=dot_product)
     values = values.float().cpu().numpy() if isinstance(values, torch.Tensor) else values
@@ -237,8 +280,8 @@ def search_index(
 def measure_recall(index: Any, values: Float[np.ndarray, "N C"]) -> dict[str, Any]:
     """Compare an index with exact search, for at most MEASURED of its rows, each without itself.
 
-    An image counts as found if its similarity reaches that of the last exact result. So any of several exact
-    duplicates will do.
+    An image counts as found if its similarity reaches that of the last exact result. So any of
+    several exact duplicates will do.
 
     Args:
         index: a Faiss index over `values`.
@@ -252,7 +295,9 @@ def measure_recall(index: Any, values: Float[np.ndarray, "N C"]) -> dict[str, An
     asked = on_device(values[own], what="sampled query").numpy()
     at = min(RECALL_AT, len(values) - 1)
     if at < 1 or not len(asked):
-        raise DistapError(f"recall: {len(asked)} queries against {len(values)} descriptors leave nothing to find")
+        raise DistapError(
+            f"recall: {len(asked)} queries against {len(values)} descriptors leave nothing to find"
+        )
     # One result more than wanted, since each query is in the index and finds itself.
     exact, _ = without_rows(*nearest(asked, values, at + 1), own)
     installed_faiss()

@@ -1,7 +1,7 @@
 """Refine descriptors between extraction and ranking: augmentation, query expansion, re-ranking.
 
-Re-ranking orders the head of a query's ranking anew, by the similarities among its K images: after one exact search,
-its cost does not grow with the gallery.
+Re-ranking orders the head of a query's ranking anew, by the similarities among its K images: after
+one exact search, its cost does not grow with the gallery.
 """
 
 from dataclasses import dataclass
@@ -22,18 +22,19 @@ NEAR_NUMBERS = 2**24  # numbers of the neighbours held in float32 at once: 64 MB
 def expanded(
     queries: Descriptors, gallery: Descriptors, neighbours: int, power: float, same: bool = False
 ) -> NDArray[Any]:
-    """Move queries towards their neighbours (αQE, Radenović et al. 2018): `normalise(q + Σ_k max(s_k, 0)^α d_k)`.
+    """Move queries towards their neighbours (αQE, Radenović et al. 2018): `normalise(q + Σ_k
+    max(s_k, 0)^α d_k)`.
 
-    With α = 0 all neighbours weigh alike, which is average query expansion (Chum et al. 2007). A neighbour of
-    negative similarity adds nothing; the code of Revaud et al. weighs it by s^α too, which is above 0 for an even α.
+    With α = 0 all neighbours weigh alike, which is average query expansion (Chum et al. 2007). A
+    neighbour of negative similarity adds nothing; the code of Revaud et al. weighs it by s^α too,
+    which is above 0 for an even α.
 
     Args:
-        queries: (Q, C) of length 1.
-        gallery: (N, C) of length 1; a memory map is read in blocks.
-        neighbours: K, searched in the whole gallery.
-        power: α.
-        same: query i is row i of the gallery, and not its own neighbour. With the gallery as queries this is
-            database-side augmentation (Turcot and Lowe 2009), an exact search of N² C multiplications.
+        queries: (Q, C) of length 1. gallery: (N, C) of length 1; a memory map is read in blocks.
+            neighbours: K, searched in the whole gallery. power: α. same: query i is row i of the
+            gallery, and not its own neighbour. With the gallery as queries this is
+            database-side augmentation (Turcot and Lowe 2009), an exact search of N² C
+            multiplications.
     Returns:
         A new array (Q, C) of the queries' dtype.
     """
@@ -57,19 +58,18 @@ def reranked_heads(
     smoothing: int = 6,
     original: float = 0.3,
 ) -> Int64[Tensor, "Q K"]:
-    """Return each query's `size` nearest gallery rows, re-ranked by common neighbours (Zhong et al. 2017).
+    """Return each query's `size` nearest gallery rows, re-ranked by common neighbours (Zhong et al.
+    2017).
 
-    Distances are d = (1 - s) / 2, from 0 to 1 like the Jaccard distance that they are mixed with. The authors' code
-    divides by the greatest distance instead. Ties keep their order.
+    Distances are d = (1 - s) / 2, from 0 to 1 like the Jaccard distance that they are mixed with.
+    The authors' code divides by the greatest distance instead. Ties keep their order.
 
     Args:
-        queries: (Q, C) of length 1.
-        gallery: (N, C) of length 1; a memory map is read in blocks.
-        size: K, at most the size of the gallery. Re-ranking holds K² numbers for one query at a time.
-        same: query i is row i of the gallery, and not in its own head.
-        neighbours: k1, of an image that may be reciprocal.
-        smoothing: k2, neighbourhoods that are averaged, including the image's own.
-        original: λ, weight of the original distance.
+        queries: (Q, C) of length 1. gallery: (N, C) of length 1; a memory map is read in blocks.
+            size: K, at most the size of the gallery. Re-ranking holds K² numbers for one query at a
+            time. same: query i is row i of the gallery, and not in its own head. neighbours: k1, of
+            an image that may be reciprocal. smoothing: k2, neighbourhoods that are averaged,
+            including the image's own. original: λ, weight of the original distance.
     """
     _, heads = nearest(queries, gallery, size, same)
     for row, head in enumerate(heads if heads.shape[1] else ()):
@@ -77,10 +77,13 @@ def reranked_heads(
         nodes = np.concatenate([query, np.asarray(gallery[head], np.float32)])
         distances = (1 - nodes @ nodes.T) / 2
         _, others = nearest(nodes, nodes, neighbours, exclude_self=True)
-        near = np.concatenate([np.arange(len(nodes))[:, None], others], axis=1)  # each node, then its nearest others
-        weights = np.where(_expanded_neighbourhoods(near), np.exp(-distances.astype(np.float64)), 0)  # eq. 7
+        # each node, then its nearest others
+        near = np.concatenate([np.arange(len(nodes))[:, None], others], axis=1)
+        # eq. 7
+        weights = np.where(_expanded_neighbourhoods(near), np.exp(-distances.astype(np.float64)), 0)
         weights /= weights.sum(axis=1, keepdims=True)
-        # Average over k2 neighbourhoods; only columns that overlap with node 0, the query, matter to it.
+        # Average over k2 neighbourhoods; only columns that overlap with node 0, the query, matter
+        # to it.
         averaged = near[:, :smoothing]
         weights = weights[:, weights[averaged[0]].any(axis=0)]
         smooth = sum(weights[column] for column in averaged.T) / averaged.shape[1]
@@ -93,9 +96,11 @@ def reranked_heads(
 
 @dataclass(frozen=True)
 class Refinement:
-    """Refinements of descriptors and rankings, applied in the order of the fields; None skips one."""
+    """Refinements of descriptors and rankings, applied in the order of the fields; None skips
+    one."""
 
-    augment: float | None = None  # power α of the expansion of the gallery by itself: database-side augmentation
+    # power α of the expansion of the gallery by itself: database-side augmentation
+    augment: float | None = None
     expand: float | None = None  # power α of the expansion of the queries by the augmented gallery
     neighbours: int = 10  # of both expansions
     rerank: int | None = None  # neighbours k1 of k-reciprocal re-ranking
@@ -104,29 +109,39 @@ class Refinement:
     @property
     def names(self) -> list[str]:
         """Return which refinements are on, as results name them."""
-        parts = {"augmentation": self.augment, "query expansion": self.expand, "k-reciprocal": self.rerank}
+        parts = {
+            "augmentation": self.augment,
+            "query expansion": self.expand,
+            "k-reciprocal": self.rerank,
+        }
         return [name for name, part in parts.items() if part is not None]
 
     def apply(
         self, queries: Descriptors, gallery: Descriptors, distractors: Descriptors | None = None
     ) -> tuple[Descriptors, Descriptors, Int64[Tensor, "Q K"] | None]:
-        """Refine queries (Q, C) and gallery (N, C) of length 1. Unchanged arrays are returned themselves.
+        """Refine queries (Q, C) and gallery (N, C) of length 1. Unchanged arrays are returned
+        themselves.
 
         If the queries are the gallery itself, none is its own neighbour or in its own head.
 
         Args:
             distractors: (M, C) further rows that are found too; augmentation does not take them.
         Returns:
-            Queries (Q, C), gallery (N, C), and the rows that come first for each query (distractors from N), or None.
+            Queries (Q, C), gallery (N, C), and the rows that come first for each query (distractors
+            from N), or None.
         """
         same = queries is gallery
         if self.augment is not None and distractors is not None:
-            raise DistapError("distractors given as descriptors are not augmented: leave database augmentation out")
+            raise DistapError(
+                "distractors given as descriptors are not augmented: leave database"
+                " augmentation out"
+            )
         if self.augment is not None:
             gallery = expanded(gallery, gallery, self.neighbours, self.augment, same=True)
         if same:
             queries = gallery
-        every, head = gallery, None
+        every = gallery
+        head = None
         if distractors is not None:
             every = DescriptorParts([("gallery", gallery), ("distractors", distractors)])
         if self.expand is not None:
@@ -140,7 +155,8 @@ PLAIN = Refinement()
 
 
 def _expanded_neighbourhoods(near: Int64[np.ndarray, "n k"]) -> Bool[np.ndarray, "n n"]:
-    """Return R*(i, k1) of each node i (eq. 3 and 4): reciprocal neighbours R(i, k1), plus those of neighbours.
+    """Return R*(i, k1) of each node i (eq. 3 and 4): reciprocal neighbours R(i, k1), plus those of
+    neighbours.
 
     A neighbour's R(j, k1 / 2) is added if more than two thirds of it lie in R(i, k1).
     """
@@ -150,6 +166,8 @@ def _expanded_neighbourhoods(near: Int64[np.ndarray, "n k"]) -> Bool[np.ndarray,
         np.put_along_axis(member, nearest, 1, axis=1)
         return member * member.T
 
-    first, half = reciprocal(near), reciprocal(near[:, : round((near.shape[1] - 1) / 2) + 1])
-    joins = first * (first @ half.T > 2 / 3 * half.sum(axis=1))  # the product counts what R(i) and R(j) share
+    first = reciprocal(near)
+    half = reciprocal(near[:, : round((near.shape[1] - 1) / 2) + 1])
+    # the product counts what R(i) and R(j) share
+    joins = first * (first @ half.T > 2 / 3 * half.sum(axis=1))
     return first + joins @ half > 0

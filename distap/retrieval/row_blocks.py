@@ -1,7 +1,7 @@
 """Read descriptors in blocks of rows, and find the nearest of a gallery exactly.
 
-Rows come from arrays, memory maps, or parts of any number: .npy files, HDF5 as the extractor of ILIAS writes it, and
-extracted folders.
+Rows come from arrays, memory maps, or parts of any number: .npy files, HDF5 as the extractor of
+ILIAS writes it, and extracted folders.
 """
 
 from collections.abc import Iterator, Sequence, ValuesView
@@ -15,7 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distap.errors import LENGTH_TOLERANCE, DistapError, tensor_given
-from distap.retrieval.descriptor_files import ABOUT_FILE, EXTRACTION_FILE, DescribedBy, read_descriptors, reading
+from distap.retrieval.descriptor_files import (
+    ABOUT_FILE,
+    EXTRACTION_FILE,
+    DescribedBy,
+    read_descriptors,
+    reading,
+)
 from distap.storage.texts import open_regular
 
 BLOCK_NUMBERS = 2**24  # numbers of a block: 64 MB in float32
@@ -24,13 +30,15 @@ FLOATS = ("float16", "float32", "float64", "bfloat16", "f2", "f4", "f8")
 GPU_RESULTS = 2048  # most for a query that Faiss finds on a GPU
 HDF5_SUFFIXES = (".h5", ".hdf5")
 PART_SUFFIXES = (".npy", *HDF5_SUFFIXES)
-HDF5_NAME = "features"  # of the array in a file of ILIAS's extractor; `index` has the names of the images
+# of the array in a file of ILIAS's extractor; `index` has the names of the images
+HDF5_NAME = "features"
 
 
 def row_blocks(
     values: Descriptors, dtype: Any = np.float32, numbers: int | None = None
 ) -> Iterator[tuple[slice, NDArray[Any]]]:
-    """Yield blocks of at most `numbers` numbers: the places of the rows, and copies of the rows in `dtype`.
+    """Yield blocks of at most `numbers` numbers: the places of the rows, and copies of the rows in
+    `dtype`.
 
     Raises:
         DistapError: a number is not finite.
@@ -38,13 +46,17 @@ def row_blocks(
     height = max((numbers or BLOCK_NUMBERS) // max(values.shape[1], 1), 1)
     for start in range(0, len(values), height):
         some = slice(start, start + height)
-        yield some, on_device(values[some], getattr(torch, np.dtype(dtype).name), first_row=start).numpy()
+        yield (
+            some,
+            on_device(values[some], getattr(torch, np.dtype(dtype).name), first_row=start).numpy(),
+        )
 
 
 def given_rows(
     values: Any, what: str = "descriptor", dot_product: bool = False, single: bool = False
 ) -> Tensor | NDArray[Any]:
-    """Check descriptors from outside: a tensor or array (N, C) of any layout and device, or a list of N vectors.
+    """Check descriptors from outside: a tensor or array (N, C) of any layout and device, or a list
+    of N vectors.
 
     Args:
         dot_product: accept lengths other than 1.
@@ -55,7 +67,8 @@ def given_rows(
     if isinstance(values, Iterator | ValuesView):
         values = list(values)
     values = values if isinstance(values, np.ndarray) else tensor_given(values, f"{what}s").detach()
-    shape, dtype = tuple(values.shape), str(values.dtype).removeprefix("torch.")
+    shape = tuple(values.shape)
+    dtype = str(values.dtype).removeprefix("torch.")
     values = values[None] if single and len(shape) == 1 else values
     if values.ndim != 2 or dtype.lstrip("<>") not in FLOATS:
         expected = f"(N, C){' or (C,)' * single} of {', '.join(FLOATS[:4])}"
@@ -67,15 +80,26 @@ def given_rows(
 
 
 def require_length_one(
-    values: Tensor | NDArray[Any], first_row: int = 0, what: str = "descriptor", dot_product: bool = False
+    values: Tensor | NDArray[Any],
+    first_row: int = 0,
+    what: str = "descriptor",
+    dot_product: bool = False,
 ) -> None:
-    """Raise a DistapError that names the first row that is not finite or, without `dot_product`, not of length 1."""
+    """Raise a DistapError that names the first row that is not finite or, without `dot_product`,
+    not of length 1.
+    """
     rows = on_device(values, torch.float32, values.device, first_row, what)  # an array's is "cpu"
     lengths = torch.linalg.vector_norm(rows, dim=1)
     wrong = ((lengths - 1).abs() > LENGTH_TOLERANCE).nonzero()
     if len(wrong) and not dot_product:
-        length = f"{what} {first_row + int(wrong[0])} has length {float(lengths[wrong[0]]):.4g}, expected 1"
-        remedy = "normalise all (torch.nn.functional.normalize), or give dot_product=True to rank by the dot product"
+        length = (
+            f"{what} {first_row + int(wrong[0])} has length {float(lengths[wrong[0]]):.4g},"
+            " expected 1"
+        )
+        remedy = (
+            "normalise all (torch.nn.functional.normalize), or give dot_product=True to rank by the"
+            " dot product"
+        )
         raise DistapError(f"{length}: {remedy}")
 
 
@@ -91,25 +115,31 @@ def on_device(
     A DistapError names the first row that is not finite, counted from `first_row`.
     """
     if isinstance(values, np.ndarray):
-        # torch takes no array that is read-only, reversed or of the other byte order, so give it a copy.
+        # torch takes no array that is read-only, reversed or of the other byte order, so give it a
+        # copy.
         values = torch.from_numpy(np.array(values, values.dtype.newbyteorder("="), order="C"))
     result = values.to(device, dtype)
     # The sum is finite if all terms are, and needs no table of booleans.
     if not bool(result.sum(dtype=torch.float64).isfinite()):
         row = first_row + int((~result.isfinite().all(1)).nonzero()[0])
-        raise DistapError(f"{what} {row} is not finite: the network is broken, or the file damaged; extract again")
+        raise DistapError(
+            f"{what} {row} is not finite: the network is broken, or the file damaged; extract again"
+        )
     return result
 
 
 def taken(values: Descriptors, rows: Int64[Tensor, " n"]) -> Tensor | NDArray[Any]:
     """Return some rows of a tensor or an array, in this order."""
-    return values[rows.to(values.device)] if isinstance(values, Tensor) else values[rows.cpu().numpy()]
+    return (
+        values[rows.to(values.device)] if isinstance(values, Tensor) else values[rows.cpu().numpy()]
+    )
 
 
 def require_same_dimensions(queries: Descriptors, gallery: Descriptors) -> None:
     if queries.shape[1] != gallery.shape[1]:
         raise DistapError(
-            f"queries have {queries.shape[1]} dimensions and the gallery {gallery.shape[1]}: another network's?"
+            f"queries have {queries.shape[1]} dimensions and the gallery {gallery.shape[1]}:"
+            " another network's?"
         )
 
 
@@ -128,15 +158,16 @@ def installed_faiss() -> Any:
 def nearest(
     queries: Descriptors, gallery: Descriptors, k: int, exclude_self: bool = False
 ) -> tuple[Float32[np.ndarray, "Q k"], Int64[np.ndarray, "Q k"]]:
-    """Return similarities and rows of each query's k nearest gallery descriptors by inner product, best first.
+    """Return similarities and rows of each query's k nearest gallery descriptors by inner product,
+    best first.
 
-    Among equal similarities, the lower row comes first. Numbers of any float type are compared in float32. A build
-    of Faiss for GPUs searches on all GPUs that it sees.
+    Among equal similarities, the lower row comes first. Numbers of any float type are compared in
+    float32. A build of Faiss for GPUs searches on all GPUs that it sees.
 
     Args:
-        gallery: (N, C); a memory map is read once, in blocks.
-        k: at most the size of the gallery; a larger k is reduced.
-        exclude_self: query i is row i of the gallery. Remove it by its index, not by its similarity.
+        gallery: (N, C); a memory map is read once, in blocks. k: at most the size of the gallery; a
+            larger k is reduced. exclude_self: query i is row i of the gallery. Remove it by its
+            index, not by its similarity.
     """
     require_same_dimensions(queries, gallery)
     kept = max(min(k, len(gallery) - exclude_self), 0)
@@ -150,14 +181,24 @@ def nearest(
     search = faiss.contrib.exhaustive_search.knn_ground_truth
     similarities, rows = search(asked, blocks, wanted, faiss.METRIC_INNER_PRODUCT, ngpu=gpus)
     order = np.lexsort((rows, -similarities), axis=1)  # Faiss leaves the order of ties open
-    similarities, rows = (np.take_along_axis(found, order, axis=1) for found in (similarities, rows))
-    return without_rows(similarities, rows, np.arange(len(queries))) if exclude_self else (similarities, rows)
+    similarities, rows = (
+        np.take_along_axis(found, order, axis=1) for found in (similarities, rows)
+    )
+    return (
+        without_rows(similarities, rows, np.arange(len(queries)))
+        if exclude_self
+        else (similarities, rows)
+    )
 
 
 def without_rows(
-    similarities: Float32[np.ndarray, "Q K"], rows: Int64[np.ndarray, "Q K"], own: Int64[np.ndarray, " Q"]
+    similarities: Float32[np.ndarray, "Q K"],
+    rows: Int64[np.ndarray, "Q K"],
+    own: Int64[np.ndarray, " Q"],
 ) -> tuple[Float32[np.ndarray, "Q K-1"], Int64[np.ndarray, "Q K-1"]]:
-    """Remove row own[q] from the results of query q, or the last result if that row is not among them."""
+    """Remove row own[q] from the results of query q, or the last result if that row is not among
+    them.
+    """
     drop = rows == own[:, None]
     drop[~drop.any(axis=1), -1] = True
     shape = (len(rows), rows.shape[1] - 1)
@@ -174,9 +215,11 @@ class DescriptorParts:
 
         Without `dot_product`, rows that are not of length 1 are refused when they are read.
         """
-        self._parts, self._dot_product = parts, dot_product
+        self._parts = parts
+        self._dot_product = dot_product
         self._ends = np.cumsum([len(rows) for _, rows in parts])
-        self.shape, self.dtype = (int(self._ends[-1]), int(parts[0][1].shape[1])), np.dtype(parts[0][1].dtype)
+        self.shape = (int(self._ends[-1]), int(parts[0][1].shape[1]))
+        self.dtype = np.dtype(parts[0][1].dtype)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -188,11 +231,16 @@ class DescriptorParts:
         numbers, back = np.unique(chosen, return_inverse=True)  # HDF5 reads ascending rows alone
         of_parts = np.split(numbers, np.searchsorted(numbers, self._ends[:-1]))
         read = [np.empty((0, self.shape[1]), self.dtype)]
-        for (name, rows), end, numbered in zip(self._parts, self._ends.tolist(), of_parts, strict=True):
-            if len(own := numbered - (end - len(rows))):
+        for (name, rows), end, numbered in zip(
+            self._parts, self._ends.tolist(), of_parts, strict=True
+        ):
+            own = numbered - (end - len(rows))
+            if len(own):
                 is_whole = own[-1] - own[0] + 1 == len(own)
                 with reading(Path(name), "the extractor"):
-                    found = np.asarray(rows[int(own[0]) : int(own[-1]) + 1] if is_whole else rows[own])
+                    found = np.asarray(
+                        rows[int(own[0]) : int(own[-1]) + 1] if is_whole else rows[own]
+                    )
                 require_length_one(found, int(own[0]), f"{name}: descriptor", self._dot_product)
                 read.append(found)
         return np.concatenate(read)[back].reshape(*chosen.shape, self.shape[1])
@@ -216,25 +264,38 @@ def open_parts(
     parts = [part for path in map(Path, paths) for part in _opened(path, described_by)]
     for name, rows in parts:
         if len(rows.shape) != 2 or rows.dtype.name not in FLOATS:
-            raise DistapError(f"{name}: {rows.dtype} of shape {rows.shape}; expected descriptors (N, C)")
+            raise DistapError(
+                f"{name}: {rows.dtype} of shape {rows.shape}; expected descriptors (N, C)"
+            )
         if dimensions not in (None, rows.shape[1]):
-            raise DistapError(f"{name}: descriptors of {rows.shape[1]} dimensions, expected {dimensions}")
+            raise DistapError(
+                f"{name}: descriptors of {rows.shape[1]} dimensions, expected {dimensions}"
+            )
     return DescriptorParts(parts, dot_product) if parts else None
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.suffix in PART_SUFFIXES) if folder.is_dir() else []
+    return (
+        sorted(path for path in folder.iterdir() if path.suffix in PART_SUFFIXES)
+        if folder.is_dir()
+        else []
+    )
 
 
 def _opened(path: Path, described_by: DescribedBy | None) -> Iterator[tuple[str, Any]]:
     if any((path / name).exists() for name in (ABOUT_FILE, EXTRACTION_FILE)):
         stored = read_descriptors(path)
         if described_by not in (None, stored.described_by):
-            raise DistapError(f"{path}: described by {stored.described_by}, expected {described_by}")
+            raise DistapError(
+                f"{path}: described by {stored.described_by}, expected {described_by}"
+            )
         yield str(path), stored.descriptors
     elif path.is_dir():
-        if not (files := _files(path)):
-            raise DistapError(f"{path}: no descriptors in it; expected {', '.join(PART_SUFFIXES)} files")
+        files = _files(path)
+        if not files:
+            raise DistapError(
+                f"{path}: no descriptors in it; expected {', '.join(PART_SUFFIXES)} files"
+            )
         for file in files:
             yield from _opened(file, None)
     elif path.suffix == ".npy":
@@ -245,13 +306,22 @@ def _opened(path: Path, described_by: DescribedBy | None) -> Iterator[tuple[str,
         try:
             import h5py
         except ImportError as error:
-            raise DistapError(f"{path}: needs h5py: pip install 'distap[hdf5]' ({error})") from error
+            raise DistapError(
+                f"{path}: needs h5py: pip install 'distap[hdf5]' ({error})"
+            ) from error
         with reading(path, "the extractor of ILIAS"):
             open_regular(path).close()
             rows = h5py.File(path)[HDF5_NAME]
             if not isinstance(rows, h5py.Dataset) or rows.shape is None:
-                raise ValueError(f"{HDF5_NAME} is a {type(rows).__name__} without numbers, expected an array (N, C)")
+                raise ValueError(
+                    f"{HDF5_NAME} is a {type(rows).__name__} without numbers, expected an array"
+                    " (N, C)"
+                )
             yield str(path), rows
     else:
-        expected = f"expected {', '.join(PART_SUFFIXES)}, or a folder of them or of `distap extract`"
-        raise DistapError(f"{path}: {'no descriptors' if path.exists() else 'no such file'}; {expected}")
+        expected = (
+            f"expected {', '.join(PART_SUFFIXES)}, or a folder of them or of `distap extract`"
+        )
+        raise DistapError(
+            f"{path}: {'no descriptors' if path.exists() else 'no such file'}; {expected}"
+        )

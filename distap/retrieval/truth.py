@@ -24,7 +24,8 @@ class Tables(NamedTuple):
 
     positives: Int64[Tensor, "q P"]
     grades: Int64[Tensor, "q P"] | None  # of the positives; None if all are alike
-    ignored: Int64[Tensor, "q I"]  # rows to take out of the ranking, such as junk and the query itself
+    # rows to take out of the ranking, such as junk and the query itself
+    ignored: Int64[Tensor, "q I"]
 
 
 @dataclass(frozen=True)
@@ -34,20 +35,27 @@ class Truth:
     gallery: int  # N
     positives: Sequence[Sequence[int] | NDArray[np.int64]]  # those of `own` do not count
     junk: Sequence[Sequence[int] | NDArray[np.int64]] | None = None
-    grades: Sequence[Sequence[int]] | None = None  # of each positive, such as 0 for easy and 1 for hard
+    # of each positive, such as 0 for easy and 1 for hard
+    grades: Sequence[Sequence[int]] | None = None
     groups: Mapping[str, Sequence[int] | None] = field(default_factory=lambda: {"": None})
     """Grades that count as positive, by the prefix of their figures' names; None stands for all."""
-    parts: Sequence[str] = ()  # domain of each query, or other part of the queries; none if there are no parts
+    # domain of each query, or other part of the queries; none if there are no parts
+    parts: Sequence[str] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of the tables
-    own: Int64[Tensor, " Q"] | None = None  # row of each query, which leaves itself out, or NONE; None: of no query
-    # (Q, L) and (N, L) classes of each level; a positive's grade is the number of levels whose class is the query's.
-    # To a group, positives of other grades are negatives then, and junk without levels.
+    # row of each query, which leaves itself out, or NONE; None: of no query
+    own: Int64[Tensor, " Q"] | None = None
+    # (Q, L) and (N, L) classes of each level; a positive's grade is the number of levels whose
+    # class is the query's. To a group, positives of other grades are negatives then, and junk
+    # without levels.
     levels: tuple[Int64[Tensor, "Q L"], Int64[Tensor, "N L"]] | None = None
-    is_symmetric: bool = False  # query i is row i, and each of two images is right for the other or neither is
+    # query i is row i, and each of two images is right for the other or neither is
+    is_symmetric: bool = False
 
     def __post_init__(self) -> None:
         if "mean" in self.parts:
-            raise DistapError("no part or domain of queries may be called mean, as the figures over all parts are")
+            raise DistapError(
+                "no part or domain of queries may be called mean, as the figures over all parts are"
+            )
 
     @cached_property
     def counts(self) -> Int64[Tensor, " Q"]:
@@ -62,7 +70,9 @@ class Truth:
 
     @cached_property
     def order(self) -> Int64[Tensor, " Q"]:
-        """Return the queries in an order in which those of one class, which share their positives, are neighbours."""
+        """Return the queries in an order in which those of one class, which share their positives,
+        are neighbours.
+        """
         first = [found[0] if len(found) else NONE for found in self.positives]
         return torch.tensor(first, device=self.device).argsort(stable=True)
 
@@ -78,7 +88,8 @@ class Truth:
             own = self.own[rows, None]
             found, ignored = found.masked_fill(found == own, NONE), torch.cat([ignored, own], dim=1)
         if self.levels is not None:
-            ours, theirs = self.levels[0][rows, None], self.levels[1][found]
+            ours = self.levels[0][rows, None]
+            theirs = self.levels[1][found]
             grades = ((ours == theirs) & (ours >= 0)).sum(2)
         return Tables(found, grades, ignored)
 
@@ -91,31 +102,41 @@ def class_truth(
 ) -> Truth:
     """Return the truth of a set with classes: images of the query's class are right.
 
-    With labels of several levels, column 0 the finest, an image is right if the coarsest label is the query's. Its
-    relevance is the number of labels that are.
+    With labels of several levels, column 0 the finest, an image is right if the coarsest label is
+    the query's. Its relevance is the number of labels that are.
 
     Args:
-        queries: (Q,) or (Q, L) class of each query, below 0 for none. An image without a class is in the gallery, but
-            right for no query.
-        gallery: (N,) or (N, L) class of each gallery image; None if the queries are the gallery. Each then leaves
-            itself out, by its row and never by its similarity.
-        cameras: (Q,) and (N,) camera of each query and gallery image, below 0 for an unknown one. Images of a query's
-            class and camera are junk.
+        queries: (Q,) or (Q, L) class of each query, below 0 for none. An image without a class is
+            in the gallery, but right for no query.
+        gallery: (N,) or (N, L) class of each gallery image; None if the queries are the gallery.
+            Each then leaves itself out, by its row and never by its similarity.
+        cameras: (Q,) and (N,) camera of each query and gallery image, below 0 for an unknown one.
+            Images of a query's class and camera are junk.
         parts: see `Truth`.
     Raises:
         DistapError: no query has an image of its class in the gallery.
     """
-    asking, among = (one.view(len(one), -1) for one in (queries, queries if gallery is None else gallery))
-    rows, none, junk = rows_by_class(among[:, -1].cpu().numpy()), np.empty(0, np.int64), None
+    asking, among = (
+        one.view(len(one), -1) for one in (queries, queries if gallery is None else gallery)
+    )
+    rows = rows_by_class(among[:, -1].cpu().numpy())
+    none = np.empty(0, np.int64)
+    junk = None
     positives = [rows.get(label, none) if label >= 0 else none for label in asking[:, -1].tolist()]
     if cameras is not None:
-        theirs, ours = cameras[1].cpu().numpy(), cameras[0].tolist()
-        is_junk = [(theirs[own] == one) & (one >= 0) for own, one in zip(positives, ours, strict=True)]
+        theirs = cameras[1].cpu().numpy()
+        ours = cameras[0].tolist()
+        is_junk = [
+            (theirs[own] == one) & (one >= 0) for own, one in zip(positives, ours, strict=True)
+        ]
         junk = [own[some] for own, some in zip(positives, is_junk, strict=True)]
         positives = [own[~some] for own, some in zip(positives, is_junk, strict=True)]
     count = asking.shape[1]
-    of_levels = {f"level {one}" if one else "": range(count - one, count + 1) for one in range(count)}
-    is_graded, is_of_itself = queries.ndim == 2, gallery is None
+    of_levels = {
+        f"level {one}" if one else "": range(count - one, count + 1) for one in range(count)
+    }
+    is_graded = queries.ndim == 2
+    is_of_itself = gallery is None
     found = Truth(
         len(among),
         positives,
@@ -130,7 +151,9 @@ def class_truth(
     if not bool(found.counts.any()):
         whose = "images has another" if is_of_itself else "queries has an image"
         where = "" if is_of_itself else " in the gallery"
-        raise DistapError(f"none of the {len(queries)} {whose} of its class{where}: there is nothing to retrieve")
+        raise DistapError(
+            f"none of the {len(queries)} {whose} of its class{where}: there is nothing to retrieve"
+        )
     return found
 
 
@@ -141,7 +164,9 @@ def rows_by_class(classes: NDArray[Any]) -> dict[Any, NDArray[np.int64]]:
     return dict(zip(names.tolist(), np.split(order, starts[1:]), strict=True))
 
 
-def padded(rows: Sequence[Sequence[int] | NDArray[Any]], device: torch.device) -> Int64[Tensor, "q most"]:
+def padded(
+    rows: Sequence[Sequence[int] | NDArray[Any]], device: torch.device
+) -> Int64[Tensor, "q most"]:
     """Turn one list per query into one table, padded with NONE to at least one column."""
     table = np.full((len(rows), max([1, *map(len, rows)])), NONE, dtype=np.int64)
     for number, own in enumerate(rows):

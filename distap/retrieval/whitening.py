@@ -1,7 +1,8 @@
 """Learn, save and load a whitening: subtract a mean, project, scale to length 1.
 
-PCA scales the principal components by a power of their variance. Discriminative whitening (Lw) shrinks the
-directions in which images of a class differ. Covariances are accumulated in float64 over blocks of a memory map.
+PCA scales the principal components by a power of their variance. Discriminative whitening (Lw)
+shrinks the directions in which images of a class differ. Covariances are accumulated in float64
+over blocks of a memory map.
 """
 
 import hashlib
@@ -25,8 +26,10 @@ from distap.retrieval.row_blocks import row_blocks
 from distap.storage.atomic import write_whole
 from distap.storage.texts import parsed_json
 
-WHITENING_FILE = "whitening.safetensors"  # in a run folder, or next to the descriptors it was learned from
-NO_VARIANCE = 1e-9  # share of the greatest variance that rounding to float16 leaves in a constant direction
+# in a run folder, or next to the descriptors it was learned from
+WHITENING_FILE = "whitening.safetensors"
+# share of the greatest variance that rounding to float16 leaves in a constant direction
+NO_VARIANCE = 1e-9
 HALF_POWER = 0.25  # Revaud et al. 2019: 'square-rooted' PCA; 0.5 is full whitening
 
 
@@ -74,8 +77,11 @@ def load_whitening(path: Path) -> Whitening:
     with reading(path, "distap whiten"):
         with safetensors.safe_open(path, "numpy") as file:
             about = parsed_json(file.metadata()["whitening"])
-            mean, projection = file.get_tensor("mean"), file.get_tensor("projection")
-        result = Whitening(mean, projection, str(about["learned_from"]), DescribedBy(**about["described_by"]))
+            mean = file.get_tensor("mean")
+            projection = file.get_tensor("projection")
+        result = Whitening(
+            mean, projection, str(about["learned_from"]), DescribedBy(**about["described_by"])
+        )
         if result.fingerprint != about["fingerprint"]:
             raise ValueError("its numbers differ from those that were written")
     return result
@@ -87,21 +93,27 @@ def learned_whitening(
     """Learn a whitening from unwhitened descriptors.
 
     Args:
-        kind: `pca` for principal components, each divided by its variance to the power of 0.25 (Revaud et al. 2019).
-            `lw` for discriminative whitening Lw (Radenović et al. 2018), so that matching images differ equally in
-            all directions: the inverse square root of the covariance of the differences of matching images, followed
-            by the principal components of the descriptors so whitened. An image matches all others of its class,
-            with the same weight in all, so that large classes do not drown the others.
-        dimensions: D, the directions of most variance to keep; None keeps all with 1e-9 of the greatest variance.
+        kind: `pca` for principal components, each divided by its variance to the power of 0.25
+            (Revaud et al. 2019). `lw` for discriminative whitening Lw (Radenović et al. 2018), so
+            that matching images differ equally in all directions: the inverse square root of the
+            covariance of the differences of matching images, followed by the principal components
+            of the descriptors so whitened. An image matches all others of its class, with the same
+            weight in all, so that large classes do not drown the others.
+        dimensions: D, the directions of most variance to keep; None keeps all with 1e-9 of the
+            greatest variance.
     """
     if descriptors.described_by.whitening is not None:
-        raise DistapError(f"{descriptors.data}: the descriptors are whitened already; learn from unwhitened ones")
-    values, total = descriptors.descriptors, len(descriptors)
+        raise DistapError(
+            f"{descriptors.data}: the descriptors are whitened already; learn from unwhitened ones"
+        )
+    values = descriptors.descriptors
+    total = len(descriptors)
     if not total:
         raise DistapError("whitening: there is no descriptor to learn from")
     sums = (block.sum(axis=0) for _, block in row_blocks(values, np.float64))
     mean = sum(sums, np.zeros(values.shape[1])) / total
-    # A second pass, once the mean is known: E[x²] - E[x]² may subtract numbers that are nearly equal.
+    # A second pass, once the mean is known: E[x²] - E[x]² may subtract numbers that are nearly
+    # equal.
     covariance = np.zeros((values.shape[1],) * 2)
     for _, block in row_blocks(values, np.float64):
         block -= mean
@@ -112,33 +124,45 @@ def learned_whitening(
         projection = directions / variances[:, None] ** HALF_POWER
     else:
         within = _covariance_within(descriptors)
-        variances, directions = _principal_directions(within, f"images of a class of {descriptors.data}")
+        variances, directions = _principal_directions(
+            within, f"images of a class of {descriptors.data}"
+        )
         shrinking = directions / np.sqrt(variances)[:, None]
         _, rotation = _principal_directions(shrinking @ covariance @ shrinking.T, descriptors.data)
         projection = rotation @ shrinking
     found, among = projection.shape
     if dimensions is not None and not 1 <= dimensions <= found:
         raise DistapError(
-            f"whitening: {dimensions} dimensions cannot be learned from the {len(descriptors)} descriptors of "
-            f"{descriptors.data}, which vary in {found} directions of {among}; ask for fewer, or use more images"
+            f"whitening: {dimensions} dimensions cannot be learned from the {len(descriptors)}"
+            f" descriptors of {descriptors.data}, which vary in {found} directions of {among}; ask"
+            " for fewer, or use more images"
         )
     if dimensions is None and found < among:
-        told = "whitening keeps %d of %d dimensions, since the %d descriptors of %s vary in no more; use more images"
+        told = (
+            "whitening keeps %d of %d dimensions, since the %d descriptors of %s vary in no more;"
+            " use more images"
+        )
         logger.warning(told, found, among, len(descriptors), descriptors.data)
     return Whitening(mean, projection[:dimensions], descriptors.data, descriptors.described_by)
 
 
 def _covariance_within(descriptors: DescriptorSet) -> Covariance:
-    """Return the mean over images i of the mean over others j of its class of (x_i - x_j)(x_i - x_j)ᵀ.
+    """Return the mean over images i of the mean over others j of its class of (x_i - x_j)(x_i -
+    x_j)ᵀ.
 
-    Over a class of n images, the sum over i is 2 n / (n - 1) times the scatter around the mean of the class.
+    Over a class of n images, the sum over i is 2 n / (n - 1) times the scatter around the mean of
+    the class.
     """
-    values, names = descriptors.descriptors, descriptors.classes
+    values = descriptors.descriptors
+    names = descriptors.classes
     _, classes, count = np.unique(names, return_inverse=True, return_counts=True)
     matches = (count[classes] > 1) & (names != "")
     if not matches.any():
-        raise DistapError(f"{descriptors.data}: no class has two images to learn from; use --kind pca")
-    means, covariance = np.zeros((len(count), values.shape[1])), np.zeros((values.shape[1],) * 2)
+        raise DistapError(
+            f"{descriptors.data}: no class has two images to learn from; use --kind pca"
+        )
+    means = np.zeros((len(count), values.shape[1]))
+    covariance = np.zeros((values.shape[1],) * 2)
     for some, block in row_blocks(values, np.float64):
         np.add.at(means, classes[some], block / count[classes[some], None])
     for some, block in row_blocks(values, np.float64):
@@ -152,9 +176,11 @@ def _covariance_within(descriptors: DescriptorSet) -> Covariance:
 def _principal_directions(
     covariance: Covariance, what: str
 ) -> tuple[Float64[np.ndarray, " D"], Float64[np.ndarray, "D C"]]:
-    """Return variances, greatest first, and unit directions, without those that are only rounding noise.
+    """Return variances, greatest first, and unit directions, without those that are only rounding
+    noise.
 
-    The greatest component of each direction is positive, so that the result does not depend on the LAPACK version.
+    The greatest component of each direction is positive, so that the result does not depend on the
+    LAPACK version.
     """
     variances, columns = np.linalg.eigh(covariance)
     kept = variances > max(NO_VARIANCE * variances[-1], np.finfo(np.float64).tiny)

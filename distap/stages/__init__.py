@@ -1,1 +1,3 @@
-"""Foundations of the three stages: micro-batches and their sizes, replicas of networks, the replay drift."""
+"""Foundations of the three stages: micro-batches and their sizes, replicas of networks, the replay
+drift.
+"""

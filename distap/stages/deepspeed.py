@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO: shard the optimiser's state, the gradients and the parameters over ranks.
 
-Each rank sums its gradients over the micro-batches of a step, and the ranks reduce them once, after the last one.
-On their own, stages 2 and 3 would reduce in every backward pass.
+Each rank sums its gradients over the micro-batches of a step, and the ranks reduce them once, after
+the last one. On their own, stages 2 and 3 would reduce in every backward pass.
 """
 
 import inspect
@@ -32,7 +32,8 @@ class ZeroReplica(Replica):
     def __init__(self, *parts: Any, optimizer: Optimizer, config: dict[str, Any]) -> None:
         super().__init__(*parts)
         stage = config["zero_optimization"]["stage"]
-        self.lockstep, self.keeps_graphs = stage == 3, stage < 3
+        self.lockstep = stage == 3
+        self.keeps_graphs = stage < 3
         # Before DeepSpeed replaces the parameters of the optimiser's groups by its flat partitions.
         chosen = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         self.trained = {name: one for name, one in self.network.named_parameters() if one in chosen}
@@ -49,33 +50,44 @@ class ZeroReplica(Replica):
         try:
             import deepspeed
         except ImportError as error:
-            raise DistapError(f"engine: deepspeed is missing: pip install 'distap[deepspeed]' ({error})") from error
+            raise DistapError(
+                f"engine: deepspeed is missing: pip install 'distap[deepspeed]' ({error})"
+            ) from error
         if self.world.device.type == "cpu":
-            # DeepSpeed would compile collectives for inference, which takes a minute and a compiler.
+            # DeepSpeed would compile collectives for inference, which takes a minute and a
+            # compiler.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         is_alone = self.world.size == 1 and not dist.is_initialized()
         if is_alone:  # DeepSpeed does not work without a process group
             backend = "nccl" if self.world.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        parts = {"model": ReplacedForward(self.network, self._forward), "optimizer": optimizer, "config": config}
+        parts = {
+            "model": ReplacedForward(self.network, self._forward),
+            "optimizer": optimizer,
+            "config": config,
+        }
         with self.world.collective("set-up of DeepSpeed"):
             engine, *_ = deepspeed.initialize(**parts, dist_init_required=False)
         return engine, is_alone
 
     @contextmanager
     def describing(self) -> Iterator[None]:
-        """Let this rank run forward passes without the others; under ZeRO stage 3, hold all parameters meanwhile."""
+        """Let this rank run forward passes without the others; under ZeRO stage 3, hold all
+        parameters meanwhile.
+        """
         if not self.lockstep or self._is_whole:
             yield
             return
         import deepspeed
 
         gathered = deepspeed.zero.GatheredParameters(list(self.network.parameters()))
-        # Entered by hand, so that the watchdog times the message alone, and not the passes that follow.
+        # Entered by hand, so that the watchdog times the message alone, and not the passes that
+        # follow.
         with self.world.collective("all_gather of the parameters"):
             gathered.__enter__()
         self._is_whole = True
-        # DeepSpeed's hooks would gather, release and compare notes with other ranks in every forward pass.
+        # DeepSpeed's hooks would gather, release and compare notes with other ranks in every
+        # forward pass.
         offload = self.zero.parameter_offload
         coordinator, offload.param_coordinator = offload.param_coordinator, _NothingToFetch()
         try:
@@ -86,15 +98,16 @@ class ZeroReplica(Replica):
             gathered.__exit__(None, None, None)
 
     def forward(self, images: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():  # parameters are whole: DeepSpeed's own forward would talk to other ranks
+        # parameters are whole: DeepSpeed's own forward would talk to other ranks
+        if not torch.is_grad_enabled():
             return super().forward(images)
         with self._sharing("all_gather of parameters in a forward pass"):
             return self.engine(images)
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        # These two lines are the entrance of DeepSpeed's own context. An open context would also reduce at its exit
-        # if this rank fails, when no other rank does.
+        # These two lines are the entrance of DeepSpeed's own context. An open context would also
+        # reduce at its exit if this rank fails, when no other rank does.
         self.engine.inside_no_sync_ctxt = self.zero._coalesce_grad_reduction = True
         try:
             yield
@@ -109,7 +122,10 @@ class ZeroReplica(Replica):
 
     def reduce(self) -> None:
         self.engine.inside_no_sync_ctxt = self.zero._coalesce_grad_reduction = False
-        with self.world.collective("reduction of the gradients"), self.engine.coalesce_grad_reduction():
+        with (
+            self.world.collective("reduction of the gradients"),
+            self.engine.coalesce_grad_reduction(),
+        ):
             pass
 
     def discard(self) -> None:
@@ -121,7 +137,9 @@ class ZeroReplica(Replica):
             self.zero.exit_backward()
 
     def _sharing(self, name: str) -> AbstractContextManager[None]:
-        """Enclose what ranks exchange under ZeRO stage 3 alone; below it each rank has all parameters."""
+        """Enclose what ranks exchange under ZeRO stage 3 alone; below it each rank has all
+        parameters.
+        """
         return self.world.collective(name) if self.lockstep else nullcontext()
 
 
@@ -133,7 +151,8 @@ class _NothingToFetch:
 
 
 def _forget(engine: Any, is_alone: bool) -> None:
-    # DeepSpeed holds engines in module globals; with them the process group and its threads would never end.
+    # DeepSpeed holds engines in module globals; with them the process group and its threads would
+    # never end.
     from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
     from deepspeed.utils import groups
 
@@ -143,7 +162,9 @@ def _forget(engine: Any, is_alone: bool) -> None:
     stack[:] = [module for module in stack if module is not engine.module]
     coordinator = partitioned_param_coordinator.PartitionedParameterCoordinator
     # An unbounded cache with coordinators and modules as its keys.
-    remembers = inspect.getclosurevars(coordinator._PartitionedParameterCoordinator__params_to_release)
+    remembers = inspect.getclosurevars(
+        coordinator._PartitionedParameterCoordinator__params_to_release
+    )
     remembers.nonlocals["func"].cache_clear()
     groups._release_process_group_references()
     if is_alone and dist.is_initialized():

@@ -1,4 +1,6 @@
-"""Check the assumption of the three stages: a descriptor depends only on its image and the random state."""
+"""Check the assumption of the three stages: a descriptor depends only on its image and the random
+state.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +13,8 @@ from torch.nn.utils import parametrize
 
 from distap.errors import DistapError
 
-LEAST_MIXING = 1e-2  # relative difference of an image's descriptors in two cuts; rounding is far below
+# relative difference of an image's descriptors in two cuts; rounding is far below
+LEAST_MIXING = 1e-2
 
 
 def default_drift(device: torch.device, is_float32: bool) -> float:
@@ -29,23 +32,33 @@ def default_drift(device: torch.device, is_float32: bool) -> float:
 
 
 def mixes_images(network: nn.Module) -> str | None:
-    """Return why a descriptor depends on its micro-batch in this network; None if no layer is known to mix images."""
+    """Return why a descriptor depends on its micro-batch in this network; None if no layer is known
+    to mix images.
+    """
     for name, module in network.named_modules():
         if not module.training:
             continue
         if isinstance(module, nn.SyncBatchNorm):
-            raise DistapError(f"{name} is a SyncBatchNorm, whose gradient over ranks a replay cannot reproduce")
+            raise DistapError(
+                f"{name} is a SyncBatchNorm, whose gradient over ranks a replay cannot reproduce"
+            )
         if isinstance(module, _BatchNorm):
             return f"{name} normalises by the statistics of its micro-batch"
         # timm's DropPath and torch's Dropout, by what they have in common.
         probability = getattr(module, "drop_prob", getattr(module, "p", 0))
-        if "drop" in type(module).__name__.lower() and isinstance(probability, float) and probability > 0:
+        if (
+            "drop" in type(module).__name__.lower()
+            and isinstance(probability, float)
+            and probability > 0
+        ):
             return f"{name} drops at random, drawing for the whole micro-batch"
     return None
 
 
 def normalises_by_batch(network: nn.Module) -> bool:
-    """Tell whether a BatchNorm layer normalises by micro-batch; describe and replay must then cut equal ones."""
+    """Tell whether a BatchNorm layer normalises by micro-batch; describe and replay must then cut
+    equal ones.
+    """
     return any(isinstance(one, _BatchNorm) and one.training for one in network.modules())
 
 
@@ -58,25 +71,27 @@ def refuse_mixing(describe: Callable[[int, int], Tensor], network: nn.Module, co
     """
 
     def agrees(images: int, seed: int = 0) -> bool:
-        few, more = describe(images, seed).double(), describe(count, 0)[:images].double()
+        few = describe(images, seed).double()
+        more = describe(count, 0)[:images].double()
         # Descriptors that are not finite are left out of the step, which says so.
         return not bool((few - more).abs().max() > LEAST_MIXING * more.abs().max().clamp(min=1e-30))
 
-    # A few passes over a few images tell apart what looks alike: mixing images, which is refused, and random numbers
-    # that depend on the cut, which the same cut in both stages brings back. If no random state brings the same
-    # descriptors back, the drift between the stages will show it.
+    # A few passes over a few images tell apart what looks alike: mixing images, which is refused,
+    # and random numbers that depend on the cut, which the same cut in both stages brings back. If
+    # no random state brings the same descriptors back, the drift between the stages will show it.
     if agrees(count - 1) or not agrees(count):
         return
     if not agrees(count, seed=1):
-        # The network draws other numbers in another cut. Without them it must agree, and if it draws even in
-        # evaluation mode, only the drift can tell.
+        # The network draws other numbers in another cut. Without them it must agree, and if it
+        # draws even in evaluation mode, only the drift can tell.
         with evaluating(network):
             if not agrees(count, seed=1) or agrees(count - 1):
                 return
     raise DistapError(
-        f"the network describes the same images differently in micro-batches of {count - 1} and {count}: it mixes "
-        "the images of a micro-batch (such as a mean or an attention over them, or their statistics), so the "
-        "gradient of the whole batch cannot be found micro-batch by micro-batch"
+        f"the network describes the same images differently in micro-batches of {count - 1} and"
+        f" {count}: it mixes the images of a micro-batch (such as a mean or an attention over them,"
+        " or their statistics), so the gradient of the whole batch cannot be found micro-batch by"
+        " micro-batch"
     )
 
 
@@ -84,7 +99,9 @@ def refuse_mixing(describe: Callable[[int, int], Tensor], network: nn.Module, co
 def evaluating(network: nn.Module, kind: type = nn.Module) -> Iterator[None]:
     """Put layers of this kind into evaluation mode, and back."""
     # Not by `eval()`: layers may do more in it, such as merging an adapter into its base.
-    training = [module for module in network.modules() if module.training and isinstance(module, kind)]
+    training = [
+        module for module in network.modules() if module.training and isinstance(module, kind)
+    ]
     for module in training:
         module.training = False
     try:
@@ -96,9 +113,10 @@ def evaluating(network: nn.Module, kind: type = nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_caches() -> Iterator[None]:
-    """Compute parametrised weights anew in each pass, also inside torch's `parametrize.cached()`."""
-    # What is cached in describe has no graph, and would have none in replay; what is cached in replay has one that
-    # the first micro-batch's backward pass frees.
+    """Compute parametrised weights anew in each pass, also inside torch's
+    `parametrize.cached()`."""
+    # What is cached in describe has no graph, and would have none in replay; what is cached in
+    # replay has one that the first micro-batch's backward pass frees.
     enabled = parametrize._cache_enabled
     parametrize._cache_enabled = 0
     try:
@@ -108,11 +126,13 @@ def without_caches() -> Iterator[None]:
 
 
 class SavedBuffers:
-    """Buffers of layers in training mode, such as counters and running estimates, as they were at some time.
+    """Buffers of layers in training mode, such as counters and running estimates, as they were at
+    some time.
 
-    A pass may move them: spectral normalisation moves the vectors from which it computes its weights. Every
-    micro-batch of a step, in describe and in replay, begins from the buffers of before the step. So all images of a
-    batch meet the same weights, as in one pass over the whole batch, and the buffers move once per step.
+    A pass may move them: spectral normalisation moves the vectors from which it computes its
+    weights. Every micro-batch of a step, in describe and in replay, begins from the buffers of
+    before the step. So all images of a batch meet the same weights, as in one pass over the whole
+    batch, and the buffers move once per step.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -124,10 +144,11 @@ class SavedBuffers:
         ]
 
     def restore(self, statistics: bool = True) -> None:
-        """Restore all saved buffers, changed or not, because a comparison would wait for the device.
+        """Restore all saved buffers, changed or not, because a comparison would wait for the
+        device.
 
-        Without `statistics`, leave those of BatchNorm and InstanceNorm as they are: no descriptor depends on them in
-        training mode, and they gather what each micro-batch adds.
+        Without `statistics`, leave those of BatchNorm and InstanceNorm as they are: no descriptor
+        depends on them in training mode, and they gather what each micro-batch adds.
         """
         for layer, name, tensor, before in self._saved:
             if not statistics and isinstance(layer, _NormBase):
@@ -136,18 +157,24 @@ class SavedBuffers:
                 tensor = before.clone()
             # Nothing can write into an expanded tensor, so it has not changed.
             if not is_expanded(tensor):
-                # By `data`: autograd would refuse a graph that holds the buffer, though it does not use its values.
+                # By `data`: autograd would refuse a graph that holds the buffer, though it does not
+                # use its values.
                 tensor.data.copy_(before)
             setattr(layer, name, tensor)
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Tell whether several elements of a tensor are one number in memory, as after `Tensor.expand`."""
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    """Tell whether several elements of a tensor are one number in memory, as after
+    `Tensor.expand`."""
+    return any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
 
 
 def make_writable(network: nn.Module) -> None:
-    """Give each element of expanded parameters and buffers memory of its own, so that checkpoints can be loaded."""
+    """Give each element of expanded parameters and buffers memory of its own, so that checkpoints
+    can be loaded.
+    """
     for module in network.modules():
         for parameter in filter(is_expanded, module.parameters(recurse=False)):
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
@@ -166,8 +193,9 @@ def drift(again: Float[Tensor, "n C"], before: Float[Tensor, "n C"]) -> Float[Te
 def drift_error(worst: float, limit: float, step: int) -> DistapError:
     """Return the error for a drift above its limit; `step` counts from 1."""
     return DistapError(
-        f"step {step}: replay drift {worst:.2g} exceeds {limit:g}: describe and replay gave different descriptors "
-        "for the same image, so the gradient would be wrong. Usual causes: randomness that torch's generators do "
-        "not control, parameters that moved between the two (optimizer.step() before backward), layers whose state "
-        "changes in each pass, or a precision too low for the limit (max_drift)"
+        f"step {step}: replay drift {worst:.2g} exceeds {limit:g}: describe and replay gave"
+        " different descriptors for the same image, so the gradient would be wrong. Usual causes:"
+        " randomness that torch's generators do not control, parameters that moved between the two"
+        " (optimizer.step() before backward), layers whose state changes in each pass, or a"
+        " precision too low for the limit (max_drift)"
     )

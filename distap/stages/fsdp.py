@@ -1,7 +1,7 @@
 """FSDP2 (`fully_shard`): shard parameters, gradients and the optimiser's state over ranks.
 
-A step gathers the parameters once, before its first description, and reduces their gradients once, in its last
-backward pass, whatever the number of micro-batches:
+A step gathers the parameters once, before its first description, and reduces their gradients once,
+in its last backward pass, whatever the number of micro-batches:
 
     describe                replay                          update
     gather |  d  d  d  d  | d b  d b  d b  d b -> reduce  | free
@@ -27,16 +27,19 @@ class FSDPReplica(Replica):
     """A network after `fully_shard`, by `shard` or by the caller.
 
     Args:
-        frees: free the parameters between describe and replay, in which the caller may do as they like.
-        syncs: reduce gradients in the last backward pass; otherwise FSDP keeps them for a later one.
+        frees: free the parameters between describe and replay, in which the caller may do as they
+            like. syncs: reduce gradients in the last backward pass; otherwise FSDP keeps them for a
+            later one.
     """
 
     survives_backward = False
 
     def __init__(self, *parts: Any, frees: bool = False, syncs: bool = True) -> None:
         super().__init__(*parts)
-        self.keeps_graphs, self._syncs = not frees, syncs
-        # FSDP gives every shard its gradient itself; an input without a meaning lets autograd call us at all.
+        self.keeps_graphs = not frees
+        self._syncs = syncs
+        # FSDP gives every shard its gradient itself; an input without a meaning lets autograd call
+        # us at all.
         self.inputs: list[Tensor] = [torch.zeros((), device=self.world.device, requires_grad=True)]
         self.gradients: list[Tensor | None] = [None]
         inner = [module for module in self.network.modules() if isinstance(module, FSDPModule)]
@@ -44,8 +47,11 @@ class FSDPReplica(Replica):
 
     @contextmanager
     def describing(self) -> Iterator[None]:
-        """Gather all parameters, and keep them until the end of the next replay, unless `frees` is set."""
-        # Otherwise FSDP would free a unit after each micro-batch and gather it again before the next one.
+        """Gather all parameters, and keep them until the end of the next replay, unless `frees` is
+        set.
+        """
+        # Otherwise FSDP would free a unit after each micro-batch and gather it again before the
+        # next one.
         self._gather()
         try:
             yield
@@ -87,36 +93,41 @@ class FSDPReplica(Replica):
         self._stay_whole(True)
         if not any(isinstance(parameter, DTensor) for parameter in self.network.parameters()):
             return
-        # All units by hand and in one order. FSDP would gather each when it is used, and ranks with other numbers of
-        # micro-batches would then wait for each other for ever.
+        # All units by hand and in one order. FSDP would gather each when it is used, and ranks with
+        # other numbers of micro-batches would then wait for each other for ever.
         with self.world.collective("all_gather of the parameters"):
             for unit in self._units:
                 unit.unshard()
 
     def _stay_whole(self, stays: bool) -> None:
-        # The network itself, the last unit, is whole between its forward and its backward pass in any case: gathering
-        # it again at once would only cost a message.
+        # The network itself, the last unit, is whole between its forward and its backward pass in
+        # any case: gathering it again at once would only cost a message.
         for unit in self._units:
             unit.set_reshard_after_forward(not stays and unit is not self._units[-1], recurse=False)
             unit.set_reshard_after_backward(not stays, recurse=False)
-            # A unit that stays whole has nothing to prefetch; by default it might prefetch one that is done.
+            # A unit that stays whole has nothing to prefetch; by default it might prefetch one that
+            # is done.
             unit.set_modules_to_backward_prefetch([unit] if stays else [])
 
 
 def shard(network: nn.Module, world: World) -> None:
     """Shard a network, which has the same parameters on every rank.
 
-    The whole network is one unit, which takes the fewest messages. Gradients are summed over the ranks.
+    The whole network is one unit, which takes the fewest messages. Gradients are summed over the
+    ranks.
     """
     trained = {parameter.dtype for parameter in network.parameters() if parameter.requires_grad}
     if len(trained) > 1:
-        raise DistapError(f"trained parameters are {', '.join(map(str, trained))}; FSDP reduces only one dtype")
+        raise DistapError(
+            f"trained parameters are {', '.join(map(str, trained))}; FSDP reduces only one dtype"
+        )
     make_contiguous(network)
     group = world.group or dist.group.WORLD
     assert group is not None
     mesh = DeviceMesh.from_group(group, world.device.type)
     unit = fully_shard(network, mesh=mesh)
-    # Stage two has divided by the global number of queries: gradients are summed, where FSDP would average.
+    # Stage two has divided by the global number of queries: gradients are summed, where FSDP would
+    # average.
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
     network.register_forward_pre_hook(_keep_layout)
@@ -129,13 +140,21 @@ def make_contiguous(network: nn.Module) -> None:
 
 
 def _keep_layout(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    # In passes with a graph FSDP replaces a unit's inputs by views. That of a single channels-last image no longer
-    # counts as channels-last, and dropout, which draws in memory order, would drop other elements than in stage one.
+    # In passes with a graph FSDP replaces a unit's inputs by views. That of a single channels-last
+    # image no longer counts as channels-last, and dropout, which draws in memory order, would drop
+    # other elements than in stage one.
 
     def kept(one: Any) -> Any:
-        if not isinstance(one, Tensor) or one.ndim != 4 or len(one) != 1 or one.stride(0) == one.numel():
+        if (
+            not isinstance(one, Tensor)
+            or one.ndim != 4
+            or len(one) != 1
+            or one.stride(0) == one.numel()
+        ):
             return one
-        has_lost_it = one.is_contiguous(memory_format=torch.channels_last) and not one.is_contiguous()
+        has_lost_it = (
+            one.is_contiguous(memory_format=torch.channels_last) and not one.is_contiguous()
+        )
         return one.clone(memory_format=torch.channels_last) if has_lost_it else one
 
     return tuple(map(kept, inputs))

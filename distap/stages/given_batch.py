@@ -1,4 +1,6 @@
-"""A batch from a caller's loop and the descriptors of the caller's network, in the form of the three stages."""
+"""A batch from a caller's loop and the descriptors of the caller's network, in the form of the
+three stages.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -21,29 +23,42 @@ Pool = Callable[[Tensor], Tensor]
 
 
 class GivenBatch:
-    """One rank's images; a rank with fewer images than others repeats its last one, which takes no part."""
+    """One rank's images; a rank with fewer images than others repeats its last one, which takes no
+    part.
+    """
 
     def __init__(
-        self, parts: list[Any], labels: Tensor, samples: Tensor | None, share: int, world: World, step: int
+        self,
+        parts: list[Any],
+        labels: Tensor,
+        samples: Tensor | None,
+        share: int,
+        world: World,
+        step: int,
     ) -> None:
-        self.step, self.total = step, share * world.size
+        self.step = step
+        self.total = share * world.size
         self._parts = parts
         self._starts = torch.tensor([0, *accumulate(map(rows_of, parts))])
         # Row k of rank r is slot k W + r, so every rank has as many rows as the fullest.
         self._own = torch.arange(share).clamp(max=len(labels) - 1)
-        self.labels, self.present = labels[self._own], torch.arange(share) < len(labels)
+        self.labels = labels[self._own]
+        self.present = torch.arange(share) < len(labels)
         self.samples = torch.full((share,), -1) if samples is None else samples[self._own]
         self._is_blank = torch.zeros(share, dtype=torch.bool)
 
     def images(self, rows: Rows) -> Any:
-        # Rows may lie in several of the caller's parts: pick from each, then join, where all are alike.
+        # Rows may lie in several of the caller's parts: pick from each, then join, where all are
+        # alike.
         wanted = self._own[rows]
-        of_part, pieces = torch.searchsorted(self._starts, wanted, right=True) - 1, []
+        of_part = torch.searchsorted(self._starts, wanted, right=True) - 1
+        pieces = []
         for number in of_part.unique().tolist():
             inside = as_rows(wanted[of_part == number] - self._starts[number])
             pieces.append(tree_map_only(Tensor, partial(_picked, inside), self._parts[number]))
         images = pieces[0] if len(pieces) == 1 else tree_map(_joined, *pieces)
-        # The caller's tensors are not overwritten: an image is blanked in a copy, each time that it is asked for.
+        # The caller's tensors are not overwritten: an image is blanked in a copy, each time that it
+        # is asked for.
         blank = self._is_blank[rows]
         return tree_map_only(Tensor, partial(_blanked, blank), images) if blank.any() else images
 
@@ -55,11 +70,20 @@ class Outputs:
     """Descriptors in what a caller's network returns."""
 
     def __init__(
-        self, network: nn.Module, world: World, normalise: bool, field: str | int | None, pool: Pool | None
+        self,
+        network: nn.Module,
+        world: World,
+        normalise: bool,
+        field: str | int | None,
+        pool: Pool | None,
     ) -> None:
-        self._network, self._world, self._normalise = network, world, normalise
-        self._field, self._pool = field, pool
-        # As it is at the call: `backward`, in which the replay runs, may be outside the caller's region.
+        self._network = network
+        self._world = world
+        self._normalise = normalise
+        self._field = field
+        self._pool = pool
+        # As it is at the call: `backward`, in which the replay runs, may be outside the caller's
+        # region.
         kind = world.device.type
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
@@ -68,7 +92,11 @@ class Outputs:
         """Return the default limit of the difference between an image's two descriptors."""
         is_autocast = self._autocast[-1]
         parameters = self._network.parameters()
-        is_float32 = all(one.dtype in (torch.float32, torch.float64) for one in parameters if one.is_floating_point())
+        is_float32 = all(
+            one.dtype in (torch.float32, torch.float64)
+            for one in parameters
+            if one.is_floating_point()
+        )
         return default_drift(self._world.device, is_float32 and not is_autocast)
 
     def __call__(self, images: Any) -> Tensor:
@@ -83,13 +111,14 @@ class Outputs:
             output = self._pool(output)
         if not (isinstance(output, Tensor) and output.ndim == 2 and len(output) == n):
             raise DistapError(
-                f"the network returned {_told(output)} for {n} images; descriptors (n, C) are expected: name a field "
-                "by `output`, and a `pooling` of tokens or maps"
+                f"the network returned {_told(output)} for {n} images; descriptors (n, C) are"
+                " expected: name a field by `output`, and a `pooling` of tokens or maps"
             )
         if not output.is_floating_point():
             raise DistapError(
-                f"the network returned numbers of {output.dtype}; descriptors are real numbers of a floating-point "
-                "type (of complex ones, torch.view_as_real(output).flatten(1) has the same distances)"
+                f"the network returned numbers of {output.dtype}; descriptors are real numbers of a"
+                " floating-point type (of complex ones, torch.view_as_real(output).flatten(1) has"
+                " the same distances)"
             )
         # Ranking compares similarities that differ by little, which 16 bits would tie.
         descriptors = output.to(torch.promote_types(output.dtype, torch.float32))
@@ -102,7 +131,9 @@ def cut_along_rows(images: Any, labels: Tensor | ArrayLike | None) -> tuple[list
     if isinstance(images, Iterable) and not isinstance(images, Tensor | list | tuple | Mapping):
         parts = list(images)
         if labels is None and parts:
-            return [each[0] for each in parts], torch.cat([tensor_given(each[1], "labels") for each in parts])
+            return [each[0] for each in parts], torch.cat(
+                [tensor_given(each[1], "labels") for each in parts]
+            )
     elif isinstance(images, list) and images and all(isinstance(image, Tensor) for image in images):
         alike = len({image.shape for image in images}) == 1
         parts = [torch.stack(images)] if alike else [image[None] for image in images]
@@ -116,7 +147,9 @@ def cut_along_rows(images: Any, labels: Tensor | ArrayLike | None) -> tuple[list
 def rows_of(part: Any) -> int:
     counts = {shape[0] if shape else 0 for shape in _shapes(part)}
     if not counts:
-        raise DistapError(f"images are {_told(part)}; expected tensors or arrays with a row for each image")
+        raise DistapError(
+            f"images are {_told(part)}; expected tensors or arrays with a row for each image"
+        )
     if len(counts) != 1:
         have = ", ".join(map(str, sorted(counts)))
         raise DistapError(f"images have {have} rows; every tensor needs one row for each image")
@@ -127,15 +160,21 @@ def refuse_graphs(parts: list[Any]) -> None:
     """Raise a DistapError if images have a graph, whose gradient the three stages would drop."""
     for leaf in tree_leaves(parts) if torch.is_grad_enabled() else ():
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            made = "" if leaf.grad_fn is None else f" (made by {leaf.grad_fn.name().removesuffix('Backward0')})"
+            made = (
+                ""
+                if leaf.grad_fn is None
+                else f" (made by {leaf.grad_fn.name().removesuffix('Backward0')})"
+            )
             raise DistapError(
-                f"images {tuple(leaf.shape)} require a gradient{made}, which they would not get: move what makes "
-                "them into the network, or detach() them"
+                f"images {tuple(leaf.shape)} require a gradient{made}, which they would not get:"
+                " move what makes them into the network, or detach() them"
             )
 
 
 def are_alike(parts: list[Any]) -> bool:
-    """Tell whether the parts of a batch have images of one shape, so that one pass can describe them together."""
+    """Tell whether the parts of a batch have images of one shape, so that one pass can describe
+    them together.
+    """
     return len({tuple(shape[1:] for shape in _shapes(part)) for part in parts}) == 1
 
 
@@ -160,9 +199,15 @@ def _blanked(blank: Tensor, tensor: Tensor) -> Tensor:
 def _field_of(output: Any, field: Any, n: int) -> Any:
     """Return a field of a dict, tuple, dataclass or ModelOutput."""
     try:
-        return output[field] if isinstance(output, Mapping) or isinstance(field, int) else getattr(output, field)
+        return (
+            output[field]
+            if isinstance(output, Mapping) or isinstance(field, int)
+            else getattr(output, field)
+        )
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise DistapError(f"the network returned {_told(output)} for {n} images, without {field!r}") from error
+        raise DistapError(
+            f"the network returned {_told(output)} for {n} images, without {field!r}"
+        ) from error
 
 
 def _told(output: Any) -> str:

@@ -37,7 +37,9 @@ class Batch(Protocol):
         ...
 
     def images(self, rows: Rows) -> Any:
-        """Return the network's input for these rows, such as pixels (n, ...); wait while they are being read."""
+        """Return the network's input for these rows, such as pixels (n, ...); wait while they are
+        being read.
+        """
         ...
 
     def blank(self, rows: Tensor) -> None:
@@ -47,11 +49,12 @@ class Batch(Protocol):
 
 @dataclass
 class MicroBatchSizes:
-    """Number of images per pass through the network. A size that proves too large is halved for good.
+    """Number of images per pass through the network. A size that proves too large is halved for
+    good.
 
     Args:
-        images: images in a micro-batch, of describe as of replay.
-        keep: micro-batches of this rank that keep their graph from describe, so that they need no second forward.
+        images: images in a micro-batch, of describe as of replay. keep: micro-batches of this rank
+            that keep their graph from describe, so that they need no second forward.
     """
 
     images: int
@@ -60,34 +63,43 @@ class MicroBatchSizes:
     def __post_init__(self) -> None:
         for name, size, least in (("images", self.images, 1), ("keep", self.keep, 0)):
             if not isinstance(size, int) or isinstance(size, bool) or size < least:
-                raise DistapError(f"micro_batch: {size!r} for {name}; a whole number from {least} on is expected")
+                raise DistapError(
+                    f"micro_batch: {size!r} for {name}; a whole number from {least} on is expected"
+                )
 
     def first_kept(self, share: int) -> int:
-        """Return the first row that keeps its graph: the last micro-batches do, to hold memory the shortest."""
+        """Return the first row that keeps its graph: the last micro-batches do, to hold memory the
+        shortest.
+        """
         return max(-(-share // self.images) - self.keep, 0) * self.images if self.keep else share
 
     def halve(self, stage: str, keeps: bool, error: RuntimeError, obstacle: str | None) -> None:
         """Halve what a stage holds in memory, after `error` in a micro-batch.
 
-        If that was to keep its graph, fewer are kept. `error` is raised again if it has another cause than memory,
-        and a DistapError if no smaller size is possible, such as for the reason `obstacle`.
+        If that was to keep its graph, fewer are kept. `error` is raised again if it has another
+        cause than memory, and a DistapError if no smaller size is possible, such as for the reason
+        `obstacle`.
         """
         if not memory_ran_out(error):
             raise error
-        # In the order of what it costs: fewer kept graphs cost a second forward pass of some images, smaller
-        # micro-batches slow every pass down.
+        # In the order of what it costs: fewer kept graphs cost a second forward pass of some
+        # images, smaller micro-batches slow every pass down.
         if keeps:
             self.keep //= 2
-            logger.warning("out of memory while graphs are kept: %d micro-batches keep theirs now", self.keep)
+            logger.warning(
+                "out of memory while graphs are kept: %d micro-batches keep theirs now", self.keep
+            )
             return
         if self.images == 1:
             raise DistapError(
-                f"out of memory in {stage} with micro-batches of one image; take smaller images or a smaller network"
+                f"out of memory in {stage} with micro-batches of one image; take smaller images or"
+                " a smaller network"
             ) from error
         if obstacle:
             raise DistapError(
-                f"out of memory in {stage} with micro-batches of {self.images} images, which cannot be halved now: "
-                f"{obstacle}; take smaller micro-batches from the start, or smaller images"
+                f"out of memory in {stage} with micro-batches of {self.images} images, which cannot"
+                f" be halved now: {obstacle}; take smaller micro-batches from the start, or smaller"
+                " images"
             ) from error
         before, self.images = self.images, self.images // 2
         told = "out of memory in %s: micro-batches of %d images from now on, not of %d"
@@ -96,7 +108,9 @@ class MicroBatchSizes:
 
 @dataclass(frozen=True)
 class BackwardPass:
-    """A micro-batch to replay: its rows, their gradient and, if their graph was kept, their descriptors."""
+    """A micro-batch to replay: its rows, their gradient and, if their graph was kept, their
+    descriptors.
+    """
 
     rows: Rows
     gradient: Float[Tensor, "n C"]
@@ -116,34 +130,39 @@ def backward_passes(
     regroup: bool = True,
     lockstep: World | None = None,
 ) -> list[BackwardPass]:
-    """Cut the replay into one or more micro-batches; omit images whose gradient is at most `limit` long.
+    """Cut the replay into one or more micro-batches; omit images whose gradient is at most `limit`
+    long.
 
     Args:
-        gradient: dL/d descriptors of the rank's share.
-        kept: descriptors of the micro-batches that kept their graph, by their first row.
-        regroup: fill gaps that left-out images leave with images of the next micro-batch. Otherwise a micro-batch
+        gradient: dL/d descriptors of the rank's share. kept: descriptors of the micro-batches that
+            kept their graph, by their first row. regroup: fill gaps that left-out images leave with
+            images of the next micro-batch. Otherwise a micro-batch
             stays as describe cut it, and is left out only if none of its images has a gradient.
         lockstep: the ranks, if they communicate in every pass and so need the same number of them.
     """
-    # A gradient that is not finite is longer than any limit: the update finds it, and all ranks skip the step.
+    # A gradient that is not finite is longer than any limit: the update finds it, and all ranks
+    # skip the step.
     longer = torch.logical_not(gradient.norm(dim=1) <= limit).cpu()
     # Kept graphs come first, to give their memory back. What they do not cover is described again:
-    #
-    #     stage one     | 0 1 2 | 3 4 5 | 6 7 8 |     6 7 8 with a graph, 1 and 3 without gradient
-    #     passes        | 6 7 8 | 0 2 4 | 5 |         regrouped
-    #                   | 6 7 8 | 0 1 2 | 3 4 5 |     as cut, where a descriptor depends on its micro-batch
-    passes, rest = [], longer.clone()
+    # stage one     | 0 1 2 | 3 4 5 | 6 7 8 |     6 7 8 with a graph, 1 and 3 without gradient
+    # passes        | 6 7 8 | 0 2 4 | 5 |         regrouped | 6 7 8 | 0 1 2 | 3 4 5 |     as cut,
+    # where a descriptor depends on its micro-batch
+    passes = []
+    rest = longer.clone()
     for first, with_graph in kept.items():
         rows = slice(first, first + len(with_graph))
         rest[rows] = False
         if longer[rows].any():
             passes.append(BackwardPass(rows, gradient[rows], with_graph))
     if regroup:
-        again = [as_rows(numbers) for numbers in rest.nonzero().flatten().split(size) if len(numbers)]
+        again = [
+            as_rows(numbers) for numbers in rest.nonzero().flatten().split(size) if len(numbers)
+        ]
     else:
         again = [rows for rows in cut(0, len(gradient), size) if rest[rows].any()]
     passes += [BackwardPass(rows, gradient[rows]) for rows in again]
-    # Even a rank without any gradient makes a pass, or it would miss the reduction and the others wait.
+    # Even a rank without any gradient makes a pass, or it would miss the reduction and the others
+    # wait.
     count = max(len(passes), 1)
     if lockstep is not None:
         count = int(lockstep.maximum(count))
@@ -154,5 +173,6 @@ def backward_passes(
 
 def as_rows(numbers: Tensor) -> Rows:
     """Turn consecutive row numbers into a slice, so that indexing makes no copy."""
-    first, last = int(numbers[0]), int(numbers[-1])
+    first = int(numbers[0])
+    last = int(numbers[-1])
     return slice(first, last + 1) if last - first + 1 == len(numbers) else numbers

@@ -1,12 +1,14 @@
-"""A network on this rank, for the three stages; one class per way of sharing a network between ranks.
+"""A network on this rank, for the three stages; one class per way of sharing a network between
+ranks.
 
-    Replica          a whole copy on every rank, trained in place: gradients are all-reduced once per step
-    CallersReplica   a whole copy that the caller owns: autograd gets its gradients as if the batch had been one pass
-    FSDPReplica      distap/stages/fsdp.py: every rank holds a shard of every parameter
-    ZeroReplica      distap/stages/deepspeed.py: DeepSpeed shares out gradients and parameters
+    Replica          a whole copy on every rank, trained in place: gradients are all-reduced once
+    per step CallersReplica   a whole copy that the caller owns: autograd gets its gradients as if
+    the batch had been one pass FSDPReplica      distap/stages/fsdp.py: every rank holds a shard of
+    every parameter ZeroReplica      distap/stages/deepspeed.py: DeepSpeed shares out gradients and
+    parameters
 
-The contract of all: parameters move along the sum over ranks of what `backward` was given, because ranking has
-already divided by the global number of queries.
+The contract of all: parameters move along the sum over ranks of what `backward` was given, because
+ranking has already divided by the global number of queries.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,16 +35,22 @@ class Replica:
         forward: images to descriptors (n, C), float32 or wider; None calls the network.
     """
 
-    lockstep = False  # each micro-batch of replay communicates, so all ranks must replay the same number of them
+    # each micro-batch of replay communicates, so all ranks must replay the same number of them
+    lockstep = False
     survives_backward = True  # a backward pass that ran out of memory can be given up
     keeps_graphs = True  # `forward` may be called several times before the backward passes
 
-    def __init__(self, network: nn.Module, world: World, forward: Callable[[Any], Tensor] | None = None) -> None:
-        self.network, self.world = network, world
+    def __init__(
+        self, network: nn.Module, world: World, forward: Callable[[Any], Tensor] | None = None
+    ) -> None:
+        self.network = network
+        self.world = world
         self._forward = forward or network
 
     def describing(self) -> AbstractContextManager[None]:
-        """Enclose describe or an evaluation: parameters are whole inside, so each rank describes independently."""
+        """Enclose describe or an evaluation: parameters are whole inside, so each rank describes
+        independently.
+        """
         return nullcontext()
 
     def replaying(self) -> AbstractContextManager[None]:
@@ -50,20 +58,24 @@ class Replica:
         return nullcontext()
 
     def forward(self, images: Any) -> Tensor:
-        """Describe images, with a graph if autograd is on; without a graph, call it inside `describing`."""
+        """Describe images, with a graph if autograd is on; without a graph, call it inside
+        `describing`.
+        """
         return self._forward(images)
 
     def release(self) -> None:
         """Return parameters to the form that the optimiser and checkpoints expect."""
 
     def backward(self, descriptors: Tensor, gradient: Tensor, is_last: bool) -> None:
-        """Backpropagate dL/d descriptors, (n, C), into parameter gradients; `is_last` marks a step's last pass."""
+        """Backpropagate dL/d descriptors, (n, C), into parameter gradients; `is_last` marks a
+        step's last pass.
+        """
         torch.autograd.backward(descriptors, gradient)
 
     def reduce(self) -> None:
         """Sum the gradients over ranks after a step's last backward pass."""
-        # No wrapper reduces in a backward pass: a rank that runs out of memory in one can start its replay again
-        # while the others wait here.
+        # No wrapper reduces in a backward pass: a rank that runs out of memory in one can start its
+        # replay again while the others wait here.
         if self.world.size == 1:
             return
         trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
@@ -79,9 +91,9 @@ class Replica:
 class CallersReplica(Replica):
     """The caller's network, possibly wrapped in DistributedDataParallel.
 
-    Gradients of micro-batches are summed next to the parameters, where no hook of a wrapper or of the caller sees
-    them, and given to autograd once. With `sums`, they are summed over the ranks first; otherwise the caller's
-    wrapper does that.
+    Gradients of micro-batches are summed next to the parameters, where no hook of a wrapper or of
+    the caller sees them, and given to autograd once. With `sums`, they are summed over the ranks
+    first; otherwise the caller's wrapper does that.
     """
 
     def __init__(
@@ -102,14 +114,18 @@ class CallersReplica(Replica):
         return without_hooks(self.inputs)
 
     def backward(self, descriptors: Tensor, gradient: Tensor, is_last: bool) -> None:
-        # Not `backward`, which would fill `.grad` and run the hooks of a wrapper once for each micro-batch.
+        # Not `backward`, which would fill `.grad` and run the hooks of a wrapper once for each
+        # micro-batch.
         found = torch.autograd.grad(descriptors, self.inputs, gradient, allow_unused=True)
         pairs = list(zip(self.gradients, found, strict=True))
         for old, new in pairs:
             if old is not None and new is not None:
                 old += new
-        # A copy to add to: autograd may give one tensor to several parameters, or one that repeats a number.
-        self.gradients = [new.clone() if old is None and new is not None else old for old, new in pairs]
+        # A copy to add to: autograd may give one tensor to several parameters, or one that repeats
+        # a number.
+        self.gradients = [
+            new.clone() if old is None and new is not None else old for old, new in pairs
+        ]
 
     def reduce(self) -> None:
         if self._sums:
@@ -124,7 +140,8 @@ class ReplacedForward(nn.Module):
 
     def __init__(self, network: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.network, self._replacement = network, replacement
+        self.network = network
+        self._replacement = replacement
 
     def forward(self, value: Tensor) -> Tensor:
         return self._replacement(value)
@@ -132,7 +149,9 @@ class ReplacedForward(nn.Module):
 
 @contextmanager
 def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Hide the hooks of `Tensor.register_hook` from passes of micro-batches: they are for the whole gradient."""
+    """Hide the hooks of `Tensor.register_hook` from passes of micro-batches: they are for the whole
+    gradient.
+    """
     hooks = [(parameter, parameter._backward_hooks) for parameter in parameters]
     hidden = [(parameter, of_parameter) for parameter, of_parameter in hooks if of_parameter]
     for parameter, _ in hidden:
@@ -145,40 +164,51 @@ def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 def refuse_exchanged(network: nn.Module, trained: Mapping[str, Tensor]) -> None:
-    """Raise a DistapError unless the parameters that the network had when it described images are still its own."""
-    # Others would get the gradient, or none would, and nothing else would tell: where their values are the same, the
-    # descriptors do not drift.
+    """Raise a DistapError unless the parameters that the network had when it described images are
+    still its own.
+    """
+    # Others would get the gradient, or none would, and nothing else would tell: where their values
+    # are the same, the descriptors do not drift.
     present = dict(network.named_parameters())
     for name, parameter in trained.items():
         if present.get(name) is not parameter or not parameter.requires_grad:
             raise DistapError(
-                f"{name} is another parameter in backward() than when the images were described, or was "
-                "frozen since, so its gradient would be lost: keep the network's parameters until backward() "
-                "has run. torch.func.functional_call lends a module other parameters for one call only: copy "
-                "their values into the network's own instead"
+                f"{name} is another parameter in backward() than when the images were described, or"
+                " was frozen since, so its gradient would be lost: keep the network's parameters"
+                " until backward() has run. torch.func.functional_call lends a module other"
+                " parameters for one call only: copy their values into the network's own instead"
             )
 
 
 def refuse_hooks(network: nn.Module) -> None:
-    """Raise a DistapError that names a parameter whose hooks would act on the gradient of each micro-batch."""
+    """Raise a DistapError that names a parameter whose hooks would act on the gradient of each
+    micro-batch.
+    """
     for name, parameter in network.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise DistapError(
-                f"{name} has a hook on its gradient, which would act on each micro-batch's part of it; remove the "
-                "hook, or train in a loop of your own with distap.Multistage, where it acts once, on the whole"
+                f"{name} has a hook on its gradient, which would act on each micro-batch's part of"
+                " it; remove the hook, or train in a loop of your own with distap.Multistage,"
+                " where it acts once, on the whole"
             )
 
 
-def summed(world: World, gradients: list[Tensor | None], like: Sequence[Tensor]) -> list[Tensor | None]:
-    """Sum gradients over ranks, one message per dtype. A gradient missing on all ranks stays None."""
-    # A small network has hundreds of tensors, and each message costs its own latency. The counts travel along, since
-    # an optimiser leaves a parameter without gradient alone, but moves one of zeros by its moments and its decay.
-    # One message: | gradient 1 | gradient 2 | ... | how many ranks have 1, 2, ... |
+def summed(
+    world: World, gradients: list[Tensor | None], like: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Sum gradients over ranks, one message per dtype. A gradient missing on all ranks stays
+    None."""
+    # A small network has hundreds of tensors, and each message costs its own latency. The counts
+    # travel along, since an optimiser leaves a parameter without gradient alone, but moves one of
+    # zeros by its moments and its decay. One message: | gradient 1 | gradient 2 | ... | how many
+    # ranks have 1, 2, ... |
     result = list(gradients)
     for dtype in dict.fromkeys(one.dtype for one in like):
         mine = [number for number, one in enumerate(like) if one.dtype == dtype]
         wholes = [torch.zeros_like(like[n]) if (g := gradients[n]) is None else g for n in mine]
-        have = torch.tensor([gradients[n] is not None for n in mine], dtype=dtype, device=wholes[0].device)
+        have = torch.tensor(
+            [gradients[n] is not None for n in mine], dtype=dtype, device=wholes[0].device
+        )
         flat = world.sum(torch.cat([*(whole.flatten() for whole in wholes), have]))
         *parts, have = flat.split([*(whole.numel() for whole in wholes), len(mine)])
         for n, whole, part, count in zip(mine, wholes, parts, have.tolist(), strict=True):
@@ -188,7 +218,8 @@ def summed(world: World, gradients: list[Tensor | None], like: Sequence[Tensor])
 
 
 def autocast(precision: str, device_type: str = "cpu") -> AbstractContextManager[None]:
-    """Enter a new region that computes convolutions and matrix products in this dtype; `float32` does nothing.
+    """Enter a new region that computes convolutions and matrix products in this dtype; `float32`
+    does nothing.
 
     Do not enter it twice: it caches casts of weights, which are stale after the next update.
     """
@@ -208,7 +239,9 @@ def computing_in(precision: str, network: Callable[[Any], Tensor]) -> Callable[[
 
 
 def world_of(network: nn.Module, group: dist.ProcessGroup | None) -> World:
-    """Return the ranks of a batch: `group`, those over which the network's wrapper averages, or all."""
+    """Return the ranks of a batch: `group`, those over which the network's wrapper averages, or
+    all.
+    """
     device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
     if not (dist.is_available() and dist.is_initialized()):
         return World(device=device)
@@ -216,30 +249,41 @@ def world_of(network: nn.Module, group: dist.ProcessGroup | None) -> World:
     if group is None and isinstance(network, DistributedDataParallel):
         group = network.process_group
     elif group is None:
-        # On a mesh of several dimensions, as of hybrid sharding, each rank has its own images: the batch is of all.
+        # On a mesh of several dimensions, as of hybrid sharding, each rank has its own images: the
+        # batch is of all.
         sharded = next((one for one in network.parameters() if isinstance(one, DTensor)), None)
-        group = None if sharded is None or sharded.device_mesh.ndim > 1 else sharded.device_mesh.get_group()
+        group = (
+            None
+            if sharded is None or sharded.device_mesh.ndim > 1
+            else sharded.device_mesh.get_group()
+        )
     return World(dist.get_rank(group), dist.get_world_size(group), device=device, group=group)
 
 
 def refuse_unusable(network: nn.Module, freezes_batchnorm: bool) -> None:
-    """Raise a DistapError that names a part of an unwrapped network that would make the gradient wrong."""
+    """Raise a DistapError that names a part of an unwrapped network that would make the gradient
+    wrong.
+    """
     for name, module in network.named_modules():
         if name and isinstance(module, FSDPModule) and not isinstance(network, FSDPModule):
             raise DistapError(
-                f"{name} is sharded by fully_shard, but not the whole network; call fully_shard on it too"
+                f"{name} is sharded by fully_shard, but not the whole network; call fully_shard on"
+                " it too"
             )
         if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
             raise DistapError(
-                f"{name or 'the network'} is wrapped by {type(module).__name__}; wrap the whole network by "
-                "DistributedDataParallel or fully_shard"
+                f"{name or 'the network'} is wrapped by {type(module).__name__}; wrap the whole"
+                " network by DistributedDataParallel or fully_shard"
             )
         if not isinstance(module, _BatchNorm):
             continue
         if module.running_mean is None:
-            raise DistapError(f"{name} is a BatchNorm layer without running statistics, which mixes images")
+            raise DistapError(
+                f"{name} is a BatchNorm layer without running statistics, which mixes images"
+            )
         if module.training and not freezes_batchnorm:
             raise DistapError(
-                f"{name} is a BatchNorm layer in training mode, so a descriptor would depend on its micro-batch; "
-                "pass freeze_batchnorm=True, or set it to evaluation mode (module.eval())"
+                f"{name} is a BatchNorm layer in training mode, so a descriptor would depend on its"
+                " micro-batch; pass freeze_batchnorm=True, or set it to evaluation mode"
+                " (module.eval())"
             )

@@ -13,16 +13,19 @@ from distap.stages.exactness import SavedBuffers
 from distap.stages.replica import Replica
 from distap.world import World
 
-SHARE_FOR_GRAPHS = 0.5  # of the memory that is free after a step; the rest stays free for peaks within a step
+# of the memory that is free after a step; the rest stays free for peaks within a step
+SHARE_FOR_GRAPHS = 0.5
 CGROUP = Path("/sys/fs/cgroup")
 
 
 def kept_graphs(replica: Replica, world: World, images: Tensor, share: int) -> int:
-    """Return how many micro-batches like `images` can keep their graph on this rank, judged after one step.
+    """Return how many micro-batches like `images` can keep their graph on this rank, judged after
+    one step.
 
     A step has `share` images of this rank.
     """
-    with replica.describing():  # parameters are whole here, so their storages can be told from the graph's
+    # parameters are whole here, so their storages can be told from the graph's
+    with replica.describing():
         saved = SavedBytes(replica.network)
     # Trying must not change the training: no gradient stays, and buffers are as before.
     buffers = SavedBuffers(replica.network)
@@ -38,7 +41,8 @@ def kept_graphs(replica: Replica, world: World, images: Tensor, share: int) -> i
     finally:
         replica.discard()
         buffers.restore()
-    # After a step, since its peak is what all memory but the graphs amounts to: optimiser, buckets, workspaces.
+    # After a step, since its peak is what all memory but the graphs amounts to: optimiser, buckets,
+    # workspaces.
     room = free_memory(world.device) * SHARE_FOR_GRAPHS
     needed = -(-share // len(images))
     count = min(int(room / max(saved.bytes, 1)), needed)
@@ -48,12 +52,14 @@ def kept_graphs(replica: Replica, world: World, images: Tensor, share: int) -> i
 
 
 class SavedBytes(saved_tensors_hooks):
-    """Count the bytes that autograd keeps for the backward pass, without the network's own tensors."""
+    """Count the bytes that autograd keeps for the backward pass, without the network's own
+    tensors."""
 
     def __init__(self, network: nn.Module) -> None:
         # Parameters are saved too, but are there without a graph as well.
         self._own = {_storage(tensor) for tensor in (*network.parameters(), *network.buffers())}
-        self._saved: dict[int, torch.UntypedStorage] = {}  # holding them keeps an address from being used twice
+        # holding them keeps an address from being used twice
+        self._saved: dict[int, torch.UntypedStorage] = {}
         super().__init__(self._pack, lambda tensor: tensor)
 
     @property
@@ -68,15 +74,24 @@ class SavedBytes(saved_tensors_hooks):
 
 
 def free_memory(device: torch.device) -> int:
-    """Return how many bytes this rank may use beyond its peak so far; ranks of a host share its free memory."""
+    """Return how many bytes this rank may use beyond its peak so far; ranks of a host share its
+    free memory.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device))
+        return int(
+            free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+        )
     facts = Path("/proc/meminfo")
     lines = facts.read_text().splitlines() if facts.exists() else []
-    room = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), sys.maxsize)
+    room = next(
+        (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")),
+        sys.maxsize,
+    )
     try:
-        limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        limit, used = (
+            (CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current")
+        )
         if limit != "max":
             room = min(room, max(int(limit) - int(used), 0))
     except OSError:

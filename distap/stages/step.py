@@ -1,17 +1,19 @@
 """The three-stage training step (Revaud et al. 2019, section 3.2).
 
-A batch of thousands of high-resolution images does not fit in memory with its activations, but its descriptors do:
+A batch of thousands of high-resolution images does not fit in memory with its activations, but its
+descriptors do:
 
-    describe   for each micro-batch: d = network(images), without a graph; keep the pixels, d and the random state
-    gather     descriptors and labels of all ranks
-    rank       loss and the gradient of every descriptor, over the whole global batch
-    replay     for each micro-batch: d = network(images) again, with a graph; d.backward(its gradient)
-    update     one reduction over the ranks, one optimiser step
+    describe   for each micro-batch: d = network(images), without a graph; keep the pixels, d and
+    the random state gather     descriptors and labels of all ranks rank       loss and the gradient
+    of every descriptor, over the whole global batch replay     for each micro-batch: d =
+    network(images) again, with a graph; d.backward(its gradient) update     one reduction over the
+    ranks, one optimiser step
 
-The result is the gradient of the whole batch, not an approximation: a descriptor depends on its image and the random
-state alone, and both are the same in describe and replay. What this rests on (frozen BatchNorm, restored randomness)
-is watched as the replay drift. The trainer and `distap.Multistage` both run these stages; the replica says how ranks
-share the network, and lets them reduce gradients once per step.
+The result is the gradient of the whole batch, not an approximation: a descriptor depends on its
+image and the random state alone, and both are the same in describe and replay. What this rests on
+(frozen BatchNorm, restored randomness) is watched as the replay drift. The trainer and
+`distap.Multistage` both run these stages; the replica says how ranks share the network, and lets
+them reduce gradients once per step.
 """
 
 import sys
@@ -67,7 +69,9 @@ class Described:
 
 @dataclass
 class ThreeStages:
-    """The stages describe, gather, rank and replay; a DistapError if network or engine do not allow the sizes."""
+    """The stages describe, gather, rank and replay; a DistapError if network or engine do not allow
+    the sizes.
+    """
 
     replica: Replica  # the network on this rank
     loss: Loss
@@ -75,8 +79,10 @@ class ThreeStages:
     seed: int  # with the step and the slot it determines dropout
     sizes: MicroBatchSizes  # of each stage; sizes that do not fit in memory are halved
     mode: Mode = "sharded"  # `sharded` ranks on all ranks, `central` on rank 0
-    memory_bytes: int | None = None  # for ranking, next to the descriptors; None chooses by the device
-    memory: CrossBatchMemory = field(default_factory=lambda: CrossBatchMemory(0))  # descriptors of earlier steps
+    # for ranking, next to the descriptors; None chooses by the device
+    memory_bytes: int | None = None
+    # descriptors of earlier steps
+    memory: CrossBatchMemory = field(default_factory=lambda: CrossBatchMemory(0))
     memory_after: int = 0  # the first step that is ranked against the memory
     max_drift: float = 1e-3  # greatest tolerated difference between the two descriptors of an image
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
@@ -86,60 +92,84 @@ class ThreeStages:
 
     def __post_init__(self) -> None:
         self._mixing = mixes_images(self.replica.network)
-        if (keep := self.sizes.keep) and not self.replica.keeps_graphs:
-            raise DistapError(f"replay.keep is {keep}, but this engine holds one graph at a time; set it to 0")
+        keep = self.sizes.keep
+        if keep and not self.replica.keeps_graphs:
+            raise DistapError(
+                f"replay.keep is {keep}, but this engine holds one graph at a time; set it to 0"
+            )
         if self.memory.size and isinstance(self.loss, DescriptorLoss | ProxyLoss):
-            raise DistapError(f"{type(self.loss).__name__} is a loss of the batch alone: leave the memory out")
+            raise DistapError(
+                f"{type(self.loss).__name__} is a loss of the batch alone: leave the memory out"
+            )
         self._is_bound = False  # in a backward pass that cannot be given up
 
     def describe(self, batch: Batch) -> Described:
-        """Stage one: describe this rank's images. Pixels stay with the batch; some images keep a graph."""
-        share, start = len(self.world.slots(batch.total)), 0
+        """Stage one: describe this rank's images. Pixels stay with the batch; some images keep a
+        graph.
+        """
+        share = len(self.world.slots(batch.total))
+        start = 0
         first_kept = self.sizes.first_kept(share)
-        gathering = start_gathering(self.loss, self.world, batch.total, self.mode, self.memory_bytes)
-        parts, kept = list[Tensor](), dict[int, Tensor]()
+        gathering = start_gathering(
+            self.loss, self.world, batch.total, self.mode, self.memory_bytes
+        )
+        parts = list[Tensor]()
+        kept = dict[int, Tensor]()
         with self.stage("describe", batch.step), self.replica.describing():
             if not self.probed:
                 self._probe_on_all(batch)
             buffers = SavedBuffers(self.replica.network)
-            # Not a loop over fixed cuts: a size that runs out of memory is halved, and the same rows are tried again.
+            # Not a loop over fixed cuts: a size that runs out of memory is halved, and the same
+            # rows are tried again.
             while start < share:
                 keeps = start >= first_kept
                 rows = slice(start, min(start + self.sizes.images, share if keeps else first_kept))
-                # Micro-batches that keep their graph are the last ones, so that graphs wait the shortest for replay.
+                # Micro-batches that keep their graph are the last ones, so that graphs wait the
+                # shortest for replay.
                 try:
                     with torch.set_grad_enabled(keeps):
                         descriptors = self._forward(batch, rows, buffers, keeps)
                 except RuntimeError as error:
                     self.sizes.halve("describe", keeps, error, self._mixing)
-                    # Graphs that wait for the replay hold the memory that is missing. Their descriptors stay.
+                    # Graphs that wait for the replay hold the memory that is missing. Their
+                    # descriptors stay.
                     if keeps:
-                        kept, first_kept = {}, share
+                        kept = {}
+                        first_kept = share
                     continue
                 if keeps:
                     kept[start] = descriptors
                 parts.append(descriptors.detach())
                 start = rows.stop
                 # The rows travel, and are counted, while the network goes on describing.
-                gathering.add(parts[-1], batch.labels[rows], batch.present[rows], batch.samples[rows])
+                gathering.add(
+                    parts[-1], batch.labels[rows], batch.present[rows], batch.samples[rows]
+                )
         return Described(torch.cat(parts), kept, gathering, buffers)
 
     def _probe_on_all(self, batch: Batch) -> None:
-        """Probe the network on every rank; all of them refuse it if one does, so that none waits for the others."""
-        problem, is_done = None, True
+        """Probe the network on every rank; all of them refuse it if one does, so that none waits
+        for the others.
+        """
+        problem = None
+        is_done = True
         try:
             self._probe(batch)
         except DistapError as error:
             problem = error
-        except RuntimeError as error:  # the next step tries again, with the smaller micro-batches of this one's end
+        except (
+            RuntimeError
+        ) as error:  # the next step tries again, with the smaller micro-batches of this one's end
             if not memory_ran_out(error):
                 raise
             is_done = False
         self.probed = all(self.world.agreed(problem, (), is_done))
 
     def _probe(self, batch: Batch) -> None:
-        """Describe a few images twice, and refuse a network whose gradient would be silently wrong."""
-        few, network = min(self.sizes.images, PROBED, len(batch.labels)), self.replica.network
+        """Describe a few images twice, and refuse a network whose gradient would be silently
+        wrong."""
+        few = min(self.sizes.images, PROBED, len(batch.labels))
+        network = self.replica.network
         images = moved(batch.images(slice(0, few)), self.world.device)
 
         buffers = SavedBuffers(network)
@@ -147,10 +177,16 @@ class ThreeStages:
         def describe(count: int, seed: int) -> Tensor:
             self._draw_from(seed)
             buffers.restore()
-            return self.replica.forward(tree_map_only(Tensor, lambda tensor: tensor[:count], images))
+            return self.replica.forward(
+                tree_map_only(Tensor, lambda tensor: tensor[:count], images)
+            )
 
         # A network that torch.compile has compiled would be compiled again for cuts of other sizes.
-        eagerly = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+        eagerly = (
+            torch.compiler.set_stance("force_eager")
+            if "torch._dynamo" in sys.modules
+            else nullcontext()
+        )
         try:
             with eagerly:
                 if torch.is_grad_enabled() and not self.replica.lockstep:
@@ -167,13 +203,13 @@ class ThreeStages:
     def gather(self, described: Described, batch: Batch) -> Gathered:
         """Collect descriptors and labels of all ranks.
 
-        One descriptor that is not finite would poison every query of every rank, so its row is left out, and listed
-        in `described.lost`.
+        One descriptor that is not finite would poison every query of every rank, so its row is left
+        out, and listed in `described.lost`.
         """
         with self.stage("gather", batch.step):
             lost = (~described.descriptors.isfinite().all(dim=1)).nonzero().flatten()
-            # NaN times a gradient of zero is NaN. So these images are blank when replay describes their micro-batch
-            # again, and graphs that hold them are not used.
+            # NaN times a gradient of zero is NaN. So these images are blank when replay describes
+            # their micro-batch again, and graphs that hold them are not used.
             if len(lost):
                 batch.blank(lost)
                 described.lost.extend(lost.tolist())
@@ -183,28 +219,40 @@ class ThreeStages:
             return described.gathering.finish()
 
     def rank(self, gathering: Gathering, gathered: Gathered, step: int) -> Ranking:
-        """Stage two: compute the loss of the global batch and the gradient of this rank's descriptors."""
+        """Stage two: compute the loss of the global batch and the gradient of this rank's
+        descriptors.
+        """
         with self.stage("rank", step):
             remembers = self.memory.size > 0 and step >= self.memory_after
             gathered = replace(gathered, key=(self.seed, step))
             ranked = self.memory.extend(gathered) if remembers else gathered
-            ranking = rank_descriptors(self.loss, ranked, self.mode, self.memory_bytes, gathering.counter)
+            ranking = rank_descriptors(
+                self.loss, ranked, self.mode, self.memory_bytes, gathering.counter
+            )
             if remembers and ranking.is_finite:
                 self.memory.remember(gathered)
             return ranking
 
-    def replay(self, batch: Batch, described: Described, ranking: Ranking) -> tuple[float, int, int]:
+    def replay(
+        self, batch: Batch, described: Described, ranking: Ranking
+    ) -> tuple[float, int, int]:
         """Stage three: describe again with a graph, and backpropagate each descriptor's gradient.
 
-        Returns the drift, and how many images were described again and how many had kept their graph.
+        Returns the drift, and how many images were described again and how many had kept their
+        graph.
         """
         with self.stage("replay", batch.step), self.replica.replaying():
-            longest = self.world.maximum(float(ranking.gradient.norm(dim=1).max())) if self.skip_below else 0.0
+            longest = (
+                self.world.maximum(float(ranking.gradient.norm(dim=1).max()))
+                if self.skip_below
+                else 0.0
+            )
             others = self.world if self.replica.lockstep else None
-            # The statistics of BatchNorm are to move once per step: replay moves them again, so they go back to those
-            # that describe has left.
+            # The statistics of BatchNorm are to move once per step: replay moves them again, so
+            # they go back to those that describe has left.
             after = SavedBuffers(self.replica.network)
-            # Until memory suffices: all gradients so far are given up, so a smaller cut begins from nothing.
+            # Until memory suffices: all gradients so far are given up, so a smaller cut begins from
+            # nothing.
             while True:
                 cutting = self.sizes.images, self.skip_below * longest, self._mixing is None, others
                 passes = backward_passes(ranking.gradient, described.kept, *cutting)
@@ -212,16 +260,23 @@ class ThreeStages:
                     worst, counts = self._send_back(batch, described, passes)
                     break
                 except RuntimeError as error:
-                    begun = "this engine cannot give up what it has begun" if others or self._is_bound else None
+                    begun = (
+                        "this engine cannot give up what it has begun"
+                        if others or self._is_bound
+                        else None
+                    )
                     self.sizes.halve("replay", False, error, begun or self._mixing)
                 self.replica.discard()
-                # Of a graph that was sent back autograd has freed what a second backward pass would need.
+                # Of a graph that was sent back autograd has freed what a second backward pass would
+                # need.
                 described.kept.clear()
-            # Describe may have moved them by numbers that are not finite; for replay those images are blank. So the
-            # statistics then move by what replay adds to those from before the step.
+            # Describe may have moved them by numbers that are not finite; for replay those images
+            # are blank. So the statistics then move by what replay adds to those from before the
+            # step.
             if not described.lost:
                 after.restore()
-            # After the loop, so that a rank which starts its replay again has sent nothing that the others would add.
+            # After the loop, so that a rank which starts its replay again has sent nothing that the
+            # others would add.
             with self.stopwatch.stage("reduce"):
                 self.replica.reduce()
         greatest = self.world.maximum(float(worst))
@@ -231,21 +286,28 @@ class ThreeStages:
         replayed, kept = self.world.sum(counts).tolist()
         return greatest, replayed, kept
 
-    def _send_back(self, batch: Batch, described: Described, passes: list[BackwardPass]) -> tuple[Tensor, Tensor]:
-        """Run the backward passes; return this rank's drift and its numbers of replayed and kept images."""
+    def _send_back(
+        self, batch: Batch, described: Described, passes: list[BackwardPass]
+    ) -> tuple[Tensor, Tensor]:
+        """Run the backward passes; return this rank's drift and its numbers of replayed and kept
+        images.
+        """
         worst = torch.zeros((), dtype=torch.float64, device=described.descriptors.device)
         counts = torch.zeros(2, dtype=torch.int64, device=described.descriptors.device)
         first_again = 1 + sum(one.kept is not None for one in passes)
         for number, one in enumerate(passes, 1):
             is_last = number == len(passes)
             again = one.kept
-            # Kept graphs come first: their backward passes may need the buffers that describe has left.
+            # Kept graphs come first: their backward passes may need the buffers that describe has
+            # left.
             if number == first_again:
                 described.buffers.restore()
             if again is None:
                 again = self._forward(batch, one.rows, described.buffers)
                 if not one.is_padding:
-                    worst = torch.maximum(worst, drift(again.detach(), described.descriptors[one.rows]))
+                    worst = torch.maximum(
+                        worst, drift(again.detach(), described.descriptors[one.rows])
+                    )
             counts[int(one.kept is not None)] += one.gradient.any(dim=1).sum()
             self._is_bound = not self.replica.survives_backward
             with self.stopwatch.stage("network", part_of_outer=True):
@@ -253,7 +315,9 @@ class ThreeStages:
             self._is_bound = False
         return worst, counts
 
-    def _forward(self, batch: Batch, rows: Rows, buffers: SavedBuffers, keeps: bool = False) -> Float[Tensor, "n C"]:
+    def _forward(
+        self, batch: Batch, rows: Rows, buffers: SavedBuffers, keeps: bool = False
+    ) -> Float[Tensor, "n C"]:
         """Describe a micro-batch, with the buffers of before the step.
 
         (seed, step, slot) seeds dropout, so describe and replay draw the same.
@@ -262,22 +326,28 @@ class ThreeStages:
         images = moved(batch.images(rows), self.world.device)
         if keeps:  # the graph may need the pixels after the batch has overwritten their memory
             images = tree_map_only(Tensor, Tensor.clone, images)
-        # The first image's slot stands for its micro-batch. Layers that draw for the whole micro-batch draw alike in
-        # describe and replay, since the two cut alike where there are such layers (`mixes_images`).
-        slot = self.world.slots(batch.total)[int(rows.start if isinstance(rows, slice) else rows[0])]
+        # The first image's slot stands for its micro-batch. Layers that draw for the whole
+        # micro-batch draw alike in describe and replay, since the two cut alike where there are
+        # such layers (`mixes_images`).
+        slot = self.world.slots(batch.total)[
+            int(rows.start if isinstance(rows, slice) else rows[0])
+        ]
         with self.stopwatch.stage("network", part_of_outer=True):
             self._draw_from(seed_for(DROPOUT, self.seed, batch.step, slot))
             return self.replica.forward(images)
 
     def _draw_from(self, seed: int) -> None:
-        # Not torch.manual_seed, which looks at the stack for each kind of device that is not in use, 0.2 ms.
+        # Not torch.manual_seed, which looks at the stack for each kind of device that is not in
+        # use, 0.2 ms.
         torch.default_generator.manual_seed(seed)
         if self.world.device.type != "cpu":
             torch.get_device_module(self.world.device).manual_seed_all(seed)
 
     @contextmanager
     def stage(self, name: str, step: int) -> Iterator[None]:
-        """Time a stage, announce it to other ranks' watchdogs, and restore torch's random state at its end."""
+        """Time a stage, announce it to other ranks' watchdogs, and restore torch's random state at
+        its end.
+        """
         self.world.note(f"{name} of step {step + 1}")
         devices = [self.world.device] if self.world.device.type == "cuda" else []
         with self.stopwatch.stage(name), torch.random.fork_rng(devices), without_caches():

@@ -1,4 +1,6 @@
-"""Bound what web servers and object stores may answer: sizes, packing and redirects, by a middleware of aiohttp."""
+"""Bound what web servers and object stores may answer: sizes, packing and redirects, by a
+middleware of aiohttp.
+"""
 
 import asyncio
 import os
@@ -14,9 +16,11 @@ from distap.storage.remotes import AnswerError
 
 MOST_BYTES = 2**26  # of an answer to a request that names no range: listings, metadata and errors
 REDIRECTS = (301, 302, 303, 307, 308)  # HTTP statuses
-RANGE = re.compile(r"bytes[= ](\d+)-(\d+)(?:/.*)?")  # in a request and, with the whole size, in an answer
+# in a request and, with the whole size, in an answer
+RANGE = re.compile(r"bytes[= ](\d+)-(\d+)(?:/.*)?")
 REMEDY = "serve the shards with nginx, Apache or an object store, or copy them to disk"
-ALLOWED = "DISTAP_REDIRECTS"  # environment: names of hosts, with commas, that any answer may redirect to
+# environment: names of hosts, with commas, that any answer may redirect to
+ALLOWED = "DISTAP_REDIRECTS"
 Handler = Callable[[ClientRequest], Awaitable[ClientResponse]]
 
 
@@ -24,7 +28,9 @@ class BoundedContent:
     """The body of an answer; its reading ends with an AnswerError after `most` bytes."""
 
     def __init__(self, content: Any, most: int, problem: str) -> None:
-        self._content, self._left, self._problem = content, most, problem
+        self._content = content
+        self._left = most
+        self._problem = problem
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._content, name)
@@ -65,33 +71,49 @@ def _bounded_content(request: ClientRequest, response: ClientResponse) -> Bounde
         raise AnswerError(f"the server sends packed bytes ({packing}), which were not asked for")
     wanted = RANGE.fullmatch(request.headers.get("Range", ""))
     if wanted is None or response.status >= 300:
-        return BoundedContent(response.content, MOST_BYTES, f"the answer has more than {MOST_BYTES:,} bytes")
-    first, last = int(wanted[1]), int(wanted[2])
+        return BoundedContent(
+            response.content, MOST_BYTES, f"the answer has more than {MOST_BYTES:,} bytes"
+        )
+    first = int(wanted[1])
+    last = int(wanted[2])
     sent = RANGE.fullmatch(response.headers.get("Content-Range", "")) or ("", "0", last)
     if int(sent[1]) != first:
-        raise AnswerError(f"the server ignores Range and sends bytes from {sent[1]}, not {first}; {REMEDY}")
+        raise AnswerError(
+            f"the server ignores Range and sends bytes from {sent[1]}, not {first}; {REMEDY}"
+        )
     size = min(last, int(sent[2])) - first + 1
     longer = f"the server ignores Range and sends more than the {size:,} bytes asked for; {REMEDY}"
     return BoundedContent(response.content, size, longer)
 
 
 async def _check_redirect(source: URL, location: str) -> None:
-    """Raise an AnswerError unless a redirect stays on its host, is allowed, or leads to https:// on the internet."""
+    """Raise an AnswerError unless a redirect stays on its host, is allowed, or leads to https:// on
+    the internet.
+    """
     try:
         target = source.join(URL(location))
         is_same = target.origin() == source.origin()
     except ValueError as error:
-        raise AnswerError(f"redirects to {location[:200]!r}, which is no URL of a web server") from error
+        raise AnswerError(
+            f"redirects to {location[:200]!r}, which is no URL of a web server"
+        ) from error
     host = target.host or ""
     if is_same or host in os.environ.get(ALLOWED, "").split(","):
         return
     if target.scheme != "https" or not (host == source.host or await _is_public(host)):
-        problem = f"redirects to {target.origin()}, another or an internal host, or one without encryption"
-        raise AnswerError(f"{problem}; if that is meant, {ALLOWED}={host} in the environment allows it")
+        problem = (
+            f"redirects to {target.origin()}, another or an internal host, or one without"
+            " encryption"
+        )
+        raise AnswerError(
+            f"{problem}; if that is meant, {ALLOWED}={host} in the environment allows it"
+        )
 
 
 async def _is_public(host: str) -> bool:
-    """Tell whether all addresses of a host are of the internet, or none is known here, as behind a proxy."""
+    """Tell whether all addresses of a host are of the internet, or none is known here, as behind a
+    proxy.
+    """
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, None)
     except OSError:

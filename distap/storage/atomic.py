@@ -1,4 +1,6 @@
-"""Write files so that a crash or a full disk leaves the old one or the new one, never half of one; identify files."""
+"""Write files so that a crash or a full disk leaves the old one or the new one, never half of one;
+identify files.
+"""
 
 import errno
 import hashlib
@@ -17,7 +19,9 @@ UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP)  # errors of file systems that canno
 
 
 def write_whole(path: Path, data: bytes | str) -> None:
-    """Replace a file atomically, text as UTF-8; make missing folders. On return the file is on the disk."""
+    """Replace a file atomically, text as UTF-8; make missing folders. On return the file is on the
+    disk.
+    """
     try:
         with replacing(path) as file:
             file.write(data.encode() if isinstance(data, str) else data)
@@ -27,20 +31,24 @@ def write_whole(path: Path, data: bytes | str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file that replaces `path` on leaving the context; after an OSError the old file stays.
+    """Open a new file that replaces `path` on leaving the context; after an OSError the old file
+    stays.
 
     Raises:
         DistapError: `path` is a device, a pipe or a folder, which no file may replace.
     """
     if path.exists() and not path.is_file():
-        raise DistapError(f"{path}: no regular file, so nothing can be written in its place; name a new file")
+        raise DistapError(
+            f"{path}: no regular file, so nothing can be written in its place; name a new file"
+        )
     # In the same folder, since a rename is atomic within one file system only.
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     make_folder(path.parent)
     try:
         with aside.open("wb") as file:
             yield file
-            # The rename may reach the disk before the data, and a loss of power in between would leave an empty file.
+            # The rename may reach the disk before the data, and a loss of power in between would
+            # leave an empty file.
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
@@ -55,14 +63,20 @@ def require_free(folder: Path) -> None:
     if folder.name in ("", ".."):
         raise DistapError(f"{folder}: give the folder to write a name of its own")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DistapError(f"{folder}: there is something already; choose another folder or remove it")
+        raise DistapError(
+            f"{folder}: there is something already; choose another folder or remove it"
+        )
     if folder.is_mount():
-        raise DistapError(f"{folder}: the root of a file system cannot appear by a rename; choose a folder in it")
+        raise DistapError(
+            f"{folder}: the root of a file system cannot appear by a rename; choose a folder in it"
+        )
 
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Make a folder that appears as `path`, which is free, on leaving the context; after an error nothing does."""
+    """Make a folder that appears as `path`, which is free, on leaving the context; after an error
+    nothing does.
+    """
     require_free(path)
     path = path.resolve()  # where a link leads to
     try:
@@ -109,12 +123,15 @@ class FileIdentity:
     def difference(self, path: Path, record: str) -> str:
         """Say how a file differs from this identity, which `record` holds; "" if it does not."""
         try:
-            if (found := path.stat().st_size) != self.bytes:
+            found = path.stat().st_size
+            if found != self.bytes:
                 return f"damaged or another file: {found} bytes, not the {self.bytes} in {record}"
             is_another = self.sha256 and file_identity(path) != self
         except (OSError, ValueError) as error:
             return f"{getattr(error, 'strerror', None) or error}, though {record} names it"
-        return f"damaged or another file: its SHA-256 is not the one in {record}" if is_another else ""
+        return (
+            f"damaged or another file: its SHA-256 is not the one in {record}" if is_another else ""
+        )
 
 
 def file_identity(path: Path) -> FileIdentity:

@@ -28,17 +28,19 @@ def columns_file(**columns: Any) -> bytes:
 
 
 def read_columns(data: Buffer, dtypes: dict[str, str]) -> dict[str, Column]:
-    """Read arrays of the expected types from an untrusted .npz file; raise ValueError if one is missing or wrong.
+    """Read arrays of the expected types from an untrusted .npz file; raise ValueError if one is
+    missing or wrong.
 
-    numpy.load allocates whatever memory a header declares, even terabytes, and unpacks a few compressed bytes to as
-    much. Here columns are views of `data`, so they take no memory of their own; of a mapped file, all processes of a
-    host share them.
+    numpy.load allocates whatever memory a header declares, even terabytes, and unpacks a few
+    compressed bytes to as much. Here columns are views of `data`, so they take no memory of their
+    own; of a mapped file, all processes of a host share them.
 
     Args:
-        data: contents of the file.
-        dtypes: numpy type by name: "str" or "U" is text, "scalar" one int64, "table" text of two axes.
+        data: contents of the file. dtypes: numpy type by name: "str" or "U" is text, "scalar" one
+            int64, "table" text of two axes.
     """
-    columns, where = {}, ""
+    columns = {}
+    where = ""
     try:
         archive = zipfile.ZipFile(data if isinstance(data, mmap) else io.BytesIO(data))  # type: ignore[arg-type]
         for name, dtype in dtypes.items():
@@ -52,7 +54,8 @@ def read_columns(data: Buffer, dtypes: dict[str, str]) -> dict[str, Column]:
 def _contents(archive: zipfile.ZipFile, data: Buffer, name: str) -> memoryview:
     """Return the bytes of an uncompressed file in an archive, without a copy."""
     info = archive.getinfo(name)
-    # Before the contents stand 30 bytes, of which the last four give the lengths of a name and of extra fields.
+    # Before the contents stand 30 bytes, of which the last four give the lengths of a name and of
+    # extra fields.
     start = info.header_offset + 30 + sum(struct.unpack_from("<HH", data, info.header_offset + 26))
     contents = memoryview(data)[start : start + info.compress_size]
     if info.compress_type != zipfile.ZIP_STORED:
@@ -68,21 +71,35 @@ def _column(contents: memoryview, expected: str) -> Column:
     shape, _, dtype = npy.read_array_header_1_0(head)
     name, dimensions = {"scalar": ("int64", 0), "table": ("str", 2)}.get(expected, (expected, 1))
     text = np.dtype(name).kind == "U"
-    if dtype.hasobject or (dtype.kind != "U" if text else dtype.newbyteorder("=") != np.dtype(name)):
+    if dtype.hasobject or (
+        dtype.kind != "U" if text else dtype.newbyteorder("=") != np.dtype(name)
+    ):
         raise ValueError(f"of type {dtype}, expected {name}")
     if len(shape) != dimensions or dtype.itemsize == 0:
         raise ValueError(f"of shape {shape} and type {dtype}, expected {dimensions} dimensions")
     if text and dtype.itemsize > 4 * MAX_NAME:
-        raise ValueError(f"of texts of {dtype.itemsize // 4:,} letters; at most {MAX_NAME:,} are read")
+        raise ValueError(
+            f"of texts of {dtype.itemsize // 4:,} letters; at most {MAX_NAME:,} are read"
+        )
     # This refuses a shape that the values do not have.
-    column = np.frombuffer(contents[head.tell() :], dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
+    column = (
+        np.frombuffer(contents[head.tell() :], dtype)
+        .reshape(shape)
+        .astype(dtype.newbyteorder("="), copy=False)
+    )
     points = column.reshape(-1).view(np.uint32) if text else np.empty(0, np.uint32)
-    for start in range(0, len(points), PIECE):  # comparing all at once would take as much memory again
+    # comparing all at once would take as much memory again
+    for start in range(0, len(points), PIECE):
         piece = points[start : start + PIECE]
         # Numbers below the first of a range become very large, and 0 fills up short texts.
         unfit = piece - 1 < 31
         if piece.max() >= 127:
-            unfit |= (piece - 127 < 33) | (piece - 0x2028 < 2) | (piece - 0xD800 < 0x800) | (piece > LAST_CODE_POINT)
+            unfit |= (
+                (piece - 127 < 33)
+                | (piece - 0x2028 < 2)
+                | (piece - 0xD800 < 0x800)
+                | (piece > LAST_CODE_POINT)
+            )
         if unfit.any():
             raise ValueError("a name with control characters or line ends, or no text")
     return column

@@ -27,14 +27,18 @@ LARGE_FILE = 16 * 2**20  # bytes of a file on disk that is mapped
 
 
 class Storage:
-    """Files of a folder on disk, given as a path or a file:// URL, or behind another URL that fsspec knows.
+    """Files of a folder on disk, given as a path or a file:// URL, or behind another URL that
+    fsspec knows.
 
-    Any thread may use it, and it can be copied into other processes. See `retried` for the errors of its methods.
+    Any thread may use it, and it can be copied into other processes. See `retried` for the errors
+    of its methods.
     """
 
     def __init__(self, base: str) -> None:
-        self.base, self.scheme = base, scheme_of(base) or "file"
-        self.disk = Path(base.removeprefix("file://")) if self.scheme == "file" else None  # the folder, if on one
+        self.base = base
+        self.scheme = scheme_of(base) or "file"
+        # the folder, if on one
+        self.disk = Path(base.removeprefix("file://")) if self.scheme == "file" else None
         self.meter = Counter[str]()  # read_bytes and retries, for the metrics
         self._made: tuple[int, Any] | None = None  # process and its file system
 
@@ -49,8 +53,13 @@ class Storage:
     @retried("read")
     def read(self, name: str, offset: int, size: int) -> bytes:
         """Return `size` bytes from `offset`, fewer only at the end of the file."""
-        data = bytes(self._files.cat_file(self.where(name), start=offset, end=offset + size)) if size else b""
-        # A short answer is the end of the file, or one that broke off without contradicting its headers.
+        data = (
+            bytes(self._files.cat_file(self.where(name), start=offset, end=offset + size))
+            if size
+            else b""
+        )
+        # A short answer is the end of the file, or one that broke off without contradicting its
+        # headers.
         if len(data) < size and len(data) < (left := min(size, self._size(name) - offset)):
             raise OSError(f"the connection ended after {len(data)} bytes of {left}")
         self.meter["read_bytes"] += len(data)
@@ -86,11 +95,15 @@ class Storage:
             return sorted(path.relative_to(self.disk).as_posix() for path in found)
         start = joined(strip_protocol(self.base), "")
         listed = self._files.glob(start + pattern, detail=True)
-        return sorted(path.removeprefix(start) for path, info in listed.items() if info["type"] == "file")
+        return sorted(
+            path.removeprefix(start) for path, info in listed.items() if info["type"] == "file"
+        )
 
     @retried("listed")
     def sizes(self, folder: str) -> dict[str, int]:
-        """Return the size in bytes of each file below a folder, by name; {} if there is no such folder."""
+        """Return the size in bytes of each file below a folder, by name; {} if there is no such
+        folder.
+        """
         start = joined(strip_protocol(self.base), "")
         try:
             found = self._files.find(start + folder, detail=True)
@@ -110,12 +123,16 @@ class Storage:
 
     @retried("written")
     def create(self, name: str, data: bytes) -> bool:
-        """Write a small file unless it exists; return True for the one writer that succeeds, False for others.
+        """Write a small file unless it exists; return True for the one writer that succeeds, False
+        for others.
 
-        Object stores that do not know If-None-Match, which S3 and Google's do, replace the other writer's.
+        Object stores that do not know If-None-Match, which S3 and Google's do, replace the other
+        writer's.
         """
         try:
-            self._files.pipe_file(self.where(name), data, mode="create", timeout=remotes.TIMEOUT_SECONDS)
+            self._files.pipe_file(
+                self.where(name), data, mode="create", timeout=remotes.TIMEOUT_SECONDS
+            )
         except FileExistsError:
             return False
         return True
@@ -124,7 +141,8 @@ class Storage:
     def upload(self, name: str, path: Path) -> None:
         """Copy a local file of any size to `name`; on return it survives a loss of power."""
         if self.disk is None:
-            # s3fs waits without end for a server that is silent when it sends: no time-out of its own is for that.
+            # s3fs waits without end for a server that is silent when it sends: no time-out of its
+            # own is for that.
             seconds = remotes.TIMEOUT_SECONDS * max(1, path.stat().st_size / SENT_PART)
             self._files.put_file(str(path), self.where(name), timeout=seconds)
             return
@@ -132,7 +150,9 @@ class Storage:
             shutil.copyfileobj(source, file, REQUEST_BYTES)
 
     def download(self, name: str, path: Path) -> None:
-        """Copy a file of any size to `path`, whose folder exists, by requests that are retried one by one."""
+        """Copy a file of any size to `path`, whose folder exists, by requests that are retried one
+        by one.
+        """
         with self.open(name) as source, path.open("wb") as copy:
             shutil.copyfileobj(source, copy, REQUEST_BYTES)
 
@@ -150,7 +170,9 @@ class Storage:
         if info["type"] == "directory":
             raise DistapError(f"{self.where(name)}: expected a file, not a folder")
         if info["size"] is None:
-            raise DistapError(f"{self.where(name)}: the server does not tell the file's size (Content-Length)")
+            raise DistapError(
+                f"{self.where(name)}: the server does not tell the file's size (Content-Length)"
+            )
         return int(info["size"])
 
     @property
@@ -163,7 +185,9 @@ class Storage:
 
 class _Blocks(io.RawIOBase):
     def __init__(self, storage: Storage, name: str) -> None:
-        self._storage, self._name, self._offset = storage, name, 0
+        self._storage = storage
+        self._name = name
+        self._offset = 0
         self._size = storage.size(name)
 
     def readable(self) -> bool:
@@ -171,7 +195,9 @@ class _Blocks(io.RawIOBase):
 
     def readall(self) -> bytes:  # which would ask for pieces of 8 KiB
         if self._storage.scheme in ("http", "https") and self._size > LARGEST_WHOLE:
-            raise DistapError(f"{self._storage.where(self._name)}: more than {LARGEST_WHOLE:,} bytes")
+            raise DistapError(
+                f"{self._storage.where(self._name)}: more than {LARGEST_WHOLE:,} bytes"
+            )
         return b"".join(iter(partial(self.read, REQUEST_BYTES), b""))
 
     def readinto(self, buffer: Any) -> int:

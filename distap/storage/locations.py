@@ -2,16 +2,17 @@
 
 A data set is one of:
 
-shards/train                      a folder, with index.npz in it
-shards/train-*.tar                a glob
-shards/{000..009}.tar             a brace pattern, as webdataset writes them
+shards/train                      a folder, with index.npz in it shards/train-*.tar                a
+glob shards/{000..009}.tar             a brace pattern, as webdataset writes them
 https://host/{000..009}.tar       the same behind http(s)://, s3://, gs:// and file://
 imagefolder:photos/               images that are not packed: a folder with a sub-folder per class
-hf:photos, hf:user/name#train     a data set of Hugging Face: a folder that save_to_disk wrote, or a name, and a split
-described:descriptors/train       descriptors in place of images: a folder that `distap extract` wrote
-given:module:Class                one that was an object in Python, in the record of a run
+hf:photos, hf:user/name#train     a data set of Hugging Face: a folder that save_to_disk wrote, or a
+name, and a split described:descriptors/train       descriptors in place of images: a folder that
+`distap extract` wrote given:module:Class                one that was an object in Python, in the
+record of a run
 
-and a part of it: shards/train[:0.75] has three quarters of its classes, shards/train[0.75:] the others.
+and a part of it: shards/train[:0.75] has three quarters of its classes, shards/train[0.75:] the
+others.
 """
 
 import hashlib
@@ -35,15 +36,19 @@ if TYPE_CHECKING:
 SHARDS_INDEX = "index.npz"
 REMOTE = ("http", "https", "s3", "gs")
 LISTABLE = ("", "s3", "gs")  # schemes whose folders can be listed; "" is the local file system
-UNWRITABLE = {"http": "a web server", "https": "a web server", "memory": "the memory of one process"}
+UNWRITABLE = {
+    "http": "a web server",
+    "https": "a web server",
+    "memory": "the memory of one process",
+}
 MAX_SHARDS = 1_000_000
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _UNPACKED = ("imagefolder", "hf", "described", "given")
 _GLOB = "*?["
 _PART = re.compile(r"(.+)\[(\d*\.?\d+)?:(\d*\.?\d+)?\]")
 _EXPECTED = (
-    "a folder, a glob or brace pattern of .tar files, the same behind http(s)://, s3://, gs:// or file://, or "
-    "imagefolder:FOLDER, hf:NAME or described:FOLDER"
+    "a folder, a glob or brace pattern of .tar files, the same behind http(s)://, s3://, gs:// or"
+    " file://, or imagefolder:FOLDER, hf:NAME or described:FOLDER"
 )
 
 
@@ -56,7 +61,8 @@ class Source:
     pattern: str | None  # of the shards' names within the base; None means every .tar file in it
     kind: str = "shards"  # or imagefolder, hf, described, given
     rows: Any = field(default=None, compare=False, repr=False)  # the images of a data set in Python
-    part: tuple[float, float] = (0.0, 1.0)  # of its classes in a fixed random order: begin and end, as shares
+    # of its classes in a fixed random order: begin and end, as shares
+    part: tuple[float, float] = (0.0, 1.0)
 
     def __str__(self) -> str:
         return self.text
@@ -88,12 +94,16 @@ def joined(base: str, name: str) -> str:
 
 
 def from_folder(text: str, folder: str) -> str:
-    """Resolve a data set's relative path against `folder`; return other paths, URLs and names unchanged."""
+    """Resolve a data set's relative path against `folder`; return other paths, URLs and names
+    unchanged.
+    """
     kind = next((f"{kind}:" for kind in _UNPACKED if text.startswith(f"{kind}:")), "")
     path = text.removeprefix(kind)
     # A data set of Hugging Face may have a name instead, and one in Python has no place.
     whole = part[1] if (part := _PART.fullmatch(path)) else path
-    is_name = kind == "given:" or (kind == "hf:" and not Path(folder, whole.partition("#")[0]).is_dir())
+    is_name = kind == "given:" or (
+        kind == "hf:" and not Path(folder, whole.partition("#")[0]).is_dir()
+    )
     stays = is_name or path.startswith("/") or _URL.match(path)
     return text if stays else kind + joined(folder, path)
 
@@ -109,11 +119,14 @@ def parse_source(source: "str | Path | Source") -> Source:
     if isinstance(source, Source):
         return source
     text = str(source)
-    if found := _PART.fullmatch(text):
+    found = _PART.fullmatch(text)
+    if found:
         whole, begin, end = found.groups()
         part = float(begin or 0), float(end or 1)
         if not 0 <= part[0] < part[1] <= 1 or whole.startswith("described:"):
-            raise DistapError(f"{text}: expected images, and shares of their classes such as {whole}[:0.75]")
+            raise DistapError(
+                f"{text}: expected images, and shares of their classes such as {whole}[:0.75]"
+            )
         return replace(parse_source(whole), text=text, part=part)
     kind, colon, place = text.partition(":")
     is_packed = not colon or kind not in _UNPACKED
@@ -126,7 +139,10 @@ def parse_source(source: "str | Path | Source") -> Source:
     scheme, host, rest = _split_url(text)
     if scheme == "file":
         if host not in ("", "localhost") or not rest:
-            raise DistapError(f"{text}: a file: URL has three slashes and a whole path, such as file:///data/train")
+            raise DistapError(
+                f"{text}: a file: URL has three slashes and a whole path, such as"
+                " file:///data/train"
+            )
         return _local_source(text, unquote(rest.removeprefix("localhost")))
     if scheme not in REMOTE:
         raise DistapError(f"{text}: {scheme}:// is unknown; expected {_EXPECTED}")
@@ -135,8 +151,9 @@ def parse_source(source: "str | Path | Source") -> Source:
         raise DistapError(f"{text}: a {'host' if is_web else 'bucket'} has to stand after ://")
     if is_web and any(sign in rest for sign in "?#*["):
         raise DistapError(
-            f"{text}: a web server cannot list its files, and what a query says belongs into FSSPEC_HTTPS; expected "
-            "a folder with its index, or a brace pattern such as {000..009}.tar"
+            f"{text}: a web server cannot list its files, and what a query says belongs into"
+            " FSSPEC_HTTPS; expected a folder with its index, or a brace pattern such as"
+            " {000..009}.tar"
         )
     base, pattern = _split_pattern(rest)
     # The URL has the escapes of a browser; the names in the index have none.
@@ -144,9 +161,13 @@ def parse_source(source: "str | Path | Source") -> Source:
 
 
 def part_of(text: str, begin: float, end: float) -> str:
-    """Return the text that `parse_source` reads as a part of a data set's classes, by shares of them."""
+    """Return the text that `parse_source` reads as a part of a data set's classes, by shares of
+    them.
+    """
     found = _PART.fullmatch(text)
-    whole, low, high = (found[1], float(found[2] or 0), float(found[3] or 1)) if found else (text, 0.0, 1.0)
+    whole, low, high = (
+        (found[1], float(found[2] or 0), float(found[3] or 1)) if found else (text, 0.0, 1.0)
+    )
     ends = (f"{low + share * (high - low):.9f}".rstrip("0").rstrip(".") for share in (begin, end))
     return f"{whole}[{':'.join(ends)}]"
 
@@ -154,27 +175,40 @@ def part_of(text: str, begin: float, end: float) -> str:
 def parse_store(url: str) -> str:
     """Return the URL of a folder for checkpoints without its last slash."""
     if _URL.match(url) is None:
-        raise DistapError(f"{url!r} is no URL; expected one such as s3://bucket/folder or file:///folder")
+        raise DistapError(
+            f"{url!r} is no URL; expected one such as s3://bucket/folder or file:///folder"
+        )
     scheme, host, rest = _split_url(url)
     if scheme in UNWRITABLE:
-        raise DistapError(f"{url}: {UNWRITABLE[scheme]} keeps no checkpoints; expected s3://, gs:// or file://")
+        raise DistapError(
+            f"{url}: {UNWRITABLE[scheme]} keeps no checkpoints; expected s3://, gs:// or file://"
+        )
     if (scheme == "file") != (host == "") or not rest.strip("/"):
-        raise DistapError(f"{url}: expected a bucket after ://, or of file:// a whole path, such as file:///mnt/runs")
+        raise DistapError(
+            f"{url}: expected a bucket after ://, or of file:// a whole path, such as"
+            " file:///mnt/runs"
+        )
     return f"{scheme}://{rest.rstrip('/')}"
 
 
 def _split_url(text: str) -> tuple[str, str, str]:
-    """Return the scheme, the host and everything after `://`; refuse credentials without repeating them."""
+    """Return the scheme, the host and everything after `://`; refuse credentials without repeating
+    them.
+    """
     scheme, _, rest = text.partition("://")
     host = rest.partition("/")[0]
     if "@" in host:
-        problem = "credentials in a URL end up in logs and checkpoints; put them into the environment"
+        problem = (
+            "credentials in a URL end up in logs and checkpoints; put them into the environment"
+        )
         raise DistapError(f"{scheme}://...@{host.rpartition('@')[2]}: {problem}")
     return scheme.lower(), host, rest
 
 
 def _local_source(text: str, path: str) -> Source:
-    whole, parts = 0, path.split("/")  # folders that exist, whose names may hold the signs of a pattern
+    # folders that exist, whose names may hold the signs of a pattern
+    whole = 0
+    parts = path.split("/")
     with suppress(OSError):  # such as that of a pattern that is too long for a path
         while whole < len(parts) and Path("/".join(parts[: whole + 1]) or "/").is_dir():
             whole += 1
@@ -183,20 +217,31 @@ def _local_source(text: str, path: str) -> Source:
 
 
 def _split_pattern(path: str, whole: int = 0) -> tuple[str, str | None]:
-    """Return the folder that holds all shards, and the pattern of their names or None; `whole` parts have none."""
+    """Return the folder that holds all shards, and the pattern of their names or None; `whole`
+    parts have none.
+    """
     parts = path.split("/")
     last = max(len(parts) - parts[-1].endswith(".tar"), whole)
-    first = next((i for i in range(whole, len(parts)) if any(sign in parts[i] for sign in "{" + _GLOB)), last)
+    first = next(
+        (i for i in range(whole, len(parts)) if any(sign in parts[i] for sign in "{" + _GLOB)), last
+    )
     return "/".join(parts[:first]).rstrip("/"), "/".join(parts[first:]) or None
 
 
 def shard_names(source: Source, storage: "Storage") -> list[str]:
-    """Return a source's shards in the order of the index: names relative to its base, which `storage` reads."""
+    """Return a source's shards in the order of the index: names relative to its base, which
+    `storage` reads.
+    """
     if source.kind != "shards":
-        raise DistapError(f"{source}: images that are not packed are no shards; `distap data pack` makes some")
+        raise DistapError(
+            f"{source}: images that are not packed are no shards; `distap data pack` makes some"
+        )
     if source.pattern is None and source.scheme not in LISTABLE:
         url = f"{source.base}/{{000..009}}.tar"
-        raise DistapError(f"{source}: a web server cannot list its files; name the shards by a brace pattern: {url}")
+        raise DistapError(
+            f"{source}: a web server cannot list its files; name the shards by a brace pattern:"
+            f" {url}"
+        )
     names: list[str] = []
     for pattern in ["*.tar"] if source.pattern is None else _expanded(source):
         safe_name(pattern, str(source))
@@ -204,12 +249,20 @@ def shard_names(source: Source, storage: "Storage") -> list[str]:
             names.append(pattern)
             continue
         # A glob may match the index too, and macOS leaves a ._ file next to each that it copies.
-        found = [name for name in storage.names(pattern) if not name.rpartition("/")[2].startswith("._")]
+        found = [
+            name for name in storage.names(pattern) if not name.rpartition("/")[2].startswith("._")
+        ]
         names += [name for name in found if name.endswith(".tar")] or found
     if not names:
-        lacking = "no .tar shards in it" if source.pattern is None else "no shards match the pattern"
-        if source.pattern is None and (packed := [*storage.names("*.tar.*"), *storage.names("*.tgz")]):
-            lacking += f", but {packed[0]}; images are found by their offset, so unpack it to a plain .tar"
+        lacking = (
+            "no .tar shards in it" if source.pattern is None else "no shards match the pattern"
+        )
+        if source.pattern is None and (
+            packed := [*storage.names("*.tar.*"), *storage.names("*.tgz")]
+        ):
+            lacking += (
+                f", but {packed[0]}; images are found by their offset, so unpack it to a plain .tar"
+            )
         raise DistapError(f"{source}: the data set is empty: {lacking}")
     if len(set(names)) < len(names):
         [(twice, _)] = Counter(names).most_common(1)
@@ -219,21 +272,29 @@ def shard_names(source: Source, storage: "Storage") -> list[str]:
 
 def _expanded(source: Source) -> Iterator[str]:
     pattern = source.pattern or ""
-    # The library holds the whole of a range before it gives the first name, so look at its ends first.
+    # The library holds the whole of a range before it gives the first name, so look at its ends
+    # first.
     is_long = any(
-        abs(int(end) - int(start)) >= MAX_SHARDS for start, end in re.findall(r"\{(-?\d+)\.\.(-?\d+)", pattern)
+        abs(int(end) - int(start)) >= MAX_SHARDS
+        for start, end in re.findall(r"\{(-?\d+)\.\.(-?\d+)", pattern)
     )
     try:
         patterns = [] if is_long else list(islice(braceexpand(pattern), MAX_SHARDS + 1))
     except (ValueError, RecursionError) as error:
-        raise DistapError(f"{source}: not a brace pattern: {error}; expected one such as {{000..009}}.tar") from error
+        raise DistapError(
+            f"{source}: not a brace pattern: {error}; expected one such as {{000..009}}.tar"
+        ) from error
     if is_long or len(patterns) > MAX_SHARDS:
         raise DistapError(f"{source}: the pattern names more than {MAX_SHARDS:,} shards")
     yield from patterns
 
 
 def safe_name(name: str, where: str) -> str:
-    """Return a shard's name if it stays below its folder; otherwise a DistapError names its origin, `where`."""
+    """Return a shard's name if it stays below its folder; otherwise a DistapError names its origin,
+    `where`.
+    """
     if {"", ".", ".."} & set(name.split("/")) or not name.isprintable() or "\\" in name:
-        raise DistapError(f"{where}: {name!r} is no name of a shard in the data set's folder, such as part/00.tar")
+        raise DistapError(
+            f"{where}: {name!r} is no name of a shard in the data set's folder, such as part/00.tar"
+        )
     return name

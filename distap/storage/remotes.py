@@ -10,17 +10,34 @@ from typing import Any, TypeVar, cast
 
 from distap.errors import FAILED, DistapError
 
-EXTRAS = {"http": "http", "https": "http", "s3": "s3", "gs": "gcs"}  # extra of distap that a scheme needs
-PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+# extra of distap that a scheme needs
+EXTRAS = {"http": "http", "https": "http", "s3": "s3", "gs": "gcs"}
+PERMANENT = (
+    FileNotFoundError,
+    FileExistsError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+)
 PERMANENT_NUMBERS = (errno.ENOSPC, errno.EROFS, errno.ENAMETOOLONG)  # of this host's own disk
-OPTION_ERRORS = (TypeError, AttributeError, NotImplementedError)  # file systems check some options only when used
-LACKS_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound")
+# file systems check some options only when used
+OPTION_ERRORS = (TypeError, AttributeError, NotImplementedError)
+LACKS_CREDENTIALS = (
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "DefaultCredentialsError",
+    "ProfileNotFound",
+)
 WRONG_CHECKSUM = ("FlexibleChecksumError", "ChecksumError")  # of botocore and gcsfs
 REFUSED = (401, 403, 404, 410, 416)  # HTTP statuses that no further attempt mends
-ATTEMPTS, TIMEOUT_SECONDS = 5, 60.0  # of a request, which reads 8 MiB at most, or a whole image
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds between two attempts, doubled each time
-# gcsfs asks over gRPC for zonal buckets, which hangs in processes that were forked after its first use. It reads this
-# when it is imported, by fsspec at any time.
+# of a request, which reads 8 MiB at most, or a whole image
+ATTEMPTS = 5
+TIMEOUT_SECONDS = 60.0
+# seconds between two attempts, doubled each time
+FIRST_PAUSE = 0.5
+LONGEST_PAUSE = 60.0
+# gcsfs asks over gRPC for zonal buckets, which hangs in processes that were forked after its first
+# use. It reads this when it is imported, by fsspec at any time.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 M = TypeVar("M", bound=Callable[..., Any])
 
@@ -30,7 +47,9 @@ class MissingFileError(DistapError):
 
 
 class UnreachableError(DistapError):
-    """Raised after all attempts failed for reasons that may pass, so that a later start may succeed."""
+    """Raised after all attempts failed for reasons that may pass, so that a later start may
+    succeed.
+    """
 
     status = FAILED
 
@@ -44,7 +63,9 @@ class AnswerError(DistapError):
 
 
 def file_system(scheme: str) -> Any:
-    """Make an fsspec file system with connections of its own and the options of fsspec's configuration."""
+    """Make an fsspec file system with connections of its own and the options of fsspec's
+    configuration.
+    """
     import fsspec.config  # slow
 
     options = deepcopy(fsspec.config.conf.get(scheme, {}))
@@ -57,9 +78,14 @@ def file_system(scheme: str) -> Any:
         if scheme == "s3":
             from distap.storage.answers import bounded_s3_session
 
-            # One attempt of boto's is one of ours, see `retried`; so is one of s3fs, which is set below.
+            # One attempt of boto's is one of ours, see `retried`; so is one of s3fs, which is set
+            # below.
             seconds = dict.fromkeys(("connect_timeout", "read_timeout"), TIMEOUT_SECONDS)
-            own = {"retries": {"total_max_attempts": 1}, "http_session_cls": bounded_s3_session(), **seconds}
+            own = {
+                "retries": {"total_max_attempts": 1},
+                "http_session_cls": bounded_s3_session(),
+                **seconds,
+            }
             options["config_kwargs"] = {**own, **options.get("config_kwargs", {})}
         if scheme == "gs":
             options.setdefault("requests_timeout", TIMEOUT_SECONDS)
@@ -67,10 +93,14 @@ def file_system(scheme: str) -> Any:
         if scheme == "file":
             options["auto_mkdir"] = True
         # A cached listing would hide checkpoints that other hosts have written since.
-        files = fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False, **options)
+        files = fsspec.filesystem(
+            scheme, skip_instance_cache=True, use_listings_cache=False, **options
+        )
     except ImportError as error:
         remedy = f": pip install 'distap[{EXTRAS[scheme]}]'" if scheme in EXTRAS else ""
-        raise DistapError(f"{scheme}:// needs a package that is not installed ({error}){remedy}") from error
+        raise DistapError(
+            f"{scheme}:// needs a package that is not installed ({error}){remedy}"
+        ) from error
     except Exception as error:
         told = f"{scheme}://: {error}; FSSPEC_{scheme.upper()} has options of fsspec's file system"
         raise DistapError(told) from error
@@ -90,14 +120,17 @@ def with_bounds(client: dict[str, Any]) -> dict[str, Any]:
 
 
 def retried(done: str) -> Callable[[M], M]:
-    """Decorate a storage method, whose first argument names a file, to be retried until it succeeds.
+    """Decorate a storage method, whose first argument names a file, to be retried until it
+    succeeds.
 
-    Its errors become MissingFileError if there is no such file, DistapError if another attempt cannot help, and
-    UnreachableError if all attempts failed. `done` completes "cannot be ..." in their messages.
+    Its errors become MissingFileError if there is no such file, DistapError if another attempt
+    cannot help, and UnreachableError if all attempts failed. `done` completes "cannot be ..." in
+    their messages.
     """
     import stamina
 
-    # stamina's own log names neither file nor reason, so without a handler of the caller's it stays silent.
+    # stamina's own log names neither file nor reason, so without a handler of the caller's it stays
+    # silent.
     logging.getLogger("stamina").addHandler(logging.NullHandler())
 
     def decorated(method: M) -> M:
@@ -140,16 +173,22 @@ def _explained(error: Exception, where: str, done: str) -> DistapError:
     if type(cause).__name__ == "TooManyRedirects":  # of aiohttp, whose text names no reason
         reason = "the server redirects again and again"
     if any(type(one).__name__ in WRONG_CHECKSUM for one in _chain(error)):
-        return DamagedFileError(f"{where}: damaged in the store, at each of {ATTEMPTS} attempts: {reason}")
+        return DamagedFileError(
+            f"{where}: damaged in the store, at each of {ATTEMPTS} attempts: {reason}"
+        )
     if not _may_pass(error):
         return DistapError(f"{where}: cannot be {done}: {reason}")
-    return UnreachableError(f"{where}: cannot be {done}: {ATTEMPTS} attempts failed, the last with: {reason}")
+    return UnreachableError(
+        f"{where}: cannot be {done}: {ATTEMPTS} attempts failed, the last with: {reason}"
+    )
 
 
 def _cause(error: Exception) -> Exception:
-    """Return the error behind fsspec's FileNotFoundError: over HTTP, fsspec reports all failures as that.
+    """Return the error behind fsspec's FileNotFoundError: over HTTP, fsspec reports all failures as
+    that.
 
-    A DistapError of our own middleware comes back as the cause or context of errors of fsspec or boto.
+    A DistapError of our own middleware comes back as the cause or context of errors of fsspec or
+    boto.
     """
     own = [one for one in _chain(error) if isinstance(one, DistapError)]
     if own:
@@ -169,12 +208,18 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _may_pass(error: Exception) -> bool:
     error = _cause(error)
-    if isinstance(error, (DistapError, *PERMANENT, *OPTION_ERRORS)) or type(error).__name__ in LACKS_CREDENTIALS:
+    if (
+        isinstance(error, (DistapError, *PERMANENT, *OPTION_ERRORS))
+        or type(error).__name__ in LACKS_CREDENTIALS
+    ):
         return False
     if isinstance(error, OSError) and error.errno in PERMANENT_NUMBERS:
         return False
-    status = getattr(error, "status", None) or getattr(error, "code", None) or _status_of_boto(error)
-    if status == 401 and "Invalid Credentials" in str(error):  # Google says so when a token has run out
+    status = (
+        getattr(error, "status", None) or getattr(error, "code", None) or _status_of_boto(error)
+    )
+    # Google says so when a token has run out
+    if status == 401 and "Invalid Credentials" in str(error):
         return True
     return status not in REFUSED and not str(error).startswith("Forbidden")  # as gcsfs says for 403
 
@@ -185,4 +230,8 @@ def _status_of_boto(error: Exception) -> int | None:
     if isinstance(cause, TimeoutError):  # fsspec wraps it once more
         cause = cause.__cause__
     answer = getattr(cause, "response", None)
-    return answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
+    return (
+        answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        if isinstance(answer, dict)
+        else None
+    )

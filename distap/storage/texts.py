@@ -1,4 +1,6 @@
-"""Handle untrusted text: make names safe for a terminal, log line or page, and read files within bounds."""
+"""Handle untrusted text: make names safe for a terminal, log line or page, and read files within
+bounds.
+"""
 
 import json
 import math
@@ -11,15 +13,20 @@ from typing import Any
 
 from pydantic_core import from_json
 
-MAX_NAME = 4096  # bytes of a key, path or class's name, all of which an index holds as wide as the longest
+# bytes of a key, path or class's name, all of which an index holds as wide as the longest
+MAX_NAME = 4096
 MOST_TEXT = 2**26  # bytes of a text that is read whole
-# Control characters, line and paragraph ends, and surrogates, which stand for bytes that are no UTF-8.
+# Control characters, line and paragraph ends, and surrogates, which stand for bytes that are no
+# UTF-8.
 _UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but tabs and line ends, which messages have
+# but tabs and line ends, which messages have
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def is_line(name: str) -> bool:
-    """Tell whether a name is one line of text without control characters, of at most MAX_NAME bytes in UTF-8."""
+    """Tell whether a name is one line of text without control characters, of at most MAX_NAME bytes
+    in UTF-8.
+    """
     return bool(name) and not _UNFIT.search(name) and len(name.encode()) <= MAX_NAME
 
 
@@ -34,7 +41,9 @@ def printable(text: str) -> str:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file to read; raise a ValueError if it is a pipe, which could wait for ever, a device or a folder."""
+    """Open a file to read; raise a ValueError if it is a pipe, which could wait for ever, a device
+    or a folder.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe opens at once like this
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -43,7 +52,9 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_text(path: Path, most: int = MOST_TEXT) -> str:
-    """Read a file of at most `most` bytes as UTF-8 text; raise an OSError or a ValueError if that fails."""
+    """Read a file of at most `most` bytes as UTF-8 text; raise an OSError or a ValueError if that
+    fails.
+    """
     with open_regular(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -55,7 +66,9 @@ def read_text(path: Path, most: int = MOST_TEXT) -> str:
 
 
 def parsed_json(text: str | bytes, kind: type = dict) -> Any:
-    """Parse JSON whose outermost value is a `kind`; raise a ValueError for any other, or one of some 200 levels."""
+    """Parse JSON whose outermost value is a `kind`; raise a ValueError for any other, or one of
+    some 200 levels.
+    """
     value = from_json(text)
     if not isinstance(value, kind):
         raise ValueError(f"a {type(value).__name__}, expected a {kind.__name__}")
@@ -68,7 +81,9 @@ def read_json(path: Path, kind: type = dict) -> Any:
 
 
 def read_written_json(path: Path, kind: type = dict) -> Any:
-    """Read a JSON file that a person wrote, as `read_json`; refuse repeated keys and numbers that are not finite."""
+    """Read a JSON file that a person wrote, as `read_json`; refuse repeated keys and numbers that
+    are not finite.
+    """
     text = read_text(path)
     parsed_json(text, kind)
     return json.loads(text, object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)

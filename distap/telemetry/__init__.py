@@ -2,6 +2,6 @@
 
 import os
 
-# Each process answers with its own metrics. With this variable, which prometheus_client reads when it is imported, it
-# would keep them in files of that folder, for the server of some other program.
+# Each process answers with its own metrics. With this variable, which prometheus_client reads when
+# it is imported, it would keep them in files of that folder, for the server of some other program.
 os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)

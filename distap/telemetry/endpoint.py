@@ -1,13 +1,15 @@
 """HTTP endpoint of a rank for metrics, health and readiness, open from early in its start.
 
-| request       | answer                                                                             |
-|---------------|------------------------------------------------------------------------------------|
-| GET /metrics  | metrics for Prometheus; 400 by a name of another site (DNS rebinding)              |
-| GET /healthz  | 200 while the rank can go on; 503 once it has decided to leave after a fault       |
-| GET /readyz   | 200 while it trains; 503 before its state is loaded, and once it was asked to stop |
+| request       | answer                                                                |
+|---------------|-----------------------------------------------------------------------|
+| GET /metrics  | metrics for Prometheus; 400 by a name of another site (DNS rebinding) |
+| GET /healthz  | 200 while the rank can go on; 503 once it has decided to leave after  |
+|               | a fault                                                               |
+| GET /readyz   | 200 while it trains; 503 before its state is loaded, and once it was  |
+|               | asked to stop                                                         |
 
-A rank whose threads all hang answers nothing, which a liveness probe takes for unhealthy. Clients take nothing from
-the training but MOST_CLIENTS files and threads, each for REQUEST_SECONDS.
+A rank whose threads all hang answers nothing, which a liveness probe takes for unhealthy. Clients
+take nothing from the training but MOST_CLIENTS files and threads, each for REQUEST_SECONDS.
 """
 
 import json
@@ -33,9 +35,11 @@ from distap.errors import DistapError, logger
 from distap.processes.watchdog import Watchdog
 
 MOST_CLIENTS = 64
-REQUEST_SECONDS = 10.0  # from the start of a connection to the end of its answer; each has one request
+# from the start of a connection to the end of its answer; each has one request
+REQUEST_SECONDS = 10.0
 FOREIGN_HOST = (
-    "unknown host; ask by an IP address, localhost, or this host's name (or set metrics.address to the name)"
+    "unknown host; ask by an IP address, localhost, or this host's name (or set metrics.address to"
+    " the name)"
 )
 
 
@@ -61,7 +65,9 @@ class Endpoint:
             listening = make_server(address, port, self.answer, kind, _RequestHandler)
         except OSError as error:
             problem = f"cannot listen on {address}:{port}: {error.strerror or error}"
-            raise DistapError(f"metrics.port: {problem}; choose another, or null for none") from error
+            raise DistapError(
+                f"metrics.port: {problem}; choose another, or null for none"
+            ) from error
         with listening as server:
             Thread(target=server.serve_forever, name="distap-endpoint", daemon=True).start()
             try:
@@ -82,7 +88,8 @@ class Endpoint:
         """Answer an HTTP request as a WSGI application."""
         path = request.get("PATH_INFO", "/")
         if path == "/metrics" and _is_foreign(request.get("HTTP_HOST", "localhost"), self.address):
-            status, content = HTTPStatus.BAD_REQUEST, {"error": FOREIGN_HOST}
+            status = HTTPStatus.BAD_REQUEST
+            content = {"error": FOREIGN_HOST}
         elif path == "/metrics":
             return cast(Iterable[bytes], make_wsgi_app(self.registry)(request, start))
         elif path == "/healthz":
@@ -92,7 +99,8 @@ class Endpoint:
         elif path == "/readyz":
             status, content = self._said(self.not_ready(), "training")
         else:
-            status, content = HTTPStatus.NOT_FOUND, {"error": "unknown path; expected /metrics, /healthz or /readyz"}
+            status = HTTPStatus.NOT_FOUND
+            content = {"error": "unknown path; expected /metrics, /healthz or /readyz"}
         start(f"{status.value} {status.phrase}", [("Content-Type", "application/json")])
         return [json.dumps({"rank": self.rank, **content}).encode() + b"\n"]
 
@@ -106,9 +114,12 @@ class Endpoint:
 
 
 class _Server(ThreadingWSGIServer):
-    """prometheus_client's server with one thread per connection, so that a slow client delays no probe."""
+    """prometheus_client's server with one thread per connection, so that a slow client delays no
+    probe.
+    """
 
-    request_queue_size = 128  # with the usual 5, many connections at a time make a probe wait for seconds
+    # with the usual 5, many connections at a time make a probe wait for seconds
+    request_queue_size = 128
 
     def __init__(self, *arguments: Any) -> None:
         self._places = BoundedSemaphore(MOST_CLIENTS)
@@ -116,7 +127,9 @@ class _Server(ThreadingWSGIServer):
         super().__init__(*arguments)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Take a place for a new connection. If there is none, cut the oldest off, so that probes are answered."""
+        """Take a place for a new connection. If there is none, cut the oldest off, so that probes
+        are answered.
+        """
         has_place = self._places.acquire(blocking=False)
         if not has_place:
             for oldest in list(self._begun)[:1]:
@@ -144,7 +157,8 @@ class _Server(ThreadingWSGIServer):
     def server_bind(self) -> None:
         # The base class asks the name service for this host's name, and it may not answer.
         TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.server_name = str(self.server_address[0])
+        self.server_port = int(self.server_address[1])
         self.setup_environ()
 
 
@@ -165,14 +179,18 @@ def _cut_off(connection: socket.socket) -> None:
 
 @cache
 def _own_names() -> tuple[str, str]:
-    """Return the names of this host. The name service may take its time, so ask only when a name is in question."""
+    """Return the names of this host. The name service may take its time, so ask only when a name is
+    in question.
+    """
     return socket.gethostname().lower(), socket.getfqdn().lower()
 
 
 def _is_foreign(host: str, address: str) -> bool:
-    """Return whether the header Host may be the domain of a page that made it point here, to read in a browser.
+    """Return whether the header Host may be the domain of a page that made it point here, to read
+    in a browser.
 
-    No page can do so with an IP address, or with a name without a dot, such as those of services in compose.
+    No page can do so with an IP address, or with a name without a dot, such as those of services in
+    compose.
     """
     try:
         name = (urlsplit(f"//{host}").hostname or "").rstrip(".")

@@ -1,7 +1,7 @@
 """Export the Prometheus metrics of one rank from one table of declarations.
 
-Names follow the Prometheus conventions. Figures that are the same on every rank (loss, learning rate, validation) are
-exported by rank 0 only, so that sums over ranks mean something.
+Names follow the Prometheus conventions. Figures that are the same on every rank (loss, learning
+rate, validation) are exported by rank 0 only, so that sums over ranks mean something.
 """
 
 import os
@@ -13,7 +13,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from prometheus_client import CollectorRegistry, Counter, Gauge, Info, Summary, disable_created_metrics
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Info,
+    Summary,
+    disable_created_metrics,
+)
 from prometheus_client.process_collector import ProcessCollector
 
 import distap
@@ -25,7 +32,12 @@ BETWEEN_STEPS = ("evaluation", "checkpoint")
 OF_RANK: dict[str, tuple[Any, ...]] = {
     "steps": (Counter, "steps", "Training steps done by this process"),
     "images": (Counter, "images", "Images that this rank took through a stage", "stage"),
-    "stage_seconds": (Summary, "stage_duration_seconds", "Seconds by stage of a step and between steps", "stage"),
+    "stage_seconds": (
+        Summary,
+        "stage_duration_seconds",
+        "Seconds by stage of a step and between steps",
+        "stage",
+    ),
     "images_per_second": (Gauge, "images_per_second", "Images of this rank a second, last step"),
     "skipped": (Counter, "samples_skipped", "Damaged images left out", "reason"),
     "read_bytes": (Counter, "data_read_bytes", "Bytes of shards read by this rank's workers"),
@@ -41,33 +53,83 @@ GLOBAL: dict[str, tuple[Any, ...]] = {
     "batch": (Gauge, "global_batch_size_images", "Images of a global batch"),
     "planned_steps": (Gauge, "planned_steps", "Steps of the whole training"),
     "loss": (Gauge, "loss", "Loss of the global batch"),
-    "batch_mAP": (Gauge, "batch_mean_average_precision_ratio", "Mean AP of the batch; NaN unless the loss is 1 - AP"),
+    "batch_mAP": (
+        Gauge,
+        "batch_mean_average_precision_ratio",
+        "Mean AP of the batch; NaN unless the loss is 1 - AP",
+    ),
     "learning_rate": (Gauge, "learning_rate", "Learning rate"),
     "gradient_norm": (Gauge, "gradient_norm", "Norm of the gradient before clipping"),
-    "spread": (Gauge, "descriptor_spread_ratio", "Mean squared distance of the batch's descriptors to their mean"),
-    "replay_drift": (Gauge, "replay_drift", "Greatest difference between the two descriptors of an image in a step"),
+    "spread": (
+        Gauge,
+        "descriptor_spread_ratio",
+        "Mean squared distance of the batch's descriptors to their mean",
+    ),
+    "replay_drift": (
+        Gauge,
+        "replay_drift",
+        "Greatest difference between the two descriptors of an image in a step",
+    ),
     "replay_drift_limit": (Gauge, "replay_drift_limit", "Replay drift above which training stops"),
-    "replayed_share": (Gauge, "replayed_images_ratio", "Share of a batch's images that replay described again"),
-    "kept_share": (Gauge, "kept_graph_images_ratio", "Share of a batch's images whose graph was kept from describe"),
-    "skipped_queries": (Counter, "queries_without_positive", "Images without another of their class in the batch"),
-    "nonfinite": (Counter, "nonfinite_steps", "Steps skipped because a number was not finite", "what"),
-    "evaluation": (Gauge, "evaluation_figure_ratio", "A figure of retrieval on a data set", "dataset", "figure"),
+    "replayed_share": (
+        Gauge,
+        "replayed_images_ratio",
+        "Share of a batch's images that replay described again",
+    ),
+    "kept_share": (
+        Gauge,
+        "kept_graph_images_ratio",
+        "Share of a batch's images whose graph was kept from describe",
+    ),
+    "skipped_queries": (
+        Counter,
+        "queries_without_positive",
+        "Images without another of their class in the batch",
+    ),
+    "nonfinite": (
+        Counter,
+        "nonfinite_steps",
+        "Steps skipped because a number was not finite",
+        "what",
+    ),
+    "evaluation": (
+        Gauge,
+        "evaluation_figure_ratio",
+        "A figure of retrieval on a data set",
+        "dataset",
+        "figure",
+    ),
     "checkpoint_seconds": (Summary, "checkpoint_duration_seconds", "Seconds to write a checkpoint"),
     "checkpoint_bytes": (Gauge, "checkpoint_size_bytes", "Size of the last checkpoint"),
-    "checkpoint_time": (Gauge, "checkpoint_last_success_timestamp_seconds", "When the last checkpoint was written"),
+    "checkpoint_time": (
+        Gauge,
+        "checkpoint_last_success_timestamp_seconds",
+        "When the last checkpoint was written",
+    ),
     "checkpoint_step": (Gauge, "checkpoint_step", "Steps behind the newest checkpoint"),
     "checkpoint_interval": (Gauge, "checkpoint_interval_steps", "Steps between two checkpoints"),
-    "checkpoint_failures": (Counter, "checkpoint_failures", "Checkpoints that could not be written"),
+    "checkpoint_failures": (
+        Counter,
+        "checkpoint_failures",
+        "Checkpoints that could not be written",
+    ),
 }
 
 
 class TrainingMetrics(SimpleNamespace):
-    """Metrics of one rank; rank 0 also exports the global ones. Each name in the table is an attribute."""
+    """Metrics of one rank; rank 0 also exports the global ones. Each name in the table is an
+    attribute.
+    """
 
     def __init__(
-        self, is_first: bool, skip_reasons: tuple[str, ...], registry: CollectorRegistry, device: str = "cpu"
+        self,
+        is_first: bool,
+        skip_reasons: tuple[str, ...],
+        registry: CollectorRegistry,
+        device: str = "cpu",
     ) -> None:
-        # On the other ranks global metrics go to a registry that nobody reads, so that no caller has to ask its rank.
+        # On the other ranks global metrics go to a registry that nobody reads, so that no caller
+        # has to ask its rank.
         elsewhere = registry if is_first else CollectorRegistry()
         disable_created_metrics()  # a series more for each counter and summary, which nothing reads
         for table, where in ((OF_RANK, registry), (GLOBAL, elsewhere)):
@@ -75,9 +137,16 @@ class TrainingMetrics(SimpleNamespace):
                 metric = kind(name, text, labels, namespace="distap", registry=where)
                 setattr(self, attribute, metric)
         ProcessCollector(registry=registry)
-        versions = {"version": distap.__version__, "torch": torch.__version__, "python": platform.python_version()}
-        Info("build", "Versions", namespace="distap", registry=registry).info(versions | {"device": device})
-        # Each request runs in a thread of its own, where CUDA's current GPU is always the first, so name this one.
+        versions = {
+            "version": distap.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+        Info("build", "Versions", namespace="distap", registry=registry).info(
+            versions | {"device": device}
+        )
+        # Each request runs in a thread of its own, where CUDA's current GPU is always the first, so
+        # name this one.
         if torch.cuda.is_available():
             gpu = torch.cuda.current_device()
             self.device_memory.set_function(lambda: torch.cuda.max_memory_allocated(gpu))
@@ -94,11 +163,18 @@ class TrainingMetrics(SimpleNamespace):
                 metric.labels(value)
 
     def observe_step(
-        self, step: int, images: int, seconds: Mapping[str, float], figures: Mapping[str, float], skipped: str | None
+        self,
+        step: int,
+        images: int,
+        seconds: Mapping[str, float],
+        figures: Mapping[str, float],
+        skipped: str | None,
     ) -> None:
-        """Record a step of this rank: images, seconds by stage and of the whole `step`, and figures by attribute.
+        """Record a step of this rank: images, seconds by stage and of the whole `step`, and figures
+        by attribute.
 
-        `skipped` is `descriptor`, `loss` or `gradient` if that was not finite, so that the parameters did not move.
+        `skipped` is `descriptor`, `loss` or `gradient` if that was not finite, so that the
+        parameters did not move.
         """
         self.steps.inc()
         self.step.set(step)
@@ -116,4 +192,6 @@ class TrainingMetrics(SimpleNamespace):
 
 def host_memory_peak() -> int:
     """Return this process's peak resident memory so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )

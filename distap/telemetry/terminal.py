@@ -2,14 +2,18 @@
 
 A log line has time, level, run, rank and step. As text, for people and for grep:
 
-    2026-11-14T09:30:05.123Z WARNING run=emoji rank=1 step=12 step 12: left out: 3.tar:0007: truncated
+    2026-11-14T09:30:05.123Z WARNING run=emoji rank=1 step=12 step 12: left out: 3.tar:0007:
+    truncated
 
-As JSON, one object per line, for a log collector (`rank` is null in the launcher, `step` before the first step):
+As JSON, one object per line, for a log collector (`rank` is null in the launcher, `step` before the
+first step):
 
-    {"time": "...", "level": "warning", "run": "emoji", "rank": 1, "step": 12, "logger": "distap", "message": "..."}
+    {"time": "...", "level": "warning", "run": "emoji", "rank": 1, "step": 12, "logger": "distap",
+    "message": "..."}
 
-In JSON an exception is the field `exception`, a step's figures are fields, and messages of other packages, Python's
-warnings and uncaught exceptions become such lines too. C++ code prints what TORCH_CPP_LOG_LEVEL and NCCL_DEBUG say.
+In JSON an exception is the field `exception`, a step's figures are fields, and messages of other
+packages, Python's warnings and uncaught exceptions become such lines too. C++ code prints what
+TORCH_CPP_LOG_LEVEL and NCCL_DEBUG say.
 """
 
 import json
@@ -67,7 +71,8 @@ class _Console(Console):
     def silence(self) -> None:
         """Drop what is printed from now on, and what waits to be written."""
         self.quiet = True
-        with Path(os.devnull).open("wb") as nowhere, suppress(OSError, ValueError):  # a stream may have no number
+        # a stream may have no number
+        with Path(os.devnull).open("wb") as nowhere, suppress(OSError, ValueError):
             os.dup2(nowhere.fileno(), self.file.fileno())
 
 
@@ -76,7 +81,8 @@ class _Messages(_Console):
         return super().render_str(without_secrets(text), **options)
 
 
-console = _Messages(stderr=True, highlight=False, soft_wrap=True, emoji=False)  # messages and progress
+# messages and progress
+console = _Messages(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 results = _Console(highlight=False, soft_wrap=True, emoji=False)
 if not console.is_terminal:
     console.width = 140  # a log has no width of its own
@@ -88,7 +94,8 @@ def print_result(*parts: object) -> None:
     """Print a command's results (lines and tables) to standard output."""
     with _told_if_full():
         for part in parts:
-            # A text may hold brackets, such as a class called [red], which rich would take for markup.
+            # A text may hold brackets, such as a class called [red], which rich would take for
+            # markup.
             results.print(part, markup=not isinstance(part, str))
 
 
@@ -104,7 +111,9 @@ def _told_if_full() -> Iterator[None]:
         yield
     except OSError as error:
         results.silence()  # else Python would try once more when it ends
-        raise DistapError(f"standard output: cannot be written: {error.strerror or error}") from error
+        raise DistapError(
+            f"standard output: cannot be written: {error.strerror or error}"
+        ) from error
 
 
 def print_warning(text: str) -> None:
@@ -123,22 +132,35 @@ def track(items: Iterable[T], description: str, total: int) -> Iterator[T]:
 def progress(
     description: str, total: int, done: int = 0, shown: bool = True, seconds: float = TELL_SECONDS
 ) -> Iterator[Callable[..., None]]:
-    """Open a progress bar; without a terminal, or with JSON, log every `seconds` seconds and at the end.
+    """Open a progress bar; without a terminal, or with JSON, log every `seconds` seconds and at the
+    end.
 
-    Yield a function of the number of items done by now, a text about the last one and, for programs, figures by name.
-    It shows the text, or else the speed, and the time left, judged by the time since the first item or of late.
+    Yield a function of the number of items done by now, a text about the last one and, for
+    programs, figures by name. It shows the text, or else the speed, and the time left, judged by
+    the time since the first item or of late.
     """
     started = told = time.monotonic()
-    draws, description = shown and console.is_terminal and origin.form is None, printable(description)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, disable=not draws, speed_estimate_period=RECENT_SECONDS) as bar:
+    draws, description = (
+        shown and console.is_terminal and origin.form is None,
+        printable(description),
+    )
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=console, disable=not draws, speed_estimate_period=RECENT_SECONDS
+    ) as bar:
         task = bar.add_task(escape(description), total=total, completed=done)
 
         def show(now: int, text: str = "", **figures: float) -> None:
             nonlocal done, told
             done = now
             bar.update(task, completed=done)
-            speed, left = bar.tasks[0].speed, bar.tasks[0].time_remaining
+            speed = bar.tasks[0].speed
+            left = bar.tasks[0].time_remaining
             text = text or (f"{speed:,.3g} a second" if speed else "")
             text += "" if left is None else f", {timedelta(seconds=round(left))} left"
             if draws:
@@ -162,7 +184,8 @@ def tell(text: str, **figures: float) -> None:
 
 def figures_table(columns: dict[str, dict[str, float]]) -> Table:
     """Draw results in percent, one column each; with two columns, add the gain in points."""
-    gains, rows = ["gain"] if len(columns) == 2 else [], list[list[str]]()
+    gains = ["gain"] if len(columns) == 2 else []
+    rows = list[list[str]]()
     for figure in {name: None for column in columns.values() for name in column}:
         values = [100 * column.get(figure, float("nan")) for column in columns.values()]
         gain = [f"{values[1] - values[0]:+.1f}"] if gains else []
@@ -170,9 +193,13 @@ def figures_table(columns: dict[str, dict[str, float]]) -> Table:
     return text_table("", "", ["", *columns, *gains], rows)
 
 
-def text_table(title: str, caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def text_table(
+    title: str, caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]]
+) -> Table:
     """Return a table whose first column is a name and whose others are figures."""
-    table = Table(title=title, caption=caption, caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title=title, caption=caption, caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     for number, heading in enumerate(headings):
         # Headings may wrap, so that figures are whole on a narrow terminal.
         table.add_column(heading, justify="right" if number else "left", no_wrap=number == 0)
@@ -184,7 +211,8 @@ def text_table(title: str, caption: str, headings: Sequence[str], rows: Iterable
 def set_up_logging(rank: int, as_results: bool = False) -> None:
     """Print a command's messages: all of rank 0, and warnings of other ranks with their rank.
 
-    With `as_results`, what is no warning goes to the standard output, since the command was called for it.
+    With `as_results`, what is no warning goes to the standard output, since the command was called
+    for it.
     """
     logger.handlers = [handler := _ConsoleHandler()]
     handler.said = results if as_results else console
@@ -201,16 +229,20 @@ def set_up_run_logging(form: LogFormat, run: str, rank: int | None) -> None:
     if form == "text" and console.is_terminal:
         set_up_logging(rank or 0)
         return
-    origin.run, origin.rank, origin.form = run, rank, form
+    origin.run = run
+    origin.rank = rank
+    origin.form = form
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
     handler.setLevel(logging.WARNING if rank else logging.INFO)
     logger.setLevel(handler.level)
     if form == "text":
-        logger.handlers, logger.propagate = [handler], False
+        logger.handlers = [handler]
+        logger.propagate = False
         return
     logging.getLogger().handlers = [handler]
-    logger.handlers, logger.propagate = [], True
+    logger.handlers = []
+    logger.propagate = True
     logging.captureWarnings(True)
     sys.excepthook = _log_uncaught
     threading.excepthook = lambda arguments: _log_uncaught(*arguments)
@@ -240,7 +272,8 @@ class _ConsoleHandler(logging.Handler):
 
 class _Formatter(logging.Formatter):
     converter = staticmethod(time.gmtime)
-    default_time_format, default_msec_format = "%Y-%m-%dT%H:%M:%S", "%s.%03dZ"
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
 
     def format(self, record: logging.LogRecord) -> str:
         return without_secrets(super().format(record))
@@ -278,7 +311,9 @@ def _word(value: object) -> str:
     return json.dumps(text) if " " in text else text
 
 
-def _log_uncaught(kind: type, error: Any, trace: Any, thread: threading.Thread | None = None) -> None:
+def _log_uncaught(
+    kind: type, error: Any, trace: Any, thread: threading.Thread | None = None
+) -> None:
     if error is not None and not isinstance(error, SystemExit):
         where = f"{thread.name}: " if thread is not None else ""
         logger.critical("%s%s: %s", where, kind.__name__, error, exc_info=(kind, error, trace))

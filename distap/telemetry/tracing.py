@@ -1,7 +1,7 @@
 """Trace a step with torch's profiler, as SIGUSR1 asks for.
 
-Every rank writes `step-S.rank-R.json.gz`, which Perfetto (ui.perfetto.dev) and chrome://tracing show. The stages
-appear in it under their names. Errors of the profiler never end the training.
+Every rank writes `step-S.rank-R.json.gz`, which Perfetto (ui.perfetto.dev) and chrome://tracing
+show. The stages appear in it under their names. Errors of the profiler never end the training.
 """
 
 import json

@@ -1,1 +1,3 @@
-"""The parts of a run: build them from a recipe, save and restore their state, report their progress."""
+"""The parts of a run: build them from a recipe, save and restore their state, report their
+progress.
+"""

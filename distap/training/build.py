@@ -37,12 +37,14 @@ from distap.training.learner import Learner, TrainingStep
 from distap.training.optimizer import parameter_groups
 from distap.world import World
 
-GIVEN_PARTS = ("backbone", "weights", "pooling")  # keys of the model for which a network in Python stands
+# keys of the model for which a network in Python stands
+GIVEN_PARTS = ("backbone", "weights", "pooling")
 OF_HEADS = ("projection", "whitening", "layer_norm", "unit_length")  # and those that it cannot have
 
 
 def images_of(recipe: Recipe, world: World, stopwatch: Stopwatch) -> TrainingImages:
-    """Open the recipe's training images for this rank, from the source that `data.reading` names."""
+    """Open the recipe's training images for this rank, from the source that `data.reading`
+    names."""
     data = recipe.data
     job = LoadingJob(
         source=data.train_source,
@@ -64,7 +66,8 @@ def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> Retr
     Rank 0 alone loads weights, the recipe's if `weights` is None, and sends them to the others.
     """
     model = recipe.model
-    chosen = (weights or model.weights) if world.rank == 0 else RandomWeights()  # parameters of the same shapes
+    # parameters of the same shapes
+    chosen = (weights or model.weights) if world.rank == 0 else RandomWeights()
 
     def build() -> RetrievalNetwork:
         options: dict[str, Any] = {"layer_norm": model.layer_norm, "unit_length": model.unit_length}
@@ -73,33 +76,43 @@ def network_of(recipe: NetworkRecipe, world: World, weights: Any = None) -> Retr
         # The first parameters are a function of the seed, whatever was drawn before.
         torch.manual_seed(recipe.seed)
         if isinstance(model.backbone, GivenNetwork):
-            if told := [key for key in OF_HEADS if getattr(model, key)]:
-                raise DistapError(f"model.{told[0]}: a network given in Python ends as it does: leave the key out")
+            told = [key for key in OF_HEADS if getattr(model, key)]
+            if told:
+                raise DistapError(
+                    f"model.{told[0]}: a network given in Python ends as it does: leave the key out"
+                )
             refuse_unusable(model.backbone.given, freezes_batchnorm=True)
             refuse_hooks(model.backbone.given)
             make_writable(model.backbone.given)
-            given = model.backbone.retrieval_network(recipe.data.image_size, model.batchnorm, world.device)
+            given = model.backbone.retrieval_network(
+                recipe.data.image_size, model.batchnorm, world.device
+            )
             if getattr(chosen, "whole", False):
                 chosen.load(given)
             return given
-        return build_network(model.backbone, chosen, model.pooling, model.projection, model.batchnorm, **options)
+        return build_network(
+            model.backbone, chosen, model.pooling, model.projection, model.batchnorm, **options
+        )
 
     network = first_on_rank_0(world, build).to(world.device)
-    # Collectives take contiguous memory alone, and convolutions' weights are channels-last: copy_ keeps that layout.
+    # Collectives take contiguous memory alone, and convolutions' weights are channels-last: copy_
+    # keeps that layout.
     for tensor in network.state_dict().values():
         tensor.copy_(world.broadcast(tensor.contiguous()))
     return network
 
 
 def with_given(recipe: NetworkRecipe, given: nn.Module | None, where: str) -> NetworkRecipe:
-    """Put the Python network `given` into a recorded recipe, if the run was started with one; check that it fits."""
+    """Put the Python network `given` into a recorded recipe, if the run was started with one; check
+    that it fits.
+    """
     backbone = recipe.model.backbone
     if isinstance(backbone, Part) != (given is not None):
         if given is not None:
             raise DistapError(f"{where}: its network is that of its recipe; leave `network` out")
         raise DistapError(
-            f"{where}: its network was an object in Python, {backbone.keys['of']}: build one like it, and load its "
-            "parameters by distap.load(..., network=...)"
+            f"{where}: its network was an object in Python, {backbone.keys['of']}: build one like"
+            " it, and load its parameters by distap.load(..., network=...)"
         )
     if given is None:
         return recipe
@@ -117,11 +130,13 @@ def describing_of(
     whitening: str | Path | None = None,
     shown: bool = False,
 ) -> Describing:
-    """Return how evaluations describe images with an unsharded network; None takes the recipe's settings.
+    """Return how evaluations describe images with an unsharded network; None takes the recipe's
+    settings.
 
     `whitening` is what `distap whiten` wrote.
     """
-    data, evaluation = recipe.data, recipe.evaluation
+    data = recipe.data
+    evaluation = recipe.evaluation
     describer = ImageDescriber(
         network,
         Sizing.parse(sizing or recipe.sizing),
@@ -149,14 +164,19 @@ def sets_of(recipe: Recipe) -> dict[str, EvaluationSet]:
     }
 
 
-def describing_of_set(recipe: Recipe, name: str, network: RetrievalNetwork, world: World) -> Describing:
-    """Return how an evaluation describes the images of a set of `sets_of` with the network as it is now."""
+def describing_of_set(
+    recipe: Recipe, name: str, network: RetrievalNetwork, world: World
+) -> Describing:
+    """Return how an evaluation describes the images of a set of `sets_of` with the network as it is
+    now.
+    """
     own = recipe.evaluation.also.get(name, recipe.evaluation)
     return describing_of(recipe, network, world, own.sizing, own.scales)
 
 
 def learner_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Learner:
-    """Build the learner: the network, spread over ranks by the recipe's engine, with its optimiser."""
+    """Build the learner: the network, spread over ranks by the recipe's engine, with its
+    optimiser."""
     optimizer = recipe.optimizer
     if recipe.model.adapter is not None:
         recipe.model.adapter.adapt(network, recipe.data.image_size, recipe.seed)
@@ -165,32 +185,50 @@ def learner_of(recipe: Recipe, network: RetrievalNetwork, world: World) -> Learn
     if recipe.model.freeze is not None:
         freeze(network, recipe.model.freeze)
     if recipe.data.is_described:  # nothing reaches what stands before the head
-        freeze(network, [name for name, _ in network.named_parameters() if not name.startswith("head.")])
-    trained = {name.partition(".")[0] for name, one in network.named_parameters() if one.requires_grad}
+        freeze(
+            network,
+            [name for name, _ in network.named_parameters() if not name.startswith("head.")],
+        )
+    trained = {
+        name.partition(".")[0] for name, one in network.named_parameters() if one.requires_grad
+    }
     if optimizer.head_only and trained == {"backbone"}:
         raise DistapError(
-            "optimizer.head_only: nothing but the backbone has parameters to train; set model.projection"
+            "optimizer.head_only: nothing but the backbone has parameters to train; set"
+            " model.projection"
         )
 
     def build() -> Any:
         # Further parts of a network learn as its head does.
-        parts = {name: (one, getattr(optimizer, name, optimizer.head)) for name, one in network.named_children()}
+        parts = {
+            name: (one, getattr(optimizer, name, optimizer.head))
+            for name, one in network.named_children()
+        }
         return optimizer.chosen.build(parameter_groups(parts, optimizer.layer_decay))
 
     if recipe.step.fold_batchnorm:
         fold_batchnorm(network)
-    learner: Learner = recipe.engine.build(network, build, world, optimizer.clip_norm, recipe.precision)
+    learner: Learner = recipe.engine.build(
+        network, build, world, optimizer.clip_norm, recipe.precision
+    )
     if recipe.ema is not None:
         learner.keep_average(recipe.ema)
     return learner
 
 
-def loss_of(recipe: Recipe, images: TrainingImages, network: RetrievalNetwork, world: World) -> Loss:
-    """Build the recipe's loss; if it has parameters of its own, give them the same values on all ranks."""
+def loss_of(
+    recipe: Recipe, images: TrainingImages, network: RetrievalNetwork, world: World
+) -> Loss:
+    """Build the recipe's loss; if it has parameters of its own, give them the same values on all
+    ranks.
+    """
     classes = None if images.index is None else torch.from_numpy(images.index.classes.numbers)
     if recipe.loss.extras:
         taken = ", ".join(recipe.loss.extras)
-        raise DistapError(f"loss: it takes {taken} of each image: only Multistage, ListwiseLoss and rank give that")
+        raise DistapError(
+            f"loss: it takes {taken} of each image: only Multistage, ListwiseLoss and rank give"
+            " that"
+        )
     loss: Loss = recipe.loss.sized(classes, network.dimensions, recipe.seed)
     if loss.learned is not None:
         for tensor in loss.learned.to(world.device).state_dict().values():
@@ -201,20 +239,24 @@ def loss_of(recipe: Recipe, images: TrainingImages, network: RetrievalNetwork, w
 def loss_learner_of(recipe: Recipe, loss: Loss, world: World) -> Learner | None:
     """Return the learner that trains the loss's own parameters; None for a loss without parameters.
 
-    Every rank holds the parameters and gets their whole gradient from stage two, so there is nothing to reduce.
+    Every rank holds the parameters and gets their whole gradient from stage two, so there is
+    nothing to reduce.
     """
     if loss.learned is None or not loss.parameters:
         return None
     groups = parameter_groups({"loss": (loss.learned, recipe.optimizer.loss)})
     # As of a single rank: nothing is left to sum.
-    return Learner(Replica(loss.learned, World(device=world.device)), recipe.optimizer.chosen.build(groups))
+    return Learner(
+        Replica(loss.learned, World(device=world.device)), recipe.optimizer.chosen.build(groups)
+    )
 
 
 def step_of(
     recipe: Recipe, learner: Learner, loss: Loss, world: World, stopwatch: Stopwatch | None = None
 ) -> TrainingStep:
     """Build the recipe's step; graphs are kept from the second step on if `replay.keep` is auto."""
-    replica, keep = learner.replica, recipe.keep
+    replica = learner.replica
+    keep = recipe.keep
     if keep == "auto" and not replica.keeps_graphs:
         logger.warning("replay.keep: this engine can hold only one graph at a time: none is kept")
     stages = ThreeStages(
@@ -226,7 +268,8 @@ def step_of(
         mode=recipe.rank.mode,
         memory=CrossBatchMemory(recipe.memory.size),
         memory_after=recipe.memory.after,
-        max_drift=recipe.replay.max_drift or default_drift(world.device, recipe.precision == "float32"),
+        max_drift=recipe.replay.max_drift
+        or default_drift(world.device, recipe.precision == "float32"),
         stopwatch=Stopwatch() if stopwatch is None else stopwatch,
         skip_below=recipe.replay.skip_below,
     )
@@ -243,10 +286,11 @@ def trained_network(
 ) -> tuple[NetworkRecipe, RetrievalNetwork]:
     """Load the network of a checkpoint, or of a run's newest or best one, on disk or behind a URL.
 
-    Also return what its recipe says of the network and of images, with `overrides`. Rank 0 alone reads. `given` is
-    the network of a run that was started with one in Python; it gets the run's parameters. Of a recipe, which may
-    stand for a checkpoint, it is the network that training begins with, without a projection that would be random.
-    A record that is `trusted` may name classes that are not distap's, and have files read elsewhere.
+    Also return what its recipe says of the network and of images, with `overrides`. Rank 0 alone
+    reads. `given` is the network of a run that was started with one in Python; it gets the run's
+    parameters. Of a recipe, which may stand for a checkpoint, it is the network that training
+    begins with, without a projection that would be random. A record that is `trusted` may name
+    classes that are not distap's, and have files read elsewhere.
     """
     if is_recipe(path):
         begun = first_on_rank_0(world, partial(load_recipe, Path(path), overrides))
@@ -261,6 +305,8 @@ def trained_network(
         return [read[0].settings, read[0].where, read[0].folder]
 
     settings, where, folder = on_all(world, read_it, mine=world.rank == 0)[0]
-    recipe = first_on_rank_0(world, partial(recorded_recipe, settings, where, folder, overrides, trusted))
+    recipe = first_on_rank_0(
+        world, partial(recorded_recipe, settings, where, folder, overrides, trusted)
+    )
     recipe = with_given(recipe, given, where)
     return recipe, network_of(recipe, world, read[0] if read else None)

@@ -16,13 +16,17 @@ if TYPE_CHECKING:
     from distap.training.learner import Learner
 
 GREATEST_BUCKET = 500_000_000  # parameters in one message of DeepSpeed
-Parts = tuple[nn.Module, World, Callable[[Any], Tensor]]  # network, ranks, and how the network describes images
-BuildOptimizer = Callable[[], Optimizer]  # over the network's parameters, which FSDP has replaced by shards then
+# network, ranks, and how the network describes images
+Parts = tuple[nn.Module, World, Callable[[Any], Tensor]]
+# over the network's parameters, which FSDP has replaced by shards then
+BuildOptimizer = Callable[[], Optimizer]
 
 
 @dataclass(frozen=True)
 class DDPSettings:
-    """Data parallel: each rank holds the whole network, and gradients are all-reduced once per step."""
+    """Data parallel: each rank holds the whole network, and gradients are all-reduced once per
+    step.
+    """
 
     def build(
         self,
@@ -32,12 +36,19 @@ class DDPSettings:
         clip_norm: float | None = None,
         precision: PrecisionName = "float32",
     ) -> "Learner":
-        """Return a learner for a network that is on its device, with the same parameters on every rank."""
-        from distap.stages.replica import computing_in  # here and below, since a recipe is read without it
+        """Return a learner for a network that is on its device, with the same parameters on every
+        rank.
+        """
+        # here and below, since a recipe is read without it
+        from distap.stages.replica import computing_in
 
-        return self._shared((network, world, computing_in(precision, network)), build_optimizer, clip_norm)
+        return self._shared(
+            (network, world, computing_in(precision, network)), build_optimizer, clip_norm
+        )
 
-    def _shared(self, parts: Parts, build_optimizer: BuildOptimizer, clip_norm: float | None) -> "Learner":
+    def _shared(
+        self, parts: Parts, build_optimizer: BuildOptimizer, clip_norm: float | None
+    ) -> "Learner":
         from distap.stages.replica import Replica
         from distap.training.learner import Learner
 
@@ -46,9 +57,12 @@ class DDPSettings:
 
 @dataclass(frozen=True)
 class FSDPSettings(DDPSettings):
-    """FSDP2: each rank holds a shard of every parameter. A single rank keeps the network as it is."""
+    """FSDP2: each rank holds a shard of every parameter. A single rank keeps the network as it
+    is."""
 
-    def _shared(self, parts: Parts, build_optimizer: BuildOptimizer, clip_norm: float | None) -> "Learner":
+    def _shared(
+        self, parts: Parts, build_optimizer: BuildOptimizer, clip_norm: float | None
+    ) -> "Learner":
         network, world, _ = parts
         if world.size == 1:
             return super()._shared(parts, build_optimizer, clip_norm)
@@ -66,29 +80,41 @@ class DeepSpeedSettings(DDPSettings):
     stage: Literal[1, 2, 3] = 2
     """Shard the optimiser's state (1), also gradients (2), also parameters (3) over ranks."""
 
-    def _shared(self, parts: Parts, build_optimizer: BuildOptimizer, clip_norm: float | None) -> "Learner":
+    def _shared(
+        self, parts: Parts, build_optimizer: BuildOptimizer, clip_norm: float | None
+    ) -> "Learner":
         from distap.stages.deepspeed import ZeroReplica
         from distap.stages.fsdp import make_contiguous
         from distap.training.zero import ZeroLearner, check_for_zero
 
-        (network, world, _), optimizer = parts, build_optimizer()
+        network, world, _ = parts
+        optimizer = build_optimizer()
         check_for_zero(network, optimizer)
         make_contiguous(network)  # DeepSpeed ignores strides, even of 1 x 1 kernels
-        numel = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+        numel = sum(
+            parameter.numel() for group in optimizer.param_groups for parameter in group["params"]
+        )
         config = self.config(world.size, numel, clip_norm)
         replica = ZeroReplica(*parts, optimizer=optimizer, config=config)
         if world.rank == 0:
-            zero = replica.engine._config.zero_config.model_dump(mode="json", exclude_none=True, by_alias=True)
-            logger.info("DeepSpeed: %s", json.dumps(config | {"zero_optimization": zero}, sort_keys=True))
+            zero = replica.engine._config.zero_config.model_dump(
+                mode="json", exclude_none=True, by_alias=True
+            )
+            logger.info(
+                "DeepSpeed: %s", json.dumps(config | {"zero_optimization": zero}, sort_keys=True)
+            )
         return ZeroLearner(replica, optimizer, clip_norm)
 
     def config(self, ranks: int, numel: int, clip_norm: float | None) -> dict[str, Any]:
-        """Return DeepSpeed's configuration, without what the three stages and `Learner` do themselves."""
+        """Return DeepSpeed's configuration, without what the three stages and `Learner` do
+        themselves.
+        """
         bucket = min(numel + numel % 2, GREATEST_BUCKET)  # all trained parameters, in one message
         return {
             "train_batch_size": ranks,
             "train_micro_batch_size_per_gpu": 1,
-            # DeepSpeed would divide gradients by the number of accumulation steps, so the configuration says one.
+            # DeepSpeed would divide gradients by the number of accumulation steps, so the
+            # configuration says one.
             "gradient_accumulation_steps": 1,
             "managed_gradient_accumulation": True,
             "gradient_clipping": clip_norm or 0.0,  # since 0.19 an absent key means 1.0

@@ -29,27 +29,38 @@ class Learner:
     """Update a replica's parameters with the gradients that the three stages computed.
 
     Args:
-        optimizer: over the network's parameters, or under FSDP over this rank's shards of them; `factor` of a group
-            multiplies its learning rate, and `part` is what `held` names.
+        optimizer: over the network's parameters, or under FSDP over this rank's shards of them;
+            `factor` of a group multiplies its learning rate, and `part` is what `held` names.
         clip_norm: greatest norm of the whole gradient; None never clips.
     """
 
-    def __init__(self, replica: Replica, optimizer: Optimizer, clip_norm: float | None = None) -> None:
-        self.replica, self.network, self.world = replica, replica.network, replica.world
-        self._optimizer, self._clip_norm = optimizer, clip_norm
-        self.held: Collection[str] = ()  # values of `part` in the optimiser's groups that do not move
-        self._average: dict[str, Tensor] = {}  # of the trained parameters, or of this rank's shards of them
+    def __init__(
+        self, replica: Replica, optimizer: Optimizer, clip_norm: float | None = None
+    ) -> None:
+        self.replica = replica
+        self.network = replica.network
+        self.world = replica.world
+        self._optimizer = optimizer
+        self._clip_norm = clip_norm
+        # values of `part` in the optimiser's groups that do not move
+        self.held: Collection[str] = ()
+        # of the trained parameters, or of this rank's shards of them
+        self._average: dict[str, Tensor] = {}
 
     def update(self, learning_rate: float) -> float:
         """Update the parameters and clear the gradients.
 
-        Returns the norm of the whole gradient before clipping. If it is not finite, nothing has moved.
+        Returns the norm of the whole gradient before clipping. If it is not finite, nothing has
+        moved.
         """
         for group in self._optimizer.param_groups:
             for parameter in group["params"] if group.get("part") in self.held else ():
                 parameter.grad = None
-        # Without a gradient an optimiser leaves a parameter and its moments alone; with one of zeros it would not.
-        norm = nn.utils.get_total_norm([one.grad for one in self.network.parameters() if one.grad is not None])
+        # Without a gradient an optimiser leaves a parameter and its moments alone; with one of
+        # zeros it would not.
+        norm = nn.utils.get_total_norm(
+            [one.grad for one in self.network.parameters() if one.grad is not None]
+        )
         if self._clip_norm is not None:
             nn.utils.clip_grads_with_norm_(self.network.parameters(), self._clip_norm, norm)
         with self.world.collective("norm of the gradient"):  # under FSDP each rank has a part of it
@@ -63,14 +74,20 @@ class Learner:
         return length
 
     def keep_average(self, decay: float) -> None:
-        """Keep an exponential moving average of trained parameters from now on, with weight `decay` per step."""
+        """Keep an exponential moving average of trained parameters from now on, with weight `decay`
+        per step.
+        """
         self._decay = decay
         named = self.network.named_parameters()
-        self._average = {name: parameter.detach().clone() for name, parameter in named if parameter.requires_grad}
+        self._average = {
+            name: parameter.detach().clone() for name, parameter in named if parameter.requires_grad
+        }
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Replace the parameters by their moving average, if one is kept; enter this before `describing`."""
+        """Replace the parameters by their moving average, if one is kept; enter this before
+        `describing`.
+        """
         self._exchange()
         try:
             yield
@@ -97,7 +114,8 @@ class Learner:
         return [(local(mean), local(present[name])) for name, mean in self._average.items()]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return tensors `network.*`, `ema.*` and `optimizer.*`, with the same names for every engine.
+        """Return tensors `network.*`, `ema.*` and `optimizer.*`, with the same names for every
+        engine.
 
         Under FSDP they are this rank's shards, and single numbers whole and without dimensions.
         """
@@ -105,9 +123,12 @@ class Learner:
         state = {f"network.{name}": tensor for name, tensor in self.network.state_dict().items()}
         state |= {f"ema.{name}": tensor for name, tensor in self._average.items()}
         if self._optimizer.state:  # empty before the first update
-            optimizer: dict[str, Any] = dict(get_optimizer_state_dict(self.network, self._optimizer, options=_FLAT))
+            optimizer: dict[str, Any] = dict(
+                get_optimizer_state_dict(self.network, self._optimizer, options=_FLAT)
+            )
             for name, value in optimizer.items():
-                # The other values are settings, which come from the recipe. Some optimisers count steps as int.
+                # The other values are settings, which come from the recipe. Some optimisers count
+                # steps as int.
                 if isinstance(value, Tensor) or name.endswith(".step"):
                     state[f"optimizer.{name}"] = torch.as_tensor(value)
         with self.world.collective("all_gather of scalars"):
@@ -117,16 +138,23 @@ class Learner:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the learner from whole tensors of any engine's `state_dict`, on any number of ranks."""
+        """Restore the learner from whole tensors of any engine's `state_dict`, on any number of
+        ranks.
+        """
         self.replica.release()
         present = self.network.state_dict()
-        given: dict[str, Any] = {n: like(present.get(n), t) for n, t in without_prefix("network.", state).items()}
+        given: dict[str, Any] = {
+            n: like(present.get(n), t) for n, t in without_prefix("network.", state).items()
+        }
         self.network.load_state_dict(given)
         self._load_average(state)
-        # A checkpoint from before the first update, as when all steps were skipped, has no state of the optimiser.
+        # A checkpoint from before the first update, as when all steps were skipped, has no state of
+        # the optimiser.
         optimizer = without_prefix("optimizer.", state)
         if optimizer:
-            settings: dict[str, Any] = get_optimizer_state_dict(self.network, self._optimizer, options=_FLAT)
+            settings: dict[str, Any] = get_optimizer_state_dict(
+                self.network, self._optimizer, options=_FLAT
+            )
             given = {name: like(settings.get(name), value) for name, value in optimizer.items()}
             set_optimizer_state_dict(self.network, self._optimizer, settings | given, options=_FLAT)
             moved = {name.removeprefix("state.").rpartition(".")[0] for name in optimizer}
@@ -148,13 +176,17 @@ class StepResult:
     loss: float
     learning_rate: float
     gradient_norm: float
-    replay_drift: float  # greatest difference between the two descriptors of an image, over all ranks
+    # greatest difference between the two descriptors of an image, over all ranks
+    replay_drift: float
     replayed: int  # images with a gradient that were described a second time
     kept: int  # images with a gradient whose graph was kept instead
     skipped_queries: int  # images without another image of their class
-    skipped: str | None = None  # why the parameters did not move: 'descriptor', 'loss' or 'gradient' was not finite
-    not_finite: list[int] = field(default_factory=list)  # rows of this rank whose descriptor was not finite
-    spread: float = NAN  # mean squared distance of the batch's descriptors to their mean; 0 if all are alike
+    # why the parameters did not move: 'descriptor', 'loss' or 'gradient' was not finite
+    skipped: str | None = None
+    # rows of this rank whose descriptor was not finite
+    not_finite: list[int] = field(default_factory=list)
+    # mean squared distance of the batch's descriptors to their mean; 0 if all are alike
+    spread: float = NAN
 
 
 @dataclass(frozen=True)
@@ -163,30 +195,39 @@ class TrainingStep:
 
     stages: ThreeStages
     learner: Learner  # of the network
-    loss_learner: Learner | None = None  # of the loss's own parameters, which are the same on every rank
+    # of the loss's own parameters, which are the same on every rank
+    loss_learner: Learner | None = None
 
     def __call__(self, batch: Batch, learning_rate: float) -> StepResult:
         """Train on one global batch; every rank calls it with its own share.
 
-        A DistapError on all ranks: no image has a positive, or the drift is too large; on one: its memory is short.
+        A DistapError on all ranks: no image has a positive, or the drift is too large; on one: its
+        memory is short.
         """
         stages = self.stages
         described = stages.describe(batch)
-        gathered, not_finite = stages.gather(described, batch), described.lost
+        gathered = stages.gather(described, batch)
+        not_finite = described.lost
         try:
             ranking = stages.rank(described.gathering, gathered, batch.step)
         except NothingToRankError:
-            # Positives may be missing because descriptors that are not finite were left out: skip such a step. If no
-            # rank has left any out, the batch itself has no pairs, which a person has to mend.
+            # Positives may be missing because descriptors that are not finite were left out: skip
+            # such a step. If no rank has left any out, the batch itself has no pairs, which a
+            # person has to mend.
             if not stages.world.sum(torch.tensor(len(not_finite), device=stages.world.device)):
                 raise
             described.buffers.restore()
             return StepResult(NAN, learning_rate, NAN, NAN, 0, 0, 0, "descriptor", not_finite)
         # All ranks take the same branch: `is_finite` and the norm are of the whole batch.
-        worst, norm, replayed, kept = NAN, NAN, 0, 0
+        worst = NAN
+        norm = NAN
+        replayed = 0
+        kept = 0
         if ranking.is_finite:
             worst, replayed, kept = stages.replay(batch, described, ranking)
-            for parameter, gradient in zip(stages.loss.parameters, ranking.by_parameters, strict=True):
+            for parameter, gradient in zip(
+                stages.loss.parameters, ranking.by_parameters, strict=True
+            ):
                 parameter.grad = gradient
             with stages.stage("optimizer", batch.step):
                 norm = self.learner.update(learning_rate)
@@ -197,7 +238,14 @@ class TrainingStep:
         skipped = None if norm < float("inf") else "gradient" if ranking.is_finite else "loss"
         counts = replayed, kept, ranking.skipped_queries
         return StepResult(
-            float(ranking.loss), learning_rate, norm, worst, *counts, skipped, not_finite, ranking.spread
+            float(ranking.loss),
+            learning_rate,
+            norm,
+            worst,
+            *counts,
+            skipped,
+            not_finite,
+            ranking.spread,
         )
 
 
@@ -209,7 +257,11 @@ def set_rates(optimizer: Any, learning_rate: float) -> None:
 
 def without_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return entries whose name starts with `prefix`, named without it."""
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in state.items()
+        if name.startswith(prefix)
+    }
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -218,12 +270,18 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def like(present: Any, given: Tensor) -> Any:
-    """Return this rank's shard of a whole tensor if `present` is sharded, or a number if `present` is one."""
+    """Return this rank's shard of a whole tensor if `present` is sharded, or a number if `present`
+    is one.
+    """
     if isinstance(present, int):
         return int(given)
-    if given.numel() == 1 and isinstance(present, Tensor):  # FSDP and DeepSpeed hold a single number as a vector
+    # FSDP and DeepSpeed hold a single number as a vector
+    if given.numel() == 1 and isinstance(present, Tensor):
         given = given.reshape(present.shape)
     if not isinstance(present, DTensor):
         return given
-    # Every rank has read the whole tensor and cuts its shard out of that; without None, rank 0 would send them all.
-    return distribute_tensor(given.to(present.device), present.device_mesh, present.placements, src_data_rank=None)
+    # Every rank has read the whole tensor and cuts its shard out of that; without None, rank 0
+    # would send them all.
+    return distribute_tensor(
+        given.to(present.device), present.device_mesh, present.placements, src_data_rank=None
+    )

@@ -19,24 +19,29 @@ from distap.retrieval.row_blocks import installed_faiss, nearest
 class NearestClasses:
     """The table of nearest classes by descriptors of an earlier step, a part of the state of a run.
 
-    With it a batch is still a function of data set, seed, step and this table, on any number of ranks and after a
-    restart. Each rank holds all descriptors while it is made.
+    With it a batch is still a function of data set, seed, step and this table, on any number of
+    ranks and after a restart. Each rank holds all descriptors while it is made.
     """
 
     def __init__(self, images: IndexedImages, sampling: MinedSampling) -> None:
         installed_faiss()  # an error now, not after all images are described
-        self.images, self._near = images, sampling.near
+        self.images = images
+        self._near = sampling.near
 
     def renew(self, describing: Describing) -> None:
-        """Describe all training images, and compare the mean descriptors of their classes; all ranks call this."""
-        started, classes = time.perf_counter(), self.images.plan.classes
+        """Describe all training images, and compare the mean descriptors of their classes; all
+        ranks call this.
+        """
+        started = time.perf_counter()
+        classes = self.images.plan.classes
         samples, descriptors, _ = extract_descriptors(Extraction(describing, self.images.read_from))
         sums = torch.zeros(classes.count, descriptors.shape[1])
         sums.index_add_(0, torch.from_numpy(classes.labels[samples]), torch.from_numpy(descriptors))
         usable = torch.from_numpy(classes.with_pairs)
         means = normalize(sums[usable])
         found = nearest(means, means, self._near - 1, exclude_self=True)[1]
-        table = torch.arange(classes.count)[:, None].repeat(1, 1 + found.shape[1])  # a class itself comes first
+        # a class itself comes first
+        table = torch.arange(classes.count)[:, None].repeat(1, 1 + found.shape[1])
         table[usable, 1:] = usable[torch.from_numpy(found)]
         # A sum may differ in its last bit between hosts, so rank 0's table counts.
         self._use(describing.world.broadcast(table.to(describing.world.device)).cpu())
@@ -44,7 +49,8 @@ class NearestClasses:
 
     def _use(self, table: Tensor) -> None:
         # Batches that were drawn are cached by plan and classes, so both must be new objects.
-        plan, of = self.images.plan, self.images.plan.classes
+        plan = self.images.plan
+        of = self.images.plan.classes
         self.images.plan = replace(plan, classes=Classes(of.labels, of.levels, table.numpy()))
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -15,7 +15,8 @@ from distap.errors import DistapError
 class TimmOptimizer:
     """An optimiser of timm; None keeps the optimiser's default for an option."""
 
-    name: str = "adam"  # timm's name: `adam`, `adamw`, `sgd` (with Nesterov's momentum), `lion` and so on
+    # timm's name: `adam`, `adamw`, `sgd` (with Nesterov's momentum), `lion` and so on
+    name: str = "adam"
     betas: tuple[float, float] | None = None
     """Decay rates of the optimiser's running averages of the gradient and its square."""
     momentum: float | None = None
@@ -31,16 +32,20 @@ class TimmOptimizer:
                 raise ValueError(f"{option} is set, but the optimiser {self.name} has no {option}")
 
     def build(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """Return the optimiser of these groups: each has `params`, `weight_decay`, and a `factor` on the rate."""
+        """Return the optimiser of these groups: each has `params`, `weight_decay`, and a `factor`
+        on the rate.
+        """
         from timm import optim
 
         options = self._options()
         if self.name == "lamb":
-            options["max_grad_norm"] = None  # timm's would clip at 1; optimizer.clip_norm decides instead
+            # timm's would clip at 1; optimizer.clip_norm decides instead
+            options["max_grad_norm"] = None
         if self.name == "sgd" and self.momentum == 0:
             options["nesterov"] = False  # torch allows Nesterov's momentum only above 0
-        # Not fused: on a CPU a fused step reads the moments in memory order, and the order of a restored moment may
-        # differ from that of its channels-last parameter. The engine sets the rate of each step.
+        # Not fused: on a CPU a fused step reads the moments in memory order, and the order of a
+        # restored moment may differ from that of its channels-last parameter. The engine sets the
+        # rate of each step.
         return optim.create_optimizer_v2(groups, self.name, lr=0.0, weight_decay=0.0, **options)
 
     def _options(self) -> dict[str, Any]:
@@ -53,24 +58,30 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return timm's groups of the trained parameters of each part, with its name as `part`.
 
-    Vectors, and what timm's network says itself, such as position embeddings, do not decay. With `layer_decay`, the
-    layers of the backbone have groups of their own.
+    Vectors, and what timm's network says itself, such as position embeddings, do not decay. With
+    `layer_decay`, the layers of the backbone have groups of their own.
     """
     from timm import optim
 
     groups: list[dict[str, Any]] = []
     for part, (module, settings) in parts.items():
-        options: dict[str, Any] = {"no_weight_decay_list": getattr(module, "no_weight_decay", set)()}
+        options: dict[str, Any] = {
+            "no_weight_decay_list": getattr(module, "no_weight_decay", set)()
+        }
         if layer_decay is None or part != "backbone":
             found = optim.param_groups_weight_decay(module, settings.weight_decay, **options)
         elif hasattr(module, "group_matcher"):
-            found = optim.param_groups_layer_decay(module, settings.weight_decay, layer_decay=layer_decay, **options)
+            found = optim.param_groups_layer_decay(
+                module, settings.weight_decay, layer_decay=layer_decay, **options
+            )
         else:
             raise DistapError(
-                f"optimizer.layer_decay: {type(module).__name__} is no network of timm, which has layers"
+                f"optimizer.layer_decay: {type(module).__name__} is no network of timm, which has"
+                " layers"
             )
         # The rate of a step is set later, as a multiple of this factor.
         for group in found:
-            group["part"], group["factor"] = part, settings.factor * group.pop("lr_scale", 1.0)
+            group["part"] = part
+            group["factor"] = settings.factor * group.pop("lr_scale", 1.0)
         groups += found
     return groups

@@ -30,69 +30,123 @@ from distap.training.schedule import Length
 from distap.world import DRIVER, World, without_gpu
 
 COLLAPSED_STEPS = 5  # with a spread below COLLAPSED, after which it is told
-STEP_FIGURES = "loss", "learning_rate", "gradient_norm", "spread", "replay_drift"  # of a step and of the metrics
+# of a step and of the metrics
+STEP_FIGURES = "loss", "learning_rate", "gradient_norm", "spread", "replay_drift"
 NAMED_IMAGES = 10  # images of a step whose descriptor is not finite that are named
 
 
 class RunReport:
-    """Reports of one rank about global batches of `batch` images; rank 0 writes the run folder's files."""
+    """Reports of one rank about global batches of `batch` images; rank 0 writes the run folder's
+    files.
+    """
 
     def __init__(self, recipe: Recipe, world: World, batch: int, endpoint: Endpoint) -> None:
-        self.recipe, self.world, self.batch = recipe, world, batch
-        self.metrics = TrainingMetrics(world.rank == 0, REASONS, endpoint.registry, world.device.type)
+        self.recipe = recipe
+        self.world = world
+        self.batch = batch
+        self.metrics = TrainingMetrics(
+            world.rank == 0, REASONS, endpoint.registry, world.device.type
+        )
         self.metrics.ranks.set(world.size)
         self.metrics.batch.set(batch)
         self.steps = recipe.steps or 1  # `begins` knows better
         self.metrics.planned_steps.set(self.steps)
         self.damaged: set[str] = set()  # this rank's damaged images, each with the reason
-        self.skipped_images = 0  # by all ranks since this process started; an image that is met twice counts twice
+        # by all ranks since this process started; an image that is met twice counts twice
+        self.skipped_images = 0
         self._collapsed = 0  # steps in a row whose descriptors were all alike
         self._outlets: list[Callable[[dict[str, Any]], None]] = []  # rank 0's, of what happens
         self.loggers = {name_of("logger", one): one for one in recipe.loggers}
-        if self.loggers:  # rank 0 alone needs them, but all ranks leave alike, so that no host starts again
+        # rank 0 alone needs them, but all ranks leave alike, so that no host starts again
+        if self.loggers:
             on_all(world, partial(runlog.prepare_loggers, self.loggers), world.rank == 0)
 
     def begins(
-        self, step: int | None, length: Length, images: TrainingImages, network: RetrievalNetwork, sets: list[str]
+        self,
+        step: int | None,
+        length: Length,
+        images: TrainingImages,
+        network: RetrievalNetwork,
+        sets: list[str],
     ) -> None:
-        """Report what will be trained, from `step` on; None takes the step of the newest checkpoint."""
-        recipe, index, every = self.recipe, images.index, self.recipe.evaluation.every
+        """Report what will be trained, from `step` on; None takes the step of the newest
+        checkpoint.
+        """
+        recipe = self.recipe
+        index = images.index
+        every = self.recipe.evaluation.every
         self.steps = length.steps
         self.metrics.planned_steps.set(self.steps)
-        self.metrics.checkpoint_interval.set(length.in_steps(recipe.checkpoint.every, recipe.checkpoint.unit))
-        held = "" if index is None else f": {len(index):,} images of {len(index.class_name):,} classes"
+        self.metrics.checkpoint_interval.set(
+            length.in_steps(recipe.checkpoint.every, recipe.checkpoint.unit)
+        )
+        held = (
+            "" if index is None else f": {len(index):,} images of {len(index.class_name):,} classes"
+        )
         for share, size in recipe.data.sizes if recipe.data.image_sizes else ():
             held += f", {size} px from step {round(share * self.steps) + 1:,} on"
-        when = ("before the first step and " if recipe.evaluation.at_start and step == 0 else "") + "after the last"
+        when = (
+            "before the first step and " if recipe.evaluation.at_start and step == 0 else ""
+        ) + "after the last"
         when += f", and every {every} {recipe.evaluation.unit}" if every else ""
-        unset = "data.validation is not set" if recipe.data.validation is None else "evaluation.every is 0"
-        begin = "from its newest checkpoint" if step is None else f"from step {step}" if step else "from the start"
-        parameters = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
-        epoch, batch = float(length.epoch), f"{images.size:,} images by {name_of('sampling', recipe.sampling)}"
+        unset = (
+            "data.validation is not set"
+            if recipe.data.validation is None
+            else "evaluation.every is 0"
+        )
+        begin = (
+            "from its newest checkpoint"
+            if step is None
+            else f"from step {step}"
+            if step
+            else "from the start"
+        )
+        parameters = sum(
+            parameter.numel() for parameter in network.parameters() if parameter.requires_grad
+        )
+        epoch = float(length.epoch)
+        batch = f"{images.size:,} images by {name_of('sampling', recipe.sampling)}"
         if epoch:
-            batch += f"; an epoch is {epoch:.3g} steps, the training {self.steps / epoch:.3g} epochs or "
+            batch += (
+                f"; an epoch is {epoch:.3g} steps, the training {self.steps / epoch:.3g} epochs or "
+            )
         batch += f"{'' if epoch else '; '}{self.steps:,} steps"
         device = self.world.device
         for what, told in (
             ("data", f"{recipe.data.train}{held}"),
             ("evaluation", f"{', '.join(sets)}, {when}" if sets else f"none, since {unset}"),
-            ("network", f"{recipe.model.architecture}, {parameters:,} parameters, {network.dimensions} dimensions"),
-            ("device", f"{device.type}, {self.world.size} ranks" if self.world.size > 1 else str(device)),
+            (
+                "network",
+                (
+                    f"{recipe.model.architecture}, {parameters:,} parameters, {network.dimensions}"
+                    " dimensions"
+                ),
+            ),
+            (
+                "device",
+                f"{device.type}, {self.world.size} ranks" if self.world.size > 1 else str(device),
+            ),
             ("batch", batch),
             ("run", f"{recipe.run}, {begin}"),
         ):
             logger.info("%-10s  %s", what, told)
         if length.warmup > self.steps:
-            told = "schedule.warmup is longer than the training: the rate reaches %.2g of optimizer.learning_rate"
+            told = (
+                "schedule.warmup is longer than the training: the rate reaches %.2g of"
+                " optimizer.learning_rate"
+            )
             logger.warning(told, self.steps / length.warmup)
         has_driver = DRIVER.exists() or shutil.which("nvidia-smi") is not None
         if device.type == "cpu" and recipe.device == "auto" and has_driver:
-            logger.warning("%s, so it trains on the CPU; device=cuda would refuse that", without_gpu())
+            logger.warning(
+                "%s, so it trains on the CPU; device=cuda would refuse that", without_gpu()
+            )
 
     @contextmanager
     def opened(self, step: int) -> Iterator[None]:
         """Open the log and the loggers of a run that continues from `step`."""
-        recipe, is_first = self.recipe, self.world.rank == 0
+        recipe = self.recipe
+        is_first = self.world.rank == 0
         self.metrics.step.set(step)
         self.metrics.checkpoint_step.set(step)
         origin.step = step
@@ -100,34 +154,70 @@ class RunReport:
             if is_first:
                 try:
                     recipe.run.mkdir(parents=True, exist_ok=True)
-                    (recipe.run / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+                    (recipe.run / "recipe.yaml").write_text(
+                        yaml.safe_dump(recipe.model_dump(mode="json"))
+                    )
                     runlog.cut_run_log(recipe.run, step)
                     device = self.world.device
-                    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-                    runlog.log_start(recipe.run, step, ranks=self.world.size, steps=self.steps, device=name)
+                    name = (
+                        torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+                    )
+                    runlog.log_start(
+                        recipe.run, step, ranks=self.world.size, steps=self.steps, device=name
+                    )
                 except OSError as error:
-                    raise DistapError(f"run: {recipe.run}: the folder cannot be written to: {error}") from error
+                    raise DistapError(
+                        f"run: {recipe.run}: the folder cannot be written to: {error}"
+                    ) from error
                 self._outlets = [partial(runlog.append_line, recipe.run / runlog.RUN_LOG)]
                 if self.loggers:
-                    run = runlog.LoggedRun(recipe.run, recipe.run_id, recipe.model_dump(mode="json"), step)
-                    self._outlets.append(stack.enter_context(runlog.opened_loggers(self.loggers, run)))
-            self._show = stack.enter_context(progress("step", self.steps, step, is_first, seconds=0))
+                    run = runlog.LoggedRun(
+                        recipe.run, recipe.run_id, recipe.model_dump(mode="json"), step
+                    )
+                    self._outlets.append(
+                        stack.enter_context(runlog.opened_loggers(self.loggers, run))
+                    )
+            self._show = stack.enter_context(
+                progress("step", self.steps, step, is_first, seconds=0)
+            )
             yield
 
-    def step(self, step: int, share: ShareOfBatch, result: StepResult, stopwatch: Stopwatch, seconds: float) -> None:
+    def step(
+        self,
+        step: int,
+        share: ShareOfBatch,
+        result: StepResult,
+        stopwatch: Stopwatch,
+        seconds: float,
+    ) -> None:
         """Report a step, counted from 1, and clear the stopwatch that timed its stages."""
-        if count := len(result.not_finite):
+        count = len(result.not_finite)
+        if count:
             named = ", ".join(share.names[row] for row in result.not_finite[:NAMED_IMAGES])
             logger.warning(
-                "step %d: %d descriptors are not finite; their images are left out: %s", step, count, named
+                "step %d: %d descriptors are not finite; their images are left out: %s",
+                step,
+                count,
+                named,
             )
         self._warn_if_collapsed(step, result)
-        network, parts = stopwatch.seconds.pop("network"), dict(stopwatch.seconds)
+        network = stopwatch.seconds.pop("network")
+        parts = dict(stopwatch.seconds)
         stopwatch.seconds.clear()
-        times = {**parts, "other": seconds - sum(parts.values()), "step": seconds, "network": network}
+        times = {
+            **parts,
+            "other": seconds - sum(parts.values()),
+            "step": seconds,
+            "network": network,
+        }
         figures = {name: getattr(result, name) for name in STEP_FIGURES}
-        figures["batch_mAP"] = 1 - result.loss if getattr(self.recipe.loss, "is_ap", False) else math.nan
-        figures |= {"replayed_share": result.replayed / self.batch, "kept_share": result.kept / self.batch}
+        figures["batch_mAP"] = (
+            1 - result.loss if getattr(self.recipe.loss, "is_ap", False) else math.nan
+        )
+        figures |= {
+            "replayed_share": result.replayed / self.batch,
+            "kept_share": result.kept / self.batch,
+        }
         self.metrics.observe_step(step, len(share.samples), times, figures, result.skipped)
         self.metrics.skipped_queries.inc(result.skipped_queries)
         speed = self.batch / seconds
@@ -146,14 +236,14 @@ class RunReport:
         self._show(step, told, loss=result.loss, images_per_second=speed)
 
     def _warn_if_collapsed(self, step: int, result: StepResult) -> None:
-        # From descriptors that are all alike no ranking can be learnt, and nothing else would tell of it. A few steps
-        # may be so by chance; it is said once.
+        # From descriptors that are all alike no ranking can be learnt, and nothing else would tell
+        # of it. A few steps may be so by chance; it is said once.
         self._collapsed = self._collapsed + 1 if result.spread < COLLAPSED else 0
         if self._collapsed == COLLAPSED_STEPS:
             logger.warning(
-                "step %d: the network has given all images the same descriptor in %d steps (spread %.1g) and learns "
-                "nothing; losses of steps, such as sup_ap, take similarities this near for ties. Usual causes: %s; "
-                "go on from an earlier checkpoint",
+                "step %d: the network has given all images the same descriptor in %d steps (spread"
+                " %.1g) and learns nothing; losses of steps, such as sup_ap, take similarities this"
+                " near for ties. Usual causes: %s; go on from an earlier checkpoint",
                 step,
                 COLLAPSED_STEPS,
                 result.spread,
@@ -176,7 +266,9 @@ class RunReport:
             return
         if written.error is not None:
             self.metrics.checkpoint_failures.inc()
-            told = "%s: the checkpoint cannot be written: %s; the one before, if any, stays the newest"
+            told = (
+                "%s: the checkpoint cannot be written: %s; the one before, if any, stays the newest"
+            )
             logger.error(told, written.where, written.error)
             return
         self.metrics.checkpoint_step.set(written.step)
@@ -185,12 +277,19 @@ class RunReport:
         self.metrics.checkpoint_bytes.set(written.bytes)
         self.metrics.checkpoint_time.set_to_current_time()
         blocked = {"checkpoint": written.blocked_seconds}
-        self._write(written.step, seconds=blocked, writing_seconds=written.seconds, bytes=written.bytes)
+        self._write(
+            written.step, seconds=blocked, writing_seconds=written.seconds, bytes=written.bytes
+        )
 
     def evaluation(
-        self, step: int, evaluated: dict[str, Evaluation], figures: dict[str, dict[str, float]], seconds: float
+        self,
+        step: int,
+        evaluated: dict[str, Evaluation],
+        figures: dict[str, dict[str, float]],
+        seconds: float,
     ) -> None:
-        """Report an evaluation after a step, by data set, the validation set first; keep that for a page.
+        """Report an evaluation after a step, by data set, the validation set first; keep that for a
+        page.
 
         Training continues if the disk is full.
         """
@@ -207,7 +306,8 @@ class RunReport:
         try:
             if self.world.rank == 0:
                 evaluated[first].save(folder_of_step(run, step), network=str(run), step=step)
-                for other in {*saved_steps(run)[1:]} - {step}:  # a report compares the first with the newest
+                # a report compares the first with the newest
+                for other in {*saved_steps(run)[1:]} - {step}:
                     shutil.rmtree(folder_of_step(run, other), ignore_errors=True)
         except DistapError as error:
             logger.warning("step %d: the evaluation is not kept for the report: %s", step, error)

@@ -30,13 +30,17 @@ from distap.world import World
 # Files of the run folder that go to a store together with checkpoints.
 BESIDE = ("recipe.yaml", RUN_LOG, STARTS_LOG, f"{EVALUATIONS}/*/*", "loggers/*", "tensorboard/*")
 Figures = dict[str, dict[str, float]]  # by data set, the validation set first
-MAY_CHANGE = ("learning_rate", "clip_norm", "head_only")  # of `optimizer`; its state does not depend on them
-HOSTS_OWN: dict[str, Any] = {"run": True, "logs": True, "metrics": True}  # of a recipe; data are compared apart
+# of `optimizer`; its state does not depend on them
+MAY_CHANGE = ("learning_rate", "clip_norm", "head_only")
+# of a recipe; data are compared apart
+HOSTS_OWN: dict[str, Any] = {"run": True, "logs": True, "metrics": True}
 HOSTS_OWN["data"] = {"train", "validation", "gallery", "workers", "prefetch", "pixels"}
 
 
 def require_same(recipe: Recipe, world: World) -> None:
-    """Raise a DistapError on all ranks if one has another recipe, but for what is a host's own, or another distap."""
+    """Raise a DistapError on all ranks if one has another recipe, but for what is a host's own, or
+    another distap.
+    """
     settings = {"distap": distap.__version__, **recipe.model_dump(mode="json", exclude=HOSTS_OWN)}
     of_rank_0 = world.gather_values(settings)[0]
     others = "; ".join(_differences(of_rank_0, settings, "{}: {} on rank 0, {} here"))
@@ -59,10 +63,17 @@ def _storage_of(recipe: Recipe) -> Storage:
 
 
 class RunState:
-    """State of a training on one rank, in memory and in the run's checkpoints, on disk or in a store."""
+    """State of a training on one rank, in memory and in the run's checkpoints, on disk or in a
+    store.
+    """
 
-    def __init__(self, recipe: Recipe, world: World, images: TrainingImages, step: TrainingStep) -> None:
-        self.recipe, self.world, self.images, self.learner = recipe, world, images, step.learner
+    def __init__(
+        self, recipe: Recipe, world: World, images: TrainingImages, step: TrainingStep
+    ) -> None:
+        self.recipe = recipe
+        self.world = world
+        self.images = images
+        self.learner = step.learner
         self.nearest: NearestClasses | None = None
         if isinstance(images, IndexedImages) and isinstance(recipe.sampling, MinedSampling):
             self.nearest = NearestClasses(images, recipe.sampling)
@@ -70,10 +81,13 @@ class RunState:
         parts = {"memory": step.stages.memory, "loss": step.loss_learner, "mined": self.nearest}
         self._parts = {name: part for name, part in parts.items() if part is not None}
         self._settings = recipe.model_dump(mode="json")
-        self.score: float | None = None  # validation mAP of the checkpoint that the run goes on from
-        section, storage = recipe.checkpoint, _storage_of(recipe)
+        # validation mAP of the checkpoint that the run goes on from
+        self.score: float | None = None
+        section = recipe.checkpoint
+        storage = _storage_of(recipe)
         self.lease = Lease("run" if section.store is None else "checkpoint.store", storage)
-        self.checkpoints, self._spool = Checkpoints(storage), recipe.run / CHECKPOINTS_FOLDER
+        self.checkpoints = Checkpoints(storage)
+        self._spool = recipe.run / CHECKPOINTS_FOLDER
         # Hosts that use a store need not share the run's folder.
         self.beside = FilesBeside(storage, recipe.run, BESIDE if section.store is not None else ())
         self.writer = CheckpointWriter(
@@ -84,7 +98,8 @@ class RunState:
     def leased(self) -> Iterator[None]:
         """Keep other trainings out of the run's folder and store.
 
-        Raises a DistapError if one is there, or the ranks do not share the place of the checkpoints.
+        Raises a DistapError if one is there, or the ranks do not share the place of the
+        checkpoints.
         """
         is_first = self.world.rank == 0
         try:
@@ -101,29 +116,45 @@ class RunState:
             if found is None:
                 return 0
             self._take_over(found)
-            # Later scores are compared with rank 0's, so that the ranks agree on which one is better.
+            # Later scores are compared with rank 0's, so that the ranks agree on which one is
+            # better.
             on_all(self.world, self.beside.fetch, mine=self.world.rank == 0)
-            score = on_all(self.world, lambda: self.checkpoints.best()[0], mine=self.world.rank == 0)[0]
+            score = on_all(
+                self.world, lambda: self.checkpoints.best()[0], mine=self.world.rank == 0
+            )[0]
             self.writer.best = float("-inf") if score is None else score
         return found.step
 
     def save(self, step: int, figures: Figures | None = None) -> None:
-        """Start to write a checkpoint, with figures of its evaluation, once the one before is written.
+        """Start to write a checkpoint, with figures of its evaluation, once the one before is
+        written.
 
         A DistapError on all ranks if the state is not finite, for no training could go on from it.
         """
         recipe = self._settings
-        parts = {f"{part}.{name}": t for part, of in self._parts.items() for name, t in of.state_dict().items()}
+        parts = {
+            f"{part}.{name}": t
+            for part, of in self._parts.items()
+            for name, t in of.state_dict().items()
+        }
         tensors = self.learner.state_dict() | parts
-        lost = [name for name, tensor in tensors.items() if not bool(local(tensor).isfinite().all())]
+        lost = [
+            name for name, tensor in tensors.items() if not bool(local(tensor).isfinite().all())
+        ]
         if not self.world.all_agree(not lost):
             self.writer.wait()  # for the one before, which stays
             raise DistapError(
-                f"step {step}: {', '.join(lost[:3]) or 'the state of another rank'} is not finite, so no checkpoint "
-                f"is written; the newest one before it stays. Usual causes: {CAUSES}"
+                f"step {step}: {', '.join(lost[:3]) or 'the state of another rank'} is not finite,"
+                " so no checkpoint is written; the newest one before it stays. Usual causes:"
+                f" {CAUSES}"
             )
         # The folder is the one that the recipe's paths are relative to.
-        state: dict[str, Any] = {"step": step, "recipe": recipe, "folder": str(Path.cwd()), "figures": figures or {}}
+        state: dict[str, Any] = {
+            "step": step,
+            "recipe": recipe,
+            "folder": str(Path.cwd()),
+            "figures": figures or {},
+        }
         if self.recipe.model.architecture.startswith(tuple(SOURCES)):
             state["backbone"] = built_again(self.learner.network.backbone)
         about = {"data": self.images.fingerprint, "order": self.images.order}
@@ -132,25 +163,30 @@ class RunState:
     def _take_over(self, checkpoint: Checkpoint) -> None:
         recorded = checkpoint.state("recipe")["recipe"]
         before = _identity(recorded, checkpoint.manifest.about.get("data"))
-        if changed := _differences(before, _identity(self._settings, self.images.fingerprint)):
+        changed = _differences(before, _identity(self._settings, self.images.fingerprint))
+        if changed:
             raise DistapError(
-                f"{checkpoint.where}: the run was started with another recipe; choose another run folder, or go back "
-                "to it:\n" + "\n".join(f"  {line}" for line in changed)
+                f"{checkpoint.where}: the run was started with another recipe; choose another run"
+                " folder, or go back to it:\n" + "\n".join(f"  {line}" for line in changed)
             )
-        if (order := checkpoint.manifest.about.get("order")) != self.images.order:
+        order = checkpoint.manifest.about.get("order")
+        if order != self.images.order:
             raise DistapError(
-                f"{checkpoint.where}: the run draws batches by version {order} of the plan, and this distap by "
-                f"version {self.images.order}: finish it with the distap that began it; or start a new run from its "
-                "weights, with model.weights={name: run, path: " + f"{self.recipe.run}}}"
+                f"{checkpoint.where}: the run draws batches by version {order} of the plan, and"
+                f" this distap by version {self.images.order}: finish it with the distap that began"
+                " it; or start a new run from its weights, with model.weights={name: run, path: "
+                + f"{self.recipe.run}}}"
             )
-        # Small parts first: a memory or a loss of another kind is told before parameters are replaced.
+        # Small parts first: a memory or a loss of another kind is told before parameters are
+        # replaced.
         tensors = checkpoint.tensors()
         try:
             for part, of in self._parts.items():
                 of.load_state_dict(without_prefix(f"{part}.", tensors))
             self.learner.load_state_dict(tensors)
         except (RuntimeError, KeyError, ValueError) as error:
-            # Torch names the tensors that are missing, unexpected or of another shape, a line for each kind.
+            # Torch names the tensors that are missing, unexpected or of another shape, a line for
+            # each kind.
             lines = [shorten(line, 200) for line in str(error).splitlines()[:6]]
             remedy = "choose another run folder, or go back to the network that the run began with"
             problem = f"it is of another network or loss: {' '.join(lines)}"
@@ -163,7 +199,8 @@ class RunState:
 
 def _identity(recipe: dict[str, Any], fingerprint: object) -> dict[str, Any]:
     """Return the settings that a run cannot change, because its state would change meaning."""
-    reading, optimizer = recipe["data"]["reading"], recipe["optimizer"]
+    reading = recipe["data"]["reading"]
+    optimizer = recipe["optimizer"]
     return {
         "data.reading": reading,
         "data.train": fingerprint,
@@ -173,9 +210,13 @@ def _identity(recipe: dict[str, Any], fingerprint: object) -> dict[str, Any]:
     }
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any], told: str = "{}: was {}, is {}") -> list[str]:
+def _differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], told: str = "{}: was {}, is {}"
+) -> list[str]:
     """Return the settings that differ from those of `now`, each `told` by key and both values."""
-    was, has = (dict(by_path({name: of[name] for name in now if name in of}, ".")) for of in (before, now))
+    was, has = (
+        dict(by_path({name: of[name] for name in now if name in of}, ".")) for of in (before, now)
+    )
     changed = [key for key in was | has if was.get(key, "unset") != has.get(key, "unset")]
     return [
         told.format(key, _shown(was.get(key, "unset")), _shown(has.get(key, "unset")))

@@ -16,7 +16,9 @@ from distap.errors import DistapError
 
 
 def as_written(number: float) -> Fraction:
-    """Convert a float to the exact decimal number in the recipe: 0.1 is a tenth, not the nearest float."""
+    """Convert a float to the exact decimal number in the recipe: 0.1 is a tenth, not the nearest
+    float.
+    """
     return Fraction(str(number))
 
 
@@ -24,8 +26,8 @@ def as_written(number: float) -> Fraction:
 class RateSchedule:
     """A schedule of the learning rate: a rise during warm-up, then the curve that `name` chooses.
 
-    `name` is `constant`; `linear` (to zero, as Revaud et al. train); `cosine` (half a wave to zero); or `multistep`
-    (times `decay` after each milestone, counted from the end of the warm-up).
+    `name` is `constant`; `linear` (to zero, as Revaud et al. train); `cosine` (half a wave to
+    zero); or `multistep` (times `decay` after each milestone, counted from the end of the warm-up).
     """
 
     name: Literal["constant", "linear", "cosine", "multistep"] = "linear"
@@ -47,10 +49,13 @@ class RateSchedule:
             if getattr(self, option) is not None and self.name != "multistep":
                 raise ValueError(f"{option} is set, but the schedule {self.name} does not use it")
         if list(self.milestones or ()) != sorted(self.milestones or ()):
-            raise ValueError(f"milestones are {list(self.milestones or ())}; expected them in ascending order")
+            raise ValueError(
+                f"milestones are {list(self.milestones or ())}; expected them in ascending order"
+            )
 
     def factor(self, step: int, steps: int, epoch: Fraction = Fraction(1)) -> float:
-        """Return the factor on the learning rate in a step, counted from 0, of a training of `steps`.
+        """Return the factor on the learning rate in a step, counted from 0, of a training of
+        `steps`.
 
         An epoch is `epoch` steps; give it to a schedule in epochs only.
         """
@@ -72,7 +77,8 @@ class RateSchedule:
 class Length:
     """The length of a training in steps, for global batches of `batch` of its images.
 
-    An epoch is len(images) / `batch` steps, whatever the sampling, and need not be a whole number of them.
+    An epoch is len(images) / `batch` steps, whatever the sampling, and need not be a whole number
+    of them.
     """
 
     recipe: Recipe
@@ -83,7 +89,9 @@ class Length:
         recipe = self.recipe
         units = (self._unit, recipe.checkpoint.unit, recipe.evaluation.unit)
         if self.images is None and (recipe.epochs or "epochs" in units):
-            raise DistapError(f"{recipe.data.train} has no index, so epochs cannot be counted; count in steps")
+            raise DistapError(
+                f"{recipe.data.train} has no index, so epochs cannot be counted; count in steps"
+            )
 
     @property
     def epoch(self) -> Fraction:
@@ -119,10 +127,12 @@ class Length:
         return as_written(number) * (self.epoch if unit == "epochs" else 1)
 
     def is_due(self, section: CheckpointSection | EvaluationSection, done: int) -> bool:
-        """Tell whether a checkpoint or evaluation is due after `done` steps; one is due at the end, unless never."""
+        """Tell whether a checkpoint or evaluation is due after `done` steps; one is due at the end,
+        unless never.
+        """
         if section.every == 0 or done == self.steps:
             return section.every != 0
-        # Fractions, since an epoch need not be a whole number of steps: due is the first step at or after each
-        # multiple.
+        # Fractions, since an epoch need not be a whole number of steps: due is the first step at or
+        # after each multiple.
         every = self.in_steps(section.every or 0, section.unit)
         return every > 0 and done // every > (done - 1) // every

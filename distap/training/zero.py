@@ -11,7 +11,8 @@ from distap.errors import DistapError
 from distap.stages.deepspeed import ZeroReplica
 from distap.training.learner import Learner, like, set_rates, without_prefix
 
-# Their steps depend on the norm or the shape of a whole tensor, but ZeRO gives them flat slices of many tensors.
+# Their steps depend on the norm or the shape of a whole tensor, but ZeRO gives them flat slices of
+# many tensors.
 WHOLE_TENSORS = ("Lamb", "Lars", "Adafactor")
 PREFIX = "optimizer.state."
 Named = Mapping[str, Tensor]
@@ -35,7 +36,10 @@ class ZeroLearner(Learner):
 
     def state_dict(self) -> dict[str, Tensor]:
         with self.replica.describing():
-            state = {f"network.{name}": tensor.detach() for name, tensor in self.network.state_dict().items()}
+            state = {
+                f"network.{name}": tensor.detach()
+                for name, tensor in self.network.state_dict().items()
+            }
             if self.replica.lockstep:
                 state = {name: tensor.clone() for name, tensor in state.items()}
         state |= {f"ema.{name}": tensor for name, tensor in self._average.items()}
@@ -53,16 +57,21 @@ def check_for_zero(network: nn.Module, optimizer: Optimizer) -> None:
     """Raise a DistapError if ZeRO cannot hold these parameters or work with this optimiser."""
     for name, parameter in network.named_parameters():
         if parameter.dtype != torch.float32:
-            raise DistapError(f"{name} is {parameter.dtype}, but the deepspeed engine needs float32 parameters")
+            raise DistapError(
+                f"{name} is {parameter.dtype}, but the deepspeed engine needs float32 parameters"
+            )
     if type(optimizer).__name__ in WHOLE_TENSORS:
         raise DistapError(
-            f"the deepspeed engine gives the optimiser slices of the parameters, but {type(optimizer).__name__} "
-            "needs whole ones; choose another optimizer.name, or the engine ddp or fsdp"
+            "the deepspeed engine gives the optimiser slices of the parameters, but"
+            f" {type(optimizer).__name__} needs whole ones; choose another optimizer.name, or the"
+            " engine ddp or fsdp"
         )
 
 
 def zero_state(zero: Any, trained: Named) -> dict[str, Tensor]:
-    """Return whole tensors `optimizer.state.NAME.KEY` of trained parameters; call it on all ranks together."""
+    """Return whole tensors `optimizer.state.NAME.KEY` of trained parameters; call it on all ranks
+    together.
+    """
     from deepspeed.utils import safe_get_full_optimizer_state
 
     states = list(zero.optimizer.state.items())
@@ -71,9 +80,11 @@ def zero_state(zero: Any, trained: Named) -> dict[str, Tensor]:
     _link(zero)
     flat, entry = states[0]
     return {
-        f"{PREFIX}{name}.{key}": safe_get_full_optimizer_state(parameter, key).cpu()
-        if value.shape == flat.shape
-        else value.detach().clone()
+        f"{PREFIX}{name}.{key}": (
+            safe_get_full_optimizer_state(parameter, key).cpu()
+            if value.shape == flat.shape
+            else value.detach().clone()
+        )
         for key, value in entry.items()
         for name, parameter in trained.items()
     }
@@ -91,8 +102,11 @@ def load_zero_state(zero: Any, network: nn.Module, trained: Named, state: Named)
     with deepspeed.zero.GatheredParameters(shared, modifier_rank=0, enabled=bool(shared)):
         tensors = without_prefix("network.", state)
         present = network.state_dict()
-        network.load_state_dict({name: like(present.get(name), tensor) for name, tensor in tensors.items()})
-    # ZeRO moves a float32 copy of each parameter and then overwrites the parameter with it, so load into both.
+        network.load_state_dict(
+            {name: like(present.get(name), tensor) for name, tensor in tensors.items()}
+        )
+    # ZeRO moves a float32 copy of each parameter and then overwrites the parameter with it, so load
+    # into both.
     for name, parameter in trained.items():
         _set(parameter, state[f"network.{name}"], None)
     moments: dict[str, dict[str, Tensor]] = {}  # key -> name of a parameter -> tensor
@@ -100,8 +114,12 @@ def load_zero_state(zero: Any, network: nn.Module, trained: Named, state: Named)
         name, _, key = of_parameter.rpartition(".")
         if name in trained:
             moments.setdefault(key, {})[name] = tensor
-    by_parameter = {key for key, values in moments.items() if any(value.ndim for value in values.values())}
-    for flat in zero.fp32_partitioned_groups_flat if shared else zero.single_partition_of_fp32_groups:
+    by_parameter = {
+        key for key, values in moments.items() if any(value.ndim for value in values.values())
+    }
+    for flat in (
+        zero.fp32_partitioned_groups_flat if shared else zero.single_partition_of_fp32_groups
+    ):
         entry = zero.optimizer.state[flat]
         for key, values in moments.items():
             if key not in by_parameter:  # the number of steps, the same for all
@@ -116,20 +134,24 @@ def load_zero_state(zero: Any, network: nn.Module, trained: Named, state: Named)
 
 
 def _link(zero: Any) -> None:
-    # DeepSpeed gives parameters access to their state only after an update of the first group, which may have none.
+    # DeepSpeed gives parameters access to their state only after an update of the first group,
+    # which may have none.
     if hasattr(zero, "_hp_optimizer_states_linked"):  # stages 1 and 2
         zero._hp_optimizer_states_linked = False
         zero._lazy_init_hp_params_optimizer_state()
 
 
 def _set(parameter: Any, value: Tensor, key: str | None) -> None:
-    """Fill this rank's part of a parameter's float32 copy, or of its state `key`, from the whole tensor."""
+    """Fill this rank's part of a parameter's float32 copy, or of its state `key`, from the whole
+    tensor.
+    """
     from deepspeed import utils
 
     value = value.detach().to(parameter.device)
     kind = "local" if hasattr(parameter, "ds_id") else "full"
     if kind == "local":  # stage 3 holds slices of the same size, the last one padded
-        size, rank = parameter.ds_tensor.numel(), parameter.ds_process_group.rank()
+        size = parameter.ds_tensor.numel()
+        rank = parameter.ds_process_group.rank()
         mine = value.flatten()[rank * size : (rank + 1) * size]
         value = torch.cat([mine, mine.new_zeros(size - len(mine))])
     if key is None:

@@ -1,4 +1,5 @@
-"""Multistage in a loop of Hugging Face Accelerate, on any number of processes: `pip install accelerate`.
+"""Multistage in a loop of Hugging Face Accelerate, on any number of processes: `pip install
+accelerate`.
 
 accelerate launch --num_processes 2 --cpu accelerate_loop.py
 """
@@ -12,7 +13,8 @@ import distap
 
 torch.manual_seed(0)
 labels = torch.arange(320) // 4
-images = torch.randn(80, 3, 32, 32)[labels] + torch.randn(320, 3, 32, 32)  # a pattern a class, under noise
+# a pattern a class, under noise
+images = torch.randn(80, 3, 32, 32)[labels] + torch.randn(320, 3, 32, 32)
 network = timm.create_model("test_resnet", num_classes=0)
 
 accelerator = Accelerator(cpu=not torch.cuda.is_available())

@@ -17,7 +17,11 @@ from torchvision.transforms import v2
 import distap
 
 dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+device = (
+    torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if torch.cuda.is_available()
+    else torch.device("cpu")
+)
 pixels = v2.Compose([v2.RandomResizedCrop(64), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
 train = ImageFolder(sys.argv[1], pixels)
 network = DistributedDataParallel(timm.create_model("test_resnet", num_classes=0).to(device))

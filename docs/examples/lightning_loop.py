@@ -17,7 +17,9 @@ class Retrieval(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.network = timm.create_model("test_resnet", num_classes=0)
-        self.multistage = distap.Multistage(self.network, loss="ap_q", micro_batch=8, freeze_batchnorm=True)
+        self.multistage = distap.Multistage(
+            self.network, loss="ap_q", micro_batch=8, freeze_batchnorm=True
+        )
 
     def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:
         loss: torch.Tensor = self.multistage(*batch)  # Lightning's DDP reduces the gradients, once
@@ -31,7 +33,8 @@ class Retrieval(LightningModule):
 
 torch.manual_seed(0)
 labels = torch.arange(320) // 4
-images = torch.randn(80, 3, 32, 32)[labels] + torch.randn(320, 3, 32, 32)  # a pattern a class, under noise
+# a pattern a class, under noise
+images = torch.randn(80, 3, 32, 32)[labels] + torch.randn(320, 3, 32, 32)
 model = Retrieval()
 ranks, rank = (int(os.environ.get(name, alone)) for name, alone in (("WORLD_SIZE", 1), ("RANK", 0)))
 data = TensorDataset(images, labels)

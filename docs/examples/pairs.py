@@ -1,4 +1,6 @@
-"""Pairs of an image and a text, with SigLIP's loss over the batches of all ranks, larger than memory."""
+"""Pairs of an image and a text, with SigLIP's loss over the batches of all ranks, larger than
+memory.
+"""
 
 from dataclasses import dataclass, field
 from typing import ClassVar

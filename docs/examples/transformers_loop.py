@@ -1,4 +1,5 @@
-"""Multistage in a Trainer of Hugging Face's transformers, around its ViT: `pip install transformers accelerate`.
+"""Multistage in a Trainer of Hugging Face's transformers, around its ViT: `pip install transformers
+accelerate`.
 
 python transformers_loop.py FOLDER   # of checkpoints; called again, it goes on from the newest one
 """
@@ -16,9 +17,15 @@ import distap
 class Retrieval(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+        size = {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        }
         vit = ViTModel(ViTConfig(image_size=32, patch_size=8, **size), add_pooling_layer=False)
-        # The class token of what a ViT of transformers returns; `output="pooler_output"` would need no pooling.
+        # The class token of what a ViT of transformers returns; `output="pooler_output"` would need
+        # no pooling.
         taken = {"output": "last_hidden_state", "pooling": "cls"}
         self.multistage = distap.Multistage(vit, loss="ap_q", micro_batch=8, memory=64, **taken)
 
@@ -28,7 +35,8 @@ class Retrieval(nn.Module):
 
 torch.manual_seed(0)
 labels = torch.arange(320) // 4
-images = torch.randn(80, 3, 32, 32)[labels] + torch.randn(320, 3, 32, 32)  # a pattern a class, under noise
+# a pattern a class, under noise
+images = torch.randn(80, 3, 32, 32)[labels] + torch.randn(320, 3, 32, 32)
 arguments = TrainingArguments(
     output_dir=sys.argv[1],
     per_device_train_batch_size=64,

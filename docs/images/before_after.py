@@ -1,4 +1,6 @@
-"""Draw before_after.png from a run of the demo: `python docs/images/before_after.py runs/demo/train`."""
+"""Draw before_after.png from a run of the demo: `python docs/images/before_after.py
+runs/demo/train`.
+"""
 
 import sys
 from pathlib import Path
@@ -9,8 +11,13 @@ from PIL import Image, ImageDraw, ImageFont
 from distap.randomness import permutation
 
 IMAGES = Path("data/emoji/images/test")
-QUERIES, HITS, SIDE, GAP = 6, 5, 72, 10
-RIGHT, WRONG, TEXT = "#2e9e5b", "#d64545", "#1f2933"
+QUERIES = 6
+HITS = 5
+SIDE = 72
+GAP = 10
+RIGHT = "#2e9e5b"
+WRONG = "#d64545"
+TEXT = "#1f2933"
 
 
 def results(folder: Path) -> list[tuple[str, list[str]]]:
@@ -29,13 +36,18 @@ def picture(key: str) -> Image.Image:
 
 
 def main(run: str) -> None:
-    """Draw one row a query: the query, what was nearest before training, and what is nearest after it."""
+    """Draw one row a query: the query, what was nearest before training, and what is nearest after
+    it.
+    """
     folders = sorted(Path(run, "evaluations").iterdir())
-    before, after = results(folders[0]), results(folders[-1])
+    before = results(folders[0])
+    after = results(folders[-1])
     trained = f"after {int(folders[-1].name.removeprefix('step-'))} steps"
-    cell, block = SIDE + GAP, HITS * (SIDE + GAP)
+    cell = SIDE + GAP
+    block = HITS * (SIDE + GAP)
     canvas = Image.new("RGB", (cell + 2 * block + 5 * GAP, QUERIES * cell + 44), "white")
-    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(18)
+    draw = ImageDraw.Draw(canvas)
+    font = ImageFont.load_default(18)
     starts = (GAP, cell + 2 * GAP, cell + block + 4 * GAP)
     for start, title in zip(starts, ("query", "before training", trained), strict=True):
         draw.text((start, 12), title, TEXT, font)
@@ -44,7 +56,8 @@ def main(run: str) -> None:
         canvas.paste(picture(query), (starts[0], top))
         for start, hits in zip(starts[1:], (found, found_after), strict=True):
             for column, hit in enumerate(hits):
-                left, right = start + column * cell, hit.split("/")[0] == query.split("/")[0]
+                left = start + column * cell
+                right = hit.split("/")[0] == query.split("/")[0]
                 canvas.paste(picture(hit), (left, top))
                 box = (left - 3, top - 3, left + SIDE + 2, top + SIDE + 2)
                 draw.rectangle(box, outline=RIGHT if right else WRONG, width=3)

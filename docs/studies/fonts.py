@@ -1,4 +1,5 @@
-"""Sort the glyphs of data/glyphs/images/train by font, into data/fonts/images: a long tail, 19 to 2,503 a font.
+"""Sort the glyphs of data/glyphs/images/train by font, into data/fonts/images: a long tail, 19 to
+2,503 a font.
 
 Every second font trains with all of its images; of the others, 20 at most are ranked.
 """

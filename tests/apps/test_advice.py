@@ -16,23 +16,33 @@ QUICK = ("model.weights=random", "model.backbone=test_resnet", "data.workers=0")
 @pytest.mark.parametrize("kind", ["few classes", "many classes", "shards"])
 def test_the_recipe_of_a_folder_trains_as_it_is_and_evaluates(tmp_path, monkeypatch, capfd, kind):
     monkeypatch.chdir(tmp_path)
-    train = {f"{number}": 3 for number in range(120)} if kind == "many classes" else {"cat": 40, "dog": 30, "cow": 4}
-    photos, recipe = tmp_path / "photos", tmp_path / "recipe.yaml"
+    train = (
+        {f"{number}": 3 for number in range(120)}
+        if kind == "many classes"
+        else {"cat": 40, "dog": 30, "cow": 4}
+    )
+    photos = tmp_path / "photos"
+    recipe = tmp_path / "recipe.yaml"
     for name, classes in (("train", train), ("test", {"hen": 3, "pig": 3})):
         folder = write_images(photos / name, classes, size=32)
         if kind == "shards":
             pack(folder, tmp_path / "shards" / name)
     place = tmp_path / "shards" if kind == "shards" else photos
     assert distap(monkeypatch, "init", place, "--output", recipe) == 0
-    loaded, images = load_recipe(recipe), sum(train.values())
-    assert loaded.sampling.classes == (len(train) if len(train) < 100 else min(images // 8, 96) // 3)
+    loaded = load_recipe(recipe)
+    images = sum(train.values())
+    assert loaded.sampling.classes == (
+        len(train) if len(train) < 100 else min(images // 8, 96) // 3
+    )
     assert loaded.steps * loaded.sampling.size >= 10 * images - loaded.sampling.size
     assert (loaded.data.image_size, loaded.sizing) == (64, "crop 96")
     few = len(train) < 100  # which spoil what is pretrained
     assert (loaded.optimizer.learning_rate, loaded.ema) == ((1e-4, 0.98) if few else (3e-4, None))
     assert distap(monkeypatch, "train", recipe, "--dry-run", *QUICK) == 0
     assert distap(monkeypatch, "train", recipe, "steps=2", *QUICK) == 0
-    assert [entry["step"] for entry in read_run_log(tmp_path / "runs/recipe") if "validation" in entry] == [0, 2]
+    assert [
+        entry["step"] for entry in read_run_log(tmp_path / "runs/recipe") if "validation" in entry
+    ] == [0, 2]
     capfd.readouterr()
     assert distap(monkeypatch, "init", place, "--output", recipe) == 2
     assert "there is such a file already" in capfd.readouterr().err
@@ -54,7 +64,8 @@ def test_what_is_missing_is_said(tmp_path, monkeypatch, capfd):
 
 def test_without_a_test_set_a_quarter_of_the_classes_is_held_out(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    recipe, photos = tmp_path / "recipe.yaml", write_images(tmp_path / "photos", {f"{n}": 4 for n in range(24)})
+    recipe = tmp_path / "recipe.yaml"
+    photos = write_images(tmp_path / "photos", {f"{n}": 4 for n in range(24)})
     assert distap(monkeypatch, "init", photos, "--output", recipe) == 0
     data = load_recipe(recipe).data
     assert (str(data.train), str(data.validation)) == tuple(
@@ -62,7 +73,9 @@ def test_without_a_test_set_a_quarter_of_the_classes_is_held_out(tmp_path, monke
     )
     assert "A quarter of the classes is held out" in recipe.read_text()
     assert distap(monkeypatch, "train", recipe, "steps=2", *QUICK) == 0
-    assert [entry["step"] for entry in read_run_log(tmp_path / "runs/recipe") if "validation" in entry] == [0, 2]
+    assert [
+        entry["step"] for entry in read_run_log(tmp_path / "runs/recipe") if "validation" in entry
+    ] == [0, 2]
 
 
 def test_a_test_set_of_the_same_classes_is_evaluated_and_said_to_be(tmp_path, monkeypatch):
@@ -76,7 +89,8 @@ def test_a_test_set_of_the_same_classes_is_evaluated_and_said_to_be(tmp_path, mo
 
 
 def test_what_data_pack_wrote_is_seen_and_a_list_is_to_be_packed(tmp_path, monkeypatch, capfd):
-    recipe, listed = tmp_path / "recipe.yaml", tmp_path / "photos/list.csv"
+    recipe = tmp_path / "recipe.yaml"
+    listed = tmp_path / "photos/list.csv"
     photos = write_images(tmp_path / "photos", {"cat": 4, "dog": 4, "hen": 4, "pig": 4}, size=32)
     rows = [
         f"{path.relative_to(photos)},{name},{part or ('query' if path.stem == '0' else 'gallery')}"
@@ -99,7 +113,8 @@ def test_what_data_pack_wrote_is_seen_and_a_list_is_to_be_packed(tmp_path, monke
 
 def test_names_that_mean_something_else_are_taken_as_they_are(tmp_path, monkeypatch, capfd):
     """A class may be called `train`, a run as a number, a folder have quotes in its name."""
-    photos, recipe = write_images(tmp_path / 'my "photos"', {"train": 5, "plane": 5}), tmp_path / "2026.yaml"
+    photos = write_images(tmp_path / 'my "photos"', {"train": 5, "plane": 5})
+    recipe = tmp_path / "2026.yaml"
     assert distap(monkeypatch, "init", photos, "--output", recipe, "--backbone", "nowhere:Net") == 2
     assert not recipe.exists()
     assert distap(monkeypatch, "init", photos, "--output", recipe) == 0
@@ -132,11 +147,16 @@ def test_a_folder_of_images_is_told_from_shards_and_recipes(tmp_path, monkeypatc
         ("local-dir:/data/vit/resnet50", 3e-4, 128, None),
     ],
 )
-def test_rate_and_image_size_are_those_of_the_family(tmp_path, monkeypatch, backbone, rate, side, source):
+def test_rate_and_image_size_are_those_of_the_family(
+    tmp_path, monkeypatch, backbone, rate, side, source
+):
     recipe = tmp_path / "recipe.yaml"
     for name in ("train", "test"):
         write_images(tmp_path / "photos" / name, {"cat": 5, "dog": 5}, size=140)
-    assert distap(monkeypatch, "init", tmp_path / "photos", "--output", recipe, "--backbone", backbone) == 0
+    assert (
+        distap(monkeypatch, "init", tmp_path / "photos", "--output", recipe, "--backbone", backbone)
+        == 0
+    )
     loaded = load_recipe(recipe)
     assert (loaded.optimizer.learning_rate, loaded.data.image_size) == (rate, side)
     assert loaded.optimizer.layer_decay == (0.75 if source == "He" else None)

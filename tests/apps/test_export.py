@@ -53,7 +53,9 @@ def network(backbone="resnet10t", projection=16, seed=0):
 
 def whitening_tensors(dimensions=16):
     generator = torch.Generator().manual_seed(1)
-    return 0.1 * torch.randn(dimensions, generator=generator), torch.randn(8, dimensions, generator=generator)
+    return 0.1 * torch.randn(dimensions, generator=generator), torch.randn(
+        8, dimensions, generator=generator
+    )
 
 
 def images(count, height=SIZE, width=SIZE, seed=5):
@@ -86,7 +88,13 @@ def exported(tmp_path_factory, training_shards):
     )
     save_whitening(folder / "whitening.safetensors", whitening)
     output = folder / "output"
-    export_to_folder(run, output, ALL, folder / "whitening.safetensors", overrides=[f"evaluation.sizing=crop {SIZE}"])
+    export_to_folder(
+        run,
+        output,
+        ALL,
+        folder / "whitening.safetensors",
+        overrides=[f"evaluation.sizing=crop {SIZE}"],
+    )
     return SimpleNamespace(
         run=run,
         output=output,
@@ -122,7 +130,9 @@ def test_every_program_says_what_made_it(exported):
     expected = json.loads(json.dumps(exported.describer.described_by.__dict__))
     extra = {"distap": ""}
     torch.export.load(exported.output / "model.pt2", extra_files=extra)
-    properties = {each.key: each.value for each in onnx.load(exported.output / "model.onnx").metadata_props}
+    properties = {
+        each.key: each.value for each in onnx.load(exported.output / "model.onnx").metadata_props
+    }
     for text in (extra["distap"], properties["distap"]):
         assert json.loads(text)["described_by"] == expected
 
@@ -194,7 +204,8 @@ def test_a_card_passes_on_no_key_to_a_storage(exported):
 
 
 def test_what_is_not_known_is_not_told(tmp_path, training_shards):
-    run, output = tmp_path / "run", tmp_path / "output"
+    run = tmp_path / "run"
+    output = tmp_path / "output"
     shards = shutil.copytree(training_shards[0], tmp_path / "shards")
     train(World(), run, [shards], steps=1)
     for name in ("recipe.yaml", "metrics.jsonl"):
@@ -203,7 +214,11 @@ def test_what_is_not_known_is_not_told(tmp_path, training_shards):
     export_to_folder(run, output, ("safetensors",))
     card = (output / "README.md").read_text()
     assert "was not evaluated while it was trained" in card and "model-index" not in card
-    assert "`distap.load` reads this folder" in card and "torch.export" not in card and "onnx" not in card
+    assert (
+        "`distap.load` reads this folder" in card
+        and "torch.export" not in card
+        and "onnx" not in card
+    )
 
 
 def test_a_folder_with_something_else_in_it_is_left_alone(exported, tmp_path):
@@ -220,10 +235,14 @@ def test_an_export_appears_whole_or_not_at_all(exported, tmp_path, monkeypatch, 
     assert distap(monkeypatch, *command, "evaluation.scales=two") == 2
     assert distap(monkeypatch, *command, "--format", "tflite") == 2
     assert list(tmp_path.iterdir()) == []
-    assert distap(monkeypatch, *command, "--format", "safetensors", "evaluation.sizing=crop 40") == 0
+    assert (
+        distap(monkeypatch, *command, "--format", "safetensors", "evaluation.sizing=crop 40") == 0
+    )
     assert "images as `crop 40`" in capfd.readouterr().out
     files = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "output").iterdir()}
-    assert files == dict.fromkeys(("README.md", "config.json", "head.safetensors", "model.safetensors"), 0o644)
+    assert files == dict.fromkeys(
+        ("README.md", "config.json", "head.safetensors", "model.safetensors"), 0o644
+    )
 
 
 def test_a_whitening_of_another_network_is_refused_and_nothing_is_left(exported, tmp_path):
@@ -231,7 +250,9 @@ def test_a_whitening_of_another_network_is_refused_and_nothing_is_left(exported,
     foreign = replace(whitening, described_by=replace(whitening.described_by, network="0" * 64))
     save_whitening(tmp_path / "whitening.safetensors", foreign)
     with pytest.raises(DistapError, match="learn it anew"):
-        export_to_folder(exported.run, tmp_path / "output", ("pt2",), tmp_path / "whitening.safetensors")
+        export_to_folder(
+            exported.run, tmp_path / "output", ("pt2",), tmp_path / "whitening.safetensors"
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["whitening.safetensors"]
 
 
@@ -246,9 +267,13 @@ def test_onnx_that_is_not_installed_is_named_with_what_installs_it(tmp_path, mon
 
 def test_another_network_is_not_taken_for_the_one_that_was_exported():
     cases = cases_of(MultiScaleNetwork(network()), SIZE)
-    with pytest.raises(DistapError, match=r"model\.pt2: .* differ from the network's by .*, more than 0\.0001"):
+    with pytest.raises(
+        DistapError, match=r"model\.pt2: .* differ from the network's by .*, more than 0\.0001"
+    ):
         difference("model.pt2", MultiScaleNetwork(network(seed=1)), cases)
-    with pytest.raises(DistapError, match=r"gives \(torch.float32, 1, 8\) .* expected \(torch.float32, 1, 16\)"):
+    with pytest.raises(
+        DistapError, match=r"gives \(torch.float32, 1, 8\) .* expected \(torch.float32, 1, 16\)"
+    ):
         difference("model.pt2", MultiScaleNetwork(network(), whitening=whitening_tensors()), cases)
 
 
@@ -273,7 +298,9 @@ class Solving(nn.Module):
 def test_a_network_that_cannot_be_traced_is_refused_with_the_reason():
     inner = network(projection=None)
     inner.pooling = Choosing()
-    with pytest.raises(DistapError, match=r"^the network cannot be exported for images of 48 x 48: torch\.exp"):
+    with pytest.raises(
+        DistapError, match=r"^the network cannot be exported for images of 48 x 48: torch\.exp"
+    ):
         program_of(exportable(MultiScaleNetwork(inner)), SIZE)
 
 
@@ -281,7 +308,9 @@ def test_an_operator_that_onnx_lacks_is_named(tmp_path):
     inner = network(projection=None)
     inner.pooling = Solving()
     program = program_of(exportable(MultiScaleNetwork(inner)), SIZE)
-    with pytest.raises(DistapError, match=r"cannot be exported to ONNX with opset 20: No ONNX func.*_linalg_eigh"):
+    with pytest.raises(
+        DistapError, match=r"cannot be exported to ONNX with opset 20: No ONNX func.*_linalg_eigh"
+    ):
         save_onnx(program, tmp_path / "model.onnx", {})
 
 
@@ -312,7 +341,9 @@ def test_every_pooling_and_head_is_exported(tmp_path, backbone, pooling, options
 
 @pytest.mark.slow
 def test_images_are_described_at_several_scales(tmp_path):
-    several = MultiScaleNetwork(network(), (1.0, 0.7071), whitening=whitening_tensors(), dimensions=3)
+    several = MultiScaleNetwork(
+        network(), (1.0, 0.7071), whitening=whitening_tensors(), dimensions=3
+    )
     held_to_the_network(tmp_path, several, 64)
 
 

@@ -1,4 +1,6 @@
-"""`distap tune`: trials on held-out classes; it goes on after a kill, and says what is wrong with a space."""
+"""`distap tune`: trials on held-out classes; it goes on after a kill, and says what is wrong with a
+space.
+"""
 
 import os
 import sqlite3
@@ -37,7 +39,9 @@ data.image_sizes: [{}, {0: 16, 0.5: 32}]
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     write_images(tmp_path / "photos", {f"{number}": 6 for number in range(24)}, size=32)
-    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("imagefolder:photos", f"imagefolder:{tmp_path}/photos"))
+    (tmp_path / "recipe.yaml").write_text(
+        RECIPE.replace("imagefolder:photos", f"imagefolder:{tmp_path}/photos")
+    )
     (tmp_path / "space.yaml").write_text(SPACE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -50,10 +54,17 @@ def test_a_search_writes_a_recipe_and_a_page_and_goes_on_after_a_kill(folder, mo
     with started(["distap", *search], folder) as job:  # which kills it at the end
         job.wait_until(lambda: [*trials.glob("*/*/checkpoints/*/manifest.json")])
         assert distap(monkeypatch, *search) == 2
-        assert "--output: " in (told := capfd.readouterr().err) and "another search runs here" in told
+        assert (
+            "--output: " in (told := capfd.readouterr().err) and "another search runs here" in told
+        )
     (first,) = trials.glob("*/*")
     own = load_recipe(first / "trial.yaml")
-    assert (own.steps, own.sampling.size, own.schedule.warmup, own.evaluation.every) == (20, 8, 2, 5)
+    assert (own.steps, own.sampling.size, own.schedule.warmup, own.evaluation.every) == (
+        20,
+        8,
+        2,
+        5,
+    )
     assert (str(own.data.train), str(own.data.validation)) == (
         f"imagefolder:{folder}/photos[0:0.75]",
         f"imagefolder:{folder}/photos[0.75:1]",
@@ -62,12 +73,21 @@ def test_a_search_writes_a_recipe_and_a_page_and_goes_on_after_a_kill(folder, mo
     assert distap(monkeypatch, *search, "--minutes", "0.1") == 0
     assert [entry["step"] for entry in read_run_log(first) if "loss" in entry] == [*range(1, 21)]
     said = capfd.readouterr()
-    assert "trial 1, as it was, " in said.err and "minutes left" in said.err and "Next: distap train " in said.out
-    for of_trial in (load_recipe(file) for file in trials.glob("*/*/trial.yaml")):  # each as many pixels
+    assert (
+        "trial 1, as it was, " in said.err
+        and "minutes left" in said.err
+        and "Next: distap train " in said.out
+    )
+    # each as many pixels
+    for of_trial in (load_recipe(file) for file in trials.glob("*/*/trial.yaml")):
         if of_trial.sampling.size == 16 and not of_trial.data.image_sizes:
             assert (of_trial.schedule.warmup, of_trial.steps) == (0.8, 8)
     text = (folder / "tuned/recipe.yaml").read_text()
-    assert "mAP of held-out classes in " in text and "of them whole: the best reached " in text and "# loss, " in text
+    assert (
+        "mAP of held-out classes in " in text
+        and "of them whole: the best reached " in text
+        and "# loss, " in text
+    )
     tuned = load_recipe(folder / "tuned/recipe.yaml")
     assert tuned.data.validation is None and str(tuned.run) == "runs/photos-tuned"
     assert tuned.data.image_sizes or tuned.steps * tuned.sampling.size == 320
@@ -76,21 +96,41 @@ def test_a_search_writes_a_recipe_and_a_page_and_goes_on_after_a_kill(folder, mo
 
 
 def test_each_trial_changes_one_value_of_the_best_until_all_were_tried(folder, monkeypatch):
-    search = ["tune", "recipe.yaml", "--space", "space.yaml", "--output", "tuned", "--share", "0.1", "--minutes", "9"]
+    search = [
+        "tune",
+        "recipe.yaml",
+        "--space",
+        "space.yaml",
+        "--output",
+        "tuned",
+        "--share",
+        "0.1",
+        "--minutes",
+        "9",
+    ]
     (folder / "space.yaml").write_text("loss: [smooth_ap, multi_similarity]")
     assert distap(monkeypatch, *search) == 0
     assert len([*(folder / "tuned/trials").glob("*/*")]) == 3  # as it was, and each value
-    (folder / "space.yaml").write_text("{loss: [smooth_ap, multi_similarity], model.pooling: [gem, mean]}")
+    (folder / "space.yaml").write_text(
+        "{loss: [smooth_ap, multi_similarity], model.pooling: [gem, mean]}"
+    )
     with patch.object(Tuning, "train", autospec=True) as train:
         train.side_effect = lambda search, trial, _: search.study.tell(trial, len(trial.params))
         assert distap(monkeypatch, *search) == 0
     base, first, best, *others = (call.args[1].params for call in train.call_args_list)
-    assert (base, len(first), len(best), len(others)) == ({}, 1, 2, 2) and first.items() < best.items()
+    assert (base, len(first), len(best), len(others)) == (
+        {},
+        1,
+        2,
+        2,
+    ) and first.items() < best.items()
     assert all(len(best.items() & other.items()) == 1 for other in others)
 
 
 def test_what_no_trial_could_do_is_refused_before_any(folder, monkeypatch, capfd):
-    assert distap(monkeypatch, "tune", "recipe.yaml", "data.reading=streamed", "sampling=random") == 2
+    assert (
+        distap(monkeypatch, "tune", "recipe.yaml", "data.reading=streamed", "sampling=random") == 2
+    )
     assert "recipe.yaml, in a trial: data.reading is streamed" in capfd.readouterr().err
 
 
@@ -101,19 +141,42 @@ def test_few_classes_are_refused(folder, monkeypatch, capfd):
 
 
 def test_without_a_space_it_searches_what_its_own_file_says(folder, monkeypatch):
-    assert distap(monkeypatch, "tune", "recipe.yaml", "--minutes", "0.01", "--share", "0.1", "--output", "tuned") == 0
+    assert (
+        distap(
+            monkeypatch,
+            "tune",
+            "recipe.yaml",
+            "--minutes",
+            "0.01",
+            "--share",
+            "0.1",
+            "--output",
+            "tuned",
+        )
+        == 0
+    )
     space = yaml.safe_load((folder / "tuned/space.yaml").read_text())
     assert space["optimizer.learning_rate"] == {"low": 1e-4, "high": 1e-2, "log": True}
-    assert {"name": "p_by_k", "classes": 16, "images": 2} in space["sampling"] and "model.freeze" not in space
-    assert load_recipe(folder / "tuned/recipe.yaml").loss == load_recipe(folder / "recipe.yaml").loss
+    assert {"name": "p_by_k", "classes": 16, "images": 2} in space[
+        "sampling"
+    ] and "model.freeze" not in space
+    assert (
+        load_recipe(folder / "tuned/recipe.yaml").loss == load_recipe(folder / "recipe.yaml").loss
+    )
 
 
 @pytest.mark.parametrize(
     ("space", "said"),
     [
-        ("optimizer.learning_rate: {low: 0.1, high: 0.01}", "space.yaml: optimizer.learning_rate: "),
+        (
+            "optimizer.learning_rate: {low: 0.1, high: 0.01}",
+            "space.yaml: optimizer.learning_rate: ",
+        ),
         ("optimizer.learning_rate: {low: 0.1, hihg: 1}", "space.yaml: optimizer.learning_rate: "),
-        ("optimizer.learning_rate: {low: 1e-5, high: text}", "space.yaml: optimizer.learning_rate: "),
+        (
+            "optimizer.learning_rate: {low: 1e-5, high: text}",
+            "space.yaml: optimizer.learning_rate: ",
+        ),
         ("optimizer.learning_rate: [0.1, -1.0]", "space.yaml: optimizer.learning_rate: -1"),
         ("los: [smooth_ap]", "space.yaml: los: unknown key; did you mean loss?"),
         ("loss: []", "space.yaml: loss: "),
@@ -122,7 +185,10 @@ def test_without_a_space_it_searches_what_its_own_file_says(folder, monkeypatch)
 )
 def test_a_wrong_space_is_told_before_any_trial(folder, monkeypatch, capfd, space, said):
     (folder / "space.yaml").write_text(space)
-    assert distap(monkeypatch, "tune", "recipe.yaml", "--space", "space.yaml", "--output", "tuned") == 2
+    assert (
+        distap(monkeypatch, "tune", "recipe.yaml", "--space", "space.yaml", "--output", "tuned")
+        == 2
+    )
     assert said in capfd.readouterr().err
     assert not (folder / "tuned/trials").exists()
 
@@ -141,7 +207,10 @@ def foreign(path):
 def test_a_database_that_holds_no_trials_is_named_in_one_line(make, folder, monkeypatch, capfd):
     (folder / "tuned").mkdir()
     make(folder / "tuned/trials.db")
-    assert distap(monkeypatch, "tune", "recipe.yaml", "--space", "space.yaml", "--output", "tuned") == 2
+    assert (
+        distap(monkeypatch, "tune", "recipe.yaml", "--space", "space.yaml", "--output", "tuned")
+        == 2
+    )
     told = capfd.readouterr().err
     assert "error: tuned/trials.db: the trials cannot be kept there: " in told
     assert "Traceback" not in told
@@ -151,12 +220,23 @@ def test_a_database_that_another_process_holds_is_named_in_one_line(folder, monk
     (folder / "tuned").mkdir()
     with closing(sqlite3.connect(folder / "tuned/trials.db")) as database:
         database.execute("begin exclusive")
-        assert distap(monkeypatch, "tune", "recipe.yaml", "--space", "space.yaml", "--output", "tuned") == 2
-    assert "error: tuned/trials.db: the trials cannot be kept there: database is locked" in capfd.readouterr().err
+        assert (
+            distap(monkeypatch, "tune", "recipe.yaml", "--space", "space.yaml", "--output", "tuned")
+            == 2
+        )
+    assert (
+        "error: tuned/trials.db: the trials cannot be kept there: database is locked"
+        in capfd.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("name", ["a?x=1", "a#b", "a%41", "a b"])
 def test_trials_stay_in_a_folder_of_any_name(name, folder):
     Tuning(folder / "recipe.yaml", [], folder / name, folder / "space.yaml", 0.5, 1)
     assert [path.name for path in (folder / name).iterdir()] == ["trials.db"]
-    assert not {path.name for path in folder.iterdir()} - {name, "photos", "recipe.yaml", "space.yaml"}
+    assert not {path.name for path in folder.iterdir()} - {
+        name,
+        "photos",
+        "recipe.yaml",
+        "space.yaml",
+    }

@@ -1,4 +1,6 @@
-"""The cost model: its counts against PyTorch's own, its formulas by hand, its bytes against real steps."""
+"""The cost model: its counts against PyTorch's own, its formulas by hand, its bytes against real
+steps.
+"""
 
 import json
 import os
@@ -23,7 +25,8 @@ from distap.config.recipe import Recipe
 from distap.errors import DistapError
 from distap.stages.replica import autocast
 
-# The state of a rank after a step, and what the next step takes, of a replica whose messages a fake group answers.
+# The state of a rank after a step, and what the next step takes, of a replica whose messages a fake
+# group answers.
 MEASURE = """
 import json, sys, torch, torch.distributed as dist
 from torch import nn
@@ -34,7 +37,8 @@ from distap.world import World
 
 engine, ranks = sys.argv[1], int(sys.argv[2])
 data = {"train": "nowhere", "image_size": 64}
-asked = {"run": "r", "steps": 1, "data": data, "sampling": {"name": "random", "batch_size": 8}, "engine": engine}
+sampling = {"name": "random", "batch_size": 8}
+asked = {"run": "r", "steps": 1, "data": data, "sampling": sampling, "engine": engine}
 settings = load_recipe(asked, where="test").engine
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
 world, network = World(0, ranks, group=dist.group.WORLD), nn.Sequential()
@@ -61,7 +65,8 @@ def state():
     learners[0].update(1e-3)
 
 def resident():
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmRSS"))
+    lines = open("/proc/self/status")
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
 
 before = resident()
 state()
@@ -73,7 +78,15 @@ NOTHING = Line(0, 0)
 # 10 dimensions, a million parameters; 1 MB of graph an image.
 NETWORK = NetworkCost(10, 10**6, 10**6, *[NOTHING] * 5, working=Line(0, 1e5), graph=Line(0, 1e6))
 MACHINE = Machine(
-    Line(1, 0.1), Line(1, 0.2), Line(2, 0.3), NOTHING, 0, 1e9, NetworkLink(1e6, 0.5), NetworkLink(1e5, 1), 4
+    Line(1, 0.1),
+    Line(1, 0.2),
+    Line(2, 0.3),
+    NOTHING,
+    0,
+    1e9,
+    NetworkLink(1e6, 0.5),
+    NetworkLink(1e5, 1),
+    4,
 )
 
 
@@ -103,7 +116,8 @@ def test_arithmetic_and_activations_are_counted_as_pytorch_does_without_computin
 def test_seconds_are_the_sum_of_passes_and_waits():
     settings = recipe(replay={"size": 2, "keep": 1}, loss={"name": "smooth_ap"})
     seconds = StepCost(settings, 8, NETWORK, MACHINE, 2).seconds
-    # 4 images a rank: two of them described, two described with a graph; the first two described again.
+    # 4 images a rank: two of them described, two described with a graph; the first two described
+    # again.
     assert seconds["describe"] == pytest.approx(1.2 + 1.4)
     assert seconds["replay"] == pytest.approx(1.4 + 2 * 2.6)
     # All-reduce of a million parameters over two ranks; two rounds of messages.
@@ -119,7 +133,8 @@ def test_the_greatest_sizes_fit_and_greater_ones_do_not(engine, ranks):
     def cost(**replay) -> StepCost:
         return StepCost(changed(settings, replay=replay), 20_000, NETWORK, machine, ranks)
 
-    size, keep = cost().greatest_replay_size, cost().greatest_keep
+    size = cost().greatest_replay_size
+    keep = cost().greatest_keep
     assert size > 2 and keep > 1
     for greater, fits in ((0, True), (1, False)):
         for changes in ({"size": size + greater}, {"keep": keep + greater}):
@@ -128,11 +143,17 @@ def test_the_greatest_sizes_fit_and_greater_ones_do_not(engine, ranks):
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])
 def measured(request):
-    """An engine, its ranks, and the peak of a rank in a process of its own, in networks (float32 parameters)."""
+    """An engine, its ranks, and the peak of a rank in a process of its own, in networks (float32
+    parameters).
+    """
     skip_if_fast("processes")
     peaks = {}
-    # A mapping for each tensor, so that none lies where another's memory was freed and goes uncounted.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(64 * 1024), "MALLOC_MMAP_MAX_": "1000000"}
+    # A mapping for each tensor, so that none lies where another's memory was freed and goes
+    # uncounted.
+    environment = os.environ | {
+        "MALLOC_MMAP_THRESHOLD_": str(64 * 1024),
+        "MALLOC_MMAP_MAX_": "1000000",
+    }
     for ranks in (8, 64):
         command = [sys.executable, "-c", MEASURE, request.param, str(ranks)]
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
@@ -146,7 +167,9 @@ def test_a_rank_needs_the_memory_that_a_rank_of_a_real_engine_takes(measured):
     engine, peaks = measured
     for ranks, peak in peaks.items():
         settings = recipe(engine={"name": engine}, loss={"name": "smooth_ap"})
-        network = NETWORK._replace(dimensions=1, parameters=10**9, trained=10**9, graph=NOTHING, working=NOTHING)
+        network = NETWORK._replace(
+            dimensions=1, parameters=10**9, trained=10**9, graph=NOTHING, working=NOTHING
+        )
         memory = StepCost(settings, ranks, network, MACHINE._replace(memory=1e12), ranks).memory
         assert sum(memory.values()) / 4e9 == pytest.approx(peak, rel=0.1)
 
@@ -155,9 +178,15 @@ def test_a_rank_needs_the_memory_that_a_rank_of_a_real_engine_takes(measured):
     ("engine", "ranks", "networks"),
     [("ddp", 1, 4.0), ("ddp", 8, 5.0), ("fsdp", 1, 4.0), ("fsdp", 8, 3.42), ("fsdp", 64, 3.09)],
 )
-def test_the_memory_of_large_networks_is_that_of_the_table_of_measured_peaks(engine, ranks, networks):
-    vit_large = NETWORK._replace(parameters=303_301_632, trained=303_301_632, graph=NOTHING, working=NOTHING)
-    memory = StepCost(recipe(engine={"name": engine}), 256, vit_large, MACHINE._replace(memory=1e12), ranks).memory
+def test_the_memory_of_large_networks_is_that_of_the_table_of_measured_peaks(
+    engine, ranks, networks
+):
+    vit_large = NETWORK._replace(
+        parameters=303_301_632, trained=303_301_632, graph=NOTHING, working=NOTHING
+    )
+    memory = StepCost(
+        recipe(engine={"name": engine}), 256, vit_large, MACHINE._replace(memory=1e12), ranks
+    ).memory
     assert sum(memory.values()) / (4 * vit_large.parameters) == pytest.approx(networks, rel=0.02)
 
 
@@ -177,17 +206,23 @@ def test_more_gpus_are_faster_and_never_beyond_linear():
     assert all(step["efficiency"] <= 1 and step["fits"] for step in plan["steps"])
     most = plan["steps"][1]["greatest_keep"]
     assert re.search(
-        rf"on 8 GPUs set replay.size=\d+ replay.keep={most} data.workers=\d+; a host needs", plan["advice"]
+        rf"on 8 GPUs set replay.size=\d+ replay.keep={most} data.workers=\d+; a host needs",
+        plan["advice"],
     )
 
 
 def test_a_plan_of_a_data_sheet_is_printed_and_says_what_it_rests_on(tmp_path, capfd):
-    asked = recipe(steps=None, epochs=7, data={"train": str(tmp_path / "later"), "image_size": SIZE})
+    asked = recipe(
+        steps=None, epochs=7, data={"train": str(tmp_path / "later"), "image_size": SIZE}
+    )
     config = tmp_path / "recipe.yaml"
     config.write_text(json.dumps(asked.model_dump(mode="json")))
     plan_command(config, gpus="8,1", batch=32, card="l4")
     said = capfd.readouterr().out
-    assert "l4 by its data sheet, of which nothing was measured" in said and "resnet10t at 64 px" in said
+    assert (
+        "l4 by its data sheet, of which nothing was measured" in said
+        and "resnet10t at 64 px" in said
+    )
     assert "on 8 GPUs set replay.size=4" in said and "hours are unknown" in said
 
 

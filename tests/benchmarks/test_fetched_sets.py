@@ -13,7 +13,8 @@ from distap.data.shards.image_files import list_images
 from distap.errors import DistapError
 
 AILERON = ImageFont.load_default(10).path.getvalue()  # a TrueType font of Latin that Pillow holds
-RANGES = "U+30-39,U+41-5A,U+61-7a,U+2c,U+4e00"  # with a mark and an ideograph that are not to be drawn
+# with a mark and an ideograph that are not to be drawn
+RANGES = "U+30-39,U+41-5A,U+61-7a,U+2c,U+4e00"
 
 
 def write_tar(path, files):
@@ -26,7 +27,9 @@ def write_tar(path, files):
 
 
 def write_jsons(path, files):
-    write_tar(path, {f"{name}.json": json.dumps(content).encode() for name, content in files.items()})
+    write_tar(
+        path, {f"{name}.json": json.dumps(content).encode() for name, content in files.items()}
+    )
 
 
 def write_font(folder, name, units=1000, data=AILERON):
@@ -44,37 +47,65 @@ def write_font(folder, name, units=1000, data=AILERON):
 
 def write_properties(path):
     """Scripts and blocks as the package of Unicode's properties has them."""
-    of = {"Script/Latin": r"[A-Za-z\xC4]", "Script/Common": "[0-9]", "Script/Han": r"[\u4E00]|\uD840[\uDC00-\uDC02]"}
+    of = {
+        "Script/Latin": r"[A-Za-z\xC4]",
+        "Script/Common": "[0-9]",
+        "Script/Han": r"[\u4E00]|\uD840[\uDC00-\uDC02]",
+    }
     of |= {"Block/Basic_Latin": r"[\0-\x7F]", "Block/Latin_1_Supplement": r"[\x80-\xFF]"}
     of["Block/CJK"] = r"[\u4E00-\u9FFF]|[\uD840-\uD868][\uDC00-\uDFFF]"
-    return write_tar(path, {f"{name}/regex.mjs": f"export default /{of[name]}/;\n".encode() for name in of})
+    return write_tar(
+        path, {f"{name}/regex.mjs": f"export default /{of[name]}/;\n".encode() for name in of}
+    )
 
 
 def test_characters_have_their_blocks_and_scripts(tmp_path):
     found = glyphs.read_levels(write_properties(tmp_path / "unicode.tgz"), "a7Ä\U00020001")
-    assert found["U+0061"] == ("Latin/Basic_Latin", "Latin") and found["U+0037"] == ("Common/Basic_Latin", "Common")
-    assert found["U+00C4"] == ("Latin/Latin_1_Supplement", "Latin") and found["U+20001"] == ("Han/CJK", "Han")
+    assert found["U+0061"] == ("Latin/Basic_Latin", "Latin") and found["U+0037"] == (
+        "Common/Basic_Latin",
+        "Common",
+    )
+    assert found["U+00C4"] == ("Latin/Latin_1_Supplement", "Latin") and found["U+20001"] == (
+        "Han/CJK",
+        "Han",
+    )
 
 
 def test_no_two_images_are_equal_and_classes_are_split(tmp_path):
     sizes = (1000, 1100, 1200, 1200, 1300, 900, 800)  # two of these fonts draw alike
     packages = [write_font(tmp_path, f"font-{number}", units) for number, units in enumerate(sizes)]
-    record = glyphs.draw_set(tmp_path / "set", 32, packages, write_properties(tmp_path / "unicode.tgz"))
+    record = glyphs.draw_set(
+        tmp_path / "set", 32, packages, write_properties(tmp_path / "unicode.tgz")
+    )
     images = sorted((tmp_path / "set").rglob("*.png"))
     pixels = {Image.open(path).tobytes() for path in images}
     assert len(pixels) == len(images) == record["images"] > 150
     assert record["fonts"]["font-2"]["licence"] == "OFL-1.1"
     assert record["fonts"]["font-3"]["images"] == 0
-    train, test = ({path.name for path in (tmp_path / "set" / part).iterdir()} for part in ("train", "test"))
-    drawn = {f"U+{code:04X}" for code in (*range(0x30, 0x3A), *range(0x41, 0x5B), *range(0x61, 0x7B), 0xC4)}
+    train, test = (
+        {path.name for path in (tmp_path / "set" / part).iterdir()} for part in ("train", "test")
+    )
+    drawn = {
+        f"U+{code:04X}"
+        for code in (*range(0x30, 0x3A), *range(0x41, 0x5B), *range(0x61, 0x7B), 0xC4)
+    }
     assert not train & test and train | test <= drawn
     assert abs(len(train) - len(test)) <= 1
-    listed = [one for part in ("train", "test") for one in list_images(tmp_path / "set" / f"{part}.csv").images]
-    assert {one.path: one.levels[1] in ("Latin", "Common") for one in listed} == dict.fromkeys(images, True)
+    listed = [
+        one
+        for part in ("train", "test")
+        for one in list_images(tmp_path / "set" / f"{part}.csv").images
+    ]
+    assert {one.path: one.levels[1] in ("Latin", "Common") for one in listed} == dict.fromkeys(
+        images, True
+    )
 
 
 def test_an_icon_of_a_package_is_drawn_whole_on_white(tmp_path):
-    icons = {"dot": {"body": '<circle cx="5" cy="5" r="5"/>'}, "wide": {"body": "<g/>", "width": 20, "left": 3}}
+    icons = {
+        "dot": {"body": '<circle cx="5" cy="5" r="5"/>'},
+        "wide": {"body": "<g/>", "width": 20, "left": 3},
+    }
     files = {
         "package": {"version": "1.0.0"},
         "info": {"license": {"spdx": "MIT"}},
@@ -93,7 +124,9 @@ def test_an_icon_of_a_package_is_drawn_whole_on_white(tmp_path):
     assert image.getpixel((16, 16)) == (0, 0, 0)
 
 
-def test_products_are_drawn_alike_from_their_seed_and_digits_are_those_of_scikit_learn(tmp_path, monkeypatch):
+def test_products_are_drawn_alike_from_their_seed_and_digits_are_those_of_scikit_learn(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("benchmarks.fetch.small_sets.PRODUCTS", 4)
     monkeypatch.setattr("benchmarks.fetch.small_sets.VIEWS", 2)
     found = [small_sets.fetch_small_set("products", tmp_path / name, 32) for name in "ab"]
@@ -103,7 +136,10 @@ def test_products_are_drawn_alike_from_their_seed_and_digits_are_those_of_scikit
         *("test/002/", "test/003/"),
         *("train/000", "train/001"),
     ]
-    pixels = [[Image.open(path).tobytes() for path in sorted((tmp_path / name).rglob("*.png"))] for name in "ab"]
+    pixels = [
+        [Image.open(path).tobytes() for path in sorted((tmp_path / name).rglob("*.png"))]
+        for name in "ab"
+    ]
     assert pixels[0] == pixels[1] and len(set(pixels[0])) == 8
     record = small_sets.fetch_small_set("digits", tmp_path / "digits", 16)
     assert record["images"] == 1_797 and record["classes"] == {"train": 5, "test": 5}

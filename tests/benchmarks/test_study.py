@@ -1,4 +1,5 @@
-"""Studies: the grid, its equal conditions, what is kept after a kill, and the figures of the table."""
+"""Studies: the grid, its equal conditions, what is kept after a kill, and the figures of the
+table."""
 
 import re
 
@@ -18,7 +19,12 @@ STUDY = {
     "title": "Three losses",
     "recipe": "base.yaml",
     "changes": {"steps": 2, "evaluation": {"every": None}},
-    "axes": {"loss": {"ap_q": {"loss": "ap_q"}, "own": {"loss": "plug_ins:HardestNegative", "loss.margin": 0.2}}},
+    "axes": {
+        "loss": {
+            "ap_q": {"loss": "ap_q"},
+            "own": {"loss": "plug_ins:HardestNegative", "loss.margin": 0.2},
+        }
+    },
     "search": {"optimizer.learning_rate": [1e-3, 1e-2]},
     "seeds": 2,
     "figures": ["validation/mAP@R", "validation/R@1"],
@@ -53,7 +59,8 @@ def test_a_killed_study_repeats_nothing_and_goes_on_after_a_training_that_fails(
     """One loss is not ours, and another point has no data that it could train on."""
     axes = {"loss": STUDY["axes"]["loss"] | {"many": {"loss": "ap_q", "sampling.classes": 500}}}
     changes = STUDY["changes"] | {"metrics.port": free_ports(1)}
-    file, folder = study(axes=axes, changes=changes, search={}, seeds=1, equal=EQUAL), tmp_path / "out"
+    file = study(axes=axes, changes=changes, search={}, seeds=1, equal=EQUAL)
+    folder = tmp_path / "out"
     program = Program(("-m", "benchmarks", "study", str(file), "--output", str(folder)), tmp_path)
     path = f"{ROOT}:{HELPERS}"
     with started(program, tmp_path / "first", PYTHONPATH=path) as first:
@@ -71,7 +78,10 @@ def test_a_killed_study_repeats_nothing_and_goes_on_after_a_training_that_fails(
     assert (folder / "results.jsonl").read_text().startswith(before)
     results = read_results(folder / "results.jsonl")
     assert [result.names for result in results] == [{"loss": "ap_q"}, {"loss": "own"}]
-    assert all((r.steps, r.images) == (2, 48) and r.memory_bytes > 1e8 and r.processor_seconds > 0 for r in results)
+    assert all(
+        (r.steps, r.images) == (2, 48) and r.memory_bytes > 1e8 and r.processor_seconds > 0
+        for r in results
+    )
     assert sum(bool(result.before) for result in results) == 1
     headings, cells, _ = table(Results(Grid(file, folder), 1, results))
     assert [row[0] for row in cells] == ["before training", "ap_q", "own"]
@@ -86,7 +96,9 @@ def test_the_grid_has_every_combination_but_those_left_out(study, tmp_path):
     assert list(map(str, grid.points)) == ["ap_q, 0.5", "ap_q, 0.7", "own, 0.5"]
     recipes = [job.recipe for job in grid.jobs(grid.points[1], seed=3)]
     assert [recipe.optimizer.learning_rate for recipe in recipes] == [1e-3, 1e-2]
-    assert {(recipe.optimizer.layer_decay, recipe.seed, recipe.steps) for recipe in recipes} == {(0.7, 3, 2)}
+    assert {(recipe.optimizer.layer_decay, recipe.seed, recipe.steps) for recipe in recipes} == {
+        (0.7, 3, 2)
+    }
     assert list(map(str, Grid(file, tmp_path, ["own"]).points)) == ["own, 0.5"]
     assert Grid(file, tmp_path, overrides=["steps=7"]).jobs(grid.points[0], 0)[0].recipe.steps == 7
     # A rate that is given is not searched, and the base recipe may change while others train.
@@ -99,33 +111,51 @@ def test_the_grid_has_every_combination_but_those_left_out(study, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"axes": {"batch": {"a": {"sampling.classes": 4}, "b": {"sampling.classes": 5}}}, "against": None},
-         r'study.yaml: equal: images differs: \[24, "images"\] of a, \[30, "images"\] of b'),
-        ({"axes": {"loss": {"a": {"loss": "ap_w"}}}, "against": None}, "study.yaml: a: .*did you mean ap_t"),
+        (
+            {
+                "axes": {"batch": {"a": {"sampling.classes": 4}, "b": {"sampling.classes": 5}}},
+                "against": None,
+            },
+            r'study.yaml: equal: images differs: \[24, "images"\] of a, \[30, "images"\] of b',
+        ),
+        (
+            {"axes": {"loss": {"a": {"loss": "ap_w"}}}, "against": None},
+            "study.yaml: a: .*did you mean ap_t",
+        ),
         ({"against": "ap"}, "study.yaml: against: there is no 'ap'; did you mean ap_q?"),
         ({"seads": 3}, "study.yaml: seads: unknown key; did you mean seeds"),
         ({"axes": {}}, "study.yaml: axes: "),
-        ({"leave_out": [{"los": "own"}]}, "study.yaml: leave_out: there is no 'los'; did you mean loss"),
+        (
+            {"leave_out": [{"los": "own"}]},
+            "study.yaml: leave_out: there is no 'los'; did you mean loss",
+        ),
         ({"leave_out": [{}]}, "study.yaml: leave_out leaves nothing to train"),
-        ({"figures": ["tset/mAP"]}, "study.yaml: figures: ap_q is not evaluated by 'tset/mAP'.* one of validation"),
+        (
+            {"figures": ["tset/mAP"]},
+            "study.yaml: figures: ap_q is not evaluated by 'tset/mAP'.* one of validation",
+        ),
         ({"changes": {"evaluation.every": 0}}, "study.yaml: ap_q: a study needs data.validation"),
         ({"recipe": "nothing.yaml"}, "nothing.yaml"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_named_before_anything_is_trained(study, tmp_path, changes, message):
     with pytest.raises(DistapError, match=message):
         Grid(study(**changes), tmp_path)
 
 
 def made_results(grid, figures):
-    """Results of all trainings of a grid; `figures` gives the value by the point's text, rate and seed."""
+    """Results of all trainings of a grid; `figures` gives the value by the point's text, rate and
+    seed.
+    """
     results = Results(grid, 3)
     for point in grid.points:
         for job in [job for seed in range(3) for job in grid.jobs(point, seed)]:
-            rate, seed = job.searched["optimizer.learning_rate"], job.recipe.seed
+            rate = job.searched["optimizer.learning_rate"]
+            seed = job.recipe.seed
             value = figures(str(point), rate, seed)
             reached = {"validation/mAP@R": value, "validation/R@1": value / 2}
-            names, searched = dict(point.names), dict(job.searched)
+            names = dict(point.names)
+            searched = dict(job.searched)
             results.add(Result(names, searched, seed, job.fingerprint, reached, {}, 2, 48, 1, 1, 1))
     return results
 
@@ -133,7 +163,9 @@ def made_results(grid, figures):
 def test_means_intervals_and_paired_differences(study, tmp_path):
     values = {"ap_q": [0.30, 0.34, 0.35], "own": [0.33, 0.36, 0.39]}
     grid = Grid(study(), tmp_path)
-    results = made_results(grid, lambda point, rate, seed: values[point][seed] - (0.1 if rate == 1e-3 else 0))
+    results = made_results(
+        grid, lambda point, rate, seed: values[point][seed] - (0.1 if rate == 1e-3 else 0)
+    )
     for row in results.rows():
         samples = values[str(row.point)]
         low, high = stats.t.interval(0.95, 2, loc=sum(samples) / 3, scale=stats.sem(samples))
@@ -141,8 +173,14 @@ def test_means_intervals_and_paired_differences(study, tmp_path):
         assert found.mean - found.half == pytest.approx(low, abs=1e-4)
         assert found.mean + found.half == pytest.approx(high, abs=1e-4)
     headings, cells, notes = table(results)
-    assert headings[1:5] == ["learning rate", "validation/mAP@R", "validation/R@1", "validation/mAP@R, less ap_q"]
-    assert [row[1] for row in cells] == ["0.01*", "0.01*"]  # the better one is the last that was tried
+    assert headings[1:5] == [
+        "learning rate",
+        "validation/mAP@R",
+        "validation/R@1",
+        "validation/mAP@R, less ap_q",
+    ]
+    # the better one is the last that was tried
+    assert [row[1] for row in cells] == ["0.01*", "0.01*"]
     assert cells[1][4] == "+3.0 ± 2.5" and cells[0][4] == ""  # of 3, 2 and 4 points
     assert any(note.startswith("* ") for note in notes)
     assert markdown(results).splitlines()[3].startswith("| own | 0.01* | 36.0 ± 7.5 |")

@@ -13,7 +13,14 @@ import torch
 from evil import Evil
 from ranks import on_ranks
 from safetensors.torch import load_file
-from stores import SHARD, checkpoints_of, found_checkpoint, newest_on_disk, rewrite_manifest, writer_to
+from stores import (
+    SHARD,
+    checkpoints_of,
+    found_checkpoint,
+    newest_on_disk,
+    rewrite_manifest,
+    writer_to,
+)
 
 from distap.checkpoint.manifest import DamagedCheckpointError, write_tensors
 from distap.errors import FAILED, DistapError
@@ -60,7 +67,9 @@ def test_what_is_saved_is_loaded_and_anyone_can_read_it(tmp_path):
     checkpoint = found_checkpoint(tmp_path)
     assert written.error is None and str(path) == written.where
     assert checkpoint.path == path == found_checkpoint(path).path
-    assert written.bytes == sum(file.stat().st_size for file in path.iterdir() if file.name != "manifest.json")
+    assert written.bytes == sum(
+        file.stat().st_size for file in path.iterdir() if file.name != "manifest.json"
+    )
     for loaded in (checkpoint.tensors(), load_file(path / SHARD.format(1))):
         assert loaded.keys() == TENSORS.keys()
         assert all(loaded[name].dtype == TENSORS[name].dtype for name in TENSORS)
@@ -74,7 +83,8 @@ def test_what_is_saved_is_loaded_and_anyone_can_read_it(tmp_path):
 def test_training_goes_on_and_changes_the_state_while_it_is_written(tmp_path, monkeypatch):
     may_write = threading.Event()
     monkeypatch.setattr(
-        "distap.checkpoint.writer.write_tensors", lambda *given: (may_write.wait(60), write_tensors(*given))
+        "distap.checkpoint.writer.write_tensors",
+        lambda *given: (may_write.wait(60), write_tensors(*given)),
     )
     changing = {"a": torch.zeros(1000, 1000)}
     writer = writer_to(tmp_path)
@@ -93,7 +103,9 @@ def test_a_disk_that_hangs_ends_the_training_and_may_be_tried_again(tmp_path, mo
     writer = writer_to(tmp_path, timeout_seconds=1)
     writer.save(1, TENSORS, STATE, {})
     for go_on in (writer.wait, lambda: writer.save(2, TENSORS, STATE, {})):
-        with pytest.raises(DistapError, match=rf"{tmp_path}: training has waited 0.95 s .* hangs") as caught:
+        with pytest.raises(
+            DistapError, match=rf"{tmp_path}: training has waited 0.95 s .* hangs"
+        ) as caught:
             go_on()
         assert caught.value.status == FAILED
     answers.set()
@@ -155,7 +167,9 @@ def test_pickles_in_the_place_of_files_run_no_code(tmp_path, write):
     path = saved(tmp_path, 1)
     evil = {"a": Evil(open, str(tmp_path / "written"), "w")}
     for file in (SHARD.format(1), "state.json"):
-        torch.save(evil, path / file) if write == "torch" else (path / file).write_bytes(write(evil))
+        torch.save(evil, path / file) if write == "torch" else (path / file).write_bytes(
+            write(evil)
+        )
     (path / ".metadata").write_bytes(pickle.dumps(evil))
     rewrite_manifest(path)
     for read in (found_checkpoint(path).tensors, found_checkpoint(path).state):
@@ -164,7 +178,9 @@ def test_pickles_in_the_place_of_files_run_no_code(tmp_path, write):
     assert not (tmp_path / "written").exists()
 
 
-@pytest.mark.parametrize("name", ["/etc/hostname", "../step-00000002/state.json", ".metadata", "shard-1.pt"])
+@pytest.mark.parametrize(
+    "name", ["/etc/hostname", "../step-00000002/state.json", ".metadata", "shard-1.pt"]
+)
 def test_a_manifest_lists_the_files_of_a_checkpoint_and_no_others(tmp_path, name):
     path = saved(tmp_path, 1)
     identity = checkpoints_of(tmp_path).manifest(path.name).files["state.json"]
@@ -203,7 +219,8 @@ def test_a_state_without_what_is_needed_is_damaged(tmp_path, content):
     (path / "state.json").write_text(content)
     rewrite_manifest(path)
     with pytest.raises(
-        DamagedCheckpointError, match=r"state\.json(: a (list|float), expected a dict| has no recipe)"
+        DamagedCheckpointError,
+        match=r"state\.json(: a (list|float), expected a dict| has no recipe)",
     ):
         found_checkpoint(path).state("recipe")
 
@@ -219,11 +236,15 @@ def test_a_manifest_of_another_format_is_refused_as_such(tmp_path, monkeypatch):
 def _save_on_rank(world, run):
     tensors = {f"network.{name}": torch.full((100, 100), float(name)) for name in range(8)}
     written = save(run, 4, tensors=tensors, world=world)
-    return written.error, sorted(path.name for path in (run / "checkpoints/step-00000004").iterdir())
+    return written.error, sorted(
+        path.name for path in (run / "checkpoints/step-00000004").iterdir()
+    )
 
 
 def _load_on_rank(world, run):
-    return {name: float(tensor.mean()) for name, tensor in newest_on_disk(run, world).tensors().items()}
+    return {
+        name: float(tensor.mean()) for name, tensor in newest_on_disk(run, world).tensors().items()
+    }
 
 
 def _damage_seen_by_one_rank(world, run):
@@ -234,7 +255,10 @@ def test_ranks_share_the_writing_and_another_number_of_them_reads_it(tmp_path):
     (error, files), _ = on_ranks(2, _save_on_rank, tmp_path)
     assert error is None
     assert files == ["manifest.json", SHARD.format(1), SHARD.format(2), "state.json"]
-    sizes = [(tmp_path / "checkpoints/step-00000004" / SHARD.format(rank)).stat().st_size for rank in (1, 2)]
+    sizes = [
+        (tmp_path / "checkpoints/step-00000004" / SHARD.format(rank)).stat().st_size
+        for rank in (1, 2)
+    ]
     assert max(sizes) < 1.5 * min(sizes)
     expected = {f"network.{name}": float(name) for name in range(8)}
     assert on_ranks(3, _load_on_rank, tmp_path) == [expected] * 3
@@ -285,8 +309,12 @@ print(writer.wait().error)
 def test_memory_that_runs_out_costs_one_checkpoint(tmp_path):
     helpers = {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", SHORT_OF_MEMORY, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | helpers, timeout=300)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | helpers, timeout=300
+    )
     first, second = ended.stdout.splitlines()
     assert "memory ran out: writing a checkpoint takes 400.0 MB" in first
     assert second == "None"
-    assert [path.name for path in (tmp_path / "checkpoints").glob("*/manifest.json")] == ["manifest.json"] * 2
+    assert [path.name for path in (tmp_path / "checkpoints").glob("*/manifest.json")] == [
+        "manifest.json"
+    ] * 2

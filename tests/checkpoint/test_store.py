@@ -19,14 +19,18 @@ def _another_store_on_each(world, folder):
 
 
 def test_a_store_that_is_not_the_same_to_all_hosts_is_refused_at_the_start(tmp_path):
-    with pytest.raises(RankFailedError, match=r"checkpoint\.store: .*store-1: not the place of rank 0") as error:
+    with pytest.raises(
+        RankFailedError, match=r"checkpoint\.store: .*store-1: not the place of rank 0"
+    ) as error:
         on_ranks(2, _another_store_on_each, tmp_path)
     assert "store-0" not in str(error.value)
 
 
 def test_a_bucket_that_is_not_there_is_refused_at_the_start(s3):
     lease = Lease("checkpoint.store", Storage("s3://nowhere/run"))
-    with pytest.raises(DistapError, match=r"checkpoint\.store: s3://nowhere/run: its bucket does not exist") as error:
+    with pytest.raises(
+        DistapError, match=r"checkpoint\.store: s3://nowhere/run: its bucket does not exist"
+    ) as error:
         lease.take()
     assert error.value.status == MISTAKE
 
@@ -43,7 +47,10 @@ def test_a_store_that_never_answers_fails_in_bounded_time(tmp_path, s3, monkeypa
             lambda: store.download("file", tmp_path / "fetched"),
             lambda: store.sizes("folder"),
         ):
-            with pytest.raises(UnreachableError, match=r"2 attempts failed, the last with: (no answer|Read timeout)"):
+            with pytest.raises(
+                UnreachableError,
+                match=r"2 attempts failed, the last with: (no answer|Read timeout)",
+            ):
                 call()
 
 

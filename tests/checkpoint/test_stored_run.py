@@ -16,7 +16,11 @@ from distap.storage.files import Storage
 from distap.storage.remotes import UnreachableError
 from distap.world import World
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")]  # of gcsfs
+# of gcsfs
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning"),
+]
 TENSORS = {"network.a": torch.arange(6.0).view(2, 3), "memory.labels": torch.arange(4)}
 STATE = {"step": 3, "names": ["x"]}
 
@@ -45,7 +49,9 @@ def newest(checkpoints, spool, world=None):
 
 
 def same(first, second):
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
 def flip(checkpoints, name, file):
@@ -56,7 +62,9 @@ def flip(checkpoints, name, file):
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "state.json", SHARD.format(1)])
-def test_an_object_whose_bits_the_bucket_has_flipped_is_passed_over(file, tmp_path, store, monkeypatch):
+def test_an_object_whose_bits_the_bucket_has_flipped_is_passed_over(
+    file, tmp_path, store, monkeypatch
+):
     monkeypatch.setattr(remotes, "FIRST_PAUSE", 0.01)
     save(store, tmp_path, 1, 2)
     key = f"{store.storage.base.removeprefix('s3://shards/')}/checkpoints/step-00000002/{file}"
@@ -88,12 +96,16 @@ def test_what_one_host_saves_another_loads(tmp_path, kind):
         assert newest(store, tmp_path / "second")[0] == 2
         for file in (SHARD.format(1), "state.json"):
             flip(store, "step-00000002", file)
-        with pytest.raises(DistapError, match=rf"{url}: none of the 2 .*step-00000003.*state\.json"):
+        with pytest.raises(
+            DistapError, match=rf"{url}: none of the 2 .*step-00000003.*state\.json"
+        ):
             newest(store, tmp_path / "second")
     assert not [path for host in ("first", "second") for path in (tmp_path / host).glob("*")]
 
 
-def test_a_store_that_cannot_be_read_is_no_reason_to_take_an_older_checkpoint(tmp_path, store, monkeypatch):
+def test_a_store_that_cannot_be_read_is_no_reason_to_take_an_older_checkpoint(
+    tmp_path, store, monkeypatch
+):
     save(store, tmp_path, 1, 2)
 
     def unreachable(storage, name, path):
@@ -128,7 +140,9 @@ def test_as_many_stay_as_the_recipe_says_and_the_best(tmp_path, store):
 
 
 def test_a_checkpoint_that_is_written_again_takes_the_place_of_the_one_of_its_step(tmp_path, store):
-    """As after a request to stop that came before the evaluation: the same state, then with a score."""
+    """As after a request to stop that came before the evaluation: the same state, then with a
+    score.
+    """
     save(store, tmp_path, 1, 2)
     save(store, tmp_path, 2, scores=(0.7,))
     assert store.names() == ["step-00000001", "step-00000002.1"]
@@ -138,8 +152,11 @@ def test_a_checkpoint_that_is_written_again_takes_the_place_of_the_one_of_its_st
 
 def test_a_checkpoint_goes_manifest_first(tmp_path, monkeypatch, store):
     save(store, tmp_path, 1, keep=1)
-    removed, remove = [], Storage.remove
-    monkeypatch.setattr(Storage, "remove", lambda store, name: (removed.append(name), remove(store, name)))
+    removed = []
+    remove = Storage.remove
+    monkeypatch.setattr(
+        Storage, "remove", lambda store, name: (removed.append(name), remove(store, name))
+    )
     save(store, tmp_path, 2, keep=1)
     assert [Path(name).name for name in removed] == ["manifest.json", SHARD.format(1), "state.json"]
 
@@ -166,7 +183,8 @@ def _two_hosts(world, folder):
         files.pipe_file(path, bytes(data))
     world.barrier()
     found = newest(store, spool, world)
-    # Rank 1's store is elsewhere: half of the checkpoint is missing, and it must not count on either.
+    # Rank 1's store is elsewhere: half of the checkpoint is missing, and it must not count on
+    # either.
     elsewhere = checkpoints_of(f"file://{folder}/store-{world.rank}")
     failed = save(elsewhere, spool, 5, tensors=tensors, world=world)
     return found[0], failed, elsewhere.names(), list(spool.iterdir())
@@ -181,8 +199,13 @@ def test_two_hosts_share_nothing_but_the_store(tmp_path, s3):
 
 
 def test_files_next_to_checkpoints_go_there_and_come_back(tmp_path, store):
-    first, second = tmp_path / "first", tmp_path / "second"
-    for name, text in (("metrics.jsonl", "1\n2\n"), ("evaluations/step-00000001/result.json", "{}"), ("other", "x")):
+    first = tmp_path / "first"
+    second = tmp_path / "second"
+    for name, text in (
+        ("metrics.jsonl", "1\n2\n"),
+        ("evaluations/step-00000001/result.json", "{}"),
+        ("other", "x"),
+    ):
         (first / name).parent.mkdir(parents=True, exist_ok=True)
         (first / name).write_text(text)
     sent = beside(store.storage, first)

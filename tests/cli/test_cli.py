@@ -23,11 +23,10 @@ def config(tmp_path, training_shards):
     """Eight steps on the small training set."""
     path = tmp_path / "recipe.yaml"
     path.write_text(
-        f"run: {tmp_path / 'run'}\nsteps: 8\n"
-        f"data: {{train: {training_shards[0]}, validation: {training_shards[1]}, image_size: 32, workers: 0}}\n"
-        "sampling: {name: p_by_k, classes: 6, images: 4}\n"
-        "model: {backbone: resnet10t, weights: {name: random}}\n"
-        "optimizer: {learning_rate: 1e-3}\nevaluation: {every: 4}\n"
+        f"run: {tmp_path / 'run'}\nsteps: 8\ndata: {{train: {training_shards[0]}, validation:"
+        f" {training_shards[1]}, image_size: 32, workers: 0}}\nsampling: {{name: p_by_k, classes:"
+        " 6, images: 4}\nmodel: {backbone: resnet10t, weights: {name: random}}\noptimizer:"
+        " {learning_rate: 1e-3}\nevaluation: {every: 4}\n"
     )
     return path
 
@@ -43,7 +42,10 @@ def test_a_dry_run_finds_out_whether_the_store_can_be_written_to(monkeypatch, co
 def test_a_dry_run_says_what_would_be_done_and_does_nothing(tmp_path, monkeypatch, config, capfd):
     assert distap(monkeypatch, "train", config, "--dry-run", "--ranks", 5) == 0
     printed = capfd.readouterr().out
-    assert "device      cpu, 5 ranks" in printed and "24 images by p_by_k; an epoch is 2.25 steps" in printed
+    assert (
+        "device      cpu, 5 ranks" in printed
+        and "24 images by p_by_k; an epoch is 2.25 steps" in printed
+    )
     assert "each rank   15,360 bytes of pixels and 49,152 bytes of descriptors per step" in printed
     assert "nothing is wrong" in printed and "/run, from the start" in printed
     assert not (tmp_path / "run").exists()
@@ -56,7 +58,9 @@ def test_our_recipes_are_listed_and_printed(monkeypatch, capfd):
     assert distap(monkeypatch, "recipes") == 0
     heading, *listed = capfd.readouterr().out.splitlines()
     assert heading.split() == ["name", "paper", "data", "expected"]
-    assert [line.split()[0] for line in listed] == sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    assert [line.split()[0] for line in listed] == sorted(
+        path.stem for path in RECIPES.glob("*.yaml")
+    )
     assert distap(monkeypatch, "recipes", "emoji") == 0
     assert capfd.readouterr().out == (RECIPES / "emoji.yaml").read_text()
     assert distap(monkeypatch, "recipes", "emojo") == 2
@@ -70,7 +74,10 @@ def test_packing_says_what_it_did(tmp_path, monkeypatch, capsys):
     assert distap(monkeypatch, "data", "pack", images, tmp_path / "out") == 0
     printed = "".join(capsys.readouterr())
     assert "4 images of 2 classes in 1 shards" in printed
-    assert re.search(r"left out: 1 decode_error: not an image of JPEG, .*\(.*a/0\.png\)", printed.replace("\n", ""))
+    assert re.search(
+        r"left out: 1 decode_error: not an image of JPEG, .*\(.*a/0\.png\)",
+        printed.replace("\n", ""),
+    )
     twice = "1 images are twice in a class, by size and CRC-32, such as b/1.png and b/copy of 1.png"
     assert twice in printed.replace("\n", " ")
     assert distap(monkeypatch, "data", "index", tmp_path / "out") == 0
@@ -82,13 +89,29 @@ def test_packing_says_what_it_did(tmp_path, monkeypatch, capsys):
         (["train", "{config}", "data.train={tmp}/nothing"], "{tmp}/nothing: no such data set"),
         (["train", "{config}", "model.backbone=resnet5"], "timm knows no network named 'resnet5'"),
         (["train", "{config}", "--ranks", "2", "sampling.classes=100"], "set it to 12 or less"),
-        (["train", "{config}", "--dry-run", "--ranks", "25"], "24 images a batch, fewer than the 25 ranks"),
         (
-            ["train", "{config}", "--ranks", "2", "model.backbone=test_maxvit", "data.image_size=30"],
+            ["train", "{config}", "--dry-run", "--ranks", "25"],
+            "24 images a batch, fewer than the 25 ranks",
+        ),
+        (
+            [
+                "train",
+                "{config}",
+                "--ranks",
+                "2",
+                "model.backbone=test_maxvit",
+                "data.image_size=30",
+            ],
             "test_maxvit does not take images of 30 px",
         ),
-        (["train", "{config}", "--ranks", "2", "data.validation={train}"], "classes with the training set"),
-        *(([command, "{tmp}/no.yaml"], "no.yaml: the recipe cannot be read") for command in ("train", "recipes")),
+        (
+            ["train", "{config}", "--ranks", "2", "data.validation={train}"],
+            "classes with the training set",
+        ),
+        *(
+            ([command, "{tmp}/no.yaml"], "no.yaml: the recipe cannot be read")
+            for command in ("train", "recipes")
+        ),
         (["eval", "--checkpoint", "{tmp}"], "no checkpoint there"),
         (["report", "{tmp}", "--output", "{tmp}"], "no such run log"),
     ],
@@ -96,7 +119,10 @@ def test_packing_says_what_it_did(tmp_path, monkeypatch, capsys):
 def test_bad_input_gets_one_clear_error_and_a_non_zero_exit(
     tmp_path, monkeypatch, capfd, config, training_shards, arguments, message
 ):
-    filled = [argument.format(config=config, tmp=tmp_path, train=training_shards[0]) for argument in arguments]
+    filled = [
+        argument.format(config=config, tmp=tmp_path, train=training_shards[0])
+        for argument in arguments
+    ]
     assert distap(monkeypatch, *filled) == 2
     printed = capfd.readouterr().err
     # The latter if the recipe has been read.
@@ -107,7 +133,8 @@ def test_bad_input_gets_one_clear_error_and_a_non_zero_exit(
 
 WITHOUT_TORCH = """
 import sys
-sys.modules.update(dict.fromkeys(("torch", "torchvision", "timm", "webdataset")))  # importing them fails
+# Importing them fails.
+sys.modules.update(dict.fromkeys(("torch", "torchvision", "timm", "webdataset")))
 from distap.cli import main
 for command in sys.stdin.read().splitlines():
     sys.argv = ["distap", *command.split()]
@@ -158,20 +185,30 @@ COMPUTES_NOTHING = """
 
 def test_a_command_that_computes_nothing_loads_no_torch(tmp_path, monkeypatch, config):
     write_images(tmp_path / "images", {"a": 3, "b": 3})
-    (tmp_path / "images/a/3.png").write_bytes((tmp_path / "images/a/0.png").read_bytes()[:-20])  # is decoded
+    # is decoded
+    (tmp_path / "images/a/3.png").write_bytes((tmp_path / "images/a/0.png").read_bytes()[:-20])
     (tmp_path / "listed.csv").write_text("path,label,box\nimages/a/0.png,a,\nimages/b/0.png,b,\n")
     (tmp_path / "wrong.csv").write_text("file_path,label\nimages/a/0.png,a\n")
     assert distap(monkeypatch, "train", config, "steps=1", "evaluation.every=0") == 0
     expected = [line.format(tmp=tmp_path) for line in COMPUTES_NOTHING.split("\n") if line]
     commands = "\n".join(line.partition(": ")[2] for line in expected)
-    said = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], input=commands, capture_output=True, text=True)
-    answers = [line.removeprefix("STATUS ") for line in said.stdout.splitlines() if line.startswith("STATUS ")]
+    said = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], input=commands, capture_output=True, text=True
+    )
+    answers = [
+        line.removeprefix("STATUS ")
+        for line in said.stdout.splitlines()
+        if line.startswith("STATUS ")
+    ]
     assert answers == expected, said.stderr
 
 
 def test_a_terminal_is_told_at_once_that_a_command_starts():
     ours, theirs = pty.openpty()
-    code = "import sys; sys.modules.update(timm=None, torchvision=None); from distap.cli import main; main()"
+    code = (
+        "import sys; sys.modules.update(timm=None, torchvision=None); from distap.cli import main;"
+        " main()"
+    )
     command = [sys.executable, "-c", code, "config", "emoji"]
     subprocess.run(command, stderr=theirs, stdout=subprocess.DEVNULL, check=True)
     assert os.read(ours, 2**16).decode().count("distap config: starting ...") == 1
@@ -190,14 +227,18 @@ def test_every_command_explains_itself(monkeypatch, capsys, command):
     assert "Usage: distap" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["recipes"], ["recipes", "emoji"], ["config", "emoji"], ["--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["recipes"], ["recipes", "emoji"], ["config", "emoji"], ["--help"]]
+)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
 def test_a_standard_output_that_is_full_is_an_error_in_one_line(arguments):
     with Path("/dev/full").open("wb") as full:
         command = [sys.executable, "-m", "distap.cli", *arguments]
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
     assert ended.returncode == 2
-    assert re.fullmatch(r"error: .*output: cannot be written: No space left on device\n", ended.stderr)
+    assert re.fullmatch(
+        r"error: .*output: cannot be written: No space left on device\n", ended.stderr
+    )
 
 
 @pytest.mark.parametrize("arguments", [["recipes"], ["config", "emoji"]])
@@ -213,7 +254,14 @@ def test_a_reader_that_leaves_early_is_no_failure(arguments):
 def test_nothing_is_written_in_the_place_of_a_device(tmp_path, monkeypatch, capfd):
     os.mkfifo(tmp_path / "recipe.yaml")
     write_images(tmp_path / "images", {"a": 2, "b": 2})
-    arguments = ["data", "pack", tmp_path / "images", tmp_path / "out", "--left-out", tmp_path / "recipe.yaml"]
+    arguments = [
+        "data",
+        "pack",
+        tmp_path / "images",
+        tmp_path / "out",
+        "--left-out",
+        tmp_path / "recipe.yaml",
+    ]
     assert distap(monkeypatch, *arguments) == 2
     assert "recipe.yaml: no regular file" in capfd.readouterr().err
 

@@ -20,11 +20,16 @@ from distap.world import World
 def run(tmp_path_factory, training_shards) -> Path:
     """A run of one step."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    Trainer(recipe(folder, training_shards, steps=1, sampling={"name": "random", "batch_size": 8}), World()).train()
+    Trainer(
+        recipe(folder, training_shards, steps=1, sampling={"name": "random", "batch_size": 8}),
+        World(),
+    ).train()
     return folder
 
 
-def test_the_command_describes_a_folder_and_says_what_it_wrote(tmp_path, monkeypatch, capsys, run, photos):
+def test_the_command_describes_a_folder_and_says_what_it_wrote(
+    tmp_path, monkeypatch, capsys, run, photos
+):
     out = tmp_path / "out"
     options = "--checkpoint", run
     keys = "evaluation.sizing=side 40", "evaluation.scales=[1,0.5]", "data.workers=0"
@@ -39,13 +44,18 @@ def test_the_command_describes_a_folder_and_says_what_it_wrote(tmp_path, monkeyp
     whitened = ("--whitening", tmp_path / "whitening", photos, tmp_path / "whitened", *keys)
     assert distap(monkeypatch, "extract", *options, *whitened) == 0
     expected = whitened_reference(whitening, found.descriptors)
-    np.testing.assert_allclose(read_descriptors(tmp_path / "whitened").descriptors, expected, atol=0.02)
+    np.testing.assert_allclose(
+        read_descriptors(tmp_path / "whitened").descriptors, expected, atol=0.02
+    )
     cut = (photos, tmp_path / "cut", *keys, "evaluation.dimensions=24")
     assert distap(monkeypatch, "extract", *options, *cut) == 0
     expected = unit(found.descriptors[:, :24].astype(np.float32))
     np.testing.assert_allclose(read_descriptors(tmp_path / "cut").descriptors, expected, atol=0.002)
     assert found.described_by.antialias
-    for name, change in (("rough", "evaluation.antialias=false"), ("narrow", "evaluation.precision=bf16")):
+    for name, change in (
+        ("rough", "evaluation.antialias=false"),
+        ("narrow", "evaluation.precision=bf16"),
+    ):
         assert distap(monkeypatch, "extract", *options, photos, tmp_path / name, *keys, change) == 0
         assert not np.array_equal(read_descriptors(tmp_path / name).descriptors, found.descriptors)
     assert not read_descriptors(tmp_path / "rough").described_by.antialias
@@ -55,29 +65,42 @@ def test_the_command_describes_a_folder_and_says_what_it_wrote(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{photos}", "{tmp}/out", "evaluation.scales=[1,x]"], "evaluation.scales.1: 'x': must be a number"),
+        (
+            ["{photos}", "{tmp}/out", "evaluation.scales=[1,x]"],
+            "evaluation.scales.1: 'x': must be a number",
+        ),
         (["--whitening", "{tmp}/none", "{photos}", "{tmp}/out"], "none"),
-        (["{photos}", "{tmp}/out", "evaluation.dimensions=97"], "evaluation.dimensions: 97, but descriptors have 96"),
+        (
+            ["{photos}", "{tmp}/out", "evaluation.dimensions=97"],
+            "evaluation.dimensions: 97, but descriptors have 96",
+        ),
         (["{tmp}/nothing", "{tmp}/out"], "no such data set"),
         (["{photos}", "{photos}"], "holds something"),
     ],
 )
-def test_a_wrong_command_says_what_is_wrong(tmp_path, monkeypatch, capsys, run, photos, arguments, message):
+def test_a_wrong_command_says_what_is_wrong(
+    tmp_path, monkeypatch, capsys, run, photos, arguments, message
+):
     arguments = [argument.format(tmp=tmp_path, photos=photos) for argument in arguments]
     assert distap(monkeypatch, "extract", "--checkpoint", run, *arguments) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow
-def test_ranks_that_are_asked_to_stop_leave_whole_parts_to_go_on_from(tmp_path, monkeypatch, run, photos, capsys):
-    out, images = tmp_path / "out", tmp_path / "images"
+def test_ranks_that_are_asked_to_stop_leave_whole_parts_to_go_on_from(
+    tmp_path, monkeypatch, run, photos, capsys
+):
+    out = tmp_path / "out"
+    images = tmp_path / "images"
     images.mkdir()
     for number in range(100):
         for path in photos.rglob("*.png"):
             (images / f"{number}-{path.name}").write_bytes(path.read_bytes())
     options = ["--checkpoint", str(run), str(images), str(out)]
     options += ["evaluation.sizing=original", "data.workers=1"]
-    with started(Program(("-m", "distap.cli", "extract", "--ranks", "2", *options)), tmp_path) as job:
+    with started(
+        Program(("-m", "distap.cli", "extract", "--ranks", "2", *options)), tmp_path
+    ) as job:
         job.wait_until(lambda: len(list((out / "parts").glob("*.npz"))) >= 4)
         os.kill(job.process.pid, signal.SIGTERM)
         assert job.status() == RESTART, job.said

@@ -19,8 +19,16 @@ from docs.recipe_keys import recipe_keys
 @pytest.fixture
 def recipe(tmp_path, training_shards) -> Path:
     settings = {
-        **{"run": str(tmp_path / "run"), "steps": 2, "sampling": {"name": "random", "batch_size": 8}},
-        "data": {"train": str(training_shards[0]), "validation": str(training_shards[1]), "image_size": 32},
+        **{
+            "run": str(tmp_path / "run"),
+            "steps": 2,
+            "sampling": {"name": "random", "batch_size": 8},
+        },
+        "data": {
+            "train": str(training_shards[0]),
+            "validation": str(training_shards[1]),
+            "image_size": 32,
+        },
         "model": {"backbone": "resnet10t", "weights": "random"},
     }
     path = tmp_path / "recipe.yaml"
@@ -43,7 +51,10 @@ def test_every_key_has_a_meaning_and_takes_no_name_of_a_class():
 
 def test_the_version_is_told_without_the_command_on_the_path():
     told = subprocess.run(
-        [sys.executable, "-m", "distap.cli", "--version"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "distap.cli", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert told.stdout == f"distap {__version__}\n" and not told.stderr
 
@@ -65,7 +76,10 @@ def test_other_results_are_json_too(tmp_path, monkeypatch, capfd, recipe, traini
     assert distap(monkeypatch, "report", tmp_path / "run", "--json") == 0
     assert json.loads(capfd.readouterr().out)["summary"]["after"]["mAP"] > 0
     found = tmp_path / "found"
-    assert distap(monkeypatch, "extract", training_shards[0], found, "--checkpoint", tmp_path / "run") == 0
+    assert (
+        distap(monkeypatch, "extract", training_shards[0], found, "--checkpoint", tmp_path / "run")
+        == 0
+    )
     capfd.readouterr()
     assert distap(monkeypatch, "index", found, tmp_path / "index", "--json") == 0
     indexed = json.loads(capfd.readouterr().out)
@@ -79,7 +93,8 @@ def test_an_impossible_number_of_ranks_is_refused(monkeypatch, capfd, recipe, ra
 
 
 @pytest.mark.parametrize(
-    "command", [("data", "pack", "images", "s3://bucket/x"), ("report", "runs/x", "--output=s3://b/x")]
+    "command",
+    [("data", "pack", "images", "s3://bucket/x"), ("report", "runs/x", "--output=s3://b/x")],
 )
 def test_a_url_in_place_of_a_folder_is_refused(tmp_path, monkeypatch, capfd, command):
     monkeypatch.chdir(tmp_path)

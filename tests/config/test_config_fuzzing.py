@@ -1,4 +1,6 @@
-"""Configurations that someone else wrote: whatever is in them, a message names the culprit, and no code runs."""
+"""Configurations that someone else wrote: whatever is in them, a message names the culprit, and no
+code runs.
+"""
 
 import re
 
@@ -25,17 +27,31 @@ VALID = {
     "optimizer": {"learning_rate": 1e-4},
 }
 SECTIONS = sorted(Recipe.model_fields)
-plain = st.none() | st.booleans() | st.integers() | st.floats(allow_subnormal=False) | st.text(max_size=20)
+plain = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_subnormal=False)
+    | st.text(max_size=20)
+)
 names = st.text(max_size=8) | st.integers() | st.booleans()
 values = st.recursive(
-    plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3), max_leaves=6
+    plain,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
+    max_leaves=6,
 )
 keys = st.sampled_from(SECTIONS) | st.text(max_size=8)
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @quick
-@given(st.sampled_from([None, *(name for name in VALID if isinstance(VALID[name], dict))]), keys, values)
+@given(
+    st.sampled_from([None, *(name for name in VALID if isinstance(VALID[name], dict))]),
+    keys,
+    values,
+)
 def test_any_settings_are_read_or_refused_by_name(section, key, value):
     changes = {key: value} if section is None else {section: {**VALID[section], key: value}}
     try:
@@ -75,7 +91,9 @@ def test_any_bytes_are_read_or_refused_by_name(tmp_path, content):
         load_recipe(path)
 
 
-@pytest.mark.parametrize("value", ["!!python/object/apply:os.mkdir [{path}]", "!!python/name:os.mkdir"])
+@pytest.mark.parametrize(
+    "value", ["!!python/object/apply:os.mkdir [{path}]", "!!python/name:os.mkdir"]
+)
 def test_a_tag_in_a_recipe_or_an_override_runs_no_code(tmp_path, value):
     evil = tmp_path / "evil"
     path = tmp_path / "recipe.yaml"

@@ -28,12 +28,24 @@ def odd_names(tmp_path):
 def test_figures_are_a_table_and_json(monkeypatch, capsys, odd_names):
     assert distap(monkeypatch, "data", "stats", odd_names) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"images a class median +2.0\b", printed) and re.search(r"classes of one image +1\b", printed)
+    assert re.search(r"images a class median +2.0\b", printed) and re.search(
+        r"classes of one image +1\b", printed
+    )
     assert distap(monkeypatch, "data", "stats", odd_names, "--json") == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures == {
-        **{"images": 6, "classes": 3, "classes_of_one_image": 1, "images_a_class_min": 1, "images_a_class_max": 3},
-        **{"images_a_class_median": 2, "bytes": int(load_index(odd_names).size.sum()), "left_out": 0},
+        **{
+            "images": 6,
+            "classes": 3,
+            "classes_of_one_image": 1,
+            "images_a_class_min": 1,
+            "images_a_class_max": 3,
+        },
+        **{
+            "images_a_class_median": 2,
+            "bytes": int(load_index(odd_names).size.sum()),
+            "left_out": 0,
+        },
     }
 
 

@@ -53,14 +53,16 @@ def reason(data: bytes, **limits) -> str:
 
 
 def test_the_reduction_never_makes_a_crop_smaller_than_the_result():
-    assert [reduction((0, 0, side, 900), (100, 100)) for side in (99, 100, 199, 200, 399, 400, 799, 800, 5000)] == [
-        *(1, 1, 1, 2, 2, 4, 4, 8, 8)
-    ]
+    assert [
+        reduction((0, 0, side, 900), (100, 100))
+        for side in (99, 100, 199, 200, 399, 400, 799, 800, 5000)
+    ] == [*(1, 1, 1, 2, 2, 4, 4, 8, 8)]
     assert reduction((50, 0, 950, 250), (100, 100)) == 2
 
 
 def test_a_scaled_crop_decodes_no_more_of_a_jpeg_than_it_needs(monkeypatch):
-    shapes, decode_jpeg = [], simplejpeg.decode_jpeg
+    shapes = []
+    decode_jpeg = simplejpeg.decode_jpeg
 
     def noted(*arguments, **settings):
         found = decode_jpeg(*arguments, **settings)
@@ -75,7 +77,9 @@ def test_a_scaled_crop_decodes_no_more_of_a_jpeg_than_it_needs(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}, {"subsampling": 1}])
+@pytest.mark.parametrize(
+    "options", [{}, {"progressive": True}, {"subsampling": 0}, {"subsampling": 1}]
+)
 def test_pixels_of_a_jpeg_are_those_of_pillow_at_every_scale(mode, options):
     for width, height in ((301, 203), (64, 8), (17, 33)):
         data = encoded(PHOTO.resize((width, height)).convert(mode), "JPEG", **options)
@@ -127,14 +131,19 @@ def test_other_formats_are_turned_upright_as_well(file_format):
 
 def test_a_missing_reader_is_named_with_its_extra(monkeypatch):
     monkeypatch.setattr(decoding, "missing_reader", lambda name: "pip install 'distap[formats]'")
-    with pytest.raises(NoReaderError, match=r"HEIF, for which there is no reader: pip install 'distap\[formats\]'"):
+    with pytest.raises(
+        NoReaderError, match=r"HEIF, for which there is no reader: pip install 'distap\[formats\]'"
+    ):
         decode(b"\0\0\0\x18ftypheic" + bytes(100))
     with pytest.raises(DistapError, match=r"^shard:key: .*distap\[formats\]"):
         failure("shard:key", NoReaderError("decode_error", "pip install 'distap[formats]'"))
 
 
 def test_broken_exif_leaves_the_image_as_it_is_stored():
-    assert EncodedImage(encoded(PHOTO, "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff")).size == (301, 203)
+    assert EncodedImage(encoded(PHOTO, "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff")).size == (
+        301,
+        203,
+    )
     assert EncodedImage(encoded(PHOTO, "JPEG", exif=turned(77))).size == (301, 203)
 
 
@@ -167,7 +176,9 @@ def test_grey_palette_and_single_bit_images_keep_their_colours():
         assert np.array_equal(pixels(decode(encoded(image, "PNG"))), pixels(image.convert("RGB")))
     image = PHOTO.quantize(32)
     for file_format in ("PNG", "GIF", "BMP", "TIFF"):
-        assert np.array_equal(pixels(decode(encoded(image, file_format))), pixels(image.convert("RGB")))
+        assert np.array_equal(
+            pixels(decode(encoded(image, file_format))), pixels(image.convert("RGB"))
+        )
 
 
 @pytest.mark.parametrize("side", [16, 64])
@@ -179,7 +190,8 @@ def test_cmyk_jpeg_is_not_shown_as_its_negative(side):
 
 @pytest.mark.parametrize("side", [16, 64])
 def test_ycck_jpeg_is_converted_by_adobes_convention(side):
-    # Luma 200 and neutral chroma, as inks are stored: inverted, so that each ink is 200 and black none.
+    # Luma 200 and neutral chroma, as inks are stored: inverted, so that each ink is 200 and black
+    # none.
     data = bytearray(encoded(Image.new("CMYK", (64, 64), (55, 127, 127, 0)), "JPEG", quality=95))
     data[data.index(b"Adobe") + 11] = 2  # the marker's transform: from CMYK to YCCK
     grey = EncodedImage(bytes(data)).crop((0, 0, 64, 64), (side, side))
@@ -187,7 +199,9 @@ def test_ycck_jpeg_is_converted_by_adobes_convention(side):
 
 
 def test_of_several_pictures_in_a_jpeg_the_first_counts():
-    data = encoded(PHOTO, "MPO", save_all=True, append_images=[Image.new("RGB", (9, 9))], quality=90)
+    data = encoded(
+        PHOTO, "MPO", save_all=True, append_images=[Image.new("RGB", (9, 9))], quality=90
+    )
     assert torch.equal(
         EncodedImage(data).crop((0, 0, 301, 203), (50, 50)),
         EncodedImage(jpeg(PHOTO, 90)).crop((0, 0, 301, 203), (50, 50)),
@@ -225,7 +239,13 @@ def png(width: int, height: int, *chunks: bytes) -> bytes:
     """A grey PNG with no pixels but these chunks."""
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
     return b"".join(
-        (b"\x89PNG\r\n\x1a\n", header, *chunks, chunk(b"IDAT", zlib.compress(bytes(2))), chunk(b"IEND", b""))
+        (
+            b"\x89PNG\r\n\x1a\n",
+            header,
+            *chunks,
+            chunk(b"IDAT", zlib.compress(bytes(2))),
+            chunk(b"IEND", b""),
+        )
     )
 
 
@@ -239,15 +259,38 @@ def test_bombs_are_refused():
 
 def test_a_huge_canvas_of_webp_is_refused_before_room_is_made_for_it(monkeypatch):
     monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("opened"))
-    data = b"RIFF" + struct.pack("<I", 22) + b"WEBPVP8X" + struct.pack("<II", 10, 0) + b"\xff\xff\xff\x00\x10\x00"
+    data = (
+        b"RIFF"
+        + struct.pack("<I", 22)
+        + b"WEBPVP8X"
+        + struct.pack("<II", 10, 0)
+        + b"\xff\xff\xff\x00\x10\x00"
+    )
     assert reason(data) == "too_large"
 
 
 def test_a_small_tiff_of_one_huge_tile_is_refused():
     tile = zlib.compress(bytes(1000))
-    tags = {256: 16, 257: 16, 258: 8, 259: 8, 262: 1, 277: 1, 322: 30_000, 323: 30_000, 324: 8, 325: len(tile)}
+    tags = {
+        256: 16,
+        257: 16,
+        258: 8,
+        259: 8,
+        262: 1,
+        277: 1,
+        322: 30_000,
+        323: 30_000,
+        324: 8,
+        325: len(tile),
+    }
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
-    data = struct.pack("<2sHI", b"II", 42, 8 + len(tile)) + tile + struct.pack("<H", len(tags)) + entries + bytes(4)
+    data = (
+        struct.pack("<2sHI", b"II", 42, 8 + len(tile))
+        + tile
+        + struct.pack("<H", len(tags))
+        + entries
+        + bytes(4)
+    )
     assert image_size(encoded(Image.new("L", (16, 16)), "TIFF")) == (16, 16)
     assert reason(data) == "too_large"
 
@@ -326,7 +369,9 @@ def test_a_cut_image_is_called_truncated(file_format):
 
 def test_memory_that_does_not_suffice_is_no_damage(monkeypatch):
     monkeypatch.setattr(decoding, "_rgb", lambda image: [image] * 2**60)
-    with pytest.raises(MemoryError, match=r"^a\.tar:b: decoding its 301 x 203 pixels ran out of memory"):
+    with pytest.raises(
+        MemoryError, match=r"^a\.tar:b: decoding its 301 x 203 pixels ran out of memory"
+    ):
         decode(encoded(PHOTO, "PNG"), name="a.tar:b")
 
 
@@ -351,7 +396,8 @@ CHANGES = st.lists(
         st.integers(0, 2**20),
         st.sampled_from([0, 1, 4, 30]),
         st.one_of(
-            st.binary(max_size=4), st.sampled_from([b"\xff" * 4, b"\x7f\xff\xff\xff", b"\xff\xff\xff\x7f", bytes(4)])
+            st.binary(max_size=4),
+            st.sampled_from([b"\xff" * 4, b"\x7f\xff\xff\xff", b"\xff\xff\xff\x7f", bytes(4)]),
         ),
     ),
     max_size=4,
@@ -368,7 +414,9 @@ def test_whatever_the_bytes_there_is_an_image_within_limits_or_damage(data, at_s
         image = EncodedImage(data[:cut], limit)
         assert 1 <= image.size[0] * image.size[1] <= limit
         assert image.crop((0, 0, *image.size), (8, 8)).shape == (3, 8, 8)
-        assert torch.equal(image.crop((0, 0, *image.size), (8, 8)), image.crop((0, 0, *image.size), (8, 8)))
+        assert torch.equal(
+            image.crop((0, 0, *image.size), (8, 8)), image.crop((0, 0, *image.size), (8, 8))
+        )
         assert image.whole().size == image.size
     except DamagedImageError as error:
         assert error.reason in ("decode_error", "truncated", "too_large")

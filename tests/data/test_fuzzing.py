@@ -1,4 +1,5 @@
-"""What strangers may send: indexes, labels, lists, JSON and uploads that mutate in every way hypothesis finds.
+"""What strangers may send: indexes, labels, lists, JSON and uploads that mutate in every way
+hypothesis finds.
 
 They take four seconds. FUZZING=60 tries 60 times as many.
 """
@@ -93,7 +94,9 @@ def check_is_sound(index):
     assert ((index.label >= 0) & (index.label < len(index.class_name))).all()
     assert len(index.class_levels) == len(index.class_name)
     ends = [int(offset) + int(size) for offset, size in zip(index.offset, index.size, strict=True)]
-    assert all(end <= int(index.shard_size[shard]) for end, shard in zip(ends, index.shard, strict=True))
+    assert all(
+        end <= int(index.shard_size[shard]) for end, shard in zip(ends, index.shard, strict=True)
+    )
     assert (index.offset >= 0).all()
     assert (index.size > 0).all()
     for name in index.shard_name.tolist():
@@ -119,15 +122,24 @@ def test_a_mutated_index_is_refused_or_sound(data):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"key": np.array([Evil(eval, "1/0"), None, None], dtype=object)}, "column key: of type object"),
-        ({"offset": np.array([512, 9_900, 512])}, r"sample 1 \('b'\): its image reaches beyond its shard"),
+        (
+            {"key": np.array([Evil(eval, "1/0"), None, None], dtype=object)},
+            "column key: of type object",
+        ),
+        (
+            {"offset": np.array([512, 9_900, 512])},
+            r"sample 1 \('b'\): its image reaches beyond its shard",
+        ),
         ({"offset": np.array([-1, 2048, 512])}, "reaches beyond its shard"),
         ({"size": np.array([100, 2**63 - 1, 300])}, "reaches beyond its shard"),
         ({"size": np.array([100, 0, 300])}, "size is below 1"),
         ({"label": np.array([0, 2, 1])}, r"label is none of 0 \.\. 1"),
         ({"shard": np.array([0, 2, 1], dtype=np.int32)}, "shard is none of"),
         ({"label": np.array([0, 1])}, "columns of unequal length: .*label 2"),
-        ({"label": np.array([0, 1, 1], dtype=np.int32)}, "column label: of type int32, expected int64"),
+        (
+            {"label": np.array([0, 1, 1], dtype=np.int32)},
+            "column label: of type int32, expected int64",
+        ),
         ({"key": np.array([b"a", b"b", b"c"])}, r"column key: of type \|S1, expected str"),
         ({"label": None}, "column label: .*no item named"),
         ({"version": np.array(7)}, "version 7 of the index, expected 5"),
@@ -138,7 +150,10 @@ def test_a_mutated_index_is_refused_or_sound(data):
         ({"shard_name": np.array(["0.tar", "/etc/passwd"])}, "'/etc/passwd' is no name of a shard"),
         ({"shard_name": np.array(["0.tar", "a/../../1.tar"])}, "is no name of a shard"),
         ({"shard_name": np.array(["0.tar", "s3://b/1.tar"])}, "is no name of a shard"),
-        ({"shard_name": np.array(["0.tar", "1\n.tar"])}, "shard_name: a name with control characters or line ends"),
+        (
+            {"shard_name": np.array(["0.tar", "1\n.tar"])},
+            "shard_name: a name with control characters or line ends",
+        ),
         ({"width": np.array([0, 8, 8], dtype=np.int32)}, "width or height is below 1"),
     ],
 )
@@ -168,7 +183,9 @@ def test_a_header_that_declares_what_is_not_there_is_refused_without_taking_memo
 
     tracemalloc.start()
     try:
-        with pytest.raises(DistapError, match=r"index\.npz: not a readable index: column (key|label): "):
+        with pytest.raises(
+            DistapError, match=r"index\.npz: not a readable index: column (key|label): "
+        ):
             parse_index(data, "index.npz")
         assert tracemalloc.get_traced_memory()[1] < 10_000_000
     finally:
@@ -205,7 +222,21 @@ LABELS = st.one_of(
     FLOATS,
     st.text(max_size=8),
     st.sampled_from(
-        [*NO_CLASS, " NaN ", "-1.0", "-0", "1.", "01", "1e3", "\ud800", b"a", [], (), np.eye(2), np.int8(-1)]
+        [
+            *NO_CLASS,
+            " NaN ",
+            "-1.0",
+            "-0",
+            "1.",
+            "01",
+            "1e3",
+            "\ud800",
+            b"a",
+            [],
+            (),
+            np.eye(2),
+            np.int8(-1),
+        ]
     ),
     st.integers(-3, 12).map(lambda number: f" {number}.0"),
 )
@@ -232,24 +263,45 @@ WORDS = st.text(st.characters(exclude_characters="\0"), max_size=3)  # numpy cut
 @given(st.lists(st.one_of(st.none(), WORDS, NUMBERS, NUMBERS.map(float)), min_size=1))
 @quick
 def test_numbers_of_classes_are_those_of_their_names(labels):
-    names, numbers = [class_name(label) for label in np.asarray(labels).tolist()], class_numbers(labels).tolist()
+    names = [class_name(label) for label in np.asarray(labels).tolist()]
+    numbers = class_numbers(labels).tolist()
     assert [number == -1 for number in numbers] == [name == "" for name in names]
     assert len(set(zip(names, numbers, strict=True))) == len(set(names)) == len(set(numbers))
 
 
 CELLS = st.one_of(
-    st.sampled_from(["path", "label", "class", "group", "split", "is_query", "is_gallery", "Label", "filename"]),
     st.sampled_from(
-        ["apple/0.png", "apple/1.png", "../images/car/0.png", "0", "1.0", "-1", "true", "no", '"', "\ufeff"]
+        ["path", "label", "class", "group", "split", "is_query", "is_gallery", "Label", "filename"]
+    ),
+    st.sampled_from(
+        [
+            "apple/0.png",
+            "apple/1.png",
+            "../images/car/0.png",
+            "0",
+            "1.0",
+            "-1",
+            "true",
+            "no",
+            '"',
+            "\ufeff",
+        ]
     ),
     st.text(max_size=6),
 )
 
 
-HEADS = st.sampled_from([(), ("path", "label"), ("path", "label", "split"), ("label", "path", "is_query")])
+HEADS = st.sampled_from(
+    [(), ("path", "label"), ("path", "label", "split"), ("label", "path", "is_query")]
+)
 
 
-@given(HEADS, st.lists(st.lists(CELLS, max_size=4), max_size=5), st.sampled_from(",;\t"), st.binary(max_size=3))
+@given(
+    HEADS,
+    st.lists(st.lists(CELLS, max_size=4), max_size=5),
+    st.sampled_from(",;\t"),
+    st.binary(max_size=3),
+)
 @settings(parent=quick, max_examples=3 * quick.max_examples)
 def test_any_list_is_read_or_refused_by_its_line(image_folder, head, rows, delimiter, junk):
     table = image_folder / "list.csv"
@@ -269,11 +321,17 @@ def test_any_list_is_read_or_refused_by_its_line(image_folder, head, rows, delim
 
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), FLOATS, st.text(max_size=5)),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
 )
 
 
-@given(st.one_of(st.binary(max_size=60), st.text('[]{}":,0e-nultrfas', max_size=60), JSON.map(json.dumps)))
+@given(
+    st.one_of(
+        st.binary(max_size=60), st.text('[]{}":,0e-nultrfas', max_size=60), JSON.map(json.dumps)
+    )
+)
 @example("[" * 10_000)
 @settings(parent=quick, max_examples=3 * quick.max_examples)
 def test_any_text_is_json_of_the_wanted_kind_or_a_value_error(text):
@@ -296,30 +354,61 @@ def test_any_record_of_an_evaluation_is_read_or_refused_by_its_file(tmp_path, ch
 
 PARTS = st.lists(
     st.one_of(
-        st.sampled_from([b"--b", b"--b--", b"\r\n", b"\r\n\r\n", b'Content-Disposition: form-data; name="image"']),
         st.sampled_from(
-            [b'; filename="x"', b'; name="k"', b"Content-Type: text/plain; charset=utf-7", b"\xff\xd8", b":"]
+            [
+                b"--b",
+                b"--b--",
+                b"\r\n",
+                b"\r\n\r\n",
+                b'Content-Disposition: form-data; name="image"',
+            ]
+        ),
+        st.sampled_from(
+            [
+                b'; filename="x"',
+                b'; name="k"',
+                b"Content-Type: text/plain; charset=utf-7",
+                b"\xff\xd8",
+                b":",
+            ]
         ),
         st.binary(max_size=20),
     ),
     max_size=14,
 ).map(b"".join)
 TYPES = st.one_of(
-    st.sampled_from([b"multipart/form-data; boundary=b", b'multipart/form-data; boundary="b"; charset=idna', b""]),
-    st.sampled_from([b"multipart/form-data", b"multipart/form-data; boundary=" + b"x" * 300, b"text/html"]),
+    st.sampled_from(
+        [
+            b"multipart/form-data; boundary=b",
+            b'multipart/form-data; boundary="b"; charset=idna',
+            b"",
+        ]
+    ),
+    st.sampled_from(
+        [b"multipart/form-data", b"multipart/form-data; boundary=" + b"x" * 300, b"text/html"]
+    ),
     st.binary(max_size=40).map(lambda rest: b"multipart/form-data; " + rest),
 )
 
 
 @given(
-    PARTS, TYPES, st.lists(st.tuples(st.sampled_from([b"content-length", b"x"]), st.binary(max_size=8)), max_size=2)
+    PARTS,
+    TYPES,
+    st.lists(
+        st.tuples(st.sampled_from([b"content-length", b"x"]), st.binary(max_size=8)), max_size=2
+    ),
 )
 @settings(parent=quick, max_examples=3 * quick.max_examples)
 def test_any_upload_is_an_image_or_refused(body, kind, headers):
     async def receive():
         return {"type": "http.request", "body": body, "more_body": False}
 
-    scope = {"type": "http", "method": "POST", "headers": [(b"content-type", kind), *headers], "app": None}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "headers": [(b"content-type", kind), *headers],
+        "app": None,
+    }
     limits = ServeSettings(max_upload_bytes=200)
     try:
         arrivals = Arrivals(limits, require_place=lambda: None)

@@ -20,7 +20,9 @@ from distap.world import World
 def folders(tmp_path):
     """Two folders with a sub-folder a class, and their shards."""
     for part, seed in (("train", 1), ("test", 2)):
-        images = write_images(tmp_path / part, {f"{part}-{number}": 3 + number % 4 for number in range(12)}, 40, seed)
+        images = write_images(
+            tmp_path / part, {f"{part}-{number}": 3 + number % 4 for number in range(12)}, 40, seed
+        )
         pack(images, tmp_path / f"{part}-shards", images_per_shard=20)
     return tmp_path
 
@@ -29,13 +31,21 @@ def test_training_and_evaluation_are_those_of_the_packed_images(folders):
     runs = {}
     for name, before, after in (("packed", "", "-shards"), ("files", "imagefolder:", "/")):
         train_on, test_on = (f"{before}{folders / part}{after}" for part in ("train", "test"))
-        changes = {"data__validation": test_on, "evaluation": {"every": 3}, "steps": 3, "data__workers": 1}
+        changes = {
+            "data__validation": test_on,
+            "evaluation": {"every": 3},
+            "steps": 3,
+            "data__workers": 1,
+        }
         runs[name] = folders / name
         train(World(), runs[name], [train_on], **changes)
     assert losses(runs["files"]) == losses(runs["packed"]) and len(losses(runs["files"])) == 3
     ours, others = (parameters(run) for run in runs.values())
     assert all(np.array_equal(ours[name], others[name]) for name in others)
-    figures = [[line["validation"] for line in read_run_log(run) if "validation" in line] for run in runs.values()]
+    figures = [
+        [line["validation"] for line in read_run_log(run) if "validation" in line]
+        for run in runs.values()
+    ]
     assert figures[0] == figures[1] and figures[0]
 
 
@@ -52,7 +62,8 @@ def test_a_check_decodes_each_image_and_sees_what_changed_since(folders):
     source = f"imagefolder:{folders / 'test'}"
     index, damaged = check(source)
     assert len(index) == len(load_index(folders / "test-shards")) and damaged == []
-    cut, empty = folders / "test" / "test-0" / "0.png", folders / "test" / "test-1" / "0.png"
+    cut = folders / "test" / "test-0" / "0.png"
+    empty = folders / "test" / "test-1" / "0.png"
     cut.write_bytes(cut.read_bytes()[:-40])
     empty.write_bytes(b"")
     assert [damage.name for damage in check(source)[1]] == ["test-0/0.png", "test-1/0.png"]
@@ -65,7 +76,9 @@ def test_links_are_followed_but_no_image_is_listed_twice(folders):
     (folder / "gone.png").symlink_to(folder / "nothing")
     index = load_index(f"imagefolder:{folders / 'test'}")
     names = index.key.tolist()
-    assert [name for name in names if name.startswith("else")] == [f"elsewhere/{k}.png" for k in range(3)]
+    assert [name for name in names if name.startswith("else")] == [
+        f"elsewhere/{k}.png" for k in range(3)
+    ]
     assert len(set(names)) == len(names)
     assert [(Path(name).name, reason) for name, reason in index.left_out] == [
         ("above", "links to a folder that is listed already"),

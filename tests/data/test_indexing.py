@@ -82,7 +82,9 @@ def sound_archives(tmp_path):
         path = tmp_path / "webdataset.tar"
         with webdataset.TarWriter(str(path)) as writer:
             for number in range(8):
-                writer.write({"__key__": f"{prefix}{number}", "png": png(30 * number), "cls": number})
+                writer.write(
+                    {"__key__": f"{prefix}{number}", "png": png(30 * number), "cls": number}
+                )
         written[name] = path.read_bytes()
     for kind, prefix in itertools.product(FORMATS, ("", LONG)):
         members = [part for n in range(8) for part in sample_members(f"{prefix}{n}", n, 30 * n)]
@@ -96,12 +98,16 @@ def sound(tmp_path_factory):
 
 
 def headers(data):
-    """Offsets of all bytes that are no file's contents: headers, and the blocks that carry long names."""
+    """Offsets of all bytes that are no file's contents: headers, and the blocks that carry long
+    names.
+    """
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
         contents = np.zeros(len(data), dtype=bool)
         last = 0
         for info in tar:
-            contents[info.offset_data : info.offset_data + info.size + -info.size % TAR_BLOCK] = True
+            contents[info.offset_data : info.offset_data + info.size + -info.size % TAR_BLOCK] = (
+                True
+            )
             last = info.offset_data + info.size + -info.size % TAR_BLOCK
     return np.flatnonzero(~contents[:last])
 
@@ -117,16 +123,20 @@ def test_every_writer_s_shards_are_read_whole(sound):
 
 @pytest.mark.parametrize("damage", ["flip", "cut"])
 def test_damage_to_a_shard_is_an_error_that_names_it_or_loses_nothing(sound, damage):
-    generator, refused, tried = np.random.default_rng(0), 0, 0
+    generator = np.random.default_rng(0)
+    refused = 0
+    tried = 0
     for data in sound.values():
-        expected, places = samples(data), headers(data)
+        expected = samples(data)
+        places = headers(data)
         for _ in range(2000 // len(sound) if damage == "flip" else 500 // len(sound)):
             damaged = bytearray(data)
             if damage == "flip":
                 damaged[int(generator.choice(places))] ^= 1 << int(generator.integers(8))
             else:  # half of the cuts are between two blocks
                 del damaged[
-                    int(generator.integers(len(data) // TAR_BLOCK)) * TAR_BLOCK + generator.choice([0, 200]) :
+                    int(generator.integers(len(data) // TAR_BLOCK)) * TAR_BLOCK
+                    + generator.choice([0, 200]) :
                 ]
             tried += 1
             try:
@@ -134,7 +144,8 @@ def test_damage_to_a_shard_is_an_error_that_names_it_or_loses_nothing(sound, dam
             except DistapError as error:
                 assert str(error).startswith("x.tar: ")
                 refused += 1
-    # What is left are cuts in the zeros at the end, and bits that no reader needs, as in times that PAX headers add.
+    # What is left are cuts in the zeros at the end, and bits that no reader needs, as in times that
+    # PAX headers add.
     assert refused > (0.8 if damage == "flip" else 0.6) * tried
     assert tried > (1900 if damage == "flip" else 450)
 
@@ -150,10 +161,16 @@ def with_checksum(block):
 def test_what_tarfile_takes_for_the_end_is_refused():
     whole = archive([*sample_members("a"), *sample_members("b")])
     third = 2 * (TAR_BLOCK + TAR_BLOCK)  # where b begins
-    for junk in (b"x" * TAR_BLOCK, bytes(TAR_BLOCK), whole[third : third + 100] + bytes(TAR_BLOCK - 100)):
+    for junk in (
+        b"x" * TAR_BLOCK,
+        bytes(TAR_BLOCK),
+        whole[third : third + 100] + bytes(TAR_BLOCK - 100),
+    ):
         damaged = whole[:third] + junk + whole[third + TAR_BLOCK :]
         assert "damaged tar: after 'a.png', byte" in refusal(damaged)
-    with tarfile.open(fileobj=io.BytesIO(whole[:third] + bytes(TAR_BLOCK) + whole[third + TAR_BLOCK :])) as tar:
+    with tarfile.open(
+        fileobj=io.BytesIO(whole[:third] + bytes(TAR_BLOCK) + whole[third + TAR_BLOCK :])
+    ) as tar:
         assert len(tar.getmembers()) == 2  # without a word
 
 
@@ -162,10 +179,14 @@ def test_what_tarfile_takes_for_the_end_is_refused():
 )
 def test_links_devices_and_files_with_holes_are_refused(kind):
     evil = member("a.png", type=getattr(tarfile, kind), linkname="/etc/passwd")
-    assert "after 'a.png', byte 512: no plain file" in refusal(archive([evil, *sample_members("b")]))
+    assert "after 'a.png', byte 512: no plain file" in refusal(
+        archive([evil, *sample_members("b")])
+    )
 
 
-@pytest.mark.parametrize("size", [b"\x80" + (2**40).to_bytes(11, "big"), b"\xff" * 11 + b"\x00", b"77777777777\0"])
+@pytest.mark.parametrize(
+    "size", [b"\x80" + (2**40).to_bytes(11, "big"), b"\xff" * 11 + b"\x00", b"77777777777\0"]
+)
 def test_a_size_that_cannot_be_is_refused(size):
     info, _ = member("a.png", b"x")
     block = bytearray(info.tobuf(tarfile.USTAR_FORMAT))
@@ -220,9 +241,14 @@ def test_data_behind_the_end_is_refused():
 @pytest.mark.parametrize(("packed", "remedy"), [(gzip, "gunzip"), (lzma, "unxz"), (bz2, "bunzip2")])
 def test_a_compressed_shard_is_told_from_a_damaged_one(packed, remedy, tmp_path):
     data = packed.compress(archive(sample_members("a")))
-    assert f"compressed; images are found by their offset, so unpack it to a plain .tar by {remedy}" in refusal(data)
+    assert (
+        f"compressed; images are found by their offset, so unpack it to a plain .tar by {remedy}"
+        in refusal(data)
+    )
     (tmp_path / "0.tar.gz").write_bytes(data)
-    with pytest.raises(DistapError, match=r"no \.tar shards in it, but 0\.tar\.gz; .* unpack it to a plain \.tar"):
+    with pytest.raises(
+        DistapError, match=r"no \.tar shards in it, but 0\.tar\.gz; .* unpack it to a plain \.tar"
+    ):
         index_shards(tmp_path)
 
 
@@ -231,7 +257,9 @@ def test_what_macos_and_other_systems_add_to_a_tar_is_passed_over():
     own = [member("./a.CLS", b"3"), member("./a.PNG", png())]
     mixed = [part for pair in zip(mac, own, strict=True) for part in pair]
     assert samples(archive(mixed)) == [("./a", 3, zlib.crc32(png()))]
-    assert "key './' needs one image member; it has ._a.png" in refusal(archive([member("./._a.png", png())]))
+    assert "key './' needs one image member; it has ._a.png" in refusal(
+        archive([member("./._a.png", png())])
+    )
 
 
 @pytest.mark.parametrize("word", ["-1", "nan", "None", ""])
@@ -249,13 +277,17 @@ def test_a_key_that_is_no_line_of_text_is_refused_by_its_beginning(key):
         for name, data in members:
             tar.addfile(member(name, data)[0], io.BytesIO(data))
     told = refusal(buffer.getvalue())
-    assert f"key {key[:60]!r} of {len(key):,} letters is not one line of text of at most 4,096 bytes" in told
+    assert (
+        f"key {key[:60]!r} of {len(key):,} letters is not one line of text of at most 4,096 bytes"
+        in told
+    )
     assert len(told) < 400 and "\n" not in told
 
 
 def test_a_header_of_endless_length_is_refused_before_it_is_read():
     info = tarfile.TarInfo("x")
-    info.size, info.type = 2**29, tarfile.XHDTYPE
+    info.size = 2**29
+    info.type = tarfile.XHDTYPE
     assert "a member or header of 536,870,912 bytes" in refusal(info.tobuf() + bytes(2**20))
 
 
@@ -267,21 +299,31 @@ def test_all_damaged_shards_are_listed(shards):
         index_shards(shards)
     lines = str(error.value).splitlines()[1:]
     assert [
-        line.startswith(str(shards / name)) for line, name in zip(lines, ("000000.tar", "000002.tar"), strict=True)
+        line.startswith(str(shards / name))
+        for line, name in zip(lines, ("000000.tar", "000002.tar"), strict=True)
     ]
 
 
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ([member("a.png", png()), member("a.cls", b"cat")], "label 'cat' of key 'a' is no integer of 0 or more"),
+        (
+            [member("a.png", png()), member("a.cls", b"cat")],
+            "label 'cat' of key 'a' is no integer of 0 or more",
+        ),
         ([member("a.png", png()), member("a.cls", b"9" * 5000)], "is no integer of 0 or more"),
         ([member("a.png", png())], "key 'a' has no .cls member"),
         ([member("a.cls", b"1")], "key 'a' needs one image member"),
         (sample_members("22.05.s0"), "rename files that have others"),
         ([member("a.jpg", png()), *sample_members("a")], "key 'a' needs one image member"),
-        ([member("a.png", png()), *sample_members("b"), member("a.cls", b"1")], "key 'a' has no .cls"),
-        ([*sample_members("a"), *sample_members("b"), member("a.json", b"{}")], "key 'a' are not adjacent"),
+        (
+            [member("a.png", png()), *sample_members("b"), member("a.cls", b"1")],
+            "key 'a' has no .cls",
+        ),
+        (
+            [*sample_members("a"), *sample_members("b"), member("a.json", b"{}")],
+            "key 'a' are not adjacent",
+        ),
         ([member("a.png", png()), *sample_members("a")], "two members .png"),
     ],
 )
@@ -290,12 +332,19 @@ def test_an_incomplete_sample_is_refused_by_shard_and_key(members, message):
 
 
 def test_samples_without_a_readable_image_are_left_out_and_listed(tmp_path):
-    members = [*sample_members("a"), member("b.cls", b"1"), member("b.png", b"no image"), *sample_members("c")]
+    members = [
+        *sample_members("a"),
+        member("b.cls", b"1"),
+        member("b.png", b"no image"),
+        *sample_members("c"),
+    ]
     (tmp_path / "x.tar").write_bytes(archive(members))
     for _ in range(2):
         index, skipped = index_shards(tmp_path)
         assert index.key.tolist() == ["a", "c"]
-        assert [(image.name, image.reason.partition(":")[0]) for image in skipped] == [("x.tar:b", "decode_error")]
+        assert [(image.name, image.reason.partition(":")[0]) for image in skipped] == [
+            ("x.tar:b", "decode_error")
+        ]
         assert isinstance(skipped[0], Skipped)
 
 
@@ -314,14 +363,22 @@ def with_levels(key, label, **levels):
 
 
 def test_coarser_classes_are_read_from_json_members(tmp_path):
-    first = [*with_levels("a", 7, genus="Pica", family="Corvidae"), *with_levels("b", 2, genus="Parus", family=None)]
+    first = [
+        *with_levels("a", 7, genus="Pica", family="Corvidae"),
+        *with_levels("b", 2, genus="Parus", family=None),
+    ]
     (tmp_path / "0.tar").write_bytes(archive(first))
     (tmp_path / "1.tar").write_bytes(archive(with_levels("c", 7, genus="Pica", family="Corvidae")))
     index, _ = index_shards(tmp_path, levels=["genus", "family"])
     assert index.class_levels.tolist() == [["Parus", ""], ["Pica", "Corvidae"]]
-    (tmp_path / "1.tar").write_bytes(archive(with_levels("c", 7, genus="Corvus", family="Corvidae")))
+    (tmp_path / "1.tar").write_bytes(
+        archive(with_levels("c", 7, genus="Corvus", family="Corvidae"))
+    )
     with pytest.raises(
-        DistapError, match=r"1\.tar: key 'c': class '7' of level 0 is in 'Corvus' of level 1, but in 'Pica' before"
+        DistapError,
+        match=(
+            r"1\.tar: key 'c': class '7' of level 0 is in 'Corvus' of level 1, but in 'Pica' before"
+        ),
     ):
         index_shards(tmp_path, levels=["genus", "family"])
     with pytest.raises(DistapError, match=r"key 'a' lacks levels in its \.json: KeyError"):
@@ -329,9 +386,13 @@ def test_coarser_classes_are_read_from_json_members(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["apple", ""])
-def test_a_class_name_that_an_evaluation_could_not_tell_apart_is_refused_with_its_line(shards, name):
+def test_a_class_name_that_an_evaluation_could_not_tell_apart_is_refused_with_its_line(
+    shards, name
+):
     (shards / "classes.txt").write_text(f"apple\tfruit\n{name}\tcompany\ncar\tthing\n")
-    with pytest.raises(DistapError, match=r"classes.txt, line 2: class name .* each class needs its own"):
+    with pytest.raises(
+        DistapError, match=r"classes.txt, line 2: class name .* each class needs its own"
+    ):
         index_shards(shards)
 
 
@@ -350,10 +411,17 @@ def test_shards_in_folders_below_are_named_by_their_path(tmp_path, shards):
     shutil.copy(shards / "000002.tar", tmp_path / "parts" / "b" / "0.tar")
     source = f"{tmp_path}/parts/{{a,b}}/*.tar"
     index, _ = index_shards(source)
-    assert load_index(source).shard_name.tolist() == index.shard_name.tolist() == ["a/0.tar", "b/0.tar"]
-    names = tmp_path / "parts" / "b" / "classes.txt"  # of which a knows nothing: both have a class 0
+    assert (
+        load_index(source).shard_name.tolist()
+        == index.shard_name.tolist()
+        == ["a/0.tar", "b/0.tar"]
+    )
+    # of which a knows nothing: both have a class 0
+    names = tmp_path / "parts" / "b" / "classes.txt"
     names.write_text("cat\ndog\nhen\n")
-    with pytest.raises(DistapError, match=r"b/classes\.txt numbers the classes of its folder alone"):
+    with pytest.raises(
+        DistapError, match=r"b/classes\.txt numbers the classes of its folder alone"
+    ):
         index_shards(source)
     shutil.copy(names, tmp_path / "parts")
     assert "cat" in index_shards(source)[0].class_name
@@ -374,7 +442,9 @@ def test_a_missing_or_damaged_index_is_named(tmp_path, shards):
     with pytest.raises(DistapError, match="nowhere: no such data set"):
         load_index(tmp_path / "nowhere")
     (tmp_path / "list.csv").write_text("path,label")
-    with pytest.raises(DistapError, match=r"list\.csv: a file, and no folder of shards; `distap data pack`"):
+    with pytest.raises(
+        DistapError, match=r"list\.csv: a file, and no folder of shards; `distap data pack`"
+    ):
         load_index(tmp_path / "list.csv")
     path = shards / "index.npz"
     path.write_bytes(path.read_bytes()[:-100])
@@ -394,7 +464,8 @@ def mapped_by(column):
 
 def test_the_columns_of_a_large_index_are_views_of_its_mapped_file(shards, monkeypatch):
     monkeypatch.setattr(files, "LARGE_FILE", 0)
-    index, written = load_index(shards), index_shards(shards)[0]
+    index = load_index(shards)
+    written = index_shards(shards)[0]
     for name in COLUMNS:
         assert isinstance(mapped_by(getattr(index, name)), mmap.mmap), name
         assert np.array_equal(getattr(index, name), getattr(written, name)), name

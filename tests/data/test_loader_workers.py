@@ -41,7 +41,10 @@ def test_workers_go_on_reading_when_the_process_group_is_asked_to_end(shards):
 def test_a_worker_that_is_killed_is_an_error_that_says_why_that_may_be(shards):
     shares, _ = started(shards)
     with pytest.raises(
-        DistapError, match=r"was lost: worker .* ended with status -9\. .* the host's memory .* lower data.workers"
+        DistapError,
+        match=(
+            r"was lost: worker .* ended with status -9\. .* the host's memory .* lower data.workers"
+        ),
     ):
         for worker in active_children():
             worker.kill()
@@ -50,7 +53,8 @@ def test_a_worker_that_is_killed_is_an_error_that_says_why_that_may_be(shards):
 
 
 def test_an_error_in_a_worker_says_what_it_says_in_the_rank(shards):
-    messages, ready = [], [indexed_images(shards, workers=workers) for workers in range(2)]
+    messages = []
+    ready = [indexed_images(shards, workers=workers) for workers in range(2)]
     (shards / str(ready[0].index.shard_name[0])).unlink()
     for images in ready:
         shares = images.shares(range(1))
@@ -97,7 +101,8 @@ index = load_index(folder)
 shard = folder / str(index.shard_name[1])
 shard.unlink()
 os.mkfifo(shard)
-chunks = sized_chunks(ImageSet(folder, index), Sizing("crop", 16), {}, [[sample] for sample in range(9)], 1)
+samples = [[sample] for sample in range(9)]
+chunks = sized_chunks(ImageSet(folder, index), Sizing("crop", 16), {}, samples, 1)
 for _ in range(4):
     next(chunks)
 """
@@ -131,7 +136,10 @@ def _numbered(size):
 
 
 def test_an_item_that_cannot_be_handed_over_ends_its_worker_and_is_not_waited_for():
-    for read, message in ((_unpicklable, "ended with status 1"), (lambda _: [0] * 2**60, "lost: memory ran out")):
+    for read, message in (
+        (_unpicklable, "ended with status 1"),
+        (lambda _: [0] * 2**60, "lost: memory ran out"),
+    ):
         with pytest.raises(LostWorkerError, match=message):
             list(in_processes(read, [7], workers=1, prefetch=1, lends=True))
 
@@ -150,12 +158,15 @@ print(share.images(slice(0, 6)).shape)
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to have an own /dev/shm")
 def test_workers_need_neither_shared_memory_nor_a_short_path_for_sockets(shards, tmp_path):
-    (folder := tmp_path / ("x" * 100)).mkdir()
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
     said = output_of(Program(("-c", NO_SHARED_MEMORY, str(shards))), tmp_path, TMPDIR=str(folder))
     assert said.startswith("torch.Size([6, 3, ")
 
 
 def test_an_array_is_valid_until_the_next_is_asked_for_and_grows():
     sizes = [0, 3, 2**20, 5, 2**21, 7] * 3
-    for size, array in zip(sizes, in_processes(_numbered, sizes, workers=2, prefetch=1, lends=True), strict=True):
+    for size, array in zip(
+        sizes, in_processes(_numbered, sizes, workers=2, prefetch=1, lends=True), strict=True
+    ):
         assert array.shape == (2, size) and (array == size % 251).all() and array.flags.writeable

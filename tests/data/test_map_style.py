@@ -27,7 +27,8 @@ class Items:
     """Items that are counted when they are read."""
 
     def __init__(self, items):
-        self.items, self.reads = items, 0
+        self.items = items
+        self.reads = 0
 
     def __len__(self):
         return len(self.items)
@@ -56,7 +57,9 @@ def pixels_of(reader, sample):
 
 
 def images(count=6, side=8):
-    return torch.from_numpy(np.random.default_rng(0).integers(0, 256, (count, 3, side, side), dtype=np.uint8))
+    return torch.from_numpy(
+        np.random.default_rng(0).integers(0, 256, (count, 3, side, side), dtype=np.uint8)
+    )
 
 
 def test_a_folder_of_torchvision_gives_its_files_as_they_are(folder):
@@ -65,9 +68,14 @@ def test_a_folder_of_torchvision_gives_its_files_as_they_are(folder):
     expected = load_index(f"imagefolder:{folder}")
     for column in ("label", "key", "class_name"):
         assert getattr(index, column).tolist() == getattr(expected, column).tolist()
-    assert reader.data(4) == (folder / expected.key[4]).read_bytes() and reader.where(4) == "ImageFolder[4]"
+    assert (
+        reader.data(4) == (folder / expected.key[4]).read_bytes()
+        and reader.where(4) == "ImageFolder[4]"
+    )
     picked, chosen = opened(Subset(Subset(data, range(2, 12)), [9, 0, 1]))
-    assert picked.key.tolist() == expected.key[[11, 2, 3]].tolist() and picked.class_name.tolist() == [
+    assert picked.key.tolist() == expected.key[
+        [11, 2, 3]
+    ].tolist() and picked.class_name.tolist() == [
         "cup",
         "pen",
         "tin",
@@ -88,7 +96,8 @@ def test_a_transform_is_used_if_it_gives_pixels_and_refused_if_it_gives_floats(f
 
 @pytest.mark.parametrize("form", ["tensors", "dicts", "PIL images"])
 def test_any_items_with_an_image_and_a_label_will_do(form):
-    pixels, labels = images(), [2, 0, 2, 10, 10, 0]
+    pixels = images()
+    labels = [2, 0, 2, 10, 10, 0]
     if form == "tensors":
         data = TensorDataset(pixels, torch.tensor(labels))
     elif form == "dicts":
@@ -100,13 +109,21 @@ def test_any_items_with_an_image_and_a_label_will_do(form):
         pictures = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in pixels]
         data = list(zip(pictures, map(str, labels), strict=True))
     index, reader = opened(data)
-    assert index.class_name.tolist() == ["0", "2", "10"] and index.label.tolist() == [1, 0, 1, 2, 2, 0]
+    assert index.class_name.tolist() == ["0", "2", "10"] and index.label.tolist() == [
+        1,
+        0,
+        1,
+        2,
+        2,
+        0,
+    ]
     assert all(torch.equal(pixels_of(reader, row), image) for row, image in enumerate(pixels))
 
 
 def test_labels_are_read_once_and_not_at_all_where_an_attribute_agrees_with_the_items():
     items = [(image, row % 2) for row, image in enumerate(images(60))]
-    data, shown = Items(items), []
+    data = Items(items)
+    shown = []
 
     def track(rows, told, total):
         shown.append((told, total))
@@ -119,7 +136,8 @@ def test_labels_are_read_once_and_not_at_all_where_an_attribute_agrees_with_the_
     data.targets = torch.arange(60) % 2
     assert load_index(source_of(data)).label.tolist() == load_index(source).label.tolist()
     assert data.reads < 60 + 50
-    data.targets, data.classes = [3] * 60, ["even", "odd"]
+    data.targets = [3] * 60
+    data.classes = ["even", "odd"]
     assert load_index(source_of(data)).class_name.tolist() == ["even", "odd"]
 
 
@@ -133,7 +151,9 @@ def test_an_image_that_cannot_be_read_is_damaged_and_the_others_are_not():
         reader.encoded(10)
     assert reader.encoded(9).size == (8, 8)
     data.items = [lambda: 1 // 0] * 20
-    with pytest.raises(DistapError, match=r"Items: none of 8 images could be read: .*ZeroDivisionError"):
+    with pytest.raises(
+        DistapError, match=r"Items: none of 8 images could be read: .*ZeroDivisionError"
+    ):
         load_index(source_of(data))
     del data.targets
     with pytest.raises(DistapError, match=r"Items\[0\]: ZeroDivisionError.*`targets`"):
@@ -145,7 +165,12 @@ def test_images_without_a_class_are_left_out():
     source = source_of([(image, label) for image, label in zip(images(8), labels, strict=True)])
     index = load_index(source)
     assert index.class_name[index.label].tolist() == ["0", "1", "1", "True"]
-    assert [skipped.name for skipped in index.left_out] == ["list[1]", "list[2]", "list[4]", "list[5]"]
+    assert [skipped.name for skipped in index.left_out] == [
+        "list[1]",
+        "list[2]",
+        "list[4]",
+        "list[5]",
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint64", "large_string", "bool", "float32"])
@@ -153,7 +178,9 @@ def test_labels_of_hugging_face_may_have_any_type_of_a_column(dtype):
     features = hf.Features({"image": hf.Image(), "label": hf.Value(dtype)})
     labels = {"large_string": ["a", "b"], "bool": [True, False]}.get(dtype, [3, 4])
     pictures = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in images(2)]
-    index = load_index(source_of(hf.Dataset.from_dict({"image": pictures, "label": labels}, features=features)))
+    index = load_index(
+        source_of(hf.Dataset.from_dict({"image": pictures, "label": labels}, features=features))
+    )
     assert index.class_name[index.label].tolist() == [str(label) for label in labels]
 
 
@@ -166,12 +193,18 @@ def test_labels_of_hugging_face_may_have_any_type_of_a_column(dtype):
         ([images(1)[0]], r"list\[0\] is a Tensor; expected items \(image, label\)"),
         ([{"image": 1, "class": 2}], r"list\[0\] is a dict, with image, class; expected items"),
         ([(images(1)[0], -1)], r"list: none of its 1 images has a class"),
-        ([(images(1)[0], np.eye(4)[0])], r"list\[0\]: label array\(.*\) is no class; a class is a whole number"),
+        (
+            [(images(1)[0], np.eye(4)[0])],
+            r"list\[0\]: label array\(.*\) is no class; a class is a whole number",
+        ),
         ([(3, 0)], r"list\[0\]: int is no image"),
         ([(images(1)[0][:1], 0)], r"list\[0\]: an image of .* expected three colours"),
         (Subset([(image, 0) for image in images(3)], [1, 1]), "has an image twice"),
         (Items([(images(1)[0], "a\tb")]), "cannot name a class"),
-        (Items(8 * [lambda: (torch.randint(256, (3, 8, 8), dtype=torch.uint8), 0)]), "another image each time"),
+        (
+            Items(8 * [lambda: (torch.randint(256, (3, 8, 8), dtype=torch.uint8), 0)]),
+            "another image each time",
+        ),
     ],
 )
 def test_what_is_no_data_set_is_refused(data, message):
@@ -182,8 +215,14 @@ def test_what_is_no_data_set_is_refused(data, message):
 def hugging_face(folder):
     paths = [str(path) for name in CLASSES for path in sorted((folder / name).iterdir())]
     labels = [number for number, name in enumerate(CLASSES) for _ in range(CLASSES[name])]
-    kinds = {"image": hf.Image(), "label": hf.ClassLabel(names=list(CLASSES)), "number": hf.Value("int64")}
-    return hf.Dataset.from_dict({"image": paths, "label": labels, "number": range(12)}, hf.Features(kinds))
+    kinds = {
+        "image": hf.Image(),
+        "label": hf.ClassLabel(names=list(CLASSES)),
+        "number": hf.Value("int64"),
+    }
+    return hf.Dataset.from_dict(
+        {"image": paths, "label": labels, "number": range(12)}, hf.Features(kinds)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +231,9 @@ def saved(folder, tmp_path_factory):
     place = tmp_path_factory.mktemp("hugging face")
     whole = hugging_face(folder)
     whole.save_to_disk(place / "whole")
-    hf.DatasetDict({"train": whole, "test": whole.select(range(3, 12))}).save_to_disk(place / "splits")
+    hf.DatasetDict({"train": whole, "test": whole.select(range(3, 12))}).save_to_disk(
+        place / "splits"
+    )
     return place
 
 
@@ -200,20 +241,26 @@ def test_a_data_set_of_hugging_face_is_read_as_it_is_stored(folder, saved):
     expected = load_index(f"imagefolder:{folder}")
     source = f"hf:{saved / 'whole'}"
     index = load_index(source)
-    assert index.label.tolist() == expected.label.tolist() and index.class_name.tolist() == list(CLASSES)
+    assert index.label.tolist() == expected.label.tolist() and index.class_name.tolist() == list(
+        CLASSES
+    )
     reader = ImageSet(source, index)
     assert reader.data(11) == (folder / expected.key[11]).read_bytes()
     assert reader.where(11) == f"{source}[11]"
     test = load_index(f"hf:{saved / 'splits'}#test")
     assert test.class_name.tolist() == ["pen", "tin"] and len(test) == 9
-    assert opened(hugging_face(folder).select([11, 0]).with_format("torch"))[0].class_name.tolist() == ["cup", "tin"]
+    assert opened(hugging_face(folder).select([11, 0]).with_format("torch"))[
+        0
+    ].class_name.tolist() == ["cup", "tin"]
     assert load_index(source).fingerprint == index.fingerprint != test.fingerprint
     assert len(open_images(source)) == 12
 
 
 def test_columns_of_hugging_face_named_by_level_are_coarser_classes(folder, tmp_path):
     whole = hugging_face(folder)
-    genera = hf.Features({"level1": hf.ClassLabel(names=["vessel", "tool"]), "level2": hf.Value("int64")})
+    genera = hf.Features(
+        {"level1": hf.ClassLabel(names=["vessel", "tool"]), "level2": hf.Value("int64")}
+    )
     rows = {"level1": [int(number == 1) for number in whole["label"]], "level2": [7] * 12}
     coarser = hf.Dataset.from_dict(rows, features=genera)
     hf.concatenate_datasets([whole, coarser], axis=1).save_to_disk(tmp_path / "levels")
@@ -221,7 +268,9 @@ def test_columns_of_hugging_face_named_by_level_are_coarser_classes(folder, tmp_
     assert index.class_name.tolist() == ["cup", "pen", "tin"]
     assert index.class_levels.tolist() == [["vessel", "7"], ["tool", "7"], ["vessel", "7"]]
     assert index.classes.numbers.tolist() == [[0, 1, 0], [1, 0, 0], [2, 1, 0]]
-    with pytest.raises(DistapError, match="class 'cup' of level 0 is in 'b' of level 1, but in 'a' before"):
+    with pytest.raises(
+        DistapError, match="class 'cup' of level 0 is in 'b' of level 1, but in 'a' before"
+    ):
         load_index(source_of(whole.add_column("level1", ["a", *["b"] * 11])))
 
 
@@ -232,7 +281,9 @@ def test_what_cannot_be_read_from_hugging_face_is_refused(folder, saved, tmp_pat
         load_index(f"hf:{saved / 'whole'}#train")
     with pytest.raises(DistapError, match="neither a folder that save_to_disk wrote nor"):
         load_index(f"hf:{tmp_path / 'none'}")
-    with pytest.raises(DistapError, match=r"columns a: Value.*int64.*, b: Value.*string.*; expected one Image"):
+    with pytest.raises(
+        DistapError, match=r"columns a: Value.*int64.*, b: Value.*string.*; expected one Image"
+    ):
         load_index(source_of(hf.Dataset.from_dict({"a": [1], "b": ["x"]})))
     with pytest.raises(DistapError, match="has a transform"):
         load_index(source_of(hugging_face(folder).with_transform(lambda rows: rows)))

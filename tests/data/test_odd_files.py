@@ -32,13 +32,17 @@ def header_of(width: int, height: int) -> bytes:
     """A PNG that says that it is so large."""
     chunks = ((b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)), (b"IEND", b""))
     whole = ((len(data), tag + data) for tag, data in chunks)
-    parts = (struct.pack(">I", size) + data + struct.pack(">I", zlib.crc32(data)) for size, data in whole)
+    parts = (
+        struct.pack(">I", size) + data + struct.pack(">I", zlib.crc32(data)) for size, data in whole
+    )
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
 @pytest.fixture
 def drawer(tmp_path):
-    """The folder, and by the path of each file in it either PACKED or the beginning of the reason against it."""
+    """The folder, and by the path of each file in it either PACKED or the beginning of the reason
+    against it.
+    """
     folder = tmp_path / "drawer"
     cat = folder / "cat"
     for name in ("cat/.cache", "dog", "ghost", "empty"):
@@ -54,7 +58,9 @@ def drawer(tmp_path):
     save(put("cat/кот 0.jpg", PACKED), 0)
     save(put("cat/SHOUT.JPEG", PACKED), 1, "JPEG")
     photo(60, 40, seed=2).convert("CMYK").save(put("cat/cmyk.jpg", PACKED))
-    Image.fromarray(np.arange(2400, dtype=np.uint16).reshape(40, 60)).save(put("cat/sixteen bits.png", PACKED))
+    Image.fromarray(np.arange(2400, dtype=np.uint16).reshape(40, 60)).save(
+        put("cat/sixteen bits.png", PACKED)
+    )
     save(put("cat/moving.gif", PACKED), 3, save_all=True, append_images=[photo(60, 40, seed=4)])
     photo(60, 40, seed=5).quantize(8).save(put("cat/palette.png", PACKED), transparency=3)
     exif = Image.Exif()
@@ -69,7 +75,8 @@ def drawer(tmp_path):
     save(put("cat/wrongly named.jpg", PACKED), 12, "PNG")
     newer = {"jp2": "JPEG2000", "avif": "AVIF", "heic": "HEIF"}
     for number, (suffix, name) in enumerate(newer.items()):
-        if missing := missing_reader(name):
+        missing = missing_reader(name)
+        if missing:
             put(f"cat/new.{suffix}", f".{suffix}, no reader: {missing}", b"any")
         else:
             save(put(f"cat/new.{suffix}", PACKED), 13 + number, name)
@@ -118,28 +125,38 @@ def test_each_file_of_the_drawer_is_packed_or_told(drawer, tmp_path):
     told = {str(Path(name).relative_to(folder)): reason for name, reason in left_out}
     assert told.pop("empty") == "class folders without an image"
     assert len(left_out) == len(told) + 1
-    wrong = {name: reason for name, reason in told.items() if not reason.startswith(fates.get(name, "-"))}
+    wrong = {
+        name: reason for name, reason in told.items() if not reason.startswith(fates.get(name, "-"))
+    }
     assert not wrong
-    assert set(index.path.tolist()) == {escaped(name) for name, fate in fates.items() if fate == PACKED}
+    assert set(index.path.tolist()) == {
+        escaped(name) for name, fate in fates.items() if fate == PACKED
+    }
     assert len(index) + len(told) == len(fates)
     assert files_below(folder) == set(fates)
     assert index.class_name.tolist() == ["cat", "dog"]
 
 
-def test_every_reason_is_printed_with_a_number_and_an_example(drawer, tmp_path, monkeypatch, capsys):
+def test_every_reason_is_printed_with_a_number_and_an_example(
+    drawer, tmp_path, monkeypatch, capsys
+):
     folder, fates = drawer
-    output, table = tmp_path / "shards", tmp_path / "left out.csv"
+    output = tmp_path / "shards"
+    table = tmp_path / "left out.csv"
     monkeypatch.setenv("COLUMNS", "400")
     assert distap(monkeypatch, "data", "pack", folder, output, "--left-out", table) == 0
     printed = "".join(capsys.readouterr())
     told = re.findall(r"left out: ([\d,]+) (.+) \((.+)\)$", printed, re.MULTILINE)
-    # The count of files that are packed or told is that of all files; an empty class is told as well.
+    # The count of files that are packed or told is that of all files; an empty class is told as
+    # well.
     packed = int(re.search(r"([\d,]+) images of 2 classes", printed)[1])
     assert packed + sum(int(count) for count, *_ in told) == len(fates) + 1
     for reason in {fate for fate in fates.values() if fate != PACKED}:
         assert any(each.startswith(reason) for _, each, _ in told), reason
     assert "no image is left of 1 classes: ghost" in printed
-    alike = re.search(r"2 images are in two classes, by size and CRC-32, such as cat/(.+) and dog/(.+)", printed)
+    alike = re.search(
+        r"2 images are in two classes, by size and CRC-32, such as cat/(.+) and dog/(.+)", printed
+    )
     assert alike.groups() in (("кот 0.jpg", "the same.jpg"), ("cmyk.jpg", "again.jpg"))
     assert len(table.read_text().splitlines()) == 1 + sum(int(count) for count, *_ in told)
 
@@ -189,7 +206,9 @@ def test_a_folder_that_cannot_be_read_is_told(tmp_path_factory):
         if user == 0:
             os.seteuid(NOBODY)
         found = dict(open_images(folder).index.left_out)
-        with pytest.raises(DistapError, match=r"locked: [\s\S]* 1 folders that cannot be read: Permission denied"):
+        with pytest.raises(
+            DistapError, match=r"locked: [\s\S]* 1 folders that cannot be read: Permission denied"
+        ):
             list_images(folder / "locked")
     finally:
         os.seteuid(user)
@@ -222,22 +241,36 @@ def test_the_option_decides_on_folders_in_folders(nested, way, classes):
 
 
 def test_folders_in_folders_are_refused_without_the_option(nested):
-    with pytest.raises(DistapError, match=r"animals/cat/0\.png: .*--nested` .*`leaf` 'cat', `top` 'animals'"):
+    with pytest.raises(
+        DistapError, match=r"animals/cat/0\.png: .*--nested` .*`leaf` 'cat', `top` 'animals'"
+    ):
         list_images(nested)
     with pytest.raises(DistapError, match="one name: animals/cat and train/cat: `--nested merge`"):
         list_images(nested, "leaf")
     (nested / "animals" / "cat").rename(nested / "animals" / "cow")
-    assert [image.class_name for image in list_images(nested, "leaf").images] == ["cow", "cat", "dog"]
+    assert [image.class_name for image in list_images(nested, "leaf").images] == [
+        "cow",
+        "cat",
+        "dog",
+    ]
 
 
 def test_a_split_has_other_classes_on_each_side(tmp_path, monkeypatch, capsys):
     for name in range(5):
         (tmp_path / "images" / f"class {name}").mkdir(parents=True)
         save(tmp_path / "images" / f"class {name}" / "0.png", name)
-    assert distap(monkeypatch, "data", "pack", tmp_path / "images", "--split", 0.4, tmp_path / "a") == 0
-    sides = [load_index(tmp_path / "a" / side).class_name.tolist() for side in ("train", "validation")]
+    assert (
+        distap(monkeypatch, "data", "pack", tmp_path / "images", "--split", 0.4, tmp_path / "a")
+        == 0
+    )
+    sides = [
+        load_index(tmp_path / "a" / side).class_name.tolist() for side in ("train", "validation")
+    ]
     assert [len(side) for side in sides] == [3, 2]
     assert sorted(sides[0] + sides[1]) == [f"class {name}" for name in range(5)]
     assert sides[1] == load_index(f"imagefolder:{tmp_path}/images[:0.4]").class_name.tolist()
-    assert distap(monkeypatch, "data", "pack", tmp_path / "images", tmp_path / "d", "--split", 0.01) == 2
+    assert (
+        distap(monkeypatch, "data", "pack", tmp_path / "images", tmp_path / "d", "--split", 0.01)
+        == 2
+    )
     assert "leaves one side without any" in capsys.readouterr().err

@@ -40,7 +40,9 @@ def test_packing_keeps_every_image_and_its_class(shards, image_folder):
     assert index.class_name.tolist() == ["apple", "bear", "car"]
     assert np.bincount(index.label).tolist() == [4, 3, 2]
     files = sorted(image_folder.rglob("*.png"))
-    assert [reader.data(sample) for sample in range(len(index))] == [file.read_bytes() for file in files]
+    assert [reader.data(sample) for sample in range(len(index))] == [
+        file.read_bytes() for file in files
+    ]
     assert set(zip(index.width.tolist(), index.height.tolist(), strict=True)) == {(24, 24)}
 
 
@@ -52,7 +54,9 @@ def test_our_shards_are_those_of_webdataset_byte_for_byte(tmp_path, shards):
             webdataset.TarWriter(str(tmp_path / "their.tar"), mtime=0, encoder=False) as theirs,
         ):
             for key, members in read_groups(ours, path.stat().st_size, path.name):
-                theirs.write({"__key__": key, **{field: member.data for field, member in members.items()}})
+                theirs.write(
+                    {"__key__": key, **{field: member.data for field, member in members.items()}}
+                )
         assert (tmp_path / "their.tar").read_bytes() == path.read_bytes()
 
 
@@ -61,7 +65,9 @@ def test_the_number_of_workers_changes_no_byte(tmp_path, image_folder):
     _, skipped = pack(image_folder, tmp_path / "one", images_per_shard=2, shuffle=3)
     for workers in (2, 3):
         output = tmp_path / f"{workers}"
-        assert pack(image_folder, output, images_per_shard=2, shuffle=3, workers=workers)[1] == skipped
+        assert (
+            pack(image_folder, output, images_per_shard=2, shuffle=3, workers=workers)[1] == skipped
+        )
         assert contents(output) == contents(tmp_path / "one")
 
 
@@ -74,26 +80,47 @@ def test_levels_of_classes_are_kept(tmp_path, image_folder):
         for path in sorted(image_folder.rglob("*.png"))
     ]
     index, _ = pack(images, tmp_path / "out")
-    assert (tmp_path / "out" / "classes.txt").read_text() == "apple\tfruit\tfood\nbear\t\tanimal\ncar\n"
+    assert (
+        tmp_path / "out" / "classes.txt"
+    ).read_text() == "apple\tfruit\tfood\nbear\t\tanimal\ncar\n"
     assert index.class_levels.tolist() == [["fruit", "food"], ["", "animal"], ["", ""]]
     again = load_index(tmp_path / "out")
-    assert again.class_levels.tolist() == index.class_levels.tolist() and again.fingerprint == index.fingerprint
-    assert again.classes.numbers.tolist() == [[0, 2, 2], [1, 0, 1], [2, 1, 0]]  # without a name, alone
+    assert (
+        again.class_levels.tolist() == index.class_levels.tolist()
+        and again.fingerprint == index.fingerprint
+    )
+    # without a name, alone
+    assert again.classes.numbers.tolist() == [[0, 2, 2], [1, 0, 1], [2, 1, 0]]
 
 
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (("apple", ("tool", "food")), "class 'apple' of level 0 is in 'tool' of level 1, but in 'fruit' before"),
-        (("pear", ("fruit", "tool")), "class 'fruit' of level 1 is in 'tool' of level 2, but in 'food' before"),
-        (("pear", ("fruit",)), "class 'fruit' of level 1 is in '' of level 2, but in 'food' before"),
+        (
+            ("apple", ("tool", "food")),
+            "class 'apple' of level 0 is in 'tool' of level 1, but in 'fruit' before",
+        ),
+        (
+            ("pear", ("fruit", "tool")),
+            "class 'fruit' of level 1 is in 'tool' of level 2, but in 'food' before",
+        ),
+        (
+            ("pear", ("fruit",)),
+            "class 'fruit' of level 1 is in '' of level 2, but in 'food' before",
+        ),
     ],
 )
 def test_levels_that_cross_are_refused_by_name(tmp_path, image_folder, other, message):
     first, second = sorted((image_folder / "apple").iterdir())[:2]
     with pytest.raises(DistapError, match=f"1\\.png: {message}"):
-        pack([ImageFile(first, "apple", LEVELS["apple"]), ImageFile(second, *other)], tmp_path / "other")
-    pack([ImageFile(first, "apple", LEVELS["apple"]), ImageFile(second, "pear", LEVELS["apple"])], tmp_path / "out")
+        pack(
+            [ImageFile(first, "apple", LEVELS["apple"]), ImageFile(second, *other)],
+            tmp_path / "other",
+        )
+    pack(
+        [ImageFile(first, "apple", LEVELS["apple"]), ImageFile(second, "pear", LEVELS["apple"])],
+        tmp_path / "out",
+    )
     (tmp_path / "out" / "classes.txt").write_text(
         "\n".join("\t".join(line) for line in (("apple", *LEVELS["apple"]), (other[0], *other[1])))
     )
@@ -112,9 +139,18 @@ def test_a_name_that_is_no_line_of_text_is_refused(tmp_path, image_folder, name)
     ("text", "expected"),
     [
         ("path,class\napple/0.png,an apple\ncar/0.png,1\n", [("an apple", ""), ("1", "")]),
-        ('\ufeffpath, class, group\napple/0.png,"a, b",food\ncar/0.png,c,\n', [("a, b", "food"), ("c", "")]),
-        ("id;Class;group;filename\n1;a, b;food;apple/0.png\n2;c;;car/0.png\n", [("a, b", "food"), ("c", "")]),
-        ("label\tx_1\tpath\n07\t3\tapple/0.png\ncat 7\t4\tcar/0.png\n", [("07", ""), ("cat 7", "")]),
+        (
+            '\ufeffpath, class, group\napple/0.png,"a, b",food\ncar/0.png,c,\n',
+            [("a, b", "food"), ("c", "")],
+        ),
+        (
+            "id;Class;group;filename\n1;a, b;food;apple/0.png\n2;c;;car/0.png\n",
+            [("a, b", "food"), ("c", "")],
+        ),
+        (
+            "label\tx_1\tpath\n07\t3\tapple/0.png\ncat 7\t4\tcar/0.png\n",
+            [("07", ""), ("cat 7", "")],
+        ),
         (
             "path,label,level2,level1\napple/0.png,pippin,food,apple\ncar/0.png,coupe,,car\n",
             [("pippin", "apple/food"), ("coupe", "car/")],
@@ -125,7 +161,9 @@ def test_a_name_that_is_no_line_of_text_is_refused(tmp_path, image_folder, name)
 def test_a_csv_may_name_classes_and_groups(image_folder, text, expected):
     table = image_folder / "list.csv"
     table.write_text(text, encoding="utf-8")
-    assert [(image.class_name, "/".join(image.levels)) for image in list_images(table).images] == expected
+    assert [
+        (image.class_name, "/".join(image.levels)) for image in list_images(table).images
+    ] == expected
 
 
 HEADING = "path,label\n"
@@ -134,15 +172,36 @@ HEADING = "path,label\n"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (f"{HEADING}apple/0.png,-2", r"line 2: label '-2' is no class; a class is a whole number of 0 or more, or a"),
-        (f"{HEADING}apple/0.png,N/A", r"left out: 1 images without a class: the label on line 2 is 'N/A' \(.*0\.png"),
-        ("path,label,split\napple/0.png,1,a\napple/1.png,1,", "1 images are of no split, such as 1.png; others are"),
+        (
+            f"{HEADING}apple/0.png,-2",
+            r"line 2: label '-2' is no class; a class is a whole number of 0 or more, or a",
+        ),
+        (
+            f"{HEADING}apple/0.png,N/A",
+            r"left out: 1 images without a class: the label on line 2 is 'N/A' \(.*0\.png",
+        ),
+        (
+            "path,label,split\napple/0.png,1,a\napple/1.png,1,",
+            "1 images are of no split, such as 1.png; others are",
+        ),
         (f"{HEADING}apple/0.png", r"line 2: 1 columns, expected 2: path,label"),
         (f"{HEADING}apple/0.png,1,food", r"line 2: 3 columns, expected 2: path,label"),
-        (f"{HEADING}apple/99.png,1", r"none of the 1 images can be read; first: .*apple/99.png: listed.* not there;"),
-        (f"{HEADING}apple/0.png,1\napple/0.png,2", r"line 3: .*0\.png is on line 2 already, with other cells"),
-        (f"{HEADING}apple/0.png,N/A\napple/0.png,N/A", r"left out: .*1 lines that repeat another \(.*0\.png"),
-        (f"{HEADING}apple/\0.png,1", r"line 2: 'apple/\\x00.png' is no path, which is one line of text"),
+        (
+            f"{HEADING}apple/99.png,1",
+            r"none of the 1 images can be read; first: .*apple/99.png: listed.* not there;",
+        ),
+        (
+            f"{HEADING}apple/0.png,1\napple/0.png,2",
+            r"line 3: .*0\.png is on line 2 already, with other cells",
+        ),
+        (
+            f"{HEADING}apple/0.png,N/A\napple/0.png,N/A",
+            r"left out: .*1 lines that repeat another \(.*0\.png",
+        ),
+        (
+            f"{HEADING}apple/\0.png,1",
+            r"line 2: 'apple/\\x00.png' is no path, which is one line of text",
+        ),
         (f'{HEADING}"apple/\nERROR forged",1', r"'apple/\\nERROR forged' is no path"),
         (f'{HEADING}"apple/0.png,1', r"line 2: not a table"),
         (f"{HEADING}apple/0.png,\udcff", r"line \d: not a table in UTF-8, as Excel"),
@@ -150,12 +209,21 @@ HEADING = "path,label\n"
             "image_id,class\n1,2\n",
             "no column path or filename; the columns found are image_id, class; expected path or",
         ),
-        ("image,category\napple/0.png,1\n", "the columns found are image, category; expected path or filename"),
+        (
+            "image,category\napple/0.png,1\n",
+            "the columns found are image, category; expected path or filename",
+        ),
         ("path,label,Label\napple/0.png,1,2\n", "2 columns are called label; expected one"),
         ("apple/0.png\n", "the columns found are apple/0.png; expected"),
-        ("path,label,is_query\napple/0.png,1,1\n", "column is_query is not read: name the parts in the column split"),
+        (
+            "path,label,is_query\napple/0.png,1,1\n",
+            "column is_query is not read: name the parts in the column split",
+        ),
         ("path,label,split\napple/0.png,1,../x\n", r"line 2: split '../x' cannot name a folder"),
-        ("path,label,split\napple/0.png,1,a\napple/1.png,1,b\n", r"several parts \(a, b\); pack each by itself"),
+        (
+            "path,label,split\napple/0.png,1,a\napple/1.png,1,b\n",
+            r"several parts \(a, b\); pack each by itself",
+        ),
     ],
 )
 def test_a_wrong_line_or_column_of_a_list_is_named(tmp_path, image_folder, text, message):
@@ -165,9 +233,14 @@ def test_a_wrong_line_or_column_of_a_list_is_named(tmp_path, image_folder, text,
         pack(table, tmp_path / "out")
 
 
-def test_an_option_that_is_for_another_source_is_refused(tmp_path, image_folder, monkeypatch, capfd):
+def test_an_option_that_is_for_another_source_is_refused(
+    tmp_path, image_folder, monkeypatch, capfd
+):
     (image_folder / "list.csv").write_text(f"{HEADING}apple/0.png,1\n")
-    for given in ((image_folder, "--columns", "label=a"), (image_folder / "list.csv", "--nested", "top")):
+    for given in (
+        (image_folder, "--columns", "label=a"),
+        (image_folder / "list.csv", "--nested", "top"),
+    ):
         assert distap(monkeypatch, "data", "pack", given[0], tmp_path / "out", *given[1:]) == 2
         assert "--columns is for lists, --nested for folders" in capfd.readouterr().err
 
@@ -183,12 +256,17 @@ ROWS = [
 NAMES = ["path", "label", "split"]
 
 
-def test_a_list_is_packed_by_its_parts_and_missing_files_are_counted(tmp_path, image_folder, monkeypatch, capfd):
+def test_a_list_is_packed_by_its_parts_and_missing_files_are_counted(
+    tmp_path, image_folder, monkeypatch, capfd
+):
     table = image_folder / "list.csv"
     table.write_text("\n".join(";".join(row) for row in (NAMES, *ROWS)) + "\n")
     assert distap(monkeypatch, "data", "pack", table, tmp_path / "out") == 0
     assert "1 listed images that are not there" in capfd.readouterr().err
-    found = {folder.name: load_index(folder).path.tolist() for folder in sorted((tmp_path / "out").iterdir())}
+    found = {
+        folder.name: load_index(folder).path.tolist()
+        for folder in sorted((tmp_path / "out").iterdir())
+    }
     assert found == {
         "test-gallery": ["bear/1.png", "bear/2.png"],
         "test-query": ["bear/0.png"],
@@ -198,27 +276,46 @@ def test_a_list_is_packed_by_its_parts_and_missing_files_are_counted(tmp_path, i
     assert "leave --split out" in capfd.readouterr().err
 
 
-def test_a_list_s_own_names_of_columns_are_given(tmp_path, image_folder, monkeypatch, capfd, caplog):
+def test_a_list_s_own_names_of_columns_are_given(
+    tmp_path, image_folder, monkeypatch, capfd, caplog
+):
     table = image_folder / "shop.csv"
-    table.write_text("file,sku,path,part\napple/0.png,012,x,test-query\napple/1.png,12,y,test-gallery\n")
+    table.write_text(
+        "file,sku,path,part\napple/0.png,012,x,test-query\napple/1.png,12,y,test-gallery\n"
+    )
     columns = ("--columns", "path=file,label=sku,split=part")
     assert distap(monkeypatch, "data", "pack", table, tmp_path / "out", *columns) == 0
-    assert "labels that differ by zeros in front are different classes, such as 012 and 12" in caplog.text
+    assert (
+        "labels that differ by zeros in front are different classes, such as 012 and 12"
+        in caplog.text
+    )
     assert load_index(tmp_path / "out" / "test-query").class_name.tolist() == ["012"]
-    assert distap(monkeypatch, "data", "pack", table, tmp_path / "other", "--columns", "label=brand") == 2
-    assert "no column path or filename" not in (told := capfd.readouterr().err) and "no column brand" in told
-    assert distap(monkeypatch, "data", "pack", table, tmp_path / "other", "--columns", "sku=label") == 2
+    assert (
+        distap(monkeypatch, "data", "pack", table, tmp_path / "other", "--columns", "label=brand")
+        == 2
+    )
+    assert (
+        "no column path or filename" not in (told := capfd.readouterr().err)
+        and "no column brand" in told
+    )
+    assert (
+        distap(monkeypatch, "data", "pack", table, tmp_path / "other", "--columns", "sku=label")
+        == 2
+    )
     assert "--columns sku: no such column; expected some of path, label" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("word", ["nan", "-1", "-1.0", "None", "N/A", ""])
 def test_images_without_a_class_are_left_out_and_a_number_is_one_class(image_folder, word):
     table = image_folder / "list.csv"
-    paths, labels = ["apple/0.png", "apple/1.png", "bear/0.png", "bear/1.png"], ["1", "1.0", word, word]
+    paths = ["apple/0.png", "apple/1.png", "bear/0.png", "bear/1.png"]
+    labels = ["1", "1.0", word, word]
     table.write_text("\n".join(["path,label", *map(",".join, zip(paths, labels, strict=True))]))
     listing = list_images(table)
     assert [image.class_name for image in listing.images] == ["1", "1"]
-    assert [skipped.reason.partition(":")[0] for skipped in listing.left_out] == ["images without a class"] * 2
+    assert [skipped.reason.partition(":")[0] for skipped in listing.left_out] == [
+        "images without a class"
+    ] * 2
 
 
 def test_damaged_images_are_left_out_and_listed_with_the_reason(tmp_path, image_folder):
@@ -229,7 +326,8 @@ def test_damaged_images_are_left_out_and_listed_with_the_reason(tmp_path, image_
     with Image.open(image_folder / "apple" / "3.png") as image:
         image.save(image_folder / "apple" / "3.jpg")
     photograph = (image_folder / "apple" / "3.jpg").read_bytes()
-    (image_folder / "apple" / "4.jpg").write_bytes(photograph + bytes(1000))  # as with a film behind it
+    # as with a film behind it
+    (image_folder / "apple" / "4.jpg").write_bytes(photograph + bytes(1000))
     (image_folder / "apple" / "5.jpg").write_bytes(photograph[:-20])
     index, skipped = pack(image_folder, tmp_path / "headers")
     found = [(s.name[-5:], s.reason.partition(":")[0]) for s in skipped]
@@ -239,7 +337,9 @@ def test_damaged_images_are_left_out_and_listed_with_the_reason(tmp_path, image_
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_classes_and_shards_without_a_sound_image_leave_no_gap_in_the_index(tmp_path, image_folder, workers):
+def test_classes_and_shards_without_a_sound_image_leave_no_gap_in_the_index(
+    tmp_path, image_folder, workers
+):
     for path in ("aardvark/0.png", "apple/0.png", "apple/1.png"):
         (image_folder / path).parent.mkdir(exist_ok=True)
         (image_folder / path).write_bytes(b"no image")
@@ -248,14 +348,19 @@ def test_classes_and_shards_without_a_sound_image_leave_no_gap_in_the_index(tmp_
     assert index.class_name.tolist() == ["apple", "bear", "car"]
     assert index.label.tolist() == [0, 0, 1, 1, 1, 2, 2]
     assert load_index(tmp_path / "out").fingerprint == index.fingerprint
-    assert index_shards(f"{tmp_path}/out/{{000000..000003}}.tar")[0].label.tolist() == index.label.tolist()
+    assert (
+        index_shards(f"{tmp_path}/out/{{000000..000003}}.tar")[0].label.tolist()
+        == index.label.tolist()
+    )
     assert [label for _, label, _ in keys_and_files(tmp_path / "out")] == [1, 1, 2, 2, 2, 3, 3]
 
 
 def test_a_source_without_a_sound_image_is_an_error(tmp_path, image_folder):
     for path in image_folder.rglob("*.png"):
         path.write_bytes(b"no image")
-    with pytest.raises(DistapError, match=r"none of the 9 images can be read; first: .*apple/0\.png: decode_error"):
+    with pytest.raises(
+        DistapError, match=r"none of the 9 images can be read; first: .*apple/0\.png: decode_error"
+    ):
         pack(image_folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -288,7 +393,9 @@ def test_nothing_is_packed_over(image_folder, shards):
 def test_a_full_disk_is_named_and_nothing_is_left_there(tmp_path, small_disk):
     disk = small_disk("128k")
     images = write_images(tmp_path / "images", {"a": 6, "b": 6}, size=60)
-    with pytest.raises(DistapError, match=r"disk-0/out: cannot be written: No space left on device"):
+    with pytest.raises(
+        DistapError, match=r"disk-0/out: cannot be written: No space left on device"
+    ):
         pack(images, disk / "out", images_per_shard=2, workers=2)
     assert list(disk.iterdir()) == []
 

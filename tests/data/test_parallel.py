@@ -54,7 +54,9 @@ def test_workers_end_in_the_middle_of_their_jobs_with_their_parent(tmp_path, num
     script = tmp_path / "spreader.py"
     script.write_text(textwrap.dedent(SPREADER))
     # Every process inherits the pipe: reading it to its end waits until the last one is gone.
-    stopped = subprocess.run([sys.executable, str(script), str(int(number))], capture_output=True, timeout=300)
+    stopped = subprocess.run(
+        [sys.executable, str(script), str(int(number))], capture_output=True, timeout=300
+    )
     assert stopped.returncode == -number
 
 

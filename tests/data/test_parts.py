@@ -13,7 +13,9 @@ from distap.storage.locations import parse_source, part_of
 
 @pytest.mark.parametrize("kind", ["imagefolder", "shards"])
 def test_two_parts_hold_all_images_and_share_no_class(tmp_path, kind):
-    photos = write_images(tmp_path / "photos", {f"{number}": 2 + number % 3 for number in range(10)})
+    photos = write_images(
+        tmp_path / "photos", {f"{number}": 2 + number % 3 for number in range(10)}
+    )
     place = f"imagefolder:{photos}" if kind == "imagefolder" else str(tmp_path / "shards")
     if kind == "shards":
         pack(photos, tmp_path / "shards")
@@ -22,7 +24,8 @@ def test_two_parts_hold_all_images_and_share_no_class(tmp_path, kind):
     assert {*first.class_name} | {*second.class_name} == {*whole.class_name}
     assert sorted([*first.names, *second.names]) == sorted(whole.names)
     assert len({whole.fingerprint, first.fingerprint, second.fingerprint}) == 3
-    images, others = open_images(place), open_images(f"{place}[0.7:]")
+    images = open_images(place)
+    others = open_images(f"{place}[0.7:]")
     numbers = {key: number for number, key in enumerate(images.keys)}
     for sample, (key, name) in enumerate(zip(others.keys, others.classes, strict=True)):
         assert images.classes[numbers[key]] == name
@@ -47,4 +50,6 @@ def test_what_has_no_parts_is_refused(tmp_path):
     with pytest.raises(DistapError, match="imagefolder:"):  # its images have no classes
         open_images(f"{photos}[:0.5]")
     with pytest.raises(DistapError, match="gives all classes"):
-        load_recipe({"run": "run", "steps": 1, "data": {"train": "shards[:0.5]", "reading": "streamed"}})
+        load_recipe(
+            {"run": "run", "steps": 1, "data": {"train": "shards[:0.5]", "reading": "streamed"}}
+        )

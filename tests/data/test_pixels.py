@@ -18,12 +18,18 @@ from distap.stages.micro_batches import MicroBatchSizes
 from distap.world import World
 
 WAYS = {"memory": PixelSettings(), "spool": PixelSettings(memory_bytes=0)}
-BATCH, DESCRIBE, REPLAY, STEPS = 11, 3, 2, 12  # 11 images are uneven on 2, 4 and 8 ranks
+# 11 images are uneven on 2, 4 and 8 ranks
+BATCH = 11
+DESCRIBE = 3
+REPLAY = 2
+STEPS = 12
 
 
 def shares_of(folder, world, way, workers=0, pixels=None, batch=BATCH):
     pixels = pixels or WAYS[way]
-    images = indexed_images(folder, batch, world=world, chunk=DESCRIBE, workers=workers, pixels=pixels)
+    images = indexed_images(
+        folder, batch, world=world, chunk=DESCRIBE, workers=workers, pixels=pixels
+    )
     return images.shares(range(STEPS))
 
 
@@ -39,7 +45,9 @@ def seen(share, count):
     """Samples of a share's rows, and their pixels by hash in describe and in replay."""
     passes = []
     for size in (DESCRIBE, REPLAY):
-        passes.append([digest(image) for rows in rows_of(count, size) for image in share.images(rows)])
+        passes.append(
+            [digest(image) for rows in rows_of(count, size) for image in share.images(rows)]
+        )
     return list(zip(share.samples.tolist(), *passes, strict=True))
 
 
@@ -56,7 +64,8 @@ def global_batches(folder, ranks, way, workers):
 
 @pytest.fixture(scope="module")
 def spoilt(tmp_path_factory):
-    """16 images: 8, 4, 2 and 2 of a class; three of the first class damaged, and one of the last."""
+    """16 images: 8, 4, 2 and 2 of a class; three of the first class damaged, and one of the
+    last."""
     folder = tmp_path_factory.mktemp("spoilt")
     write_images(folder / "images", {"apple": 8, "bear": 4, "car": 2, "dog": 2})
     pack(folder / "images", folder / "shards", images_per_shard=4)
@@ -72,10 +81,13 @@ def expected(spoilt):
 
 def test_the_batches_have_stand_ins_and_images_that_nothing_stands_in_for(spoilt, expected):
     plan = indexed_images(spoilt, BATCH).plan
-    replaced, missing = [], []
+    replaced = []
+    missing = []
     for step, batch in enumerate(expected):
         labels = plan.classes.labels[plan.batch(step)].tolist()
-        for label, planned, (read, first, again) in zip(labels, plan.batch(step).tolist(), batch, strict=True):
+        for label, planned, (read, first, again) in zip(
+            labels, plan.batch(step).tolist(), batch, strict=True
+        ):
             assert first == again
             if read == NO_SAMPLE:
                 missing.append(planned)
@@ -91,7 +103,9 @@ def test_the_batches_have_stand_ins_and_images_that_nothing_stands_in_for(spoilt
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 0), (8, 0), (4, 2)])
-def test_samples_and_pixels_are_the_same_on_any_number_of_ranks(spoilt, expected, ranks, way, workers):
+def test_samples_and_pixels_are_the_same_on_any_number_of_ranks(
+    spoilt, expected, ranks, way, workers
+):
     assert global_batches(spoilt, ranks, way, workers) == expected
 
 
@@ -105,7 +119,9 @@ def test_rows_may_be_asked_for_in_other_numbers_than_they_were_read(spoilt, expe
             assert found == [first for _, first, _ in batch[start:stop]]
         for rows in replayed:
             numbers = range(BATCH)[rows] if isinstance(rows, slice) else rows.tolist()
-            assert [digest(image) for image in share.images(rows)] == [batch[number][2] for number in numbers]
+            assert [digest(image) for image in share.images(rows)] == [
+                batch[number][2] for number in numbers
+            ]
 
 
 def gradients(world, folder, way):
@@ -132,7 +148,9 @@ def all_gradients(world, folder):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gradients_are_the_same_bit_for_bit_wherever_pixels_wait(spoilt, ranks):
-    answers = on_ranks(ranks, all_gradients, spoilt) if ranks > 1 else [all_gradients(World(), spoilt)]
+    answers = (
+        on_ranks(ranks, all_gradients, spoilt) if ranks > 1 else [all_gradients(World(), spoilt)]
+    )
     for in_memory, (found, moved) in answers:
         assert found == in_memory[0]
         assert all(torch.equal(a, b) for a, b in zip(moved, in_memory[1], strict=True))
@@ -168,7 +186,8 @@ def test_a_full_disk_is_an_error_before_anything_is_read(shards, small_disk):
 
 def test_space_that_others_take_meanwhile_does_not_stop_the_spool(small_disk):
     disk = small_disk("1m")
-    held = HeldPixels(PixelSettings(0, disk), (10, 3, 160, 160), torch.uint8, pinned=False)  # 768,000 bytes
+    # 768,000 bytes
+    held = HeldPixels(PixelSettings(0, disk), (10, 3, 160, 160), torch.uint8, pinned=False)
     (disk / "other").write_bytes(bytes(os.statvfs(disk).f_bavail * 4096))
     pixels = torch.randint(0, 256, (10, 3, 160, 160), dtype=torch.uint8)
     held.keep(0, pixels)
@@ -179,5 +198,7 @@ def test_space_that_others_take_meanwhile_does_not_stop_the_spool(small_disk):
 def test_a_spool_folder_that_cannot_be_used_is_named(tmp_path, folder):
     (tmp_path / "file").write_text("")
     settings = PixelSettings(0, tmp_path / folder)
-    with pytest.raises(DistapError, match=rf"data\.pixels\.spool_folder: .*{folder}: no spool file can be made"):
+    with pytest.raises(
+        DistapError, match=rf"data\.pixels\.spool_folder: .*{folder}: no spool file can be made"
+    ):
         HeldPixels(settings, (1, 3, 8, 8), torch.uint8, pinned=False)

@@ -7,7 +7,13 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from distap.data.plan import Classes, Plan, in_turn
-from distap.data.sampling import ClassesSampling, MinedSampling, PByKSampling, RandomSampling, SuperPByKSampling
+from distap.data.sampling import (
+    ClassesSampling,
+    MinedSampling,
+    PByKSampling,
+    RandomSampling,
+    SuperPByKSampling,
+)
 from distap.errors import DistapError
 from distap.registry import build_part
 
@@ -70,7 +76,9 @@ def super_labels(groups):
 
 @st.composite
 def plans_within_pairs(draw):
-    groups = draw(st.lists(st.lists(st.integers(1, 6), min_size=4, max_size=12), min_size=2, max_size=5))
+    groups = draw(
+        st.lists(st.lists(st.integers(1, 6), min_size=4, max_size=12), min_size=2, max_size=5)
+    )
     groups = [[2, 3, *group] for group in groups]  # so that each has two classes with pairs
     sampling = SuperPByKSampling(classes=draw(st.integers(2, 4)), images=draw(st.integers(2, 4)))
     try:
@@ -85,7 +93,9 @@ def groups_in(plan, batch):
 
 @settings(deadline=None)
 @given(plan=plans_within_pairs(), step=st.integers(0, 60))
-def test_a_batch_within_a_pair_has_two_super_categories_and_half_of_each_where_there_are_as_many(plan, step):
+def test_a_batch_within_a_pair_has_two_super_categories_and_half_of_each_where_there_are_as_many(
+    plan, step
+):
     batch = plan.batch(step)
     assert len(batch) == len(set(batch.tolist())) == plan.sampling.size
     counts = groups_in(plan, batch)
@@ -102,15 +112,22 @@ def test_a_batch_within_a_pair_has_two_super_categories_and_half_of_each_where_t
 @settings(deadline=None)
 @given(plan=plans_within_pairs())
 def test_an_epoch_of_pairs_has_each_pair_that_can_fill_a_batch_once(plan):
-    given = [plan.classes.available(members, plan.sampling.images) for members in plan.classes.by_group.values()]
+    given = [
+        plan.classes.available(members, plan.sampling.images)
+        for members in plan.classes.by_group.values()
+    ]
     steps = sum(one + other >= plan.sampling.size for one, other in combinations(given, 2))
     for epoch in range(2):
-        pairs = {frozenset(groups_in(plan, plan.batch(epoch * steps + turn))) for turn in range(steps)}
+        pairs = {
+            frozenset(groups_in(plan, plan.batch(epoch * steps + turn))) for turn in range(steps)
+        }
         assert len(pairs) == steps
 
 
 def test_the_classes_of_a_super_category_have_their_turn_one_after_the_other():
-    plan = Plan(super_labels([[4] * 8, [4] * 8, [4] * 8]), SuperPByKSampling(classes=4, images=4), 0)
+    plan = Plan(
+        super_labels([[4] * 8, [4] * 8, [4] * 8]), SuperPByKSampling(classes=4, images=4), 0
+    )
     batches = [set(plan.classes.labels[plan.batch(step)].tolist()) for step in range(6)]
     of_first = [{label for label in batch if label < 8} for batch in batches]
     turns = [labels for labels in of_first if labels]
@@ -141,7 +158,9 @@ def test_every_sampling_is_a_function_of_seed_and_step_alone_and_takes_no_image_
     one_plan = mixed_plan(sampling)
     backwards = [one_plan.batch(step) for step in reversed(range(30))][::-1]
     assert all(np.array_equal(a, b) for a, b in zip(in_order, backwards, strict=True))
-    assert any(not np.array_equal(a, mixed_plan(sampling, 1).batch(s)) for s, a in enumerate(in_order))
+    assert any(
+        not np.array_equal(a, mixed_plan(sampling, 1).batch(s)) for s, a in enumerate(in_order)
+    )
     assert all(not np.array_equal(a, b) for a, b in pairwise(in_order))
     assert all(len(set(batch.tolist())) == len(batch) == sampling.size for batch in in_order)
 
@@ -156,7 +175,9 @@ def test_stand_ins_of_every_sampling_are_of_the_class_and_of_one_slot_only(sampl
         assert len(everything) == len(set(everything))
         assert not set(everything) & set(batch.tolist())
         for slot, some in enumerate(offered):
-            assert all(plan.classes.labels[sample] == plan.classes.labels[batch[slot]] for sample in some)
+            assert all(
+                plan.classes.labels[sample] == plan.classes.labels[batch[slot]] for sample in some
+            )
 
 
 MANY = np.array([c for c in range(40) for _ in range(1 + c % 7)])
@@ -168,13 +189,30 @@ SIX = Classes(np.repeat(np.arange(6), 7), np.array([[*"aabbcc"]]).T)
     [
         (Classes(MANY), RandomSampling(batch_size=8), 3, [125, 46, 86, 60, 132, 150, 18, 0]),
         (Classes(MANY), PByKSampling(classes=2, images=4), 3, [58, 57, 36, 37, 35, 34, 60, 61]),
-        (SIX, ClassesSampling(batch_size=14), 9, [1, 5, 6, 8, 12, 20, 19, 24, 25, 29, 28, 33, 35, 37]),
-        (SIX, PByKSampling(classes=3, images=4, balance=1), 9, [39, 36, 40, 38, 6, 0, 1, 3, 14, 20, 18, 15]),
-        (SIX, SuperPByKSampling(classes=4, images=3), 9, [7, 13, 12, 6, 0, 1, 32, 30, 34, 39, 36, 40]),
+        (
+            SIX,
+            ClassesSampling(batch_size=14),
+            9,
+            [1, 5, 6, 8, 12, 20, 19, 24, 25, 29, 28, 33, 35, 37],
+        ),
+        (
+            SIX,
+            PByKSampling(classes=3, images=4, balance=1),
+            9,
+            [39, 36, 40, 38, 6, 0, 1, 3, 14, 20, 18, 15],
+        ),
+        (
+            SIX,
+            SuperPByKSampling(classes=4, images=3),
+            9,
+            [7, 13, 12, 6, 0, 1, 32, 30, 34, 39, 36, 40],
+        ),
     ],
 )
 def test_a_plan_never_changes(classes, sampling, step, batch):
-    """A training that goes on with a newer distap, numpy or machine sees the same batches, or VERSION changes."""
+    """A training that goes on with a newer distap, numpy or machine sees the same batches, or
+    VERSION changes.
+    """
     assert Plan(classes, sampling, 0).batch(step).tolist() == batch
 
 
@@ -200,10 +238,15 @@ def sets_in_turn(draw):
 @given(given=sets_in_turn(), draws=st.data())
 def test_elements_have_their_turn_once_a_round_and_not_again_within_the_longest(given, draws):
     longest, counts, seed = given
-    of, starts = np.arange(len(counts)), np.zeros(len(counts), dtype=np.int64)
+    of = np.arange(len(counts))
+    starts = np.zeros(len(counts), dtype=np.int64)
     seen = [[] for _ in counts]
     for _ in range(25):
-        takes = np.array(draws.draw(st.lists(st.integers(0, longest), min_size=len(counts), max_size=len(counts))))
+        takes = np.array(
+            draws.draw(
+                st.lists(st.integers(0, longest), min_size=len(counts), max_size=len(counts))
+            )
+        )
         takes[0] = max(takes[0], 1)
         drawn = in_turn(counts, starts, takes, longest, 1, seed, of=of)
         for elements, part in zip(seen, np.split(drawn, np.cumsum(takes)[:-1]), strict=True):
@@ -219,12 +262,16 @@ def test_elements_have_their_turn_once_a_round_and_not_again_within_the_longest(
 
 @pytest.mark.parametrize("step", [0, 10**6, 10**9, 10**12])
 @pytest.mark.parametrize(
-    "sampling", [RandomSampling(batch_size=24), PByKSampling(classes=6), SuperPByKSampling(classes=6)], ids=name_of
+    "sampling",
+    [RandomSampling(batch_size=24), PByKSampling(classes=6), SuperPByKSampling(classes=6)],
+    ids=name_of,
 )
 def test_a_late_step_is_drawn_as_an_early_one(sampling, step):
     plan = mixed_plan(sampling)
     drawn = [plan.batch(step + turn).tolist() for turn in range(3)]
-    assert all(len(set(batch)) == sampling.size and max(batch) < len(plan.classes) for batch in drawn)
+    assert all(
+        len(set(batch)) == sampling.size and max(batch) < len(plan.classes) for batch in drawn
+    )
     assert len({frozenset(batch) for batch in drawn}) > 1
 
 
@@ -235,7 +282,8 @@ def test_p_by_k_takes_k_images_of_each_class_that_has_them_and_no_singleton():
     for step in range(20):
         counts = np.bincount(MANY[plan.batch(step)], minlength=40)
         taken = np.flatnonzero(counts)
-        # All give K images, or all they have, but the class that fills the batch up, and one that gives it company.
+        # All give K images, or all they have, but the class that fills the batch up, and one that
+        # gives it company.
         assert sum(counts[c] < min(4, available[c]) for c in taken) <= 2
         assert len(taken) >= 8
         assert not (available[taken] == 1).any()
@@ -245,8 +293,11 @@ def test_p_by_k_takes_k_images_of_each_class_that_has_them_and_no_singleton():
 
 @st.composite
 def plans_of_uneven_classes(draw):
-    groups = draw(st.lists(st.lists(st.integers(1, 7), min_size=2, max_size=8), min_size=1, max_size=4))
-    data, seed = super_labels(groups), draw(st.integers(0, 3))
+    groups = draw(
+        st.lists(st.lists(st.integers(1, 7), min_size=2, max_size=8), min_size=1, max_size=4)
+    )
+    data = super_labels(groups)
+    seed = draw(st.integers(0, 3))
     settings = {"classes": draw(st.integers(2, 6)), "images": draw(st.integers(2, 5))}
     name = draw(st.sampled_from(["p_by_k", "balance", "mined", "super_p_by_k"]))
     if name == "mined":
@@ -286,18 +337,24 @@ def test_an_odd_batch_of_classes_of_two_images_is_refused_and_never_advised():
 def test_an_odd_batch_of_two_super_categories_of_pairs_is_refused_by_their_names():
     levels = np.array([["cup"]] * 9 + [["pen"]] * 9 + [["hat"]] * 9)
     data = Classes(labels_of([2] * 18 + [4] * 9), levels=levels)
-    with pytest.raises(DistapError, match="odd number, but no class of 'cup' and 'pen' has more than two images"):
+    with pytest.raises(
+        DistapError, match="odd number, but no class of 'cup' and 'pen' has more than two images"
+    ):
         Plan(data, SuperPByKSampling(classes=3, images=3), 0)
 
 
-def test_batches_that_end_with_a_whole_class_are_those_of_the_version_before_and_others_have_a_new_version():
+def test_only_batches_that_end_within_a_class_have_a_new_version():
     assert Plan(Classes(labels_of([4] * 9)), PByKSampling(classes=3, images=4), 0).version == 2
     assert Plan(Classes(MANY), PByKSampling(classes=3, images=4), 0).version == 4
     assert Plan(Classes(MANY), RandomSampling(batch_size=4), 0).version == 2
 
 
 @settings(deadline=None)
-@given(groups=st.lists(st.integers(1, 9), min_size=1, max_size=5), share=st.integers(0, 100), seed=st.integers(0, 3))
+@given(
+    groups=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    share=st.integers(0, 100),
+    seed=st.integers(0, 3),
+)
 def test_balanced_p_by_k_takes_as_many_classes_of_each_coarser_class_as_can_be(groups, share, seed):
     sampling = PByKSampling(classes=1 + share * (sum(groups) - 1) // 100, images=3, balance=1)
     plan = Plan(super_labels([[4] * group for group in groups]), sampling, seed)
@@ -305,29 +362,48 @@ def test_balanced_p_by_k_takes_as_many_classes_of_each_coarser_class_as_can_be(g
     for step in range(20):
         labels = set(plan.classes.labels[plan.batch(step)].tolist())
         by_group = Counter(int(plan.classes.numbers[label, 1]) for label in labels)
-        assert sorted(by_group[group] for group in range(len(groups))) == even_shares(groups, sampling.classes)
+        assert sorted(by_group[group] for group in range(len(groups))) == even_shares(
+            groups, sampling.classes
+        )
         for label in labels:
             met[plan.classes.numbers[label, 1]][label] += 1
     for group, counts in enumerate(met):  # each has its turn before any has another
-        uses = [counts[label] for label in np.flatnonzero(plan.classes.numbers[:, 1] == group).tolist()]
+        uses = [
+            counts[label] for label in np.flatnonzero(plan.classes.numbers[:, 1] == group).tolist()
+        ]
         assert max(uses) - min(uses) <= 1
 
 
 @pytest.mark.parametrize(
     ("classes", "sampling", "message"),
     [
-        (labels_of([5] * 8), ClassesSampling(batch_size=15), "8 classes: set it to 16 or more, or choose p_by_k"),
+        (
+            labels_of([5] * 8),
+            ClassesSampling(batch_size=15),
+            "8 classes: set it to 16 or more, or choose p_by_k",
+        ),
         (labels_of([1] * 7), ClassesSampling(batch_size=14), "the data set has only 7 images"),
         (MANY, RandomSampling(batch_size=1000), "batch_size is 1000, but the data set has only"),
         (MANY, PByKSampling(classes=36, images=2), "only 34 classes have two images or more"),
         (MANY, PByKSampling(classes=34, images=7), "the data set has only"),
-        (SIX, PByKSampling(classes=4, balance=2), "sampling.balance is 2; the index has 1 levels of coarser"),
+        (
+            SIX,
+            PByKSampling(classes=4, balance=2),
+            "sampling.balance is 2; the index has 1 levels of coarser",
+        ),
         (labels_of([5] * 8), SuperPByKSampling(), "the index has 0, and 8 classes without"),
-        (super_labels([[3, 3]]), SuperPByKSampling(classes=2, images=2), "the index has 1, and 0 classes without"),
+        (
+            super_labels([[3, 3]]),
+            SuperPByKSampling(classes=2, images=2),
+            "the index has 1, and 0 classes without",
+        ),
         (
             super_labels([[3, 3], [4, 4]]),
             SuperPByKSampling(classes=4, images=4),
-            r"4 classes x 4 images = 16 a batch .* 'group-0' has only 6, and no other one has enough",
+            (
+                r"4 classes x 4 images = 16 a batch .* 'group-0' has only 6, and no other one has"
+                r" enough"
+            ),
         ),
     ],
 )
@@ -337,7 +413,8 @@ def test_what_a_data_set_cannot_give_is_refused(classes, sampling, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "value"), [("random", "batch_size", 1), ("p_by_k", "images", 1), ("super_p_by_k", "classes", 1)]
+    ("name", "key", "value"),
+    [("random", "batch_size", 1), ("p_by_k", "images", 1), ("super_p_by_k", "classes", 1)],
 )
 def test_a_batch_without_two_images_to_compare_is_refused_when_the_recipe_is_read(name, key, value):
     with pytest.raises(DistapError, match=f"{key}: 1: must be greater than or equal to 2"):

@@ -25,10 +25,13 @@ def expected(spoilt):
 
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 2), (2, 2), (4, 1)])
 def test_no_image_is_twice_in_a_batch_and_each_is_drawn_about_as_often(spoilt, ranks, workers):
-    steps, batches = 20, [[] for _ in range(20)]
+    steps = 20
+    batches = [[] for _ in range(20)]
     for rank in range(ranks):
         world = World(rank, ranks)
-        mine = seen(streamed(spoilt, world, workers=workers), range(steps), len(world.slots(SAMPLING.size)))
+        mine = seen(
+            streamed(spoilt, world, workers=workers), range(steps), len(world.slots(SAMPLING.size))
+        )
         for batch, rows in zip(batches, mine, strict=True):
             batch += [name for name, _, _ in rows]
     assert all(len(set(batch)) == SAMPLING.size for batch in batches)
@@ -37,7 +40,9 @@ def test_no_image_is_twice_in_a_batch_and_each_is_drawn_about_as_often(spoilt, r
     assert max(drawn.values()) <= 3 * min(drawn.values())  # a stream of few images has them oftener
 
 
-def test_what_is_damaged_is_left_out_and_named_once_and_labels_are_the_numbers_in_the_shards(spoilt):
+def test_what_is_damaged_is_left_out_and_named_once_and_labels_are_the_numbers_in_the_shards(
+    spoilt,
+):
     failures = []
     batches = seen(streamed(spoilt, sampling=RandomSampling(batch_size=11)), range(4), 11, failures)
     names = [name for batch in batches for name, _, _ in batch]
@@ -56,7 +61,9 @@ def test_what_is_damaged_is_left_out_and_named_once_and_labels_are_the_numbers_i
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_that_goes_on_begins_a_new_pass_which_is_the_same_each_time(spoilt, workers):
     whole = seen(streamed(spoilt, workers=workers), range(6), SAMPLING.size)
-    first, second = (seen(streamed(spoilt, workers=workers), range(4, 6), SAMPLING.size) for _ in range(2))
+    first, second = (
+        seen(streamed(spoilt, workers=workers), range(4, 6), SAMPLING.size) for _ in range(2)
+    )
     assert first == second
     assert len({name for batch in first for name, _, _ in batch}) == 2 * SAMPLING.size
     assert all(later != before for later in first for before in whole)
@@ -65,14 +72,19 @@ def test_a_run_that_goes_on_begins_a_new_pass_which_is_the_same_each_time(spoilt
 def test_shards_over_http_give_what_the_files_give_through_faults_that_pass(spoilt, expected):
     with web_server(spoilt) as server:
         server.faults = ["503", "cut", "429"]
-        assert seen(streamed(f"{server.url}/{{000..007}}.tar"), range(2), SAMPLING.size) == expected[:2]
+        assert (
+            seen(streamed(f"{server.url}/{{000..007}}.tar"), range(2), SAMPLING.size)
+            == expected[:2]
+        )
         with pytest.raises(DistapError, match="a web server cannot list its files"):
             streamed(server.url)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("size", [512, 5000, 4096])
-def test_a_tar_that_was_cut_is_an_error_that_names_it_and_never_a_silent_skip(tmp_path, size, workers):
+def test_a_tar_that_was_cut_is_an_error_that_names_it_and_never_a_silent_skip(
+    tmp_path, size, workers
+):
     folder = write_by_webdataset(tmp_path / "shards", shards=4)
     path = folder / "002.tar"
     path.write_bytes(path.read_bytes()[:size])
@@ -83,10 +95,14 @@ def test_a_tar_that_was_cut_is_an_error_that_names_it_and_never_a_silent_skip(tm
 def test_settings_that_do_not_fit_are_refused(spoilt, tmp_path):
     with pytest.raises(DistapError, match=r"8 shards for 9 ranks, .* smaller --images-per-shard"):
         streamed(spoilt, World(0, 9))
-    settings = settings_of("shards", reading="streamed") | {"sampling": {"name": "classes", "batch_size": 8}}
+    settings = settings_of("shards", reading="streamed") | {
+        "sampling": {"name": "classes", "batch_size": 8}
+    }
     with pytest.raises(DistapError, match=r"but sampling\.name is classes; set it to random"):
         load_recipe(settings, where="test")
-    nothing = {(shard, number): {"png": png(number)[:-600]} for shard in range(2) for number in range(5)}
+    nothing = {
+        (shard, number): {"png": png(number)[:-600]} for shard in range(2) for number in range(5)
+    }
     folder = write_by_webdataset(tmp_path / "short", shards=2, spoil=nothing.items())
     with pytest.raises(DistapError, match="a loader worker has only 12 images in its 2 shards"):
         seen(streamed(folder), range(1), 16)
@@ -95,7 +111,9 @@ def test_settings_that_do_not_fit_are_refused(spoilt, tmp_path):
 def test_folders_that_number_their_classes_apart_are_refused_as_by_the_index(tmp_path):
     for name in ("birds", "cars"):
         write_by_webdataset(tmp_path / name, shards=2)
-        (tmp_path / name / "classes.txt").write_text("".join(f"{name} {number}\n" for number in range(5)))
+        (tmp_path / name / "classes.txt").write_text(
+            "".join(f"{name} {number}\n" for number in range(5))
+        )
     said = rf"{tmp_path}/birds/classes\.txt numbers the classes of its folder alone"
     for pattern in ("*/*.tar", "{birds,cars}/{000..001}.tar"):
         with pytest.raises(DistapError, match=said):

@@ -60,9 +60,13 @@ def test_a_flip_mirrors_the_crop():
     assert CropFlipColour(grey=1).transform(40)(image).float().std(0).max() == 0
 
 
-@pytest.mark.parametrize("settings", [{"crop": 0}, {"crop": 1.5}, {"flip": -0.1}, {"colour": 2}, {"grey": 7}])
+@pytest.mark.parametrize(
+    "settings", [{"crop": 0}, {"crop": 1.5}, {"flip": -0.1}, {"colour": 2}, {"grey": 7}]
+)
 def test_settings_out_of_range_are_refused(settings):
-    with pytest.raises(DistapError, match=f"{next(iter(settings))}: .* must be (less|greater) than"):
+    with pytest.raises(
+        DistapError, match=f"{next(iter(settings))}: .* must be (less|greater) than"
+    ):
         build_part("augmentation", "crop_flip_colour", **settings)
 
 
@@ -70,7 +74,10 @@ def test_settings_out_of_range_are_refused(settings):
 
 RECIPES = {
     "random resized crop": (
-        [{"RandomResizedCrop": {"scale": [0.2, 0.9], "ratio": [0.5, 1.5]}}, {"RandomHorizontalFlip": 0.5}],
+        [
+            {"RandomResizedCrop": {"scale": [0.2, 0.9], "ratio": [0.5, 1.5]}},
+            {"RandomHorizontalFlip": 0.5},
+        ],
         lambda: [v2.RandomResizedCrop(48, (0.2, 0.9), (0.5, 1.5)), v2.RandomHorizontalFlip(0.5)],
     ),
     "resize, then crop": (
@@ -78,13 +85,21 @@ RECIPES = {
         lambda: [v2.Resize(64), v2.RandomCrop(48), v2.RandomErasing(1, value=[124, 116, 104])],
     ),
     "the longer side, then a padded crop": (
-        [{"Resize": {"size": None, "max_size": 60}}, {"RandomCrop": {"pad_if_needed": True, "fill": 127}}],
+        [
+            {"Resize": {"size": None, "max_size": 60}},
+            {"RandomCrop": {"pad_if_needed": True, "fill": 127}},
+        ],
         lambda: [v2.Resize(None, max_size=60), v2.RandomCrop(48, pad_if_needed=True, fill=127)],
     ),
     "everything else": (
         [
             {"RandomRotation": {"degrees": 10, "interpolation": "bilinear"}},
-            {"RandomApply": {"transforms": [{"ColorJitter": {"brightness": 0.4, "hue": [-0.1, 0.2]}}], "p": 0.8}},
+            {
+                "RandomApply": {
+                    "transforms": [{"ColorJitter": {"brightness": 0.4, "hue": [-0.1, 0.2]}}],
+                    "p": 0.8,
+                }
+            },
             {"RandAugment": {"num_ops": 2, "magnitude": 7}},
             "RandomResizedCrop",
         ],
@@ -101,7 +116,10 @@ RECIPES = {
 @pytest.mark.parametrize("name", RECIPES)
 def test_steps_give_torchvisions_pixels_bit_for_bit(name):
     steps, theirs = RECIPES[name]
-    part, exact = (build_part("augmentation", "torchvision", steps=all) for all in (steps, ["Identity", *steps]))
+    part, exact = (
+        build_part("augmentation", "torchvision", steps=all)
+        for all in (steps, ["Identity", *steps])
+    )
     image = EncodedImage(jpeg(PHOTO, 90))
     whole = v2.functional.pil_to_tensor(image.whole())
     ours, theirs = exact.transform(48), v2.Compose(theirs())
@@ -109,7 +127,8 @@ def test_steps_give_torchvisions_pixels_bit_for_bit(name):
         torch.manual_seed(seed)
         expected = theirs(whole)
         assert torch.equal(seeded(ours, image, seed), expected)
-        near = seeded(part.transform(48), image, seed)  # the same boxes, of an image that is decoded at reduced scale
+        # the same boxes, of an image that is decoded at reduced scale
+        near = seeded(part.transform(48), image, seed)
         assert torch.equal(near, seeded(part.transform(48), image, seed))
         assert (near.int() - expected.int()).abs().float().mean() < (8 if len(steps) < 4 else 0.1)
 
@@ -147,7 +166,13 @@ def test_wrong_steps_are_refused_when_the_recipe_is_read(steps, message):
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        (["Resize"], r"the steps give \(3, 40, 60\) torch.uint8; expected \(3, 40, 40\) uint8, as data.image_size"),
+        (
+            ["Resize"],
+            (
+                r"the steps give \(3, 40, 60\) torch.uint8; expected \(3, 40, 40\) uint8, as"
+                r" data.image_size"
+            ),
+        ),
         (
             ["RandomResizedCrop", {"Normalize": {"mean": [0], "std": [1]}}],
             "Normalize: Input tensor should be a float",

@@ -1,4 +1,6 @@
-"""Names of classes and files that differ in their Unicode form alone: composed on Linux, decomposed by macOS."""
+"""Names of classes and files that differ in their Unicode form alone: composed on Linux, decomposed
+by macOS.
+"""
 
 import json
 from dataclasses import replace
@@ -35,7 +37,9 @@ def of_form(form, names=NAMES):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """The same four classes with composed names, with decomposed names, and half of the images with either."""
+    """The same four classes with composed names, with decomposed names, and half of the images with
+    either.
+    """
     root = tmp_path_factory.mktemp("forms")
     write_images(root / "composed", dict.fromkeys(of_form("NFC"), 3))
     write_images(root / "decomposed", dict.fromkeys(of_form("NFD"), 2), seed=1)
@@ -77,7 +81,9 @@ def test_an_index_and_a_list_of_classes_written_before_are_read_alike(folders, t
     label = np.where(np.arange(len(old)) % 2, old.label, old.label + len(COMPOSED))
     # Ø has no other form, so its second name is another class's.
     twice[-1] = "other"
-    replace(old, class_name=np.array(twice), class_levels=np.full((8, 0), ""), label=label).save(shards)
+    replace(old, class_name=np.array(twice), class_levels=np.full((8, 0), ""), label=label).save(
+        shards
+    )
     index = load_index(shards)
     assert index.class_name.tolist() == [*COMPOSED, "other"]
     assert [index.class_name[number] for number in index.label[old.label < 3]] == [
@@ -85,7 +91,9 @@ def test_an_index_and_a_list_of_classes_written_before_are_read_alike(folders, t
     ]
     (shards / "classes.txt").write_text("".join(f"{name}\n" for name in of_form("NFD", COMPOSED)))
     assert index_shards(shards)[0].class_name.tolist() == COMPOSED
-    (shards / "classes.txt").write_text("\n".join([NAMES[0], *of_form("NFD", (NAMES[0],)), *NAMES[1:3]]) + "\n")
+    (shards / "classes.txt").write_text(
+        "\n".join([NAMES[0], *of_form("NFD", (NAMES[0],)), *NAMES[1:3]]) + "\n"
+    )
     assert index_shards(shards)[0].class_name.tolist() == list(NAMES[:3])
 
 
@@ -93,16 +101,24 @@ def test_one_class_within_two_coarser_classes_is_refused_when_its_names_meet(fol
     shards = packed(folders, "composed", tmp_path)
     old = load_index(shards)
     names = [*of_form("NFD", COMPOSED[:1]), *COMPOSED[:1], *COMPOSED[1:3]]
-    replace(old, class_name=np.array(names), class_levels=np.array([["a"], ["b"], ["c"], ["d"]])).save(shards)
-    with pytest.raises(DistapError, match="class 'Café' of level 0 is in 'b' of level 1, but in 'a' before"):
+    replace(
+        old, class_name=np.array(names), class_levels=np.array([["a"], ["b"], ["c"], ["d"]])
+    ).save(shards)
+    with pytest.raises(
+        DistapError, match="class 'Café' of level 0 is in 'b' of level 1, but in 'a' before"
+    ):
         load_index(shards)
 
 
 @pytest.mark.parametrize(("listed", "there"), [("NFC", "decomposed"), ("NFD", "composed")])
-def test_a_list_finds_its_files_by_either_form_and_sees_a_file_that_is_listed_twice(folders, listed, there):
+def test_a_list_finds_its_files_by_either_form_and_sees_a_file_that_is_listed_twice(
+    folders, listed, there
+):
     names = of_form(listed)
     file = folders / there / "list.csv"
-    lines = [f"{name}/0.png,{name}" for name in names] + [f"{normalize('NFKC', names[0])}/0.png,{NAMES[0]}"]
+    lines = [f"{name}/0.png,{name}" for name in names] + [
+        f"{normalize('NFKC', names[0])}/0.png,{NAMES[0]}"
+    ]
     file.write_text("path,label\n" + "\n".join(lines) + "\n")
     listing = list_images(file)
     assert all(image.path.is_file() for image in listing.images)
@@ -133,7 +149,10 @@ def test_a_truth_names_images_in_either_form(folders, tmp_path, written, there):
     names = open_images(folders / there).keys.tolist()
     first, second, third = (normalize(written, name) for name in names[:3])
     query = {"name": first, "positives": [second], "junk": [third]}
-    truth = {"queries": [query], "instances": {"both": [normalize(written, name) for name in names[4:6]]}}
+    truth = {
+        "queries": [query],
+        "instances": {"both": [normalize(written, name) for name in names[4:6]]},
+    }
     (tmp_path / "truth.json").write_text(json.dumps(truth))
     opened = open_set(str(folders / there), truth=tmp_path / "truth.json")
     assert opened.describe(Describing(describer(), World(), workers=0)).evaluate().queries == 1
@@ -145,7 +164,9 @@ def test_names_that_differ_in_their_form_alone_stay_two_images_in_a_truth():
     names = of_form("NFC", ("é",)) + of_form("NFD", ("é",)) + ["a"]
     rows = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
     found = {
-        name: distap.evaluate(rows, truth={"queries": [{"name": "a", "positives": [name]}]}, names=names)["mAP"]
+        name: distap.evaluate(
+            rows, truth={"queries": [{"name": "a", "positives": [name]}]}, names=names
+        )["mAP"]
         for name in names[:2]
     }
     assert list(found.values()) == [1.0, 0.5]
@@ -161,7 +182,9 @@ def test_two_queries_of_one_image_are_refused():
 def test_labels_and_domains_in_two_forms_are_the_same():
     labels = [*of_form("NFC", NAMES[:2]), *of_form("NFD", NAMES[:2])]
     rows = np.eye(4)
-    found = distap.evaluate(rows, labels, domains=["é", "è", *of_form("NFD", ("é", "è"))], figures=["R@1"])
+    found = distap.evaluate(
+        rows, labels, domains=["é", "è", *of_form("NFD", ("é", "è"))], figures=["R@1"]
+    )
     assert found["queries"] == 4
     assert {name for name in found if name.endswith("R@1")} == {"R@1", "é R@1", "è R@1", "mean R@1"}
 

@@ -40,7 +40,13 @@ def test_a_sizing_is_written_and_read_as_text(text):
     "text",
     [
         *["", "crop", "side", "crop 0", "side -3", "original 3", "crop ²", "stretch 3", "crop a"],
-        *["resize 256", "resize 256 side 224", "resize 223 crop 224", "resize 0 crop 0", "resize 9 original"],
+        *[
+            "resize 256",
+            "resize 256 side 224",
+            "resize 223 crop 224",
+            "resize 0 crop 0",
+            "resize 9 original",
+        ],
         *["resize 256x223 crop 224", "resize 9x crop 9", "resize 9x9x9 crop 9"],
     ],
 )
@@ -49,7 +55,9 @@ def test_a_sizing_that_is_none_is_refused(text):
         Sizing.parse(text)
 
 
-@pytest.mark.parametrize(("resize", "crop"), [("64", 56), ("48", 48), ("100", 33), ("200", 199), ("64x48", 40)])
+@pytest.mark.parametrize(
+    ("resize", "crop"), [("64", 56), ("48", 48), ("100", 33), ("200", 199), ("64x48", 40)]
+)
 @pytest.mark.parametrize("orientation", [1, 6])
 def test_a_resized_crop_is_torchvisions_bit_for_bit(resize, crop, orientation):
     image = EncodedImage(turned(photo(320, 222, seed=1), orientation))
@@ -58,15 +66,21 @@ def test_a_resized_crop_is_torchvisions_bit_for_bit(resize, crop, orientation):
     assert torch.equal(sizing(image), theirs(pixels(image.whole())))
     of_pil = pixels(theirs(image.whole())).int()  # PIL resizes in another precision
     assert (sizing(image).int() - of_pil).abs().max() <= 1
-    assert torch.equal(sizing(image, (20, 10, 170, 210)), theirs(pixels(image.whole().crop((20, 10, 170, 210)))))
+    assert torch.equal(
+        sizing(image, (20, 10, 170, 210)), theirs(pixels(image.whole().crop((20, 10, 170, 210))))
+    )
 
 
 def test_an_image_too_narrow_to_be_resized_is_damaged():
-    with pytest.raises(DamagedImageError, match="too_large: too narrow for `resize 256 crop 224`: 9000 x 2 pixels"):
+    with pytest.raises(
+        DamagedImageError, match="too_large: too narrow for `resize 256 crop 224`: 9000 x 2 pixels"
+    ):
         Sizing.parse("resize 256 crop 224")(EncodedImage(encoded(Image.new("RGB", (9000, 2)))))
 
 
-@pytest.mark.parametrize(("side", "shape"), [(60, (40, 60)), (119, (79, 119)), (120, (80, 120)), (500, (80, 120))])
+@pytest.mark.parametrize(
+    ("side", "shape"), [(60, (40, 60)), (119, (79, 119)), (120, (80, 120)), (500, (80, 120))]
+)
 def test_the_longer_side_is_scaled_down_and_never_up(side, shape):
     sizing = Sizing("side", side)
     assert sizing.shape(120, 80) == shape
@@ -79,7 +93,8 @@ def test_an_image_that_exif_turns_is_sized_as_it_is_seen(orientation, sizing):
     seen = EncodedImage(turned(PHOTO, orientation))
     plain = EncodedImage(encoded(seen.whole()))
     sizing = Sizing.parse(sizing)
-    found, expected = sizing(seen), sizing(plain)
+    found = sizing(seen)
+    expected = sizing(plain)
     assert found.shape == expected.shape == (3, *sizing.shape(*seen.size))
     assert (found.int() - expected.int()).abs().max() <= 1
 
@@ -101,13 +116,18 @@ def test_a_box_is_cut_to_the_image_and_one_beside_it_is_refused():
 
 
 @settings(deadline=None, max_examples=60)
-@given(shapes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), max_size=40), most=st.integers(1, 60))
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), max_size=40),
+    most=st.integers(1, 60),
+)
 def test_every_image_is_in_one_batch_of_its_shape_within_the_limit(shapes, most):
     images = [(n, torch.full((3, *shape), n, dtype=torch.uint8)) for n, shape in enumerate(shapes)]
     batches = list(batches_of_one_shape(images, most))
     assert sorted(n for numbers, _ in batches for n in numbers) == list(range(len(shapes)))
     for numbers, batch in batches:
-        assert all(torch.equal(image, images[n][1]) for n, image in zip(numbers, batch, strict=True))
+        assert all(
+            torch.equal(image, images[n][1]) for n, image in zip(numbers, batch, strict=True)
+        )
         assert len(numbers) == 1 or batch[:, 0].numel() <= most
 
 
@@ -154,7 +174,9 @@ def test_an_image_that_has_gone_or_cannot_be_read_is_damaged(folder):
 
 
 def test_a_folder_without_images_is_refused(tmp_path):
-    with pytest.raises(DistapError, match=r"the data set is empty; expected JPEG, .* files or shards"):
+    with pytest.raises(
+        DistapError, match=r"the data set is empty; expected JPEG, .* files or shards"
+    ):
         open_images(tmp_path)
 
 

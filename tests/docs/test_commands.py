@@ -1,4 +1,6 @@
-"""The commands of README.md and docs/: those of README, tutorial and guides run, and all of them parse."""
+"""The commands of README.md and docs/: those of README, tutorial and guides run, and all of them
+parse.
+"""
 
 import os
 import re
@@ -23,24 +25,34 @@ from distap.config.reading import RECIPES, load_recipe
 from distap.config.recipe import Recipe
 from docs.recipe_keys import recipe_keys
 
-README, TUTORIAL, GUIDES = ROOT / "README.md", ROOT / "docs/tutorial.md", ROOT / "docs/guides"
+README = ROOT / "README.md"
+TUTORIAL = ROOT / "docs/tutorial.md"
+GUIDES = ROOT / "docs/guides"
 DOCUMENTS = [
     *(README, ROOT / "CONTRIBUTING.md"),
-    *(file for folder in ("docs", "k8s", "launch", "distap") for file in (ROOT / folder).rglob("*.md")),
+    *(
+        file
+        for folder in ("docs", "k8s", "launch", "distap")
+        for file in (ROOT / folder).rglob("*.md")
+    ),
 ]
 DEMO = RECIPES / "emoji.yaml"
 OURS = re.compile(
-    r"distap |python -m (distap|benchmarks)\b|torchrun |sbatch |(\./)?launch/[\w-]+( |$)|pip install 'distap"
+    r"distap |python -m (distap|benchmarks)\b|torchrun |sbatch |(\./)?launch/[\w-]+( |$)|pip"
+    r" install 'distap"
 )
 PLACEHOLDERS = {"...", "RUN...", "[key=value", "...]"}
-SMALL = "steps=2 data.image_size=32 model.backbone=test_resnet model.weights=random metrics.port=null"
+SMALL = (
+    "steps=2 data.image_size=32 model.backbone=test_resnet model.weights=random metrics.port=null"
+)
 MADE_SMALL = {
     "--ranks 8": "--ranks 2",
     "steps=200": f"{SMALL} sampling.batch_size=24 evaluation.every=2",
     "train recipe.yaml --dry-run": f"train recipe.yaml --dry-run {SMALL}",
     "train recipe.yaml\n": f"train recipe.yaml {SMALL}\n",
 }
-RUN = {  # documents whose commands run in one folder from top to bottom, and what is there afterwards
+# documents whose commands run in one folder from top to bottom, and what is there afterwards
+RUN = {
     "README": ([README], ["recipe.yaml", "runs/recipe/report.html", "found", "hits.html"]),
     "tutorial": ([TUTORIAL], ["runs/recipe/report.html", "found", "hits.html", "exported"]),
     "guides": (
@@ -56,9 +68,13 @@ def blocks_of(documents, language):
 
 
 def shell_script(documents):
-    """Commands of blocks that need no network, no cluster and nothing left to fill in, with trainings made small."""
+    """Commands of blocks that need no network, no cluster and nothing left to fill in, with
+    trainings made small.
+    """
     outside = ("./launch/", "CONFIG", "benchmarks fetch", "benchmarks plan", "--ranks auto")
-    blocks = (block for block in blocks_of(documents, "sh") if not any(word in block for word in outside))
+    blocks = (
+        block for block in blocks_of(documents, "sh") if not any(word in block for word in outside)
+    )
     script = re.sub("^pip install .*", "", "".join(blocks), flags=re.MULTILINE)
     for printed, small in MADE_SMALL.items():
         script = script.replace(printed, small)
@@ -69,7 +85,9 @@ def lines_of(text):
     """Lines of commands: in blocks, and between backticks."""
     text = text.replace("\\\n", " ")
     blocks = [line.strip() for line in re.findall(r"^    .*", text, re.MULTILINE)]
-    blocks += "\n".join(re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)).splitlines()
+    blocks += "\n".join(
+        re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    ).splitlines()
     spans = [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
     return {line for line in (*blocks, *spans) if OURS.match(line)}
 
@@ -94,7 +112,8 @@ def check_options(command, words):
 
 
 def check(words):
-    """Raise an error if a command line names a program, command, option or key that does not exist."""
+    """Raise an error if a command line names a program, command, option or key that does not
+    exist."""
     program, *rest = words
     if program == "distap":
         command = typer.main.get_command(app)
@@ -104,14 +123,19 @@ def check(words):
         assert not rest or not hasattr(command, "commands"), f"no command {rest[0]}"
         check_options(command, rest)
     elif program == "torchrun" or rest[:2] in (["-m", "distap.launcher"], ["-m", "distap.train"]):
-        if rest := rest if program == "torchrun" else rest[2:]:
+        rest = rest if program == "torchrun" else rest[2:]
+        if rest:
             parsed = get_args_parser().parse_args([*rest, "recipe"] if rest[-1][0] == "-" else rest)
             check_overrides(parsed.training_script_args)
     elif rest[:2] == ["-m", "benchmarks"]:
         if rest[2:] not in ([], ["--help"]):
-            check_options(typer.main.get_command(command_line([rest[2]])).commands[rest[2]], rest[3:])
+            check_options(
+                typer.main.get_command(command_line([rest[2]])).commands[rest[2]], rest[3:]
+            )
     elif program == "pip":
-        known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+            "optional-dependencies"
+        ]
         assert set(re.search(r"\[(.+)\]", words[-1])[1].split(",")) <= set(known)
     else:
         (script,) = (ROOT / word for word in words if word.removeprefix("./").startswith("launch/"))
@@ -148,19 +172,29 @@ def test_a_command_that_does_not_exist_is_found(line):
 
 
 def test_the_keys_that_documents_name_are_those_of_recipes(tmp_path, monkeypatch):
-    (loss,) = (block for block in blocks_of([GUIDES / "losses.md"], "python") if "# in my_package/losses.py" in block)
+    (loss,) = (
+        block
+        for block in blocks_of([GUIDES / "losses.md"], "python")
+        if "# in my_package/losses.py" in block
+    )
     (tmp_path / "my_package").mkdir()
     function = (ROOT / "docs/examples/own_loss.py").read_text().partition("if __name__")[0]
     (tmp_path / "my_package/losses.py").write_text(function + loss)
     monkeypatch.syspath_prepend(tmp_path)
-    texts = "\n".join(document.read_text() for document in (README, TUTORIAL, *sorted(GUIDES.glob("*.md"))))
+    texts = "\n".join(
+        document.read_text() for document in (README, TUTORIAL, *sorted(GUIDES.glob("*.md")))
+    )
     spans = re.findall(r"`([a-z_]+(?:\.[a-z_]+)*(?:=|: )[^`]+)`", texts)
     named = [span for span in spans if re.split(r"[.=:]", span)[0] in Recipe.model_fields]
     assert len(named) >= 20
     streams = ["data.reading=streamed", "sampling={name: random, batch_size: 4096}"]
     for span in named:
         is_of_shell = "=" in span.split(": ")[0]
-        words = shlex.split(span) if is_of_shell else [re.sub(": N$", ": 1", span).replace(": ", "=", 1)]
+        words = (
+            shlex.split(span)
+            if is_of_shell
+            else [re.sub(": N$", ": 1", span).replace(": ", "=", 1)]
+        )
         check_overrides([*(streams if "stream" in span else []), *words])
 
 
@@ -171,11 +205,19 @@ def options_of(command):
 
 @pytest.fixture(scope="module")
 def known():
-    """All options of commands, of torchrun and in scripts of launch/, and all keys of recipes and their sections."""
+    """All options of commands, of torchrun and in scripts of launch/, and all keys of recipes and
+    their sections.
+    """
     commands = [typer.main.get_command(each) for each in (app, command_line(BENCHMARKS))]
     torchrun = {option for action in get_args_parser()._actions for option in action.option_strings}
-    scripts = [file.read_text() for file in (ROOT / "launch").rglob("*") if file.is_file() and file.suffix != ".txt"]
-    options = set().union(torchrun, *map(options_of, commands), *(re.findall(r"--[a-z-]+", text) for text in scripts))
+    scripts = [
+        file.read_text()
+        for file in (ROOT / "launch").rglob("*")
+        if file.is_file() and file.suffix != ".txt"
+    ]
+    options = set().union(
+        torchrun, *map(options_of, commands), *(re.findall(r"--[a-z-]+", text) for text in scripts)
+    )
     keys = {key.path for key in recipe_keys()}
     return options, keys | {key.rpartition(".")[0] for key in keys}
 
@@ -188,9 +230,15 @@ def test_every_option_and_key_that_a_document_names_exists(document, known):
     if document.name != "papers.md":  # which names the authors' own, and has tests of its keys
         named = {option for span in spans for option in re.findall(r"^--[a-z-]+", span)}
         assert named - options - others == set()
-        dotted = {key for span in spans for key in re.findall(r"^([a-z_]+\.[a-z_.]+)(?:[=:].*)?$", span)}
+        dotted = {
+            key for span in spans for key in re.findall(r"^([a-z_]+\.[a-z_.]+)(?:[=:].*)?$", span)
+        }
         files = (".jsonl", ".json", ".py", ".safetensors", ".yaml")
-        named = {key for key in dotted if key.split(".")[0] in Recipe.model_fields and not key.endswith(files)}
+        named = {
+            key
+            for key in dotted
+            if key.split(".")[0] in Recipe.model_fields and not key.endswith(files)
+        }
         assert named - keys == set()
 
 
@@ -226,10 +274,16 @@ GONE = {  # what the list of Removed in CHANGELOG.md says, and what no page may 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_document_names_what_was_removed(document):
-    lists = re.findall(r"^### Removed$(.*?)^##", (ROOT / "CHANGELOG.md").read_text(), re.DOTALL | re.MULTILINE)
+    lists = re.findall(
+        r"^### Removed$(.*?)^##", (ROOT / "CHANGELOG.md").read_text(), re.DOTALL | re.MULTILINE
+    )
     assert [name for name in GONE if name not in " ".join(" ".join(lists).split())] == []
     text = document.read_text()
-    assert {name: re.findall(pattern, text) for name, pattern in GONE.items() if re.search(pattern, text)} == {}
+    assert {
+        name: re.findall(pattern, text)
+        for name, pattern in GONE.items()
+        if re.search(pattern, text)
+    } == {}
 
 
 def test_the_yaml_of_guides_is_a_study_and_parts_of_recipes():
@@ -245,12 +299,16 @@ def test_the_yaml_of_guides_is_a_study_and_parts_of_recipes():
 def test_the_commands_of_the_documents_run_as_they_are_printed(tmp_path, documents):
     """In one folder, from top to bottom; only trainings are made small."""
     for part, seed in (("train", 1), ("test", 2)):
-        write_images(tmp_path / "photos" / part, {f"{part}-{number}": 6 for number in range(12)}, 48, seed)
+        write_images(
+            tmp_path / "photos" / part, {f"{part}-{number}": 6 for number in range(12)}, 48, seed
+        )
     pack(tmp_path / "photos/test", tmp_path / "shards/others")
     (tmp_path / "shards/others/index.npz").unlink()
     sop(tmp_path / "downloads/sop")
     photo(tmp_path / "photo.jpg")
-    (tmp_path / "photos.csv").write_text("path,class\nphoto.jpg,cup\nphotos/test/test-0/0.png,pen\n")
+    (tmp_path / "photos.csv").write_text(
+        "path,class\nphoto.jpg,cup\nphotos/test/test-0/0.png,pen\n"
+    )
     (tmp_path / "launch").symlink_to(ROOT / "launch")
     files, made = RUN[documents]
     script, _, served = shell_script(files).partition("distap serve ")
@@ -266,6 +324,7 @@ def test_the_commands_of_the_documents_run_as_they_are_printed(tmp_path, documen
         (options,) = (shlex.split(line, comments=True) for line in served.splitlines())
         server = Program(("-m", "distap.cli", "serve", *options, "--port", "0"), tmp_path)
         with started(server, tmp_path / "job") as job:
-            search, image = f"{url_when_ready(job)}/api/search?k=5", (tmp_path / "photo.jpg").read_bytes()
+            search = f"{url_when_ready(job)}/api/search?k=5"
+            image = (tmp_path / "photo.jpg").read_bytes()
             answer = httpx.post(search, files={"image": image}, timeout=60)
             assert len(answer.json()["hits"]) == 5, answer.text

@@ -51,7 +51,9 @@ def on_two_ranks(tmp_path):
     """What two ranks say of a program that has to succeed, in the environment of torchrun."""
 
     def said(name, *arguments):
-        program = Launch("--standalone --nproc-per-node=2", name, " ".join(map(str, arguments)), EXAMPLES)
+        program = Launch(
+            "--standalone --nproc-per-node=2", name, " ".join(map(str, arguments)), EXAMPLES
+        )
         with started(program, tmp_path) as job:
             assert job.status() == 0, job.said
             return job.said
@@ -61,7 +63,8 @@ def on_two_ranks(tmp_path):
 
 @pytest.mark.slow
 def test_the_plain_loop_goes_from_folders_to_figures(run, photos):
-    written, length = (EXAMPLES / "plain.py").read_text(), "steps = 64, 128, 15"
+    written = (EXAMPLES / "plain.py").read_text()
+    length = "steps = 64, 128, 15"
     assert length in written
     shorter = written.replace(length, "steps = 64, 48, 2")
     assert "'mAP': '" in run("-c", shorter, photos / "train", photos / "test")
@@ -86,8 +89,12 @@ def test_loops_of_lightning_and_accelerate_have_the_losses_of_our_own_step(on_tw
     for module in network.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             module.eval()
-    network.register_forward_hook(lambda network, images, descriptors: torch.nn.functional.normalize(descriptors))
-    learner = learning(network, torch.optim.SGD(network.parameters(), lr=3.0, momentum=0.9), World())
+    network.register_forward_hook(
+        lambda network, images, descriptors: torch.nn.functional.normalize(descriptors)
+    )
+    learner = learning(
+        network, torch.optim.SGD(network.parameters(), lr=3.0, momentum=0.9), World()
+    )
     step = step_with(learner, QuantizedAP(), World(), 0, MicroBatchSizes(8))
     expected = []
     for number in range(5):
@@ -99,11 +106,17 @@ def test_loops_of_lightning_and_accelerate_have_the_losses_of_our_own_step(on_tw
         assert [float(loss) for loss in printed] == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_trainer_of_transformers_saves_the_memory_and_goes_on_as_if_it_had_not_stopped(run, tmp_path):
+def test_a_trainer_of_transformers_saves_the_memory_and_goes_on_as_if_it_had_not_stopped(
+    run, tmp_path
+):
     pytest.importorskip("transformers")
-    losses = [re.findall(r"'loss': '?([\d.]+)", run(EXAMPLES / "transformers_loop.py", tmp_path / "out"))]
+    losses = [
+        re.findall(r"'loss': '?([\d.]+)", run(EXAMPLES / "transformers_loop.py", tmp_path / "out"))
+    ]
     shutil.rmtree(tmp_path / "out/checkpoint-6")
-    losses.append(re.findall(r"'loss': '?([\d.]+)", run(EXAMPLES / "transformers_loop.py", tmp_path / "out")))
+    losses.append(
+        re.findall(r"'loss': '?([\d.]+)", run(EXAMPLES / "transformers_loop.py", tmp_path / "out"))
+    )
     assert len(losses[0]) == 6 and losses[1] == losses[0][3:]
 
 
@@ -114,15 +127,24 @@ def test_the_notebook_finds_more_after_training(tmp_path):
     shorter = deepcopy(stored)
     (training,) = (cell for cell in shorter.cells if "epochs = 120, 10" in cell.source)
     training.source = training.source.replace("epochs = 120, 10", "epochs = 120, 4")
-    done = NotebookClient(shorter, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    done = NotebookClient(
+        shorter, timeout=600, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
     for notebook in (stored, done):  # what a reader sees, and what it prints now
         outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
         assert sum("image/jpeg" in output.get("data", {}) for output in outputs) == 4
-        figures = re.findall(r"^(\S+): (\S+) -> (\S+)$", "".join(output.get("text", "") for output in outputs), re.M)
+        figures = re.findall(
+            r"^(\S+): (\S+) -> (\S+)$", "".join(output.get("text", "") for output in outputs), re.M
+        )
         assert [name for name, *_ in figures] == ["mAP", "mAP@R", "R@1", "R@5"]
         assert all(float(after) > 1.2 * float(before) for _, before, after in figures)
     assert (EXAMPLES / "search_your_images.ipynb").stat().st_size < 300_000
-    warnings = [each for cell in stored.cells for each in cell.get("outputs", []) if each.get("name") == "stderr"]
+    warnings = [
+        each
+        for cell in stored.cells
+        for each in cell.get("outputs", [])
+        if each.get("name") == "stderr"
+    ]
     assert warnings == []  # they would name paths of the machine that ran it
 
 
@@ -138,18 +160,30 @@ def test_an_own_sampling_chooses_batches_of_a_loop_and_of_a_recipe(
 
 def test_an_own_loss_is_named_in_a_recipe(tmp_path, training_shards, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
-    chosen = recipe(tmp_path, training_shards, steps=1, loss={"name": "own_loss:hinge", "margin": 0.2})
+    chosen = recipe(
+        tmp_path, training_shards, steps=1, loss={"name": "own_loss:hinge", "margin": 0.2}
+    )
     assert chosen.loss.margin == 0.2
     Trainer(chosen, World()).train()
 
 
-def test_each_block_of_python_in_readme_and_guides_runs_by_itself(tmp_path, run, photos, training_shards):
+def test_each_block_of_python_in_readme_and_guides_runs_by_itself(
+    tmp_path, run, photos, training_shards
+):
     blocks = []
-    for document, count in (("README.md", 1), ("docs/guides/own-loop.md", 5), ("docs/guides/losses.md", 3)):
-        found = re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.DOTALL | re.MULTILINE)
+    for document, count in (
+        ("README.md", 1),
+        ("docs/guides/own-loop.md", 5),
+        ("docs/guides/losses.md", 3),
+    ):
+        found = re.findall(
+            r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.DOTALL | re.MULTILINE
+        )
         assert len(found) == count, document
         blocks += found
     Trainer(recipe(tmp_path / "runs/demo/train", training_shards, steps=1), World()).train()
     (tmp_path / "photos").symlink_to(photos)
-    blocks[-1] += "assert distap.rank([[1.0, 0.0]] * 4, [0, 0, 1, 1], loss=Mine(margin=0.2)).loss > 0\n"
+    blocks[-1] += (
+        "assert distap.rank([[1.0, 0.0]] * 4, [0, 0, 1, 1], loss=Mine(margin=0.2)).loss > 0\n"
+    )
     run("-c", "\n".join(f"exec({block!r}, {{'__name__': '__main__'}})" for block in blocks))

@@ -19,10 +19,17 @@ NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if path.stem != "emo
 
 
 def documented():
-    """(recipe, key, value) of the tables: a row has recipes or patterns of them, values and a source."""
+    """(recipe, key, value) of the tables: a row has recipes or patterns of them, values and a
+    source.
+    """
     for section in PAPERS.read_text().split("\n## "):
-        if group := re.search(r"^Recipes: (.*?)\.$", section, re.MULTILINE | re.DOTALL):
-            names = [name for pattern in re.findall(r"`(.+?)`", group[1]) for name in matching(NAMES, pattern)]
+        group = re.search(r"^Recipes: (.*?)\.$", section, re.MULTILINE | re.DOTALL)
+        if group:
+            names = [
+                name
+                for pattern in re.findall(r"`(.+?)`", group[1])
+                for name in matching(NAMES, pattern)
+            ]
             for patterns, values, source in re.findall(
                 r"^\| (all|`.+?`) \| (.+) \| (.+?) \|$", section, re.MULTILINE
             ):
@@ -37,24 +44,34 @@ def documented():
 
 def head_of(name):
     """The comments of a recipe, such as paper, data and expected."""
-    return dict(re.findall(r"^# (\w+): (.*)$", (RECIPES / f"{name}.yaml").read_text(), re.MULTILINE))
+    return dict(
+        re.findall(r"^# (\w+): (.*)$", (RECIPES / f"{name}.yaml").read_text(), re.MULTILINE)
+    )
 
 
 def values_of(name):
     """Settings of a recipe but for those that the page says its tables leave out."""
     settings = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
     settings.pop("run")  # runs/NAME
-    (named,) = re.findall(r"leave out the keys (.*?), which change no figure", PAPERS.read_text(), re.DOTALL)
+    (named,) = re.findall(
+        r"leave out the keys (.*?), which change no figure", PAPERS.read_text(), re.DOTALL
+    )
     data = f"data/{head_of(name)['data']}"
     implied = {"data.train": f"{data}/train", "data.validation": f"{data}/test"}
     implied |= {"data.augmentation.name": "torchvision"}
     values = dict(by_path(settings, "."))
-    return {key: values[key] for key in values if f"`{key}`" not in named and implied.get(key) != values[key]}
+    return {
+        key: values[key]
+        for key in values
+        if f"`{key}`" not in named and implied.get(key) != values[key]
+    }
 
 
 def test_the_tables_hold_the_values_of_the_recipes_and_a_source_for_each():
     rows = list(documented())
-    assert not [row for row, count in Counter((name, key) for name, key, _ in rows).items() if count > 1]
+    assert not [
+        row for row, count in Counter((name, key) for name, key, _ in rows).items() if count > 1
+    ]
     for name in NAMES:
         assert {key: value for of, key, value in rows if of == name} == values_of(name)
 
@@ -68,7 +85,8 @@ def test_the_recipes_that_choose_names_have_its_losses_backbones_batches_and_mem
     assert len(rows) == 8
     for name, batch, gigabytes, losses, backbone in rows:
         settings = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
-        loss, drawn = settings["loss"], settings["sampling"]
+        loss = settings["loss"]
+        drawn = settings["sampling"]
         named = loss if isinstance(loss, dict) and "name" not in loss else [loss["name"]]
         assert re.findall(r"`(\w+)`", losses) == list(named)
         assert backbone == settings["model"]["backbone"].partition(".")[0]
@@ -80,18 +98,28 @@ def test_the_recipes_that_choose_names_have_its_losses_backbones_batches_and_mem
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_says_what_it_is_and_names_what_exists(name):
     text = (RECIPES / f"{name}.yaml").read_text()
-    head, settings = head_of(name), yaml.safe_load(text)
+    head = head_of(name)
+    settings = yaml.safe_load(text)
     assert head.keys() >= {"paper", "data", "expected", "memory"}
     assert f"distap train {name} " in text and settings["run"] == f"runs/{name}"
     has_own_weights = "weights" in settings["model"]
-    assert settings["model"]["backbone"] in (timm.list_models() if has_own_weights else timm.list_pretrained())
+    assert settings["model"]["backbone"] in (
+        timm.list_models() if has_own_weights else timm.list_pretrained()
+    )
     if name.endswith("-own"):
-        assert "distap data pack photos shards --split" in text and settings["data"]["train"] == "shards/train"
+        assert (
+            "distap data pack photos shards --split" in text
+            and settings["data"]["train"] == "shards/train"
+        )
         assert settings["data"]["validation"] == "shards/validation"  # as --split names it
         return
     assert head["data"] in DATASETS
     assert f"distap data convert {head['data']} SOURCE data/{head['data']}" in text
-    named = [settings["data"][key] for key in ("train", "validation", "gallery") if key in settings["data"]]
+    named = [
+        settings["data"][key]
+        for key in ("train", "validation", "gallery")
+        if key in settings["data"]
+    ]
     for place in named:
         data, split = re.sub(r"^(data|described:[\w-]+)/", "", place).split("/")
         assert data == head["data"] and split in {each.name for each in DATASETS[data].splits}

@@ -34,7 +34,9 @@ def test_the_table_of_approximations_is_that_of_its_figures():
     for line in (ROOT / "docs" / "studies" / "approximations.jsonl").read_text().splitlines():
         each = json.loads(line)
         if "method" in each:
-            of = found.setdefault((f"{each['loss']}, {each['network']}", str(each["batch"]), each["method"]), [])
+            of = found.setdefault(
+                (f"{each['loss']}, {each['network']}", str(each["batch"]), each["method"]), []
+            )
             of.append((each["cosine"], each["other"]))
     page = (ROOT / "docs" / "results.md").read_text()
     rows = re.findall(r"^\| (\w+, (?:start|trained)) \| (\d+) \|(.*)\|$", page, re.MULTILINE)
@@ -45,5 +47,9 @@ def test_the_table_of_approximations_is_that_of_its_figures():
         for small, to_exact, to_another in (("32", *cells[:2]), ("256", *cells[2:])):
             if to_exact:
                 cosines, others = zip(*found[name, batch, f"mean of B = {small}"], strict=True)
-                shown = [float(number) for number in re.findall(r"\d\.\d+", f"{to_exact} {to_another}")]
-                assert shown == pytest.approx([fmean(cosines), stdev(cosines), fmean(others), exact], abs=0.0051)
+                shown = [
+                    float(number) for number in re.findall(r"\d\.\d+", f"{to_exact} {to_another}")
+                ]
+                assert shown == pytest.approx(
+                    [fmean(cosines), stdev(cosines), fmean(others), exact], abs=0.0051
+                )

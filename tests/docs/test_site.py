@@ -24,13 +24,19 @@ def site(tmp_path_factory):
 
 def test_the_site_fetches_nothing_from_elsewhere(site):
     for page in site.rglob("*.html"):
-        fetched = re.findall(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=\"?(https?://[^\" >]+)", page.read_text())
+        fetched = re.findall(
+            r"<(?:script|link|img|iframe)[^>]+(?:src|href)=\"?(https?://[^\" >]+)", page.read_text()
+        )
         assert fetched == [], page
 
 
 def test_the_reference_has_every_public_name_and_every_key(site):
-    python, recipe = (site.joinpath("reference", page).read_text() for page in ("api.html", "recipe.html"))
+    python, recipe = (
+        site.joinpath("reference", page).read_text() for page in ("api.html", "recipe.html")
+    )
     assert [
-        name for name in set(dir(distap)) - {"__version__"} if f"{name}</" not in python and f">{name}<" not in python
+        name
+        for name in set(dir(distap)) - {"__version__"}
+        if f"{name}</" not in python and f">{name}<" not in python
     ] == []
     assert [key.path for key in recipe_keys() if f"<code>{key.path}</code>" not in recipe] == []

@@ -1,4 +1,6 @@
-"""The contract of the engines. Two ranks try all engines of a family, and the tests look at the answers."""
+"""The contract of the engines. Two ranks try all engines of a family, and the tests look at the
+answers.
+"""
 
 import gc
 
@@ -16,7 +18,9 @@ from distap.world import World
 
 def of(engines):
     """Parameters of a test; DeepSpeed's ranks start slowly."""
-    return [name if is_exact(name) else pytest.param(name, marks=pytest.mark.slow) for name in engines]
+    return [
+        name if is_exact(name) else pytest.param(name, marks=pytest.mark.slow) for name in engines
+    ]
 
 
 ALL = of(ENGINES)
@@ -37,13 +41,17 @@ def saved():
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory, saved):
-    """What came of a family of engines on each rank; a family is started when it is first asked for."""
+    """What came of a family of engines on each rank; a family is started when it is first asked
+    for.
+    """
     found = {}
 
     def answers(exact):
         if exact not in found:
             names = [name for name in ENGINES if is_exact(name) == exact]
-            found[exact] = on_ranks(checks.RANKS, checks.everything, names, tmp_path_factory.mktemp("ranks"), saved)
+            found[exact] = on_ranks(
+                checks.RANKS, checks.everything, names, tmp_path_factory.mktemp("ranks"), saved
+            )
         return found[exact]
 
     return answers
@@ -61,7 +69,9 @@ def on_two_ranks(families):
 
 @pytest.mark.parametrize("clip_norm", [None, 1e-3])
 @pytest.mark.parametrize("name", of(ENGINES))
-def test_parameters_move_along_the_sum_over_ranks_of_what_backward_was_given(on_two_ranks, name, clip_norm):
+def test_parameters_move_along_the_sum_over_ranks_of_what_backward_was_given(
+    on_two_ranks, name, clip_norm
+):
     network, groups = checks.network_and_groups(is_exact(name))
     before = {key: tensor.detach().clone() for key, tensor in network.named_parameters()}
     for rank in range(checks.RANKS):
@@ -81,7 +91,9 @@ def test_parameters_move_along_the_sum_over_ranks_of_what_backward_was_given(on_
 
 
 @pytest.mark.parametrize("case", of(TRAININGS))
-def test_steps_with_dropout_uneven_shares_and_clipping_are_those_of_the_full_batch(on_two_ranks, case):
+def test_steps_with_dropout_uneven_shares_and_clipping_are_those_of_the_full_batch(
+    on_two_ranks, case
+):
     expected, norms, _ = checks.full_batch(is_exact(case), clip_norm=0.05)
     assert min(norms) > 0.05
     exactness = {"rtol": 1e-9, "atol": 1e-10} if is_exact(case) else {"rtol": 1e-4, "atol": 1e-5}
@@ -93,7 +105,9 @@ def test_steps_with_dropout_uneven_shares_and_clipping_are_those_of_the_full_bat
 
 
 @pytest.mark.parametrize("case", of(case for case in TRAININGS if case != "zero 3"))
-def test_the_average_is_that_of_a_plain_loop_and_describes_in_the_place_of_the_parameters(on_two_ranks, case):
+def test_the_average_is_that_of_a_plain_loop_and_describes_in_the_place_of_the_parameters(
+    on_two_ranks, case
+):
     *_, expected = checks.full_batch(is_exact(case), clip_norm=0.05)
     exactness = {"rtol": 1e-9, "atol": 1e-10} if is_exact(case) else {"rtol": 1e-4, "atol": 1e-5}
     for *_, (average, apart, is_unchanged) in on_two_ranks("trained", case):
@@ -101,17 +115,23 @@ def test_the_average_is_that_of_a_plain_loop_and_describes_in_the_place_of_the_p
         for key, tensor in expected.items():
             torch.testing.assert_close(average[key], tensor, **exactness)
         assert apart < (1e-12 if is_exact(case) else 1e-6)
-        assert is_unchanged  # by being exchanged with the parameters, and by going to another engine
+        # by being exchanged with the parameters, and by going to another engine
+        assert is_unchanged
 
 
 @pytest.mark.parametrize(
     ("name", "gathers", "reductions"),
     [
         *(("ddp", 0, 1), ("fsdp", 1, 1)),
-        *(pytest.param(f"zero {stage}", stage // 3, 1, marks=pytest.mark.slow) for stage in (1, 2, 3)),
+        *(
+            pytest.param(f"zero {stage}", stage // 3, 1, marks=pytest.mark.slow)
+            for stage in (1, 2, 3)
+        ),
     ],
 )
-def test_ranks_gather_parameters_and_reduce_gradients_once_a_step(on_two_ranks, name, gathers, reductions):
+def test_ranks_gather_parameters_and_reduce_gradients_once_a_step(
+    on_two_ranks, name, gathers, reductions
+):
     assert on_two_ranks("messages", name) == [(gathers, reductions)] * 2  # of 5 micro-batches
 
 
@@ -155,7 +175,9 @@ def test_a_state_goes_from_one_rank_to_every_engine_and_back(on_two_ranks, saved
         for one in OPTIMIZERS[name]
     ],
 )
-def test_every_optimizer_moves_parameters_alike_and_goes_on_from_its_state(on_two_ranks, name, optimizer):
+def test_every_optimizer_moves_parameters_alike_and_goes_on_from_its_state(
+    on_two_ranks, name, optimizer
+):
     expected, _ = on_two_ranks(optimizer, "ddp" if is_exact(name) else name)[0]
     for state, restarted in on_two_ranks(optimizer, name):
         assert state.keys() == restarted.keys() == expected.keys()
@@ -172,7 +194,9 @@ def test_deepspeed_refuses_optimizers_that_need_whole_tensors(optimizer):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_ranks_describe_different_numbers_of_images_and_the_engine_can_be_collected(on_two_ranks, families, name):
+def test_ranks_describe_different_numbers_of_images_and_the_engine_can_be_collected(
+    on_two_ranks, families, name
+):
     for difference, norm, stays in on_two_ranks("apart", name):
         assert difference < (1e-12 if is_exact(name) else 1e-6)
         assert 0 < norm < float("inf")
@@ -183,7 +207,9 @@ def test_ranks_describe_different_numbers_of_images_and_the_engine_can_be_collec
 def test_fsdp_on_one_rank_shares_nothing_out():
     engine = checks.engine_of(World(), "fsdp")
     assert not engine.replica.lockstep and engine.replica.keeps_graphs
-    assert checks.three_stages(World(), engine) == checks.three_stages(World(), checks.engine_of(World(), "ddp"))
+    assert checks.three_stages(World(), engine) == checks.three_stages(
+        World(), checks.engine_of(World(), "ddp")
+    )
 
 
 @pytest.mark.slow

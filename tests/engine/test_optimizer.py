@@ -21,7 +21,8 @@ def rates(schedule, steps, *epoch):
 def of_torch(steps, warmup, build):
     """Rates of a whole run by torch: a linear warm-up, then the scheduler that `build` returns."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
-    whole, found = build(optimizer), []
+    whole = build(optimizer)
+    found = []
     if warmup:
         rising = lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / warmup)
         whole = lr_scheduler.SequentialLR(optimizer, [rising, whole], [warmup])
@@ -39,8 +40,14 @@ def of_torch(steps, warmup, build):
             RateSchedule("multistep", warmup=5, milestones=(10, 25), decay=0.3),
             of_torch(40, 5, lambda o: lr_scheduler.MultiStepLR(o, [10, 25], 0.3)),
         ),
-        (RateSchedule("constant", warmup=4), of_torch(40, 4, lambda o: lr_scheduler.ConstantLR(o, 1.0))),
-        (RateSchedule("linear", warmup=4), of_torch(40, 4, lambda o: lr_scheduler.LinearLR(o, 1.0, 0.0, 36))),
+        (
+            RateSchedule("constant", warmup=4),
+            of_torch(40, 4, lambda o: lr_scheduler.ConstantLR(o, 1.0)),
+        ),
+        (
+            RateSchedule("linear", warmup=4),
+            of_torch(40, 4, lambda o: lr_scheduler.LinearLR(o, 1.0, 0.0, 36)),
+        ),
         (RateSchedule("cosine"), of_torch(40, 0, lambda o: lr_scheduler.CosineAnnealingLR(o, 40))),
     ],
 )
@@ -55,21 +62,35 @@ def test_a_schedule_takes_numbers_as_they_are_written():
 
 
 def test_a_schedule_in_epochs_changes_the_rate_where_an_epoch_ends():
-    # ROADMAP's: times 0.3 after 30 and 70 epochs, here of 7 images in batches of 2, so of 3.5 steps.
+    # ROADMAP's: times 0.3 after 30 and 70 epochs, here of 7 images in batches of 2, so of 3.5
+    # steps.
     roadmap = RateSchedule("multistep", unit="epochs", milestones=(30, 70), decay=0.3)
-    assert rates(roadmap, 350, Fraction(7, 2)) == pytest.approx([1.0] * 105 + [0.3] * 140 + [0.09] * 105)
-    whole, in_steps = RateSchedule("cosine", unit="epochs", warmup=1), RateSchedule("cosine", warmup=3.5)
+    assert rates(roadmap, 350, Fraction(7, 2)) == pytest.approx(
+        [1.0] * 105 + [0.3] * 140 + [0.09] * 105
+    )
+    whole = RateSchedule("cosine", unit="epochs", warmup=1)
+    in_steps = RateSchedule("cosine", warmup=3.5)
     assert rates(whole, 50, Fraction(7, 2)) == pytest.approx(rates(in_steps, 50))
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "options", "message"),
     [
-        ("schedule", "linear", {"decay": 3}, "decay is set, but the schedule linear does not use it"),
+        (
+            "schedule",
+            "linear",
+            {"decay": 3},
+            "decay is set, but the schedule linear does not use it",
+        ),
         ("schedule", "multistep", {"milestones": [5, 2]}, "expected them in ascending order"),
         ("schedule", "cosine", {"warmup": -1}, "warmup: -1"),
         ("schedule", "cosine", {"unit": "epoch"}, "unit: 'epoch': must be 'steps' or 'epochs'"),
-        ("optimizer", "adam", {"momentum": 0.9}, "momentum is set, but the optimiser adam has no momentum"),
+        (
+            "optimizer",
+            "adam",
+            {"momentum": 0.9},
+            "momentum is set, but the optimiser adam has no momentum",
+        ),
         ("optimizer", "adm", {}, "unknown; did you mean adam?"),
     ],
 )
@@ -94,9 +115,11 @@ def test_layers_learn_at_rates_that_decay_and_biases_norms_and_tokens_keep_their
     parts = {"backbone": (network, GroupSettings(weight_decay=0.1))}
     keeps = getattr(network, "no_weight_decay", set)()
     same = {"no_weight_decay_list": keeps}
-    ours, theirs = parameter_groups(parts), param_groups_weight_decay(network, 0.1, **same)
+    ours = parameter_groups(parts)
+    theirs = param_groups_weight_decay(network, 0.1, **same)
     assert by_parameter(ours, network, "factor") == by_parameter(theirs, network)
-    ours, theirs = parameter_groups(parts, 0.6), param_groups_layer_decay(network, 0.1, layer_decay=0.6, **same)
+    ours = parameter_groups(parts, 0.6)
+    theirs = param_groups_layer_decay(network, 0.1, layer_decay=0.6, **same)
     assert by_parameter(ours, network, "factor") == by_parameter(theirs, network)
     found = by_parameter(ours, network, "factor")
     assert len({str(factor) for factor, _ in found.values()}) > 4
@@ -108,22 +131,35 @@ def test_parts_learn_at_their_own_rates_and_the_power_of_the_pooling_by_itself()
     power = nn.Module()
     power.register_parameter("power", nn.Parameter(torch.tensor(3.0)))
     parts = {
-        "backbone": (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), GroupSettings(factor=0.5, weight_decay=0.1)),
+        "backbone": (
+            nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
+            GroupSettings(factor=0.5, weight_decay=0.1),
+        ),
         # ten times the rate and no decay, as in Radenović's code
         "pooling": (power, GroupSettings(factor=10.0, weight_decay=0.1)),
         "head": (nn.Identity(), GroupSettings()),
     }
     optimizer = TimmOptimizer("adamw").build(parameter_groups(parts))
-    found = {(g["part"], g["factor"], g["weight_decay"], len(g["params"])) for g in optimizer.param_groups}
-    assert found == {("backbone", 0.5, 0.1, 1), ("backbone", 0.5, 0.0, 3), ("pooling", 10.0, 0.0, 1)}
+    found = {
+        (g["part"], g["factor"], g["weight_decay"], len(g["params"]))
+        for g in optimizer.param_groups
+    }
+    assert found == {
+        ("backbone", 0.5, 0.1, 1),
+        ("backbone", 0.5, 0.0, 3),
+        ("pooling", 10.0, 0.0, 1),
+    }
     assert isinstance(optimizer, torch.optim.AdamW)
-    with pytest.raises(DistapError, match=r"optimizer\.layer_decay: Sequential is no network of timm"):
+    with pytest.raises(
+        DistapError, match=r"optimizer\.layer_decay: Sequential is no network of timm"
+    ):
         parameter_groups(parts, 0.5)
 
 
 def test_adam_is_torchs_lamb_clips_nothing_itself_and_sgd_without_momentum_is_without_nesterovs():
     parameters = [{"params": [nn.Parameter(torch.ones(2))]}]
-    ours, theirs = TimmOptimizer(betas=(0.8, 0.9)).build(parameters), torch.optim.Adam(parameters, betas=(0.8, 0.9))
+    ours = TimmOptimizer(betas=(0.8, 0.9)).build(parameters)
+    theirs = torch.optim.Adam(parameters, betas=(0.8, 0.9))
     assert type(ours) is torch.optim.Adam
     assert ours.defaults | {"lr": 0} == theirs.defaults | {"lr": 0}
     assert TimmOptimizer("lamb").build(parameters).defaults["max_grad_norm"] is None

@@ -12,7 +12,8 @@ NAMES = ("ddp", "fsdp")
 
 
 def save(world, folder):
-    """The state that two steps of each engine lead to, saved; and the bytes that each rank wrote."""
+    """The state that two steps of each engine lead to, saved; and the bytes that each rank
+    wrote."""
     states = {}
     for name in NAMES:
         engine = engine_of(world, name)
@@ -25,7 +26,9 @@ def save(world, folder):
         written = writer.wait()
         assert written.error is None
         path = folder / name / "checkpoints/step-00000002"
-        states[name]["bytes"] = [(path / SHARD.format(rank + 1)).stat().st_size for rank in range(world.size)]
+        states[name]["bytes"] = [
+            (path / SHARD.format(rank + 1)).stat().st_size for rank in range(world.size)
+        ]
     return states
 
 
@@ -58,12 +61,17 @@ def restored(saved, folder):
 
 @pytest.mark.parametrize("into", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_one_engine_saved_is_restored_into_another_on_another_number_of_ranks(saved, restored, name, into):
+def test_what_one_engine_saved_is_restored_into_another_on_another_number_of_ranks(
+    saved, restored, name, into
+):
     state = restored[into][name]
     expected = {key: value for key, value in saved[name].items() if key != "bytes"}
     assert any(key.endswith("power.exp_avg_sq") for key in state)
     assert state.keys() == expected.keys()
-    assert all(torch.equal(state[key], expected[key]) and state[key].shape == expected[key].shape for key in state)
+    assert all(
+        torch.equal(state[key], expected[key]) and state[key].shape == expected[key].shape
+        for key in state
+    )
 
 
 def test_each_rank_writes_its_own_shards(saved):

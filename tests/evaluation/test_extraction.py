@@ -14,7 +14,12 @@ from distap.data.loading.reader import ImageSet, open_images
 from distap.data.sizing import Sizing
 from distap.errors import DistapError
 from distap.evaluation.extraction import extracted_folder, extracting
-from distap.evaluation.extraction.extracting import BrokenOffError, Describing, Extraction, extract_descriptors
+from distap.evaluation.extraction.extracting import (
+    BrokenOffError,
+    Describing,
+    Extraction,
+    extract_descriptors,
+)
 from distap.evaluation.extraction.image_describer import ImageDescriber, describer_like
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.world import World
@@ -37,7 +42,8 @@ def described(monkeypatch) -> Counter:
 @pytest.fixture
 def batches(monkeypatch) -> list:
     """The shapes of all batches that were described since."""
-    shapes, call = [], ImageDescriber.__call__
+    shapes = []
+    call = ImageDescriber.__call__
 
     def noted(maker, pixels):
         shapes.append(pixels.shape)
@@ -67,11 +73,14 @@ def test_a_folder_is_described_as_its_images_one_by_one_and_says_how(tmp_path, p
     ]
 
 
-def test_batches_of_whole_images_are_large_though_shapes_are_mixed_and_give_the_same_bits(tmp_path, photos, batches):
+def test_batches_of_whole_images_are_large_though_shapes_are_mixed_and_give_the_same_bits(
+    tmp_path, photos, batches
+):
     maker = describer("original", batch_pixels=10 * 40 * 40)
     for name in ("a", "b"):
         extract(photos, tmp_path / name, maker=maker)
-    # 40 x 32 and 32 x 40 ten times each and one more turned by EXIF, 40 x 40 and 48 x 33 five times; twice.
+    # 40 x 32 and 32 x 40 ten times each and one more turned by EXIF, 40 x 40 and 48 x 33 five
+    # times; twice.
     assert len(batches) == 2 * 4
     first, second = (read_descriptors(tmp_path / name).descriptors for name in ("a", "b"))
     assert np.array_equal(first, second)
@@ -94,7 +103,8 @@ def test_a_shard_s_image_that_exif_turns_is_described_as_it_is_seen(tmp_path, ph
 
 
 def test_boxes_are_cut_out_first(photos):
-    maker, images = describer("original"), open_images(photos)
+    maker = describer("original")
+    images = open_images(photos)
     boxes = {images.keys.tolist().index("0/00.png"): (4, 4, 30, 28), 17: (0, 0, 20, 20)}
     _, found, _ = extract_descriptors(in_process(maker, images, boxes=boxes))
     _, plain, _ = extract_descriptors(in_process(maker, images))
@@ -166,7 +176,9 @@ def test_an_extraction_that_was_stopped_describes_what_is_missing_and_names_what
         stopped_after(patch, 3)
         with pytest.raises(StoppedError):
             extract(photos, tmp_path / "out", part_images=4)
-    with pytest.raises(DistapError, match="out: its extraction has not ended; the command that began it continues"):
+    with pytest.raises(
+        DistapError, match="out: its extraction has not ended; the command that began it continues"
+    ):
         read_descriptors(tmp_path / "out")
     part = tmp_path / "out" / "parts" / "000001.npz"
     data = bytearray(part.read_bytes())
@@ -182,7 +194,10 @@ def test_an_extraction_that_was_stopped_describes_what_is_missing_and_names_what
     assert described.total() == 4
     extract(photos, tmp_path / "whole", part_images=4)
     found, whole = (read_descriptors(tmp_path / name) for name in ("out", "whole"))
-    assert np.array_equal(found.descriptors, whole.descriptors) and found.keys.tolist() == whole.keys.tolist()
+    assert (
+        np.array_equal(found.descriptors, whole.descriptors)
+        and found.keys.tolist() == whole.keys.tolist()
+    )
 
 
 def test_one_that_is_finished_is_not_done_again(tmp_path, photos, described):
@@ -207,8 +222,11 @@ def test_one_that_is_finished_is_not_done_again(tmp_path, photos, described):
 def test_parts_of_something_else_are_refused(tmp_path, photos, settings, message):
     extract(photos, tmp_path / "out", maker=describer())
     other = dict(settings)
-    source, maker = photos / other.pop("source", ""), describer(**{"sizing": "crop 32", **other.pop("maker", {})})
-    with pytest.raises(DistapError, match=f"an extraction of something else was begun there: .*{message}"):
+    source = photos / other.pop("source", "")
+    maker = describer(**{"sizing": "crop 32", **other.pop("maker", {})})
+    with pytest.raises(
+        DistapError, match=f"an extraction of something else was begun there: .*{message}"
+    ):
         extract(source, tmp_path / "out", maker=maker, **other)
 
 
@@ -223,7 +241,9 @@ def test_a_disk_without_room_is_told_and_the_parts_are_kept(tmp_path, photos, sm
 def extract_on_a_rank(world, source, single, folder):
     """From the start, from what was stopped before, a set of one image, and in memory."""
     maker = describer("original", batch_pixels=4 * 40 * 40)
-    read, seen, encoded = [], [], ImageSet.encoded
+    read = []
+    seen = []
+    encoded = ImageSet.encoded
     ImageSet.encoded = lambda images, sample: seen.append(sample) or encoded(images, sample)
     for images, name in [(source, "whole"), (source, "stopped"), (single, "of-one")]:
         extract(images, folder / name, world, maker, part_images=4)
@@ -235,7 +255,8 @@ def extract_on_a_rank(world, source, single, folder):
 
 @pytest.mark.slow
 def test_two_ranks_describe_what_one_does_and_go_on_for_it(tmp_path, photos, monkeypatch):
-    source, single = tmp_path / "photos", tmp_path / "single"
+    source = tmp_path / "photos"
+    single = tmp_path / "single"
     for path in photos.rglob("*.*"):
         folder = single if path.name == "00.png" else source
         folder.mkdir(exist_ok=True)
@@ -263,7 +284,9 @@ def test_two_ranks_describe_what_one_does_and_go_on_for_it(tmp_path, photos, mon
 
 
 def break_off_on_a_rank(world, source, waiting):
-    """Rank 1 is asked to stop; the rank `waiting` meets the other at its end only. Both can go on together."""
+    """Rank 1 is asked to stop; the rank `waiting` meets the other at its end only. Both can go on
+    together.
+    """
     extracting.PROGRESS_SECONDS = 600 if world.rank == waiting else 0
     maker = describer("original", batch_pixels=4 * 40 * 40)
     how = Describing(maker, world, workers=0, is_asked_to_stop=lambda: world.rank == 1)
@@ -282,7 +305,9 @@ def extract_into_a_folder_of_its_own(world, photos, folder):
     """As on hosts that share no file system; another run left the same plan on rank 1's."""
     if world.rank == 1:
         extract(photos, folder / "1", maker=describer())
-    with pytest.raises(DistapError, match=r"rank 1 does not see rank 0's folder; name one that all hosts share"):
+    with pytest.raises(
+        DistapError, match=r"rank 1 does not see rank 0's folder; name one that all hosts share"
+    ):
         extract(photos, folder / str(world.rank), world, describer())
 
 

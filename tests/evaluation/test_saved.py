@@ -13,7 +13,8 @@ def write_some(run, step):
 
 
 def test_an_evaluation_is_read_as_it_was_written(tmp_path):
-    read, written = read_evaluation(write_some(tmp_path, 3)).retrieved(), retrieved(3)
+    read = read_evaluation(write_some(tmp_path, 3)).retrieved()
+    written = retrieved(3)
     for name in Retrieved.__dataclass_fields__:
         assert np.array_equal(getattr(read, name), getattr(written, name))
 
@@ -29,7 +30,11 @@ def cut(path):
         ("retrieved.npz", Path.unlink, "retrieved.npz: no such file; `distap eval` writes it"),
         ("result.json", cut, "result.json: not readable"),
         ("result.json", lambda path: path.write_text("[]"), "result.json: not readable"),
-        ("result.json", lambda path: path.write_text('{"figures": 3}'), "result.json: not readable"),
+        (
+            "result.json",
+            lambda path: path.write_text('{"figures": 3}'),
+            "result.json: not readable",
+        ),
     ],
 )
 def test_a_damaged_evaluation_is_refused(tmp_path, file, damage, message):

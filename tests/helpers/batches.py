@@ -28,7 +28,9 @@ class TensorBatch:
 
 
 class SmallNetwork(nn.Module):
-    """Convolution, frozen BatchNorm, a residual block with stochastic depth, dropout, descriptors of length 1."""
+    """Convolution, frozen BatchNorm, a residual block with stochastic depth, dropout, descriptors
+    of length 1.
+    """
 
     def __init__(self, dropout: float = 0.0, drop_path: float = 0.0, frozen: bool = True) -> None:
         super().__init__()

@@ -8,7 +8,8 @@ from PIL import Image
 
 from distap.data.images.formats import readable_formats
 
-# Mode, format and options of images of one colour: those that take the most memory a pixel, format by format.
+# Mode, format and options of images of one colour: those that take the most memory a pixel, format
+# by format.
 FORMS: list[tuple[str, str, dict[str, Any]]] = [
     ("RGB", "PNG", {}),
     ("RGBA", "PNG", {}),
@@ -32,7 +33,8 @@ FORMS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-KINDS = [f"{mode} {form}" for mode, form, _ in FORMS if form in readable_formats()]  # nineteen with all readers
+# nineteen with all readers
+KINDS = [f"{mode} {form}" for mode, form, _ in FORMS if form in readable_formats()]
 
 
 def costly_image(kind: str, side: int) -> bytes:
@@ -43,8 +45,17 @@ def costly_image(kind: str, side: int) -> bytes:
 
 
 def arithmetic_jpeg(width: int, height: int, scans: int) -> bytes:
-    """Coded arithmetically, with scans of ten bytes, for each of which the decoder goes through a whole colour."""
+    """Coded arithmetically, with scans of ten bytes, for each of which the decoder goes through a
+    whole colour.
+    """
     table = b"\xff\xdb" + struct.pack(">HB", 67, 0) + bytes([1] * 64)
-    frame = b"\xff\xc9" + struct.pack(">HBHHB", 17, 8, height, width, 3) + b"\x01\x11\0\x02\x11\0\x03\x11\0"
-    colours = (b"\xff\xda" + struct.pack(">HBB", 8, 1, 1 + number % 3) + b"\0\0\x3f\0" for number in range(scans))
+    frame = (
+        b"\xff\xc9"
+        + struct.pack(">HBHHB", 17, 8, height, width, 3)
+        + b"\x01\x11\0\x02\x11\0\x03\x11\0"
+    )
+    colours = (
+        b"\xff\xda" + struct.pack(">HBB", 8, 1, 1 + number % 3) + b"\0\0\x3f\0"
+        for number in range(scans)
+    )
     return b"\xff\xd8" + table + frame + b"".join(colours) + b"\xff\xd9"

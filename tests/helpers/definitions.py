@@ -21,21 +21,31 @@ def levels_of(labels: Tensor, depth: int = 2) -> Tensor:
 
 
 def built(name: str, classes: int, dimensions: int, dtype: torch.dtype = torch.float64) -> Loss:
-    """A loss with its defaults, for labels by `levels_of`; `simix` is of `smooth_ap`, `matryoshka` of `ap_q`."""
+    """A loss with its defaults, for labels by `levels_of`; `simix` is of `smooth_ap`, `matryoshka`
+    of `ap_q`.
+    """
     options = {
         "csl": {"margins": MARGINS, "tree": levels_of(torch.arange(classes))[:, 1:].tolist()},
         "matryoshka": {"dimensions": [2, dimensions], "inner": "ap_q"},
         "simix": {"inner": "smooth_ap"},
     }
-    mapping = {"sup_ap": 0.3, "arc_face": 0.7} if name == "sum" else {"name": name, **options.get(name, {})}
+    mapping = (
+        {"sup_ap": 0.3, "arc_face": 0.7}
+        if name == "sum"
+        else {"name": name, **options.get(name, {})}
+    )
     loss = build_loss(mapping).sized(classes, dimensions, 0)
     if loss.learned is not None:
         loss.learned.to(dtype)
     return loss
 
 
-def defined(name: str, d: Tensor, levels: Tensor, learned: Sequence[Tensor] = (), virtual: Virtual = ()) -> Tensor:
-    """The same loss of descriptors (B, C) and labels (B, L), differentiable by them and by the learned parameters."""
+def defined(
+    name: str, d: Tensor, levels: Tensor, learned: Sequence[Tensor] = (), virtual: Virtual = ()
+) -> Tensor:
+    """The same loss of descriptors (B, C) and labels (B, L), differentiable by them and by the
+    learned parameters.
+    """
     labels = levels[:, 0]
     if name == "sum":
         return 0.3 * defined("sup_ap", d, levels) + 0.7 * defined("arc_face", d, levels, learned)
@@ -46,7 +56,9 @@ def defined(name: str, d: Tensor, levels: Tensor, learned: Sequence[Tensor] = ()
         parents = [a for a, _, _ in virtual]
         return defined("smooth_ap", torch.cat([d, mixed]), torch.cat([levels, levels[parents]]))
     if name == "sigmoid":
-        return listwise_loss(name, d, labels, **dict(zip(("bias", "log_scale"), learned, strict=True)))
+        return listwise_loss(
+            name, d, labels, **dict(zip(("bias", "log_scale"), learned, strict=True))
+        )
     if name in ("h_ap", "smooth_ndcg", "sup_ndcg"):
         return graded(name, d, levels, d[:0], levels[:0], "uniform")
     if name == "csl":
@@ -59,7 +71,9 @@ def defined(name: str, d: Tensor, levels: Tensor, learned: Sequence[Tensor] = ()
 
 
 def virtual_images(labels: Tensor, loss: Loss, rank: Callable[[Loss], object]) -> Virtual:
-    """Parents and α of each virtual image, as the loss within `simix` is given them when `rank` ranks by it."""
+    """Parents and α of each virtual image, as the loss within `simix` is given them when `rank`
+    ranks by it.
+    """
     seen: list[Gathered] = []
 
     class Spy(type(loss.inner)):
@@ -68,7 +82,9 @@ def virtual_images(labels: Tensor, loss: Loss, rank: Callable[[Loss], object]) -
             return super().value_and_gradient(gathered, budget)
 
     rank(build_loss("simix", inner=Spy()))
-    descriptors, virtual = seen[0].descriptors.split([len(labels), len(seen[0].descriptors) - len(labels)])
+    descriptors, virtual = seen[0].descriptors.split(
+        [len(labels), len(seen[0].descriptors) - len(labels)]
+    )
     pairs = [(a, b) for a in range(len(labels)) for b in range(a) if labels[a] == labels[b]]
     first, second = (descriptors[list(rows)] for rows in zip(*pairs, strict=True))
     # One descriptor of each pair is enough to solve for its α.
@@ -76,4 +92,7 @@ def virtual_images(labels: Tensor, loss: Loss, rank: Callable[[Loss], object]) -
     alpha = alpha / (first - second).square().sum(1)[:, None]
     nearest = (alpha * first + (1 - alpha) * second - virtual[:, None]).norm(dim=2).min(1)
     assert len(virtual) == len(pairs) and nearest.values.max() < 1e-12
-    return [(*pairs[number], float(alpha[row, number])) for row, number in enumerate(nearest.indices.tolist())]
+    return [
+        (*pairs[number], float(alpha[row, number]))
+        for row, number in enumerate(nearest.indices.tolist())
+    ]

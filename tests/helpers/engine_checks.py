@@ -23,7 +23,11 @@ from distap.stages.step import DROPOUT
 from distap.training.engines import DDPSettings, DeepSpeedSettings, FSDPSettings
 from distap.training.optimizer import TimmOptimizer
 
-RANKS, IMAGES, SIZE, STEPS = 2, 13, 2, 2  # shares of 7 and 6 images, so 4 and 3 micro-batches, the last of one image
+# shares of 7 and 6 images, so 4 and 3 micro-batches, the last of one image
+RANKS = 2
+IMAGES = 13
+SIZE = 2
+STEPS = 2
 ENGINES = {
     "ddp": DDPSettings(),
     "fsdp": FSDPSettings(),
@@ -31,7 +35,8 @@ ENGINES = {
     "zero 2": DeepSpeedSettings(stage=2),
     "zero 3": DeepSpeedSettings(stage=3),
 }
-ADAM, PLAIN = TimmOptimizer("adam"), TimmOptimizer("momentum", momentum=0.0)
+ADAM = TimmOptimizer("adam")
+PLAIN = TimmOptimizer("momentum", momentum=0.0)
 DECAY = 0.7  # of the average of the parameters
 # Steps of training: the engine, and how many micro-batches of a rank keep their graph.
 TRAININGS = {name: (name, 0) for name in ENGINES} | {
@@ -75,7 +80,9 @@ class Block(nn.Module):
 
 
 class BlockNetwork(nn.Module):
-    """Channels-last, a frozen stem, a power without dimensions, 7 channels that divide by no number of ranks."""
+    """Channels-last, a frozen stem, a power without dimensions, 7 channels that divide by no number
+    of ranks.
+    """
 
     failures = 0
 
@@ -118,7 +125,9 @@ def network_and_groups(exact, dropout=0.0):
 
 def engine_of(world, name, optimizer=ADAM, dropout=0.0, clip_norm=None, precision=""):
     network, groups = network_and_groups(is_exact(name) and not precision, dropout)
-    return ENGINES[name].build(network, lambda: optimizer.build(groups()), world, clip_norm, precision or "float32")
+    return ENGINES[name].build(
+        network, lambda: optimizer.build(groups()), world, clip_norm, precision or "float32"
+    )
 
 
 def images_for(engine):
@@ -129,7 +138,10 @@ def images_for(engine):
 def whole(engine):
     """The tensors of an engine's state, put together."""
     state = engine.state_dict()
-    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).cpu().clone() for name, t in state.items()}
+    return {
+        name: (t.full_tensor() if isinstance(t, DTensor) else t).cpu().clone()
+        for name, t in state.items()
+    }
 
 
 def parameters_of(engine):
@@ -137,7 +149,9 @@ def parameters_of(engine):
 
 
 def replay(world, replica, micro_batches=3, infinite=False, fails=False):
-    """Give `backward` gradients that differ by rank and micro-batch; a rank that `fails` at first starts again."""
+    """Give `backward` gradients that differ by rank and micro-batch; a rank that `fails` at first
+    starts again.
+    """
     mine = images_for(replica)[0][world.rank :: world.size]
     with replica.replaying():
         if fails:
@@ -156,7 +170,9 @@ def replay(world, replica, micro_batches=3, infinite=False, fails=False):
 
 
 def three_stages(world, engine, steps=1, keep=0, first=0):
-    """Norms of some steps of training; the network has the same descriptors in describe and in replay."""
+    """Norms of some steps of training; the network has the same descriptors in describe and in
+    replay.
+    """
     step = step_with(engine, SmoothAP(tau=0.1), world, 0, MicroBatchSizes(SIZE, keep=keep))
     results = [
         step(TensorBatch(*images_for(engine), world, number), learning_rate=0.02)
@@ -172,16 +188,20 @@ def full_batch(exact, clip_norm, dropout=0.2):
     network, groups = network_and_groups(exact, dropout)
     optimizer = ADAM.build(groups())
     images, labels = small_images(IMAGES)
-    norms, average = (
-        [],
-        {f"ema.{name}": p.detach().clone() for name, p in network.named_parameters() if p.requires_grad},
-    )
+    norms = []
+    average = {
+        f"ema.{name}": p.detach().clone()
+        for name, p in network.named_parameters()
+        if p.requires_grad
+    }
     for number in range(STEPS):
         descriptors = [None] * IMAGES
         for first in range(RANKS):
             for slots in torch.arange(first, IMAGES, RANKS).split(SIZE):
                 torch.manual_seed(seed_for(DROPOUT, 0, number, int(slots[0])))
-                for slot, row in zip(slots.tolist(), network(images[slots].to(network.power.dtype)), strict=True):
+                for slot, row in zip(
+                    slots.tolist(), network(images[slots].to(network.power.dtype)), strict=True
+                ):
                     descriptors[slot] = row
         batch = torch.stack(descriptors)
         optimizer.zero_grad()
@@ -193,14 +213,20 @@ def full_batch(exact, clip_norm, dropout=0.2):
         for name, parameter in network.named_parameters():
             if parameter.requires_grad:
                 average[f"ema.{name}"].mul_(DECAY).add_((1 - DECAY) * parameter.detach())
-    return {f"network.{name}": tensor.detach() for name, tensor in network.state_dict().items()}, norms, average
+    return (
+        {f"network.{name}": tensor.detach() for name, tensor in network.state_dict().items()},
+        norms,
+        average,
+    )
 
 
 # What runs on the ranks
 
 
 def moved(world, name, clip_norm):
-    """How far one step of plain gradient descent moves each parameter, and the norm that the engine reports."""
+    """How far one step of plain gradient descent moves each parameter, and the norm that the engine
+    reports.
+    """
     engine = engine_of(world, name, PLAIN, clip_norm=clip_norm)
     before = parameters_of(engine)
     replay(world, engine.replica)
@@ -218,7 +244,9 @@ def trained(world, name, keep):
 
 
 def averaged(world, name, engine):
-    """An engine's average, how far its descriptors are from those of a network with it, and what it leaves behind."""
+    """An engine's average, how far its descriptors are from those of a network with it, and what it
+    leaves behind.
+    """
     state = whole(engine)
     average = {key: tensor for key, tensor in state.items() if key.startswith("ema.")}
     network, _ = network_and_groups(is_exact(name))
@@ -226,18 +254,28 @@ def averaged(world, name, engine):
     network.eval().load_state_dict(network.state_dict() | means)
     engine.network.eval()
     with engine.averaged(), engine.replica.describing(), torch.no_grad():
-        apart = (engine.replica.forward(images_for(engine)[0]) - network(images_for(engine)[0])).abs().max()
+        apart = (
+            (engine.replica.forward(images_for(engine)[0]) - network(images_for(engine)[0]))
+            .abs()
+            .max()
+        )
     engine.network.train()
     other = engine_of(world, name, dropout=0.2)
     if average:
         other.keep_average(DECAY)
     other.load_state_dict({key: tensor.clone() for key, tensor in state.items()})
     found = [whole(engine), whole(other)]
-    return average, float(apart), all(torch.equal(one[key], state[key]) for one in found for key in state)
+    return (
+        average,
+        float(apart),
+        all(torch.equal(one[key], state[key]) for one in found for key in state),
+    )
 
 
 def messages(world, name, micro_batches):
-    """Large messages of a step with so many micro-batches: gathers of parameters, reductions of gradients."""
+    """Large messages of a step with so many micro-batches: gathers of parameters, reductions of
+    gradients.
+    """
     engine = engine_of(world, name)
     replay(world, engine.replica, 1)  # the first step sets things up
     engine.update(0.0)
@@ -245,21 +283,29 @@ def messages(world, name, micro_batches):
         with engine.replica.describing(), torch.no_grad():
             engine.replica.forward(images_for(engine)[0][:2])
         replay(world, engine.replica, micro_batches)
-    events = [event for event in recorded.events() if any(size and size[0] > 30 for size in event.input_shapes)]
+    events = [
+        event
+        for event in recorded.events()
+        if any(size and size[0] > 30 for size in event.input_shapes)
+    ]
     names = [event.name for event in events]
     reducing = sum(name in ("gloo:all_reduce", "gloo:reduce_scatter") for name in names)
     return names.count("gloo:all_gather"), reducing
 
 
 def without_damage(world, name):
-    """Norms of the same step: alone, after one given up in the middle or at its end, and after a pass that failed."""
+    """Norms of the same step: alone, after one given up in the middle or at its end, and after a
+    pass that failed.
+    """
     engine = engine_of(world, name)
     norms = []
     for given_up in ((), (False,), (False, True)):
         with engine.replica.replaying() if given_up else nullcontext():
             for is_last in given_up:
                 descriptors = engine.replica.forward(images_for(engine)[0])
-                engine.replica.backward(descriptors, torch.ones_like(descriptors).cumsum(1), is_last)
+                engine.replica.backward(
+                    descriptors, torch.ones_like(descriptors).cumsum(1), is_last
+                )
             if given_up == (False,):
                 engine.replica.discard()
             elif given_up:
@@ -275,9 +321,12 @@ def without_damage(world, name):
 
 
 def half_precision(world, name):
-    """Norms of three steps, and whether each moved a parameter; in the second, one rank has an infinite gradient."""
+    """Norms of three steps, and whether each moved a parameter; in the second, one rank has an
+    infinite gradient.
+    """
     engine = engine_of(world, name, clip_norm=1e-3, precision="bf16")
-    norms, has_moved = [], []
+    norms = []
+    has_moved = []
     for number in range(3):
         before = parameters_of(engine)
         replay(world, engine.replica, infinite=number == 1)
@@ -288,15 +337,19 @@ def half_precision(world, name):
 
 
 def there_and_back(world, name, state):
-    """The state after one more step from a given one, and whether a second engine goes on from there exactly."""
-    engine, other = engine_of(world, name), engine_of(world, name)
+    """The state after one more step from a given one, and whether a second engine goes on from
+    there exactly.
+    """
+    engine = engine_of(world, name)
+    other = engine_of(world, name)
     engine.load_state_dict({key: tensor.clone() for key, tensor in state.items()})
     three_stages(world, engine, first=1)
     after = whole(engine)
     other.load_state_dict({key: tensor.clone() for key, tensor in after.items()})
     for one in (engine, other):
         three_stages(world, one, first=2)
-    again, same = parameters_of(engine), parameters_of(other)
+    again = parameters_of(engine)
+    same = parameters_of(other)
     return after, all(torch.equal(again[key], same[key]) for key in again)
 
 
@@ -314,9 +367,11 @@ def optimized(world, name, optimizer):
 
 
 def described_apart(world, name):
-    """How far descriptors of the engine and of its network are apart; ranks describe different numbers of images.
+    """How far descriptors of the engine and of its network are apart; ranks describe different
+    numbers of images.
 
-    Returns the norm of the next step as well, and whether the network stays behind once the engine is gone.
+    Returns the norm of the next step as well, and whether the network stays behind once the engine
+    is gone.
     """
     engine = engine_of(world, name)
     images = images_for(engine)[0]
@@ -334,7 +389,9 @@ def everything(world, names, folder, state):
     """All of the above by check and engine."""
     found = {}
     for name in names:
-        found["moved", name] = {clip_norm: moved(world, name, clip_norm) for clip_norm in (None, 1e-3)}
+        found["moved", name] = {
+            clip_norm: moved(world, name, clip_norm) for clip_norm in (None, 1e-3)
+        }
         found["messages", name] = messages(world, name, micro_batches=5)
         found["without damage", name] = without_damage(world, name)
         found["state", name] = there_and_back(world, name, state[is_exact(name)])
@@ -345,5 +402,7 @@ def everything(world, names, folder, state):
     for case, (name, keep) in TRAININGS.items():
         if name in names:
             found["trained", case] = trained(world, name, keep)
-    found["threads"] = [one.name for one in threading.enumerate() if not one.name.startswith("distap")]
+    found["threads"] = [
+        one.name for one in threading.enumerate() if not one.name.startswith("distap")
+    ]
     return found

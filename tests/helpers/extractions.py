@@ -49,7 +49,9 @@ def write_photos(folder: Path) -> Path:
         path.write_bytes(encoded(photo(*SHAPES[number % len(SHAPES)], seed=number)))
     exif = Image.Exif()
     exif[ORIENTATION] = 6
-    (folder / "turned.jpg").write_bytes(encoded(photo(40, 32, seed=99), "JPEG", quality=95, exif=exif))
+    (folder / "turned.jpg").write_bytes(
+        encoded(photo(40, 32, seed=99), "JPEG", quality=95, exif=exif)
+    )
     return folder
 
 

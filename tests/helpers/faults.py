@@ -1,12 +1,13 @@
-"""A training with faults: `python -m faults CONFIG` does what `-m distap.train` does, but for what it is told.
+"""A training with faults: `python -m faults CONFIG` does what `-m distap.train` does, but for what
+it is told.
 
-FAULTS holds texts such as `SIGKILL rank=1 step=3 stage=replay`, separated by semicolons. A fault happens once, where
-that stage of that step begins, and not again after a restart: describe, rank, replay, and after them
-checkpoint (killed only) and evaluation; `start` comes before step 0. Actions: the name of a signal that the rank
-sends itself, and `stand-still`.
+FAULTS holds texts such as `SIGKILL rank=1 step=3 stage=replay`, separated by semicolons. A fault
+happens once, where that stage of that step begins, and not again after a restart: describe, rank,
+replay, and after them checkpoint (killed only) and evaluation; `start` comes before step 0.
+Actions: the name of a signal that the rank sends itself, and `stand-still`.
 
-RECORD names a folder in which each rank writes down the images of every step that it has done; the file RANK.ATTEMPT
-beside it holds the rank's process id.
+RECORD names a folder in which each rank writes down the images of every step that it has done; the
+file RANK.ATTEMPT beside it holds the rank's process id.
 """
 
 import json
@@ -73,7 +74,8 @@ def inject(faults: list[Fault]) -> None:
         acting_before(ThreeStages, stage, stage)
     acting_before(Trainer, "evaluate", "evaluation")
     acting_before(RunState, "resume", "start")
-    describe, write_tensors = ThreeStages.describe, writer.write_tensors
+    describe = ThreeStages.describe
+    write_tensors = writer.write_tensors
 
     def faulty_describe(self: ThreeStages, batch: Batch) -> Described:
         nonlocal at
@@ -83,10 +85,13 @@ def inject(faults: list[Fault]) -> None:
     def faulty_saving(folder: Path, *given: object) -> None:
         write_tensors(folder, *given)
         step = int(folder.name[5:13]) - 1  # the step that is being done may be a later one
-        if any(fault.happens(int(os.environ.get("RANK", "0")), step, "checkpoint") for fault in faults):
+        if any(
+            fault.happens(int(os.environ.get("RANK", "0")), step, "checkpoint") for fault in faults
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    ThreeStages.describe, writer.write_tensors = faulty_describe, faulty_saving
+    ThreeStages.describe = faulty_describe
+    writer.write_tensors = faulty_saving
 
 
 def record(folder: Path) -> None:
@@ -108,7 +113,9 @@ def record(folder: Path) -> None:
 
 
 def recorded_batches(folder: Path) -> dict[int, set[tuple[int, ...]]]:
-    """The global batches that were trained on, by step, in slot order; more than one where they were not the same."""
+    """The global batches that were trained on, by step, in slot order; more than one where they
+    were not the same.
+    """
     shares: dict[tuple[int, int, int], list[list[int]]] = {}
     for path in folder.glob("*.jsonl"):
         for line in path.read_text().splitlines():

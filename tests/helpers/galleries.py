@@ -38,13 +38,17 @@ class Gallery:
 def make_gallery(folder: Path, training_shards) -> Gallery:
     """A gallery of 40 images in a folder, as the commands would make it."""
     run = folder / "run"
-    Trainer(recipe(run, training_shards, steps=1, sampling={"name": "random", "batch_size": 8}), World()).train()
+    Trainer(
+        recipe(run, training_shards, steps=1, sampling={"name": "random", "batch_size": 8}), World()
+    ).train()
     images = write_images(folder / "images", CLASSES, size=48, seed=5)
     first = next(iter(CLASSES))
     (images / first / "0.png").rename(images / first / "кот 0.png")
     pack(images, folder / "shards", images_per_shard=16)
     describer = ImageDescriber(trained_network(run, World())[1], Sizing("crop", 32))
-    extraction = Extraction(Describing(describer, World(), workers=0), open_images(folder / "shards"))
+    extraction = Extraction(
+        Describing(describer, World(), workers=0), open_images(folder / "shards")
+    )
     extract_to_folder(extraction, folder / "descriptors")
     gallery = Gallery(run, images, folder / "shards", folder / "descriptors", folder / "index")
     index_to(gallery, gallery.index)
@@ -61,7 +65,9 @@ def index_to(gallery: Gallery, folder: Path, kind: str = "flat") -> Path:
 def upload(seed: int, form: str = "PNG", size: tuple[int, int] = (48, 40)) -> bytes:
     """An image file that is not in the gallery."""
     generator = np.random.default_rng(seed)
-    pixels = np.kron(generator.integers(0, 256, (size[1] // 8, size[0] // 8, 3)), np.ones((8, 8, 1)))
+    pixels = np.kron(
+        generator.integers(0, 256, (size[1] // 8, size[0] // 8, 3)), np.ones((8, 8, 1))
+    )
     buffer = io.BytesIO()
     Image.fromarray(pixels.astype(np.uint8)).save(buffer, form)
     return buffer.getvalue()

@@ -27,7 +27,17 @@ class Hosts:
 
     def build(self) -> None:
         ip("netns", "add", self.names[1])
-        ends = ["netns", self.names[0], "type", "veth", "peer", "name", self.cards[1], "netns", self.names[1]]
+        ends = [
+            "netns",
+            self.names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            self.cards[1],
+            "netns",
+            self.names[1],
+        ]
         ip("link", "add", self.cards[0], *ends)
         for name, card, address in zip(self.names, self.cards, self.addresses, strict=True):
             ip("-n", name, "addr", "add", f"{address}/24", "dev", card)

@@ -19,12 +19,15 @@ AUGMENTATION = CropFlipColour(crop=0.3, flip=0.5, colour=0.4, grey=0.3)
 
 
 def write_images(folder: Path, classes: dict[str, int], size: int = 24, seed: int = 0) -> Path:
-    """A folder a class of PNG images; the images of a class are one pattern with different noise."""
+    """A folder a class of PNG images; the images of a class are one pattern with different
+    noise."""
     generator = np.random.default_rng(seed)
     for name, count in classes.items():
         pattern = generator.integers(0, 256, (4, 4, 3))
         for number in range(count):
-            pixels = np.kron(pattern, np.ones((size // 4, size // 4, 1))) + generator.normal(0, 40, (size, size, 3))
+            pixels = np.kron(pattern, np.ones((size // 4, size // 4, 1))) + generator.normal(
+                0, 40, (size, size, 3)
+            )
             path = folder / name / f"{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path)
@@ -33,7 +36,8 @@ def write_images(folder: Path, classes: dict[str, int], size: int = 24, seed: in
 
 def indexed_images(source, batch_size=6, seed=0, size=16, world=ALONE, **settings):
     """Images of random batches."""
-    sampling, transform = RandomSampling(batch_size=batch_size), AUGMENTATION.transform(size)
+    sampling = RandomSampling(batch_size=batch_size)
+    transform = AUGMENTATION.transform(size)
     settings = {"chunk": 2, "sizes": ((0, size, transform),), **settings}
     job = LoadingJob(parse_source(source), sampling, seed, **settings)
     return IndexedSource().open(job, world, Stopwatch())

@@ -1,4 +1,6 @@
-"""What ranks run in tests of faults: `launched.py BEHAVIOUR FOLDER TIMEOUT_SECONDS`, on gloo, without a training."""
+"""What ranks run in tests of faults: `launched.py BEHAVIOUR FOLDER TIMEOUT_SECONDS`, on gloo,
+without a training.
+"""
 
 import os
 import signal
@@ -73,7 +75,9 @@ def stuck(world: World, folder: Path, attempt: int) -> int:
     return FINISHED
 
 
-BEHAVIOURS = {function.__name__: function for function in (go_on, finish, mistake, stop_when_asked, stuck)}
+BEHAVIOURS = {
+    function.__name__: function for function in (go_on, finish, mistake, stop_when_asked, stuck)
+}
 
 
 if __name__ == "__main__":

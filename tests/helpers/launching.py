@@ -1,8 +1,9 @@
-"""Launchers with their ranks as processes of their own: their output, their exit status, and whether any is left.
+"""Launchers with their ranks as processes of their own: their output, their exit status, and
+whether any is left.
 
-A `Launch` or a `Program` is forked from a server that has imported distap, since a new interpreter takes seconds to
-import torch. Parents, sessions, signals and exit statuses are those of new interpreters.
-Any other command is started as it is; `Launch.command` is such a command.
+A `Launch` or a `Program` is forked from a server that has imported distap, since a new interpreter
+takes seconds to import torch. Parents, sessions, signals and exit statuses are those of new
+interpreters. Any other command is started as it is; `Launch.command` is such a command.
 """
 
 import gc
@@ -100,7 +101,9 @@ class Forked:
 class Job:
     """A launcher, or another command, that was started."""
 
-    def __init__(self, what: Launch | Program | Sequence[str], folder: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self, what: Launch | Program | Sequence[str], folder: Path, environment: dict[str, str]
+    ) -> None:
         self.folder = folder
         self._said = folder / f"said-{uuid.uuid4().hex}"
         self._said.touch()
@@ -111,7 +114,11 @@ class Job:
         else:
             with self._said.open("a") as file:
                 self.process = subprocess.Popen(
-                    what, stdout=file, stderr=subprocess.STDOUT, cwd=HELPERS, env=os.environ | changes
+                    what,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    cwd=HELPERS,
+                    env=os.environ | changes,
                 )
 
     @property
@@ -134,16 +141,21 @@ class Job:
         """Wait for something that the processes do."""
         deadline = time.monotonic() + seconds
         while not holds():
-            assert self.process.poll() is None, f"it ended with {self.process.returncode}: {self.said}"
+            assert self.process.poll() is None, (
+                f"it ended with {self.process.returncode}: {self.said}"
+            )
             assert time.monotonic() < deadline, f"not within {seconds} s: {self.said}"
             time.sleep(0.05)
 
     def status(self, seconds: float = PATIENCE) -> int:
-        """The launcher's exit status; it is an error if it does not leave within so many seconds."""
+        """The launcher's exit status; it is an error if it does not leave within so many
+        seconds."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired as error:
-            raise AssertionError(f"the launcher did not leave within {seconds} s: {self.said}") from error
+            raise AssertionError(
+                f"the launcher did not leave within {seconds} s: {self.said}"
+            ) from error
 
     def wait_until_none_is_left(self, seconds: float = PATIENCE) -> None:
         """Wait for the kernel to take the last process away."""
@@ -153,7 +165,9 @@ class Job:
             time.sleep(0.05)
 
     def left(self) -> list[int]:
-        """Processes of this job that still run: all have inherited its output. A zombie has closed it."""
+        """Processes of this job that still run: all have inherited its output. A zombie has closed
+        it.
+        """
         return [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if self._is_ours(entry)]
 
     def _is_ours(self, process: Path) -> bool:
@@ -167,7 +181,9 @@ class Job:
 
 
 @contextmanager
-def started(what: Launch | Program | Sequence[str], folder: Path, **environment: str) -> Iterator[Job]:
+def started(
+    what: Launch | Program | Sequence[str], folder: Path, **environment: str
+) -> Iterator[Job]:
     """Start a job, and kill all that belongs to it at the end."""
     skip_if_fast("launchers")
     folder.mkdir(parents=True, exist_ok=True)
@@ -181,7 +197,9 @@ def started(what: Launch | Program | Sequence[str], folder: Path, **environment:
 
 
 def output_of(what: Program, folder: Path, **environment: str) -> str:
-    """Run a program, which has to succeed, and return what it writes to standard output; `folder` is for its logs."""
+    """Run a program, which has to succeed, and return what it writes to standard output; `folder`
+    is for its logs.
+    """
     skip_if_fast("a program")
     answer, said = (folder / f"{name}-{uuid.uuid4().hex}" for name in ("answer", "said"))
     status = _forked(what, answer, said, OF_JOBS | environment).wait()
@@ -190,15 +208,22 @@ def output_of(what: Program, folder: Path, **environment: str) -> str:
 
 
 def _forked(what: Launch | Program, answer: Path, said: Path, changes: dict[str, str]) -> Forked:
-    process = server().Process(target=_launch, args=(what, answer, said, dict(os.environ) | changes))
+    process = server().Process(
+        target=_launch, args=(what, answer, said, dict(os.environ) | changes)
+    )
     process.start()
     return Forked(process)
 
 
 def _launch(what: Launch | Program, answer: Path, said: Path, environment: dict[str, str]) -> None:
-    """Be the launcher or the program: a fork of the server, whose ranks are forks of this process."""
+    """Be the launcher or the program: a fork of the server, whose ranks are forks of this
+    process."""
     gc.freeze()  # or a collection would copy all memory of the server
-    with answer.open("ab") as output, said.open("ab") as errors, Path(os.devnull).open("rb") as nothing:
+    with (
+        answer.open("ab") as output,
+        said.open("ab") as errors,
+        Path(os.devnull).open("rb") as nothing,
+    ):
         for stream, number in ((nothing, 0), (output, 1), (errors, 2)):
             os.dup2(stream.fileno(), number)
     os.chdir(what.folder)
@@ -206,7 +231,8 @@ def _launch(what: Launch | Program, answer: Path, said: Path, environment: dict[
     os.environ |= environment
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where nohup runs the tests
     tempfile.tempdir = None  # the server's, which TMPDIR of this environment may change
-    multiprocessing.set_start_method(None, force=True)  # loader workers start as they do outside the tests
+    # loader workers start as they do outside the tests
+    multiprocessing.set_start_method(None, force=True)
     if isinstance(what, Program):
         _be_python(list(what.arguments), environment)
         return

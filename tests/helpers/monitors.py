@@ -21,11 +21,15 @@ def plain_rules() -> str:
 
 def promtool(*arguments: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
     """What promtool says."""
-    return subprocess.run([program("promtool"), *arguments], input=given, capture_output=True, text=True)
+    return subprocess.run(
+        [program("promtool"), *arguments], input=given, capture_output=True, text=True
+    )
 
 
 def program(name: str) -> str:
-    """Where a program of Debian's package prometheus is; the test is skipped where it is not installed."""
+    """Where a program of Debian's package prometheus is; the test is skipped where it is not
+    installed.
+    """
     path = shutil.which(name)
     if path is None:
         pytest.skip(f"needs {name} (apt-get install prometheus)")
@@ -46,7 +50,9 @@ def is_of_server(expression: str) -> bool:
 def names_in(expression: str) -> set[str]:
     """The metrics that an expression asks for, recorded ones included."""
     without_texts = re.sub(r'"[^"]*"', "", expression)
-    return set(re.findall(r"\b(?:[a-z_]+:)?(?:distap|process)_[a-z0-9_]+(?::[a-z0-9_]+)?", without_texts))
+    return set(
+        re.findall(r"\b(?:[a-z_]+:)?(?:distap|process)_[a-z0-9_]+(?::[a-z0-9_]+)?", without_texts)
+    )
 
 
 def dashboard() -> dict[str, Any]:
@@ -57,11 +63,25 @@ def dashboard() -> dict[str, Any]:
 def panel_expressions(board: dict[str, Any]) -> dict[str, list[str]]:
     """The expressions of each panel, by its title."""
     return {
-        panel["title"]: [one["expr"] for one in panel["targets"]] for panel in board["panels"] if "targets" in panel
+        panel["title"]: [one["expr"] for one in panel["targets"]]
+        for panel in board["panels"]
+        if "targets" in panel
     }
 
 
 def leaves(value: Any, path: str = "") -> set[tuple[str, str]]:
-    """The path and the value of everything in parsed JSON that is no list or object, or an empty one."""
-    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return set().union(*(leaves(one, f"{path}.{key}") for key, one in entries)) if entries else {(path, repr(value))}
+    """The path and the value of everything in parsed JSON that is no list or object, or an empty
+    one.
+    """
+    entries = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    return (
+        set().union(*(leaves(one, f"{path}.{key}") for key, one in entries))
+        if entries
+        else {(path, repr(value))}
+    )

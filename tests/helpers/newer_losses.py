@@ -1,4 +1,6 @@
-"""Losses since 2021, written slowly and obviously from their definitions, of a query or of whole batches."""
+"""Losses since 2021, written slowly and obviously from their definitions, of a query or of whole
+batches.
+"""
 
 import math
 from collections.abc import Callable
@@ -13,7 +15,9 @@ def sigma(t: Tensor, tau: float) -> Tensor:
     return 1 / (1 + torch.exp((-t / tau).clamp(-700, 700)))
 
 
-def step(t: Tensor, tau: float, rho: float, delta: float | None, offset: float | None, start: float) -> Tensor:
+def step(
+    t: Tensor, tau: float, rho: float, delta: float | None, offset: float | None, start: float
+) -> Tensor:
     """SupAP's step, by cases."""
     delta = tau * math.log(99) if delta is None else delta
     offset = 1 / (1 + math.exp(-delta / tau)) + start - rho * delta if offset is None else offset
@@ -41,7 +45,9 @@ def recall_at_k(
     positives = [query, *same] if form in ("suprank", "oml") else same
     ranks = []
     for k in positives:
-        before = [j for j in (*positives, *other) if j != k] + ([query] if form == "released" else [])
+        before = [j for j in (*positives, *other) if j != k] + (
+            [query] if form == "released" else []
+        )
         rank = torch.full((), 0.5 if form == "oml" else 1.0, dtype=scores.dtype)
         for j in before:
             if not bounding:
@@ -53,7 +59,11 @@ def recall_at_k(
         ranks.append(rank)
     recalls = []
     for given in ks:
-        k = min(given, len(same) + len(other) + 1) if form == "released" else given + (form == "oml")
+        k = (
+            min(given, len(same) + len(other) + 1)
+            if form == "released"
+            else given + (form == "oml")
+        )
         hits = sum(sigma(k - rank, hit_tau) for rank in ranks)
         if form == "released":
             hits = hits.clamp(max=k)
@@ -86,9 +96,13 @@ def pnp(
     return sum(losses) / len(losses)
 
 
-def sup_con(similarities: Tensor, query: int, same: list[int], other: list[int], temperature: float = 0.07) -> Tensor:
+def sup_con(
+    similarities: Tensor, query: int, same: list[int], other: list[int], temperature: float = 0.07
+) -> Tensor:
     everything = sum(torch.exp(similarities[j] / temperature) for j in (*same, *other))
-    return -sum(torch.log(torch.exp(similarities[p] / temperature) / everything) for p in same) / len(same)
+    return -sum(
+        torch.log(torch.exp(similarities[p] / temperature) / everything) for p in same
+    ) / len(same)
 
 
 def info_nce(
@@ -100,10 +114,17 @@ def info_nce(
 
 
 def sigmoid(
-    similarities: Tensor, query: int, same: list[int], other: list[int], log_scale: Tensor, bias: Tensor
+    similarities: Tensor,
+    query: int,
+    same: list[int],
+    other: list[int],
+    log_scale: Tensor,
+    bias: Tensor,
 ) -> Tensor:
     pairs = [(1, j) for j in same] + [(-1, j) for j in other]
-    return sum(torch.log1p(torch.exp(-z * (log_scale.exp() * similarities[j] + bias))) for z, j in pairs) / len(pairs)
+    return sum(
+        torch.log1p(torch.exp(-z * (log_scale.exp() * similarities[j] + bias))) for z, j in pairs
+    ) / len(pairs)
 
 
 OF_QUERY: dict[str, Callable[..., Tensor]] = {
@@ -132,9 +153,12 @@ def graded(
     start: float = 0.5,
 ) -> Tensor:
     """H-AP and NDCG of labels (B, L), the finest first."""
-    everything, known = torch.cat([descriptors, gallery]), torch.cat([levels, gallery_levels])
-    depth, count = levels.shape[1], len(known)
-    losses, weight = [], []
+    everything = torch.cat([descriptors, gallery])
+    known = torch.cat([levels, gallery_levels])
+    depth = levels.shape[1]
+    count = len(known)
+    losses = []
+    weight = []
     for query in range(len(descriptors)):
         level = [int((known[j] == levels[query]).sum()) for j in range(count)]
         if sum(one > 0 for one in level) < 2:
@@ -148,11 +172,14 @@ def graded(
                 rel[each] = (each / depth) ** alpha / size[each] if size[each] else 0.0
             else:
                 rel[each] = rel[each - 1] + 1 / sum(size[each:]) / depth
-        scores, total, ideal = descriptors[query] @ everything.t(), torch.zeros((), dtype=torch.float64), 0.0
+        scores = descriptors[query] @ everything.t()
+        total = torch.zeros((), dtype=torch.float64)
+        ideal = 0.0
         for k in range(count):
             if level[k] == 0:
                 continue
-            rank, gain = torch.ones((), dtype=torch.float64), rel[level[k]]
+            rank = torch.ones((), dtype=torch.float64)
+            gain = rel[level[k]]
             for j in range(count):
                 if j == k:
                     continue
@@ -163,14 +190,18 @@ def graded(
                 else:
                     rank = rank + step(scores[j] - scores[k], tau, rho, delta, offset, start)
                 gain += min(rel[level[j]], rel[level[k]]) * is_before(scores[j], scores[k])
-            total = total + (gain / rank if name == "h_ap" else rel[level[k]] / torch.log2(1 + rank))
+            total = total + (
+                gain / rank if name == "h_ap" else rel[level[k]] / torch.log2(1 + rank)
+            )
         if name == "h_ap":
             ideal = sum(rel[one] for one in level)
         else:
             best = sorted((rel[one] for one in level), reverse=True)
             ideal = sum(gain / math.log2(2 + place) for place, gain in enumerate(best))
         losses.append(1 - total / ideal)
-        weight.append(1.0 if weights == "uniform" else 1 / levels[:, 0].tolist().count(int(levels[query, 0])))
+        weight.append(
+            1.0 if weights == "uniform" else 1 / levels[:, 0].tolist().count(int(levels[query, 0]))
+        )
     return sum(w * one for w, one in zip(weight, losses, strict=True)) / sum(weight)
 
 
@@ -179,7 +210,10 @@ def proxies_of(name: str, descriptors: Tensor, labels: Tensor, proxies: Tensor) 
     similarities = descriptors @ (proxies / proxies.norm(dim=1, keepdim=True)).t()
     if name == "proxy_anchor":
         pulled = [k for k in range(len(proxies)) if k in labels.tolist()]
-        pull = [torch.log(1 + torch.exp(-32 * (similarities[labels == k, k] - 0.1)).sum()) for k in pulled]
+        pull = [
+            torch.log(1 + torch.exp(-32 * (similarities[labels == k, k] - 0.1)).sum())
+            for k in pulled
+        ]
         push = [
             torch.log(1 + torch.exp(32 * (row + 0.1)).sum())
             for row in (similarities[labels != k, k] for k in range(len(proxies)))
@@ -197,14 +231,26 @@ def proxies_of(name: str, descriptors: Tensor, labels: Tensor, proxies: Tensor) 
 MARGINS = (0.1, 0.25, 0.35, 0.45)
 
 
-def csl(descriptors: Tensor, labels: Tensor, proxies: Tensor, levels: Tensor, weights: str) -> Tensor:
+def csl(
+    descriptors: Tensor, labels: Tensor, proxies: Tensor, levels: Tensor, weights: str
+) -> Tensor:
     """CSL with these margins, for the (K, L) numbers of the classes of each proxy."""
-    losses, weight = [], []
-    for row, label in zip(descriptors @ (proxies / proxies.norm(dim=1, keepdim=True)).t(), labels, strict=True):
+    losses = []
+    weight = []
+    for row, label in zip(
+        descriptors @ (proxies / proxies.norm(dim=1, keepdim=True)).t(), labels, strict=True
+    ):
         for classes, margin in zip(levels.t(), MARGINS, strict=False):
             others = [k for k in range(len(proxies)) if classes[k] != classes[label]]
             losses.append(
-                torch.log(1 + sum((torch.exp(32 * (row[k] + margin - row[label])) for k in others), 0 * row[0]))
+                torch.log(
+                    1
+                    + sum(
+                        (torch.exp(32 * (row[k] + margin - row[label])) for k in others), 0 * row[0]
+                    )
+                )
             )
             weight.append(1.0 if weights == "uniform" else 1 / labels.tolist().count(label))
-    return sum(w * one for w, one in zip(weight, losses, strict=True)) / sum(weight) * levels.shape[1]
+    return (
+        sum(w * one for w, one in zip(weight, losses, strict=True)) / sum(weight) * levels.shape[1]
+    )

@@ -1,4 +1,6 @@
-"""One part of every kind that a recipe can choose by name, written as somebody outside distap would write it."""
+"""One part of every kind that a recipe can choose by name, written as somebody outside distap would
+write it.
+"""
 
 import json
 from collections.abc import Mapping
@@ -20,7 +22,9 @@ class HardestNegative(SimilarityLoss):
 
     def loss(self, similarities, positive, negative):
         hardest = similarities.masked_fill(~negative, -1).amax(dim=1, keepdim=True)
-        return ((hardest - similarities + self.margin).clamp(min=0) * positive).sum(1) / positive.sum(1)
+        return ((hardest - similarities + self.margin).clamp(min=0) * positive).sum(
+            1
+        ) / positive.sum(1)
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,9 @@ class TwoConvolutions:
 
     def build(self) -> nn.Module:
         network = nn.Sequential(
-            nn.Conv2d(3, self.channels, 3, stride=4), nn.ReLU(), nn.Conv2d(self.channels, self.channels, 3)
+            nn.Conv2d(3, self.channels, 3, stride=4),
+            nn.ReLU(),
+            nn.Conv2d(self.channels, self.channels, 3),
         )
         network.num_features = self.channels
         return network
@@ -148,7 +154,8 @@ class _Centre:
     def __call__(self, image):
         width, height = image.size
         side = min(width, height)
-        left, top = (width - side) // 2, (height - side) // 2
+        left = (width - side) // 2
+        top = (height - side) // 2
         return image.crop((left, top, left + side, top + side), (self.size, self.size))
 
 

@@ -1,15 +1,24 @@
-"""Slow, obvious versions of what is done to descriptors and rankings behind the network, as their papers write it."""
+"""Slow, obvious versions of what is done to descriptors and rankings behind the network, as their
+papers write it.
+"""
 
 from functools import partial
 
 import numpy as np
 
-from distap.retrieval.descriptor_files import DESCRIPTORS_FILE, DescribedBy, DescriptorSet, write_described
+from distap.retrieval.descriptor_files import (
+    DESCRIPTORS_FILE,
+    DescribedBy,
+    DescriptorSet,
+    write_described,
+)
 
 
 def write_descriptors(folder, descriptors):
     """Write a folder as `distap extract` does."""
-    write_described(folder, descriptors, {DESCRIPTORS_FILE: partial(np.save, arr=descriptors.descriptors)})
+    write_described(
+        folder, descriptors, {DESCRIPTORS_FILE: partial(np.save, arr=descriptors.descriptors)}
+    )
 
 
 def unit(values):
@@ -21,13 +30,17 @@ def clustered(images, dimensions, classes, seed=0, noise=0.6, dtype=np.float32):
     generator = np.random.default_rng(seed)
     centres = unit(generator.normal(size=(classes, dimensions)))
     of_image = generator.integers(0, classes, images)
-    values = centres[of_image] + noise * generator.normal(size=(images, dimensions)) / np.sqrt(dimensions)
+    values = centres[of_image] + noise * generator.normal(size=(images, dimensions)) / np.sqrt(
+        dimensions
+    )
     return described(unit(values).astype(dtype), of_image)
 
 
 def described(values, of_image=None, network="net"):
     keys = np.array([f"image-{row}" for row in range(len(values))], dtype=np.str_)
-    classes = np.array([""] * len(values) if of_image is None else [f"class-{c}" for c in of_image], dtype=np.str_)
+    classes = np.array(
+        [""] * len(values) if of_image is None else [f"class-{c}" for c in of_image], dtype=np.str_
+    )
     return DescriptorSet(values, keys, classes, DescribedBy(network, "crop 64"), "a set")
 
 
@@ -45,7 +58,12 @@ def pca_projection(values, power):
     """U^T / lambda^p."""
     values = values.astype(np.float64)
     variances, directions = eigenvectors(np.cov(values.T, bias=True))
-    return np.array([direction / variance**power for direction, variance in zip(directions, variances, strict=True)])
+    return np.array(
+        [
+            direction / variance**power
+            for direction, variance in zip(directions, variances, strict=True)
+        ]
+    )
 
 
 def whitened_reference(whitening, values):
@@ -53,9 +71,16 @@ def whitened_reference(whitening, values):
 
 
 def lw_projection(values, classes):
-    """eig(C_S^-1/2 C C_S^-1/2) C_S^-1/2 with the symmetric root, over each image and every other of its class."""
+    """eig(C_S^-1/2 C C_S^-1/2) C_S^-1/2 with the symmetric root, over each image and every other of
+    its class.
+    """
     values, classes = values.astype(np.float64), list(classes)
-    pairs = [(i, j) for i, a in enumerate(classes) for j, b in enumerate(classes) if i != j and a == b != ""]
+    pairs = [
+        (i, j)
+        for i, a in enumerate(classes)
+        for j, b in enumerate(classes)
+        if i != j and a == b != ""
+    ]
     weights = [1 / (classes.count(classes[i]) - 1) for i, _ in pairs]
     outer = [np.outer(values[i] - values[j], values[i] - values[j]) for i, j in pairs]
     variances, directions = eigenvectors(np.average(outer, axis=0, weights=weights))
@@ -68,7 +93,11 @@ def expanded(queries, gallery, neighbours, power, exclude_self):
     result = []
     for number, query in enumerate(queries.astype(np.float64)):
         similarities = gallery.astype(np.float64) @ query
-        order = [row for row in np.argsort(-similarities, kind="stable") if not (exclude_self and row == number)]
+        order = [
+            row
+            for row in np.argsort(-similarities, kind="stable")
+            if not (exclude_self and row == number)
+        ]
         total = query.copy()
         for row in order[:neighbours]:
             total += max(similarities[row], 0.0) ** power * gallery[row]
@@ -108,7 +137,11 @@ def k_reciprocal(query, gallery, size, own, neighbours, smoothing, original_weig
         for g in grown(p):
             vectors[p, g] = np.exp(-distance[p, g])
         vectors[p] /= vectors[p].sum()
-    smooth = np.array([np.mean([vectors[n] for n in nearest(p, smoothing - 1)], axis=0) for p in total])
+    smooth = np.array(
+        [np.mean([vectors[n] for n in nearest(p, smoothing - 1)], axis=0) for p in total]
+    )
     jaccard = [1 - np.minimum(smooth[0], v).sum() / np.maximum(smooth[0], v).sum() for v in smooth]
-    final = [(1 - original_weight) * jaccard[p] + original_weight * distance[0, p] for p in total][1:]
+    final = [(1 - original_weight) * jaccard[p] + original_weight * distance[0, p] for p in total][
+        1:
+    ]
     return [head[place] for place in np.argsort(np.round(final, 12), kind="stable")], final

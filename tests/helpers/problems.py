@@ -14,7 +14,8 @@ from distap.world import World
 def problem(
     seed: int, images: int, classes: int, dimensions: int = 8, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor]:
-    """Random descriptors, in clusters so that all bins occur, and labels of unequal classes in any order.
+    """Random descriptors, in clusters so that all bins occur, and labels of unequal classes in any
+    order.
 
     There are at least two classes, and one image that has another of its class.
     """
@@ -23,17 +24,23 @@ def problem(
     labels[0] = labels[-1]
     labels[1] = labels[0] + 1
     raw = torch.randn(images, dimensions, generator=generator, dtype=dtype)
-    return raw + 0.5 * torch.sin(labels[:, None] * torch.arange(1, dimensions + 1)).to(dtype), labels
+    return raw + 0.5 * torch.sin(labels[:, None] * torch.arange(1, dimensions + 1)).to(
+        dtype
+    ), labels
 
 
 def slots_of_ranks(slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Descriptors, labels and which rows take part; class 9 ends up on one rank only, on 2 or 4 ranks."""
+    """Descriptors, labels and which rows take part; class 9 ends up on one rank only, on 2 or 4
+    ranks.
+    """
     raw, labels = problem(0, slots, 5, dimensions=6)
     labels[[2, 6, 10]] = 9
     return normalize(raw), labels, torch.ones(slots, dtype=torch.bool)
 
 
-def rank_raw(raw: Tensor, labels: Tensor, loss: str | Loss, **options: object) -> tuple[Ranking, Tensor]:
+def rank_raw(
+    raw: Tensor, labels: Tensor, loss: str | Loss, **options: object
+) -> tuple[Ranking, Tensor]:
     """Ranking of the normalised rows by one process, and its gradient by `raw`."""
     ranking = rank(normalize(raw), labels, loss, **options)
     leaf = raw.detach().clone().requires_grad_()
@@ -49,5 +56,9 @@ def remembering(
     raw, labels = problem(seed, images, classes, **settings)
     numbers = None if first is None else torch.arange(first, first + images)
     memory = CrossBatchMemory(1000)
-    memory.remember(gather(normalize(raw), labels, torch.ones(images, dtype=torch.bool), World(), images, numbers))
+    memory.remember(
+        gather(
+            normalize(raw), labels, torch.ones(images, dtype=torch.bool), World(), images, numbers
+        )
+    )
     return memory

@@ -1,4 +1,6 @@
-"""A proxy that shows a server below a path which it takes away, as nginx's `proxy_pass http://server/;` does."""
+"""A proxy that shows a server below a path which it takes away, as nginx's `proxy_pass
+http://server/;` does.
+"""
 
 import socket
 import threading
@@ -12,7 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-OF_A_CONNECTION = {"connection", "content-length", "accept-encoding", "transfer-encoding", "content-encoding"}
+OF_A_CONNECTION = {
+    "connection",
+    "content-length",
+    "accept-encoding",
+    "transfer-encoding",
+    "content-encoding",
+}
 
 
 @contextmanager
@@ -21,11 +29,17 @@ def proxy(server: str, path: str) -> Iterator[str]:
 
     async def forward(request: Request) -> Response:
         # As proxies do, it keeps the name by which the client knows the server.
-        headers = {name: value for name, value in request.headers.items() if name not in OF_A_CONNECTION}
+        headers = {
+            name: value for name, value in request.headers.items() if name not in OF_A_CONNECTION
+        }
         url = httpx.URL(f"{server}/{request.path_params['rest']}", query=request.url.query.encode())
         async with httpx.AsyncClient(timeout=60) as client:
-            answer = await client.request(request.method, url, content=await request.body(), headers=headers)
-        kept = {name: value for name, value in answer.headers.items() if name not in OF_A_CONNECTION}
+            answer = await client.request(
+                request.method, url, content=await request.body(), headers=headers
+            )
+        kept = {
+            name: value for name, value in answer.headers.items() if name not in OF_A_CONNECTION
+        }
         return Response(answer.content, answer.status_code, kept)
 
     app = Starlette(routes=[Route(path + "{rest:path}", forward, methods=["GET", "POST"])])

@@ -1,4 +1,6 @@
-"""Run functions on real gloo ranks, forked from a server that has imported distap and done nothing else."""
+"""Run functions on real gloo ranks, forked from a server that has imported distap and done nothing
+else.
+"""
 
 import gc
 import os
@@ -40,12 +42,18 @@ def server() -> ForkServerContext:
 
 
 def on_ranks(
-    size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 300, joins: bool = True
+    size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout: float = 300,
+    joins: bool = True,
 ) -> list[Any]:
-    """Call function(world, *arguments) on `size` ranks and return their results in the order of ranks.
+    """Call function(world, *arguments) on `size` ranks and return their results in the order of
+    ranks.
 
-    The function must be at the top level of a test module. An error on a rank is raised here. Without `joins` the
-    ranks have torchrun's environment, but have not met, and `world` is that of a lone process.
+    The function must be at the top level of a test module. An error on a rank is raised here.
+    Without `joins` the ranks have torchrun's environment, but have not met, and `world` is that of
+    a lone process.
     """
     skip_if_fast("ranks")
     with socket.socket() as probe:
@@ -76,7 +84,11 @@ class RankFailedError(Exception):
 
 def _answer(pipe: Connection, timeout: float) -> Any:
     try:
-        return pickle.loads(pipe.recv_bytes()) if pipe.poll(timeout) else RankFailedError("a rank did not answer")
+        return (
+            pickle.loads(pipe.recv_bytes())
+            if pipe.poll(timeout)
+            else RankFailedError("a rank did not answer")
+        )
     except EOFError:
         return RankFailedError("a rank ended without an answer")
 

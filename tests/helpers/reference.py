@@ -1,4 +1,6 @@
-"""What distap computes fast, written slowly and obviously from the papers: the tests compare against these."""
+"""What distap computes fast, written slowly and obviously from the papers: the tests compare
+against these.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,14 +25,17 @@ def listwise_loss(
     A query needs a positive, but for `sigmoid`.
     """
     if name == "roadmap":
-        return _roadmap(descriptors, labels, gallery, gallery_labels, weights, self_pair, **settings)
+        return _roadmap(
+            descriptors, labels, gallery, gallery_labels, weights, self_pair, **settings
+        )
     if self_pair is None:
         self_pair = name in ("ap_q", "ap_t", "smooth_ap", "sup_ap")
     batch = labels.tolist()
     everything = batch + ([] if gallery_labels is None else gallery_labels.tolist())
     images = descriptors if gallery is None else torch.cat([descriptors, gallery])
     similarities = descriptors @ images.t()
-    queries, weight = [], []
+    queries = []
+    weight = []
     for query, label in enumerate(batch):
         positives = [j for j, other in enumerate(everything) if other == label and j != query]
         negatives = [j for j, other in enumerate(everything) if other != label]
@@ -58,12 +63,17 @@ def _roadmap(*batch: Any, lam: float = 0.5, **settings: Any) -> Tensor:
 
 
 def _violating_calibration(
-    queries: list[tuple[Tensor, Tensor]], weight: list[float], alpha: float = 0.9, beta: float = 0.6, form: str = ""
+    queries: list[tuple[Tensor, Tensor]],
+    weight: list[float],
+    alpha: float = 0.9,
+    beta: float = 0.6,
+    form: str = "",
 ) -> Tensor:
     """The mean over the batch's positives below alpha, plus that over its negatives above beta."""
     total = 0 * queries[0][0].sum()  # part of the graph where no pair is
     for side, sign, edge in ((0, -1, alpha), (1, 1, beta)):
-        distance, pairs = 0 * total, 0.0
+        distance = 0 * total
+        pairs = 0.0
         for query, w in zip(queries, weight, strict=True):
             beyond = sign * (query[side] - edge)
             distance = distance + w * beyond[beyond > 0].sum()
@@ -76,7 +86,9 @@ def _violating_calibration(
 def listwise_gradient(
     name: str, raw: Tensor, labels: Tensor, *gallery: Tensor, **settings: Any
 ) -> tuple[float, Tensor]:
-    """Loss and gradient by `raw`, whose rows are normalised first: on them the gradient is well defined."""
+    """Loss and gradient by `raw`, whose rows are normalised first: on them the gradient is well
+    defined.
+    """
     raw = raw.detach().clone().requires_grad_()
     loss = listwise_loss(name, torch.nn.functional.normalize(raw), labels, *gallery, **settings)
     loss.backward()
@@ -97,7 +109,9 @@ def soft_histograms(
     return histograms[0], histograms[1]
 
 
-def ap_q(positives: Tensor, negatives: Tensor, bins: int = 20, low: float = -1.0, high: float = 1.0) -> Tensor:
+def ap_q(
+    positives: Tensor, negatives: Tensor, bins: int = 20, low: float = -1.0, high: float = 1.0
+) -> Tensor:
     """Revaud et al. 2019, eq. 10 to 12."""
     right, everything = soft_histograms(positives, negatives, bins, low, high)
     seen = everything.cumsum(0)
@@ -113,10 +127,13 @@ def ap_t(
     high: float = 1.0,
     form: str = "simplified",
 ) -> Tensor:
-    """Revaud et al. 2019, eq. 13, or the integral of He et al. 2018, with the bounds of the published code."""
+    """Revaud et al. 2019, eq. 13, or the integral of He et al. 2018, with the bounds of the
+    published code.
+    """
     right, everything = soft_histograms(positives, negatives, bins, low, high)
     total = right.new_zeros(())
-    right_before, before = right.new_zeros(()), right.new_zeros(())
+    right_before = right.new_zeros(())
+    before = right.new_zeros(())
     for r, n in zip(right, everything, strict=True):
         if form == "simplified":
             total = total + r * (2 * right_before + r + 1) / (2 * before + n + 1)
@@ -129,11 +146,15 @@ def ap_t(
     return 1 - total / len(positives)
 
 
-def fast_ap(positives: Tensor, negatives: Tensor, bins: int = 10, low: float = -1.0, high: float = 1.0) -> Tensor:
+def fast_ap(
+    positives: Tensor, negatives: Tensor, bins: int = 10, low: float = -1.0, high: float = 1.0
+) -> Tensor:
     """Cakir et al. 2019, eq. 9, from histograms of squared distances."""
-    nearest, farthest = 2 - 2 * high, 2 - 2 * low
+    nearest = 2 - 2 * high
+    farthest = 2 - 2 * low
     width = (farthest - nearest) / bins
-    right, everything = positives.new_zeros(()), positives.new_zeros(())
+    right = positives.new_zeros(())
+    everything = positives.new_zeros(())
     total = positives.new_zeros(())
     for bin_number in range(bins + 1):
         centre = nearest + bin_number * width
@@ -172,7 +193,9 @@ def sup_ap(
     for k, positive in enumerate(positives):
         others = torch.cat([positives[:k], positives[k + 1 :]])
         among_positives = 1 + (others >= positive).sum()
-        before = sum((step(t, tau, rho, delta, offset, start) for t in negatives - positive), 0 * positive)
+        before = sum(
+            (step(t, tau, rho, delta, offset, start) for t in negatives - positive), 0 * positive
+        )
         precisions.append(among_positives / (among_positives + before))
     return 1 - torch.stack(precisions).mean()
 
@@ -181,7 +204,8 @@ def calibration(
     positives: Tensor, negatives: Tensor, alpha: float = 0.9, beta: float = 0.6, form: str = "all"
 ) -> Tensor:
     """Ramzi et al. 2021, eq. 7; with form `sum`, the contrastive loss of Wang et al. 2020 (XBM)."""
-    pull, push = (alpha - positives).clamp(min=0), (negatives - beta).clamp(min=0)
+    pull = (alpha - positives).clamp(min=0)
+    push = (negatives - beta).clamp(min=0)
     if form == "sum":
         return pull.sum() + push.sum()
     return pull.sum() / max(len(pull), 1) + push.sum() / max(len(push), 1)
@@ -192,7 +216,8 @@ class _Ranks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, lam: float) -> Tensor:
-        ctx.lam, ctx.scores = lam, scores
+        ctx.lam = lam
+        ctx.scores = scores
         return _ranks(scores)
 
     @staticmethod
@@ -205,7 +230,9 @@ def _ranks(scores: Tensor) -> Tensor:
     return (1 + before).to(scores.dtype) / len(scores)
 
 
-def blackbox_ap(positives: Tensor, negatives: Tensor, lam: float = 4.0, margin: float = 0.02) -> Tensor:
+def blackbox_ap(
+    positives: Tensor, negatives: Tensor, lam: float = 4.0, margin: float = 0.02
+) -> Tensor:
     """AP of the exact ranking, as Rolínek et al. 2020 differentiate it."""
     scores = torch.cat([positives - margin / 2, negatives + margin / 2])
     ranks: Tensor = _Ranks.apply(scores, lam)  # type: ignore[assignment]
@@ -231,7 +258,9 @@ def multi_similarity(
         )
     total = 0 * positives.sum()
     for side, factor in zip(hard, (-alpha, beta), strict=True):
-        total = total + torch.log1p(sum((torch.exp(factor * (s - base)) for s in side), 0 * total)) / abs(factor)
+        total = total + torch.log1p(
+            sum((torch.exp(factor * (s - base)) for s in side), 0 * total)
+        ) / abs(factor)
     return total
 
 
@@ -242,7 +271,8 @@ def distance(similarity: Tensor) -> Tensor:
 def contrastive(
     positives: Tensor, every_negative: Tensor, margin: float = 0.7, negatives: int | None = None
 ) -> Tensor:
-    """Radenović et al. 2018, eq. 4, with means over the query's positives and its negatives within the margin.
+    """Radenović et al. 2018, eq. 4, with means over the query's positives and its negatives within
+    the margin.
 
     With a number of negatives, that of a tuple with so many, in the mean over its positive.
     """
@@ -253,35 +283,52 @@ def contrastive(
 
 
 def triplet(
-    positives: Tensor, negatives: Tensor, margin: float | None = 0.1, mining: str = "all", squared: bool = False
+    positives: Tensor,
+    negatives: Tensor,
+    margin: float | None = 0.1,
+    mining: str = "all",
+    squared: bool = False,
 ) -> Tensor:
-    """Hermans et al. 2017, eq. 5, and the soft margin below it; Gordo et al. 2017; Schroff et al. 2015, eq. 4."""
+    """Hermans et al. 2017, eq. 5, and the soft margin below it; Gordo et al. 2017; Schroff et al.
+    2015, eq. 4.
+    """
     losses = []
     if mining == "all":
         near, far = (distance(each) ** (2 if squared else 1) for each in (negatives, positives))
         violations = (far[:, None] - near[None]).flatten()
         if margin is None:
-            return torch.log(1 + violations.exp()).mean() if len(violations) else 0 * positives.sum()
+            return (
+                torch.log(1 + violations.exp()).mean() if len(violations) else 0 * positives.sum()
+            )
         return (violations + margin).clamp(min=0).sum() / max(1, int((violations > -margin).sum()))
     for positive in [positives.amin()] if mining == "hardest" else positives:
         farther = negatives[negatives < positive] if mining == "semi_hard" else negatives
         if not len(farther):
             losses.append(0 * positive)
             continue
-        pair = [distance(similarity) ** (2 if squared else 1) for similarity in (positive, farther.amax())]
+        pair = [
+            distance(similarity) ** (2 if squared else 1)
+            for similarity in (positive, farther.amax())
+        ]
         violation = pair[0] - pair[1]
-        losses.append(torch.log(1 + violation.exp()) if margin is None else (violation + margin).clamp(min=0))
+        losses.append(
+            torch.log(1 + violation.exp()) if margin is None else (violation + margin).clamp(min=0)
+        )
     return torch.stack(losses).mean()
 
 
-def proxies(descriptors: Tensor, labels: Tensor, proxies: Tensor, temperature: float, squared: bool) -> Tensor:
+def proxies(
+    descriptors: Tensor, labels: Tensor, proxies: Tensor, temperature: float, squared: bool
+) -> Tensor:
     """Teh et al. 2020, of squared distances; Zhai and Wu 2019, of similarities."""
     losses = []
     for descriptor, label in zip(descriptors, labels.tolist(), strict=True):
         near = []
         for proxy in proxies:
             direction = proxy / proxy.norm()
-            near.append(-((descriptor - direction) ** 2).sum() if squared else descriptor @ direction)
+            near.append(
+                -((descriptor - direction) ** 2).sum() if squared else descriptor @ direction
+            )
         exponentials = [(one / temperature).exp() for one in near]
         losses.append(-torch.log(exponentials[label] / torch.stack(exponentials).sum()))
     return torch.stack(losses).mean()

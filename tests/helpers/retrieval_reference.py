@@ -19,7 +19,9 @@ def labelled_orders(
     """For each query with a positive, which places of its ranking hold one."""
     orders = {}
     for query, label in enumerate(labels):
-        positives = {other for other in range(len(labels)) if labels[other] == label and other != query}
+        positives = {
+            other for other in range(len(labels)) if labels[other] == label and other != query
+        }
         if label >= 0 and positives:
             order = order_of(similarities[query], positives, {query}, head[query] if head else ())
             orders[query] = [row in positives for row in order]
@@ -33,7 +35,8 @@ def mean(values: Sequence[float]) -> float:
 def figure_of(name: str, relevance: Sequence[int]) -> float:
     """A figure of one query from its definition, by the relevance of each place of its ranking."""
     right = [bool(one) for one in relevance]
-    count, k = sum(right), int("".join(filter(str.isdigit, name)) or 0)
+    count = sum(right)
+    k = int("".join(filter(str.isdigit, name)) or 0)
     at_hits = [sum(right[:place]) / place for place, hit in enumerate(right, 1) if hit]
     until = {"mAP": len(right), "mAP@R": count}.get(name, k)
     precisions = [sum(right[:place]) / place for place, hit in enumerate(right[:until], 1) if hit]
@@ -46,7 +49,14 @@ def figure_of(name: str, relevance: Sequence[int]) -> float:
         return sum((2**level - 1) / math.log2(1 + place) for place, level in enumerate(levels, 1))
 
     def shared(k: int) -> float:
-        return sum(min(relevance[:k].count(level), ideal[:k].count(level)) for level in of_level if level) / k
+        return (
+            sum(
+                min(relevance[:k].count(level), ideal[:k].count(level))
+                for level in of_level
+                if level
+            )
+            / k
+        )
 
     def up_to(place: int) -> float:
         return sum(min(weights[place], other) for other in weights[: place + 1]) / (place + 1)
@@ -73,10 +83,15 @@ def labelled_figures(orders: dict[int, list[bool]], at: Sequence[int]) -> dict[s
 
 
 def trapezoid_average_precision(right: list[bool]) -> float:
-    """Area under the curve of precision over recall, straight between the places before and at each positive."""
-    area, recall, precision = 0.0, 0.0, 1.0
+    """Area under the curve of precision over recall, straight between the places before and at each
+    positive.
+    """
+    area = 0.0
+    recall = 0.0
+    precision = 1.0
     for place in range(1, len(right) + 1):
         found = sum(right[:place])
         area += (found / sum(right) - recall) * (precision + found / place) / 2
-        recall, precision = found / sum(right), found / place
+        recall = found / sum(right)
+        precision = found / place
     return area

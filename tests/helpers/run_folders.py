@@ -17,7 +17,14 @@ ODD = '<b>&"'
 
 def step(number: int, **changes) -> dict:
     """The log's line on a training step."""
-    seconds = {"data_wait": 0.1, "describe": 2.0, "gather": 0.1, "rank": 0.2, "replay": 6.0, "reduce": 0.1}
+    seconds = {
+        "data_wait": 0.1,
+        "describe": 2.0,
+        "gather": 0.1,
+        "rank": 0.2,
+        "replay": 6.0,
+        "reduce": 0.1,
+    }
     return {
         "step": number,
         "loss": 1 / number,
@@ -34,13 +41,16 @@ def step(number: int, **changes) -> dict:
 
 
 def write_run(folder: Path, steps: int | list[dict] = 24, validated: bool = True, **recipe) -> Path:
-    """A run folder with a recipe and a log, without evaluations; `steps` are a number or the log's lines."""
+    """A run folder with a recipe and a log, without evaluations; `steps` are a number or the log's
+    lines.
+    """
     lines = [step(number) for number in range(1, steps + 1)] if isinstance(steps, int) else steps
     last = lines[-1]["step"] if lines else 24
     if validated:
         figures = {0: FIGURES, last: {name: value + 0.1 for name, value in FIGURES.items()}}
         lines = lines + [
-            {"step": number, "validation": each, "seconds": {"evaluation": 1.0}} for number, each in figures.items()
+            {"step": number, "validation": each, "seconds": {"evaluation": 1.0}}
+            for number, each in figures.items()
         ]
     settings = {
         "run": str(folder),
@@ -81,9 +91,12 @@ def retrieved(seed: int = 0, index: Index | None = None) -> Retrieved:
     )
 
 
-def write_retrieved(run: Path, step: int, each: Retrieved, figures: dict[str, float] = FIGURES, **about) -> Path:
+def write_retrieved(
+    run: Path, step: int, each: Retrieved, figures: dict[str, float] = FIGURES, **about
+) -> Path:
     """Keep an evaluation in a run; its folder."""
-    gain, folder = 0.1 * bool(step), folder_of_step(run, step)
+    gain = 0.1 * bool(step)
+    folder = folder_of_step(run, step)
     about = {"data": "d", "fingerprint": "f", "images": 40, **about}
     figures = {name: value + gain * (figures is FIGURES) for name, value in figures.items()}
     queries = int((each.first_positive > 0).sum())

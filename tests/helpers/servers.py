@@ -1,4 +1,6 @@
-"""Real servers for tests: a web server on a thread, with faults on demand, and two that speak S3 and Google's API."""
+"""Real servers for tests: a web server on a thread, with faults on demand, and two that speak S3
+and Google's API.
+"""
 
 import json
 import os
@@ -15,11 +17,15 @@ from pathlib import Path
 import fsspec.config
 import pytest
 
-MEDIA, METADATA = "/download/storage/v1/b/bucket/o/", "/storage/v1/b/bucket/o/"  # of Google's API
+# of Google's API
+MEDIA = "/download/storage/v1/b/bucket/o/"
+METADATA = "/storage/v1/b/bucket/o/"
 
 
 class WebServer(ThreadingHTTPServer):
-    """Serves a folder as nginx does, apart from the faults that are asked for; and as S3 and Google do, to read."""
+    """Serves a folder as nginx does, apart from the faults that are asked for; and as S3 and Google
+    do, to read.
+    """
 
     daemon_threads = True
 
@@ -27,8 +33,9 @@ class WebServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), partial(_Handler, directory=str(folder)))
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.requests: list[str] = []  # path and range of each
-        # Of the next requests for bytes, one each: a status, "cut", "short", "flip", "stall", "endless",
-        # "chunked" (endless without a length), "packed" (a gzip bomb), or the URL that it redirects to.
+        # Of the next requests for bytes, one each: a status, "cut", "short", "flip", "stall",
+        # "endless", "chunked" (endless without a length), "packed" (a gzip bomb), or the URL that
+        # it redirects to.
         self.faults: list[str] = []
         self.ranges = True
         self.released = threading.Event()
@@ -66,7 +73,8 @@ class _Handler(SimpleHTTPRequestHandler):
             return
         if "://" in fault:
             self.send_response(302)
-            header, _, place = fault.rpartition(" ")  # `URI` is what servers sent once, and clients still follow
+            # `URI` is what servers sent once, and clients still follow
+            header, _, place = fault.rpartition(" ")
             self.send_header(header or "Location", place + self.path)
             self.end_headers()
             return
@@ -83,7 +91,8 @@ class _Handler(SimpleHTTPRequestHandler):
             data = json.dumps({"name": path.name, "size": str(len(data)), "etag": "1"}).encode()
         bounds = re.fullmatch(r"bytes=(\d+)-(\d+)", wanted)
         if bounds and self.server.ranges:
-            first, last = int(bounds[1]), min(int(bounds[2]), len(data) - 1)
+            first = int(bounds[1])
+            last = min(int(bounds[2]), len(data) - 1)
             if first >= len(data):
                 self.send_response(416)
                 self.send_header("Content-Range", f"bytes */{len(data)}")
@@ -118,7 +127,11 @@ class _Handler(SimpleHTTPRequestHandler):
         self.send_response(206)
         self.send_header(*headers[fault])
         self.end_headers()
-        piece = {"endless": bytes(2**16), "chunked": b"10000\r\n" + bytes(2**16) + b"\r\n", "packed": bomb}[fault]
+        piece = {
+            "endless": bytes(2**16),
+            "chunked": b"10000\r\n" + bytes(2**16) + b"\r\n",
+            "packed": bomb,
+        }[fault]
         with suppress(OSError):  # the client has enough
             while True:
                 self.wfile.write(piece)
@@ -140,7 +153,8 @@ class _Handler(SimpleHTTPRequestHandler):
 def free_ports(count: int) -> int:
     """The first of so many ports in a row that nothing listens on.
 
-    Below those that Linux gives to connections, one of which might take them before they are listened on.
+    Below those that Linux gives to connections, one of which might take them before they are
+    listened on.
     """
     beginning = 20_000 + os.getpid() % 1000 * 10  # tests run side by side
     for port in range(beginning, 32_000, count):
@@ -166,7 +180,8 @@ def web_server(folder: Path) -> Iterator[WebServer]:
 
 @contextmanager
 def s3_server() -> Iterator[None]:
-    """A server that speaks S3, with a bucket called `shards`; the environment says how to reach it."""
+    """A server that speaks S3, with a bucket called `shards`; the environment says how to reach
+    it."""
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -178,7 +193,8 @@ def s3_server() -> Iterator[None]:
         try:
             host, port = server.get_host_and_port()
             patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-            s3_files().makedirs("shards", exist_ok=True)  # moto keeps buckets as long as the process
+            # moto keeps buckets as long as the process
+            s3_files().makedirs("shards", exist_ok=True)
             yield
         finally:
             server.stop()
@@ -186,7 +202,9 @@ def s3_server() -> Iterator[None]:
 
 @contextmanager
 def gcs_server() -> Iterator[None]:
-    """A server that speaks Google's API, with a bucket called `shards`; fsspec's options say how to reach it."""
+    """A server that speaks Google's API, with a bucket called `shards`; fsspec's options say how to
+    reach it.
+    """
     from gcp_storage_emulator.server import create_server
 
     port = free_ports(1)

@@ -1,4 +1,6 @@
-"""Servers for tests, each a process of its own as `distap serve` starts it, and uploads that are good and bad."""
+"""Servers for tests, each a process of its own as `distap serve` starts it, and uploads that are
+good and bad.
+"""
 
 import re
 import struct
@@ -12,7 +14,12 @@ import httpx
 from galleries import Gallery, upload
 from launching import Job, Program, started
 
-LIMITS = {"--max-upload-bytes": 300_000, "--max-pixels": 1_000_000, "--max-k": 50, "--timeout-seconds": 20}
+LIMITS = {
+    "--max-upload-bytes": 300_000,
+    "--max-pixels": 1_000_000,
+    "--max-k": 50,
+    "--timeout-seconds": 20,
+}
 BOUNDARY = "limit-of-parts"
 MULTIPART = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
 
@@ -20,13 +27,23 @@ MULTIPART = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
 @contextmanager
 def serving(gallery: Gallery, folder: Path) -> Iterator[tuple[str, Job]]:
     """URL of a server that is ready, and its process."""
-    options = "serve", gallery.index, "--checkpoint", gallery.run, "--port", 0, *chain(*LIMITS.items())
+    options = (
+        "serve",
+        gallery.index,
+        "--checkpoint",
+        gallery.run,
+        "--port",
+        0,
+        *chain(*LIMITS.items()),
+    )
     with started(Program(("-m", "distap.cli", *map(str, options))), folder) as job:
         yield url_when_ready(job), job
 
 
 def url_when_ready(job: Job) -> str:
-    """URL of a server once it is ready: two processes of it import torch before, on a machine that may be busy."""
+    """URL of a server once it is ready: two processes of it import torch before, on a machine that
+    may be busy.
+    """
     job.wait_until(lambda: " on http://" in job.said)
     url = re.search(r"serving .* on (http\S+)", job.said)[1]
     job.wait_until(lambda: is_ready(url))
@@ -47,7 +64,10 @@ def resident(pid: int, name: str = "VmRSS") -> int:
 
 def body(image: bytes, name: str = "image") -> bytes:
     """A multipart body as a browser sends it."""
-    about = f'Content-Disposition: form-data; name="{name}"; filename="../../x.png"\r\nContent-Type: image/png'
+    about = (
+        f'Content-Disposition: form-data; name="{name}"; filename="../../x.png"\r\nContent-Type:'
+        " image/png"
+    )
     return f"--{BOUNDARY}\r\n{about}\r\n\r\n".encode() + image + f"\r\n--{BOUNDARY}--\r\n".encode()
 
 
@@ -55,7 +75,9 @@ def bomb(width: int = 60_000, height: int = 60_000) -> bytes:
     """A small PNG that claims to be huge."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        return (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        )
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return (
@@ -73,7 +95,12 @@ BAD = {
     "damaged": (body(PNG[:60] + bytes(20) + PNG[80:]), MULTIPART, 400, "damaged"),
     "bomb": (body(bomb()), MULTIPART, 413, "too_many_pixels"),
     "text": (body(b"this is a text"), MULTIPART, 415, "unknown_format"),
-    "postscript": (body(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"), MULTIPART, 415, "unknown_format"),
+    "postscript": (
+        body(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"),
+        MULTIPART,
+        415,
+        "unknown_format",
+    ),
     "svg": (body(b"<svg xmlns='http://www.w3.org/2000/svg'/>"), MULTIPART, 415, "unknown_format"),
     "empty file": (body(b""), MULTIPART, 400, "empty"),
     "large": (body(bytes(400_000)), MULTIPART, 413, "too_large"),

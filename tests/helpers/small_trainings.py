@@ -29,8 +29,9 @@ def recipe(run, shards, **changes) -> Recipe:
     return load_recipe(settings, where="test")
 
 
-# Plain gradient descent, for comparisons of loss curves: Adam divides by the size of the gradient, so that a gradient
-# near zero moves its parameter as rounding has it, and rounding depends on the CPU.
+# Plain gradient descent, for comparisons of loss curves: Adam divides by the size of the gradient,
+# so that a gradient near zero moves its parameter as rounding has it, and rounding depends on the
+# CPU.
 DESCENT = {"name": "momentum", "momentum": 0.0, "learning_rate": 3e-3}
 
 
@@ -47,6 +48,11 @@ def parameters(run):
 
 
 def are_same(one, other):
-    """Whether two runs have the same parameters, bit for bit. Each is read once: it takes as long as a step."""
-    ours, theirs = parameters(one), parameters(other)
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    """Whether two runs have the same parameters, bit for bit. Each is read once: it takes as long
+    as a step.
+    """
+    ours = parameters(one)
+    theirs = parameters(other)
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )

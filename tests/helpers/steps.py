@@ -19,6 +19,14 @@ def learning(network: nn.Module, optimizer: Optimizer, world: World, **more: Any
 
 
 def step_with(
-    learner: Learner, loss: Loss, world: World, seed: int, sizes: MicroBatchSizes, *more: Any, **options: Any
+    learner: Learner,
+    loss: Loss,
+    world: World,
+    seed: int,
+    sizes: MicroBatchSizes,
+    *more: Any,
+    **options: Any,
 ) -> TrainingStep:
-    return TrainingStep(ThreeStages(learner.replica, loss, world, seed, sizes, *more, **options), learner)
+    return TrainingStep(
+        ThreeStages(learner.replica, loss, world, seed, sizes, *more, **options), learner
+    )

@@ -47,7 +47,8 @@ def found_checkpoint(path, best=False):
 
 
 def rewrite_manifest(path, **changes):
-    """Make the manifest fit what is in the folder of a checkpoint, as someone who means harm would."""
+    """Make the manifest fit what is in the folder of a checkpoint, as someone who means harm
+    would."""
     checkpoints = Checkpoints(Storage(str(path.parent.parent)), path.parent.name)
     manifest = checkpoints.manifest(path.name)
     files = {name: file_identity(path / name) for name in manifest.files} | changes.get("files", {})

@@ -14,13 +14,19 @@ from distap.data.sampling import RandomSampling
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import parse_source
 
-SAMPLING, READING = RandomSampling(batch_size=16), StreamedSource(shuffle=5)
-SEED, STEPS, CHUNK = 3, 9, 3  # about three passes
+SAMPLING = RandomSampling(batch_size=16)
+READING = StreamedSource(shuffle=5)
+# about three passes
+SEED = 3
+STEPS = 9
+CHUNK = 3
 
 
 def png(shade):
     buffer = io.BytesIO()
-    Image.fromarray(np.random.default_rng(shade).integers(0, 256, (24, 24, 3), dtype=np.uint8)).save(buffer, "PNG")
+    Image.fromarray(
+        np.random.default_rng(shade).integers(0, 256, (24, 24, 3), dtype=np.uint8)
+    ).save(buffer, "PNG")
     return buffer.getvalue()
 
 
@@ -30,14 +36,23 @@ def write_by_webdataset(folder, shards=8, images=6, spoil=()):
     for shard in range(shards):
         with webdataset.TarWriter(str(folder / f"{shard:03d}.tar")) as writer:
             for number in range(images):
-                sample = {"__key__": f"{number:02d}", "png": png(100 * shard + number), "cls": (shard + number) % 5}
+                sample = {
+                    "__key__": f"{number:02d}",
+                    "png": png(100 * shard + number),
+                    "cls": (shard + number) % 5,
+                }
                 sample |= dict(spoil).get((shard, number), {})
                 writer.write({key: value for key, value in sample.items() if value is not None})
     return folder
 
 
 # What decoding finds, what the header tells, and what is not there.
-SPOILT = {(0, 1): {"png": png(7)[:-600]}, (1, 2): {"png": b"no image"}, (2, 5): {"cls": None}, (6, 0): {"cls": "cat"}}
+SPOILT = {
+    (0, 1): {"png": png(7)[:-600]},
+    (1, 2): {"png": b"no image"},
+    (2, 5): {"cls": None},
+    (6, 0): {"cls": "cat"},
+}
 
 
 def streamed(source, world=ALONE, sampling=SAMPLING, reading=READING, **settings):
@@ -47,11 +62,14 @@ def streamed(source, world=ALONE, sampling=SAMPLING, reading=READING, **settings
 
 
 def seen(images, steps, count, failures=None):
-    """What this rank's `count` rows of each step are: shard and key, class, and the pixels by hash."""
+    """What this rank's `count` rows of each step are: shard and key, class, and the pixels by
+    hash."""
     batches = []
     for share in images.shares(steps):
         pixels = [
-            p for start in range(0, count, CHUNK) for p in share.images(slice(start, min(start + CHUNK, count)))
+            p
+            for start in range(0, count, CHUNK)
+            for p in share.images(slice(start, min(start + CHUNK, count)))
         ]
         digests = [hashlib.sha256(image.numpy().tobytes()).hexdigest() for image in pixels]
         batches.append(list(zip(share.names, share.labels.tolist(), digests, strict=True)))

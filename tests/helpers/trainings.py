@@ -28,13 +28,17 @@ class Run:
         }
         self.steps = int(settings["steps"])
         self.config = folder / "recipe.yaml"
-        self.config.write_text(json.dumps(recipe(self.folder, shards, **settings).model_dump(mode="json")))
+        self.config.write_text(
+            json.dumps(recipe(self.folder, shards, **settings).model_dump(mode="json"))
+        )
 
     @contextmanager
     def started(self, ranks: int, faults: str = "", restarts: int = 0) -> Iterator[Job]:
         """On `ranks` ranks of this machine, by distap's launcher."""
         options = f"--nproc-per-node={ranks} --max-restarts={restarts}"
-        with started(self.launch(options), self.folder.parent, **self.environment, FAULTS=faults) as job:
+        with started(
+            self.launch(options), self.folder.parent, **self.environment, FAULTS=faults
+        ) as job:
             yield job
 
     def launch(self, options: str) -> Launch:

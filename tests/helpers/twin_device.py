@@ -1,9 +1,9 @@
 """A device of its own, `twin`, which computes on the CPU and keeps the rules that a GPU has.
 
-Tensors of both devices do not mix. What a GPU would have to finish its queue for is a wait: `watching` lists them.
-A copy to the CPU that does not wait arrives late, when the event behind it is done; until then the memory holds
-something else. What such a copy reads or writes has to lie in pinned memory. Start it in a process of its own: torch
-cannot forget a device.
+Tensors of both devices do not mix. What a GPU would have to finish its queue for is a wait:
+`watching` lists them. A copy to the CPU that does not wait arrives late, when the event behind it
+is done; until then the memory holds something else. What such a copy reads or writes has to lie in
+pinned memory. Start it in a process of its own: torch cannot forget a device.
 """
 
 import sys
@@ -80,7 +80,8 @@ class Event:
     """A place in the device's queue. It is done after a few queries, or after it was waited for."""
 
     def __init__(self, enable_timing: bool = False) -> None:
-        self._left, self._before = LATE, 0
+        self._left = LATE
+        self._before = 0
 
     def record(self, stream: Any = None) -> None:
         self._before = len(_queue)
@@ -142,7 +143,8 @@ class Module:
         return [torch.bfloat16]
 
 
-_queue: list[Callable[[], None] | None] = []  # copies that the device has yet to make; None for those that are made
+# copies that the device has yet to make; None for those that are made
+_queue: list[Callable[[], None] | None] = []
 _pinned: dict[int, Tensor] = {}  # by the address of their storage
 _waits: list[str] | None = None
 
@@ -151,7 +153,8 @@ _waits: list[str] | None = None
 def twin_device() -> Iterator[torch.device]:
     """The device, for as long as the context lasts."""
     _setup_privateuseone_for_python_backend(NAME, backend_module=Module())
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes a tensor on the CPU, then copies it
+    # torch.tensor makes a tensor on the CPU, then copies it
+    torch._C._set_only_lift_cpu_tensors(True)
     with _Mode():
         yield torch.device(NAME, 0)
 
@@ -221,7 +224,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             elif not isinstance(index, Twin):
                 _wait(f"{func} by numbers on the CPU")
     elif any(not isinstance(one, Twin) and one.dim() for one in tensors):
-        raise WrongDeviceError(f"{func}: {[(str(one.device), tuple(one.shape)) for one in tensors]}")
+        raise WrongDeviceError(
+            f"{func}: {[(str(one.device), tuple(one.shape)) for one in tensors]}"
+        )
     if is_made_here:
         kwargs = kwargs | {"device": torch.device("cpu")}
     found = func(*tree_map_only(Twin, values, args), **tree_map_only(Twin, values, kwargs))
@@ -239,7 +244,11 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any], is_made_here: bool) -> A
     crosses = to_device != isinstance(source, Twin)
     is_late = bool(kwargs.pop("non_blocking", False) or (is_in_place and len(args) > 2 and args[2]))
     if is_in_place:
-        if crosses and source.dim() and not (is_late and _is_pinned(target if isinstance(source, Twin) else source)):
+        if (
+            crosses
+            and source.dim()
+            and not (is_late and _is_pinned(target if isinstance(source, Twin) else source))
+        ):
             _wait(f"{func} {'to the device' if to_device else 'to the CPU'}")
         if crosses and is_late and not to_device:
             target.fill_(NONSENSE)

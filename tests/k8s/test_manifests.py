@@ -1,4 +1,6 @@
-"""Every overlay and task of k8s/: kustomize builds it, schemas know it, and its names, ports, times and paths fit."""
+"""Every overlay and task of k8s/: kustomize builds it, schemas know it, and its names, ports, times
+and paths fit.
+"""
 
 import math
 import re
@@ -25,7 +27,8 @@ from distap.processes.stopping import MARGIN_SECONDS
 K8S = Path(__file__).parents[2] / "k8s"
 OVERLAYS = sorted(path.parent.name for path in K8S.glob("overlays/*/kustomization.yaml"))
 TASKS = ["evaluate", "extract", "serve"]
-KUBERNETES, OPERATORS_PORT = "1.37", "29500"
+KUBERNETES = "1.37"
+OPERATORS_PORT = "29500"
 MODELS = {
     "JobSet": ("jobset.x-k8s.io/v1alpha2", "JobsetV1alpha2JobSet"),
     "TrainJob": ("trainer.kubeflow.org/v1alpha1", "TrainerV1alpha1TrainJob"),
@@ -33,7 +36,14 @@ MODELS = {
 }
 MONITOR = yaml.safe_load((K8S / "monitoring/podmonitor.yaml").read_text())["spec"]
 # At these, clouds hand out the credentials of a machine.
-METADATA = ["169.254.169.254", "168.63.129.16", "100.100.100.200", "192.0.0.192", "169.254.170.23", "fd00:ec2::254"]
+METADATA = [
+    "169.254.169.254",
+    "168.63.129.16",
+    "100.100.100.200",
+    "192.0.0.192",
+    "169.254.170.23",
+    "fd00:ec2::254",
+]
 BYTES = {"Gi": 2**30, "Ti": 2**40}
 
 
@@ -41,7 +51,9 @@ BYTES = {"Gi": 2**30, "Ti": 2**40}
 def built(folder: str) -> str:
     if shutil.which("kubectl") is None:
         pytest.skip("needs kubectl, which builds the manifests")
-    done = subprocess.run(["kubectl", "kustomize", str(K8S / folder)], capture_output=True, text=True)
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(K8S / folder)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -68,7 +80,9 @@ def variables_of(container: dict[str, Any], labels: dict[str, str]) -> dict[str,
     for entry in container["env"]:
         path = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
         label = re.search(r"labels\['(.+)'\]", path)
-        found[entry["name"]] = labels[label[1]] if label else expanded(entry.get("value", "research"), found)
+        found[entry["name"]] = (
+            labels[label[1]] if label else expanded(entry.get("value", "research"), found)
+        )
     return found
 
 
@@ -81,29 +95,50 @@ def quantity(text: str) -> int:
 
 
 def check_schemas(objects: dict[str, Any]) -> None:
-    from kubeflow_trainer_api import models  # takes a second, which workers without these tests save
+    # takes a second, which workers without these tests save
+    from kubeflow_trainer_api import models
 
     for kind, one in objects.items():
-        if kind in MODELS:  # the models drop what they do not know, so nothing may be lost on the way
+        # the models drop what they do not know, so nothing may be lost on the way
+        if kind in MODELS:
             version, model = MODELS[kind]
             assert one["apiVersion"] == version
             assert leaves(one) - leaves(getattr(models, model).from_dict(one).to_dict()) == set()
         else:
             kubernetes_validate.validate(one, KUBERNETES, strict=True)
     if "Deployment" not in objects:
-        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "inner"}, "spec": job_of(objects)}
+        job = {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": "inner"},
+            "spec": job_of(objects),
+        }
         kubernetes_validate.validate(job, KUBERNETES, strict=True)
 
 
 def check_pods(objects: dict[str, Any]) -> None:
-    """What holds of trainings and tasks alike: selectors, security, volumes, network and exit statuses."""
-    job, policy = job_of(objects), objects["NetworkPolicy"]["spec"]
-    labels, pod = job["template"]["metadata"]["labels"], job["template"]["spec"]
+    """What holds of trainings and tasks alike: selectors, security, volumes, network and exit
+    statuses.
+    """
+    job = job_of(objects)
+    policy = objects["NetworkPolicy"]["spec"]
+    labels = job["template"]["metadata"]["labels"]
+    pod = job["template"]["spec"]
     name = labels["app.kubernetes.io/instance"]
-    named = [one["metadata"] for kind, one in objects.items() if kind not in ("ConfigMap", "PriorityClass")]
+    named = [
+        one["metadata"]
+        for kind, one in objects.items()
+        if kind not in ("ConfigMap", "PriorityClass")
+    ]
     assert {(one["name"], one["namespace"]) for one in named} == {(name, "research")}
-    selectors = [policy["podSelector"], policy["ingress"][0]["from"][0]["podSelector"], MONITOR["selector"]]
-    selectors += [{"matchLabels": objects["Service"]["spec"]["selector"]}] if "Service" in objects else []
+    selectors = [
+        policy["podSelector"],
+        policy["ingress"][0]["from"][0]["podSelector"],
+        MONITOR["selector"],
+    ]
+    selectors += (
+        [{"matchLabels": objects["Service"]["spec"]["selector"]}] if "Service" in objects else []
+    )
     assert all(one["matchLabels"].items() <= labels.items() for one in selectors)
     assert policy["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == name
     assert all(not lets_out(policy, address) for address in METADATA)
@@ -115,17 +150,26 @@ def check_pods(objects: dict[str, Any]) -> None:
         assert re.fullmatch(r".+@sha256:[0-9a-f]{64}", container["image"])
         assert container["securityContext"]["readOnlyRootFilesystem"]
         assert sorted(mount["name"] for mount in container["volumeMounts"]) == sorted(volumes)
-        requests, limits = container["resources"]["requests"], container["resources"]["limits"]
+        requests = container["resources"]["requests"]
+        limits = container["resources"]["limits"]
         assert limits.items() <= requests.items()
         sizes = [one["emptyDir"] for one in volumes.values() if "emptyDir" in one]
         disk = sum(quantity(one["sizeLimit"]) for one in sizes if "medium" not in one)
         assert disk <= quantity(requests["ephemeral-storage"])
-        assert sum(quantity(one["sizeLimit"]) for one in sizes if "medium" in one) < quantity(limits["memory"])
+        assert sum(quantity(one["sizeLimit"]) for one in sizes if "medium" in one) < quantity(
+            limits["memory"]
+        )
         ports = container.get("ports", [])
-        assert all(len({port[key] for port in ports}) == len(ports) for key in ("name", "containerPort"))
+        assert all(
+            len({port[key] for port in ports}) == len(ports) for key in ("name", "containerPort")
+        )
     if "Deployment" not in objects:
         rules = job["podFailurePolicy"]["rules"]
-        actions = {rule["onExitCodes"]["values"][0]: rule["action"] for rule in rules if "onExitCodes" in rule}
+        actions = {
+            rule["onExitCodes"]["values"][0]: rule["action"]
+            for rule in rules
+            if "onExitCodes" in rule
+        }
         assert actions == {MISTAKE: "FailJob", RESTART: "Ignore"}
 
 
@@ -134,13 +178,18 @@ def lets_out(policy: dict[str, Any], address: str) -> bool:
     for rule in policy["egress"]:
         if {"protocol": "TCP", "port": 443} in rule.get("ports", ()):
             for block in (peer["ipBlock"] for peer in rule["to"]):
-                whole, *parts = (ip_address(address) in ip_network(one) for one in (block["cidr"], *block["except"]))
+                whole, *parts = (
+                    ip_address(address) in ip_network(one)
+                    for one in (block["cidr"], *block["except"])
+                )
                 if whole and not any(parts):
                     return True
     return False
 
 
-@pytest.mark.parametrize("folder", [*(f"overlays/{one}" for one in OVERLAYS), *(f"tasks/{one}" for one in TASKS)])
+@pytest.mark.parametrize(
+    "folder", [*(f"overlays/{one}" for one in OVERLAYS), *(f"tasks/{one}" for one in TASKS)]
+)
 def test_what_is_built_is_valid_and_its_pods_are_locked_down(folder):
     objects = objects_in(folder)
     check_schemas(objects)
@@ -151,11 +200,15 @@ def test_what_is_built_is_valid_and_its_pods_are_locked_down(folder):
 def test_hosts_meet_ranks_are_scraped_and_the_recipe_fits_its_pods(overlay):
     objects = objects_in(f"overlays/{overlay}")
     job = job_of(objects)
-    pod, labels = job["template"]["spec"], job["template"]["metadata"]["labels"]
-    (container,), name = pod["containers"], labels["app.kubernetes.io/instance"]
+    pod = job["template"]["spec"]
+    labels = job["template"]["metadata"]["labels"]
+    (container,) = pod["containers"]
+    name = labels["app.kubernetes.io/instance"]
     variables = variables_of(container, labels)
     first = f"{name}-0.{pod.get('subdomain')}"
-    port = str(next((one["containerPort"] for one in container["ports"] if one["name"] == "meeting"), ""))
+    port = str(
+        next((one["containerPort"] for one in container["ports"] if one["name"] == "meeting"), "")
+    )
     if "Job" not in objects:
         first = f"{name}-node-0-0.{name}"
         spec = (objects.get("JobSet") or objects["TrainingRuntime"]["spec"]["template"])["spec"]
@@ -164,40 +217,73 @@ def test_hosts_meet_ranks_are_scraped_and_the_recipe_fits_its_pods(overlay):
         assert "Service" not in objects and "subdomain" not in pod
     else:
         service = objects["Service"]["spec"]
-        assert service["clusterIP"] == "None" and service["publishNotReadyAddresses"] and pod["subdomain"] == name
+        assert (
+            service["clusterIP"] == "None"
+            and service["publishNotReadyAddresses"]
+            and pod["subdomain"] == name
+        )
     if "TrainJob" in objects:
         # The operator sets these, refuses them in `env`, and wants the runtime to be there first.
-        injected = {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"}
+        injected = {
+            "PET_NNODES",
+            "PET_NPROC_PER_NODE",
+            "PET_NODE_RANK",
+            "PET_MASTER_ADDR",
+            "PET_MASTER_PORT",
+        }
         assert not injected & set(variables) and not port
         assert list(objects).index("TrainingRuntime") < list(objects).index("TrainJob")
         train_job = objects["TrainJob"]["spec"]
-        assert (train_job["runtimeRef"]["kind"], train_job["runtimeRef"]["name"]) == ("TrainingRuntime", name)
-        hosts, ranks, port = train_job["trainer"]["numNodes"], train_job["trainer"]["numProcPerNode"], OPERATORS_PORT
+        assert (train_job["runtimeRef"]["kind"], train_job["runtimeRef"]["name"]) == (
+            "TrainingRuntime",
+            name,
+        )
+        hosts = train_job["trainer"]["numNodes"]
+        ranks = train_job["trainer"]["numProcPerNode"]
+        port = OPERATORS_PORT
         variables |= {"PET_MASTER_ADDR": first, "PET_MASTER_PORT": port}
     else:
-        hosts, ranks = int(variables["PET_NNODES"]), int(variables["PET_NPROC_PER_NODE"])
+        hosts = int(variables["PET_NNODES"])
+        ranks = int(variables["PET_NPROC_PER_NODE"])
         assert job["completions"] == job["parallelism"] == hosts
-    launch = get_args_parser().parse_args([expanded(argument, variables) for argument in container["args"]])
+    launch = get_args_parser().parse_args(
+        [expanded(argument, variables) for argument in container["args"]]
+    )
     assert (variables["PET_MASTER_ADDR"], variables["PET_MASTER_PORT"]) == (first, port)
     assert variables["PET_RDZV_ID"] == name
     assert (hosts, ranks) == ((1, 2) if overlay == "cpu" else (2, 8))
-    assert int(container["resources"]["limits"].get("nvidia.com/gpu", 0)) == (0 if overlay == "cpu" else ranks)
-    assert int(variables["OMP_NUM_THREADS"]) * ranks <= int(container["resources"]["requests"]["cpu"])
+    assert int(container["resources"]["limits"].get("nvidia.com/gpu", 0)) == (
+        0 if overlay == "cpu" else ranks
+    )
+    assert int(variables["OMP_NUM_THREADS"]) * ranks <= int(
+        container["resources"]["requests"]["cpu"]
+    )
 
     mounts = {one["mountPath"]: one for one in container["volumeMounts"]}
     volumes = {one["name"]: one for one in pod["volumes"]}
-    config, volume = objects["ConfigMap"], volumes[mounts["/etc/distap"]["name"]]
+    config = objects["ConfigMap"]
+    volume = volumes[mounts["/etc/distap"]["name"]]
     assert volume["configMap"]["name"] == config["metadata"]["name"]
-    assert launch.training_script == "/etc/distap/recipe.yaml" and list(config["data"]) == ["recipe.yaml"]
-    recipe = load_recipe(K8S / "overlays" / overlay / "training/recipe.yaml", launch.training_script_args)
+    assert launch.training_script == "/etc/distap/recipe.yaml" and list(config["data"]) == [
+        "recipe.yaml"
+    ]
+    recipe = load_recipe(
+        K8S / "overlays" / overlay / "training/recipe.yaml", launch.training_script_args
+    )
     assert str(recipe.run) == f"/runs/{name}" and str(recipe.data.pixels.spool_folder) == "/spool"
     assert not any(mounts[path].get("readOnly") for path in ("/runs", "/spool", "/tmp", "/dev/shm"))
-    assert "/data" in mounts if recipe.data.train.startswith("/data/") else "://" in recipe.data.train
+    assert (
+        "/data" in mounts if recipe.data.train.startswith("/data/") else "://" in recipe.data.train
+    )
     assert ("persistentVolumeClaim" in volumes["runs"]) == (recipe.checkpoint.store is None)
     share = math.ceil(recipe.sampling.size / (hosts * ranks)) * 3 * recipe.data.image_size**2
     assert ranks * share < quantity(volumes["spool"]["emptyDir"]["sizeLimit"])
 
-    metrics = {one["name"]: one["containerPort"] for one in container["ports"] if one["name"].startswith("metrics-")}
+    metrics = {
+        one["name"]: one["containerPort"]
+        for one in container["ports"]
+        if one["name"].startswith("metrics-")
+    }
     assert metrics == {f"metrics-{rank}": recipe.metrics.port + rank for rank in range(ranks)}
     assert recipe.metrics.address == "0.0.0.0"
     assert set(metrics) <= {endpoint["port"] for endpoint in MONITOR["podMetricsEndpoints"]}
@@ -220,21 +306,30 @@ def test_all_hosts_get_the_secret_of_the_ranks_if_there_is_one(overlay):
 def test_the_commands_of_a_task_are_those_of_distap(task):
     objects = objects_in(f"tasks/{task}")
     template = job_of(objects)["template"]
-    pod, labels = template["spec"], template["metadata"]["labels"]
+    pod = template["spec"]
+    labels = template["metadata"]["labels"]
     for container in (*pod.get("initContainers", ()), *pod["containers"]):
         assert container["command"] == ["tini", "--", "distap"]
-        name, *rest = (expanded(word, variables_of(container, labels)) for word in container["args"])
+        name, *rest = (
+            expanded(word, variables_of(container, labels)) for word in container["args"]
+        )
         options = typer.main.get_command(app).commands[name].make_context(name, rest).params
     if task == "serve":
         (port,) = container["ports"]
         assert (port["name"], port["containerPort"]) == ("http", options["port"])
-        assert objects["Service"]["spec"]["ports"][0]["targetPort"] == MONITOR["podMetricsEndpoints"][-1]["port"]
+        assert (
+            objects["Service"]["spec"]["ports"][0]["targetPort"]
+            == MONITOR["podMetricsEndpoints"][-1]["port"]
+        )
         assert objects["NetworkPolicy"]["spec"]["ingress"][1]["ports"] == [
             {"protocol": "TCP", "port": options["port"]}
         ]
         (_, drained) = container["lifecycle"]["preStop"]["exec"]["command"]
         wait = int(drained) + 2 * options["timeout_seconds"]
-        assert pod["terminationGracePeriodSeconds"] > wait and "search.research.svc" in options["allowed_host"]
+        assert (
+            pod["terminationGracePeriodSeconds"] > wait
+            and "search.research.svc" in options["allowed_host"]
+        )
 
 
 def test_the_claims_are_valid_and_those_that_pods_mount():

@@ -29,7 +29,8 @@ TOOLS = ("podman", "runc", "debootstrap")
 BASE = "localhost/debian:bookworm"
 IMAGE = "localhost/distap:test"
 ROOM = 30e9  # bytes that the image takes while it is built: the environment four times
-# Neither a build nor a container may have more than the machine that this runs on, which podman would ask for.
+# Neither a build nor a container may have more than the machine that this runs on, which podman
+# would ask for.
 LIMITS = ("--ulimit=nofile=1024:1024", "--ulimit=nproc=4096:4096")
 
 
@@ -72,10 +73,25 @@ class Engine:
         _make_base(self.folder / "base", base)
         self.call("import", str(base), BASE)
         base.unlink()
-        options = ["--isolation=chroot", LIMITS[0], "--layers=false", "--format=docker", f"--build-arg=BASE={BASE}"]
+        options = [
+            "--isolation=chroot",
+            LIMITS[0],
+            "--layers=false",
+            "--format=docker",
+            f"--build-arg=BASE={BASE}",
+        ]
         options.append("--build-arg=EXTRAS=s3,gcs,http,cpu")  # a gigabyte less than for GPUs
         options += _pip_settings(self.folder)
-        self.call("build", *options, "--file", "launch/container/Dockerfile", "--tag", IMAGE, str(ROOT), seconds=3600)
+        self.call(
+            "build",
+            *options,
+            "--file",
+            "launch/container/Dockerfile",
+            "--tag",
+            IMAGE,
+            str(ROOT),
+            seconds=3600,
+        )
 
     def remove(self) -> None:
         """Leave neither containers nor images, which are gigabytes."""
@@ -91,9 +107,13 @@ class Engine:
 @contextmanager
 def engine(folder: Path) -> Iterator[Engine]:
     """podman, which has left nothing behind at the end; skips the test where it cannot run."""
-    missing = [tool for tool in TOOLS if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin") is None]
+    missing = [
+        tool for tool in TOOLS if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin") is None
+    ]
     if missing or os.geteuid() != 0:
-        pytest.skip(f"needs root, podman, runc and debootstrap; missing: {', '.join(missing) or 'root'}")
+        pytest.skip(
+            f"needs root, podman, runc and debootstrap; missing: {', '.join(missing) or 'root'}"
+        )
     if shutil.disk_usage(folder.parent).free < ROOM:
         pytest.skip(f"needs {ROOM / 1e9:.0f} GB of disk, under {folder.parent}")
     opened = Engine(folder)
@@ -104,15 +124,18 @@ def engine(folder: Path) -> Iterator[Engine]:
 
 
 def options_of_pod(pod: Mapping[str, Any], volumes: Mapping[str, str]) -> list[str]:
-    """podman's options for the only container of a pod, up to the image; then come the container's `args`.
+    """podman's options for the only container of a pod, up to the image; then come the container's
+    `args`.
 
     Args:
         pod: a pod's spec.
         volumes: what stands for its volumes, by name, such as a folder of this machine.
     """
     [container] = pod["containers"]
-    whole, own = pod["securityContext"], container["securityContext"]
-    assert whole["runAsNonRoot"] and whole["seccompProfile"] == {"type": "RuntimeDefault"}  # podman's default as well
+    whole = pod["securityContext"]
+    own = container["securityContext"]
+    # podman's default as well
+    assert whole["runAsNonRoot"] and whole["seccompProfile"] == {"type": "RuntimeDefault"}
     options = [f"--user={whole['runAsUser']}:{whole['runAsGroup']}"]
     options += [f"--cap-drop={capability}" for capability in own["capabilities"]["drop"]]
     options += ["--read-only", "--read-only-tmpfs=false"] if own["readOnlyRootFilesystem"] else []
@@ -137,7 +160,9 @@ def _can_overlay(folder: Path) -> bool:
         place.mkdir()
     lower, upper, work, merged = places
     options = f"lowerdir={lower},upperdir={upper},workdir={work}"
-    mounted = subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, str(merged)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "overlay", "overlay", "-o", options, str(merged)], capture_output=True
+    )
     if mounted.returncode == 0:
         subprocess.run(["umount", str(merged)], check=True)
     return mounted.returncode == 0
@@ -150,27 +175,35 @@ def _make_base(folder: Path, archive: Path) -> None:
         ["debootstrap", "--variant=minbase", "bookworm", str(folder)],
         ["tar", "--directory", str(folder), "--create", "--file", str(archive), "."],
     ):
-        done = subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     shutil.rmtree(folder)
 
 
 def _pip_settings(folder: Path) -> Sequence[str]:
-    """Options of a build that has pip find packages as it does here; none of it gets into the image."""
+    """Options of a build that has pip find packages as it does here; none of it gets into the
+    image.
+    """
     listed = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
     )
     found = dict(line.split("=", 1) for line in listed.stdout.splitlines())
     values = {name.split(".")[-1]: value.strip("'") for name, value in found.items()}
-    mounts, settings = [], {"timeout": values.get("default-timeout", "60")}
+    mounts = []
+    settings = {"timeout": values.get("default-timeout", "60")}
     for name in ("index-url", "proxy", "trusted-host"):
         if name in values:
             settings[name] = values[name]
-    if certificates := values.get("cert"):
+    certificates = values.get("cert")
+    if certificates:
         settings["cert"] = "/run/build/certificates.pem"
         mounts += [f"--volume={certificates}:{settings['cert']}:ro"]
     file = folder / "pip.conf"
-    file.write_text("[global]\n" + "".join(f"{name} = {value}\n" for name, value in settings.items()))
+    file.write_text(
+        "[global]\n" + "".join(f"{name} = {value}\n" for name, value in settings.items())
+    )
     return [*mounts, f"--volume={file}:/etc/pip.conf:ro"]
 
 
@@ -184,19 +217,30 @@ def podman(tmp_path_factory):
 class Pods:
     """The two pods of an Indexed Job, as containers on two hosts."""
 
-    def __init__(self, podman: Engine, hosts: Hosts, folder: Path, built: str, shards: Path) -> None:
-        self.podman, self.hosts, self.folder = podman, hosts, folder
-        objects = {(found["kind"], found["metadata"]["name"]): found for found in yaml.safe_load_all(built)}
+    def __init__(
+        self, podman: Engine, hosts: Hosts, folder: Path, built: str, shards: Path
+    ) -> None:
+        self.podman = podman
+        self.hosts = hosts
+        self.folder = folder
+        objects = {
+            (found["kind"], found["metadata"]["name"]): found for found in yaml.safe_load_all(built)
+        }
         job = objects["Job", NAME]
         self.spec = job["spec"]["template"]["spec"]
         for entry in self.spec["containers"][0]["env"]:
-            entry.setdefault("value", job["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/instance"])
+            entry.setdefault(
+                "value", job["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/instance"]
+            )
         [recipe] = [found["data"] for (kind, _), found in objects.items() if kind == "ConfigMap"]
-        self.runs, data = folder / "runs", folder / "data"
+        self.runs = folder / "runs"
+        data = folder / "data"
         shutil.copytree(shards, data)
         data.chmod(0o755)  # pytest's own folders are root's alone
         for number in range(job["spec"]["completions"]):
-            kept = {name: folder / f"{name}-{number}" for name in ("recipe", "spool", "tmp")} | {"runs": self.runs}
+            kept = {name: folder / f"{name}-{number}" for name in ("recipe", "spool", "tmp")} | {
+                "runs": self.runs
+            }
             for name, place in kept.items():
                 place.mkdir(parents=True, exist_ok=True)
                 if name != "recipe":
@@ -204,30 +248,44 @@ class Pods:
                     place.chmod(0o2775)
             for key, text in recipe.items():
                 (kept["recipe"] / key).write_text(text)
-            self._start(number, {"data": str(data), **{name: str(place) for name, place in kept.items()}})
+            self._start(
+                number, {"data": str(data), **{name: str(place) for name, place in kept.items()}}
+            )
 
     def _start(self, number: int, volumes: dict[str, str]) -> None:
         """As the kubelet would, with the names that DNS and /etc/hosts would give."""
         [container] = self.spec["containers"]
-        next(entry for entry in container["env"] if entry["name"] == "PET_NODE_RANK")["value"] = str(number)
+        next(entry for entry in container["env"] if entry["name"] == "PET_NODE_RANK")["value"] = (
+            str(number)
+        )
         names = self.folder / f"hosts-{number}"
         whole = [f"{NAME}-{n}.{self.spec['subdomain']}.default.svc.cluster.local" for n in range(2)]
-        lines = [f"127.0.0.1 localhost\n{self.hosts.addresses[number]} {whole[number]} {NAME}-{number}\n"]
+        lines = [
+            f"127.0.0.1 localhost\n{self.hosts.addresses[number]} {whole[number]} {NAME}-{number}\n"
+        ]
         for other, address in enumerate(self.hosts.addresses):
             lines += [f"{address} {whole[other]} {NAME}-{other}.{self.spec['subdomain']}\n"]
         names.write_text("".join(lines))
-        place = [f"--name={NAME}-{number}", f"--hostname={NAME}-{number}", f"--volume={names}:/etc/hosts:ro"]
+        place = [
+            f"--name={NAME}-{number}",
+            f"--hostname={NAME}-{number}",
+            f"--volume={names}:/etc/hosts:ro",
+        ]
         place += [f"--network=ns:/run/netns/{self.hosts.names[number]}"]
         # Timers for the health check would need systemd; the test asks itself.
         place += ["--detach", "--log-driver=k8s-file", "--no-healthcheck", *LIMITS]
-        self.podman.call("run", *place, *options_of_pod(self.spec, volumes), IMAGE, *container["args"])
+        self.podman.call(
+            "run", *place, *options_of_pod(self.spec, volumes), IMAGE, *container["args"]
+        )
 
     def said(self, number: int) -> str:
         return self.podman.call("logs", f"{NAME}-{number}")
 
     def status_of_first_process(self, number: int) -> dict[str, str]:
         """What the kernel says of the container's process 1."""
-        process = Path("/proc", str(self.podman.inspect("container", f"{NAME}-{number}")["State"]["Pid"]))
+        process = Path(
+            "/proc", str(self.podman.inspect("container", f"{NAME}-{number}")["State"]["Pid"])
+        )
         lines = [line.split(":\t", 1) for line in (process / "status").read_text().splitlines()]
         [root] = [fields for fields in _mounts(process / "mountinfo") if fields[4] == "/"]
         return dict(lines) | {"root": root[5].split(",")[0]}
@@ -253,7 +311,8 @@ def answers(hosts: Hosts, number: int, url: str) -> str:
 
 
 def built_job(run: Run, folder: Path) -> str:
-    """A copy of the CPU overlay, edited as k8s/README.md says: a name, two hosts, memory, recipe."""
+    """A copy of the CPU overlay, edited as k8s/README.md says: a name, two hosts, memory,
+    recipe."""
     shutil.copytree(ROOT / "k8s", folder / "k8s")
     overlay = folder / "k8s/overlays/cpu"
     settings = overlay / "training/kustomization.yaml"
@@ -274,7 +333,9 @@ def built_job(run: Run, folder: Path) -> str:
     return built.replace("$(PET_RDZV_ID)", NAME)  # as the kubelet does
 
 
-def test_two_containers_train_with_the_arguments_of_the_jobs_own_manifest(podman, hosts, tmp_path, training_shards):
+def test_two_containers_train_with_the_arguments_of_the_jobs_own_manifest(
+    podman, hosts, tmp_path, training_shards
+):
     if shutil.which("kubectl") is None:
         pytest.skip("needs kubectl, which builds the manifest")
     job = built_job(Run(tmp_path, training_shards, steps=100_000), tmp_path)
@@ -284,7 +345,9 @@ def test_two_containers_train_with_the_arguments_of_the_jobs_own_manifest(podman
     for number in range(2):
         process = pods.status_of_first_process(number)
         assert process["Uid"].split() == process["Gid"].split() == ["10001"] * 4
-        assert {process[name] for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")} == {"0" * 16}
+        assert {process[name] for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")} == {
+            "0" * 16
+        }
         assert (process["NoNewPrivs"], process["Seccomp"], process["root"]) == ("1", "2", "ro")
         for port in (9400, 9401):
             rank = f"http://{hosts.addresses[number]}:{port}"
@@ -305,15 +368,32 @@ def test_two_containers_train_with_the_arguments_of_the_jobs_own_manifest(podman
 
 
 def test_the_image_holds_no_tools_to_build_with(podman):
-    alone = ["--rm", "--network=none", "--no-healthcheck", *LIMITS, "--read-only", "--entrypoint=sh"]
+    alone = [
+        "--rm",
+        "--network=none",
+        "--no-healthcheck",
+        *LIMITS,
+        "--read-only",
+        "--entrypoint=sh",
+    ]
     tools = "for tool in gcc g++ cc make pip pip3 git; do command -v $tool; done"
     privileged = "find / -xdev -perm /6000 -type f 2>/dev/null"
     assert podman.call("run", *alone, IMAGE, "-c", f"{tools}; {privileged}; true") == ""
-    assert podman.inspect("image", IMAGE)["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
+    assert (
+        podman.inspect("image", IMAGE)["Labels"]["org.opencontainers.image.licenses"]
+        == "Apache-2.0"
+    )
 
 
 def test_the_image_lists_what_is_in_it(podman):
-    alone = ["--rm", "--network=none", "--no-healthcheck", *LIMITS, "--read-only", "--entrypoint=cat"]
+    alone = [
+        "--rm",
+        "--network=none",
+        "--no-healthcheck",
+        *LIMITS,
+        "--read-only",
+        "--entrypoint=cat",
+    ]
     bill = json.loads(podman.call("run", *alone, IMAGE, "/opt/distap/sbom.cdx.json"))
     listed = {canonicalize_name(part["name"]): part["version"] for part in bill["components"]}
     locked = pins("core", "s3", "gcs", "http", "cpu")

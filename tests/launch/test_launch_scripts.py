@@ -1,4 +1,6 @@
-"""What the scripts in launch/ decide by themselves: when to start again, and what they tell the launcher."""
+"""What the scripts in launch/ decide by themselves: when to start again, and what they tell the
+launcher.
+"""
 
 import os
 import shutil
@@ -27,7 +29,9 @@ def told(script, *arguments, **environment) -> list[str]:
     environment = os.environ | unset | {"PYTHON": "echo", "CUDA_VISIBLE_DEVICES": ""} | environment
     environment = {name: value for name, value in environment.items() if value is not None}
     command = [LAUNCH / script, *arguments, "recipe.yaml", "steps=3"]
-    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.split()
+    return subprocess.run(
+        command, env=environment, check=True, capture_output=True, text=True
+    ).stdout.split()
 
 
 def script_in(folder, name, text) -> Path:
@@ -69,12 +73,17 @@ def test_pauses_between_failures_double(tmp_path):
         ([1, 1, 1, 1, 2, 1], [0, 0, 0, 0, 2, 0]),
     ],
 )
-def test_a_batch_job_is_queued_again_until_its_launchers_have_failed_too_often(tmp_path, statuses, left):
+def test_a_batch_job_is_queued_again_until_its_launchers_have_failed_too_often(
+    tmp_path, statuses, left
+):
     """With stand-ins for the commands of Slurm; tests/launch/test_slurm.py has a real one."""
     for name in ("scontrol", "srun"):
         script_in(tmp_path, name, f'[ {name} = scontrol ] || exit "$STATUS"')
     known = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", "SLURM_JOB_NUM_NODES": "1"}
-    known |= os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    known |= os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+    }
     seen = []
     with (tmp_path / "log").open("a") as log:
         for start, status in enumerate(statuses):
@@ -129,14 +138,19 @@ def test_the_command_is_told_when_the_script_is_killed(hearing, tmp_path):
 def test_one_rank_a_gpu_that_may_be_used(tmp_path):
     assert "--nproc-per-node=1" in told("train-one-node")
     assert "--nproc-per-node=3" in told("train-one-node", CUDA_VISIBLE_DEVICES="0,2,5")
-    assert "--nproc-per-node=4" in told("train-one-node", "--ranks", "4", CUDA_VISIBLE_DEVICES="0,2,5")
-    listing = script_in(tmp_path, "nvidia-smi", "echo 'GPU 0: one'; echo '  MIG 1g: part'; echo 'GPU 1: two'")
+    assert "--nproc-per-node=4" in told(
+        "train-one-node", "--ranks", "4", CUDA_VISIBLE_DEVICES="0,2,5"
+    )
+    listing = script_in(
+        tmp_path, "nvidia-smi", "echo 'GPU 0: one'; echo '  MIG 1g: part'; echo 'GPU 1: two'"
+    )
     path = f"{listing.parent}:{os.environ['PATH']}"
     assert "--nproc-per-node=2" in told("train-one-node", PATH=path, CUDA_VISIBLE_DEVICES=None)
 
 
 def test_ranks_share_the_cores_unless_they_were_told(tmp_path):
-    python, cores = str(script_in(tmp_path, "python", 'echo "$OMP_NUM_THREADS"')), len(os.sched_getaffinity(0))
+    python = str(script_in(tmp_path, "python", 'echo "$OMP_NUM_THREADS"'))
+    cores = len(os.sched_getaffinity(0))
     assert told("train-one-node", "--ranks", "2", PYTHON=python) == [str(max(cores // 2, 1))]
     assert told("train-one-node", PYTHON=python, OMP_NUM_THREADS="7") == ["7"]
 
@@ -144,9 +158,14 @@ def test_ranks_share_the_cores_unless_they_were_told(tmp_path):
 def test_several_hosts_meet_where_they_are_told_to():
     given = ["--nodes", "4", "--node", "3", "--host", "10.77.9.1:555", "--ranks", "2"]
     line = " ".join(told("train-multi-node", *given))
-    assert "--nnodes=4 --nproc-per-node=2 --node-rank=3 --master-addr=10.77.9.1 --master-port=555" in line
+    assert (
+        "--nnodes=4 --nproc-per-node=2 --node-rank=3 --master-addr=10.77.9.1 --master-port=555"
+        in line
+    )
     assert line.endswith("recipe.yaml steps=3")
-    unknown = told("train-multi-node", "--nodes", "2", "--node", "0", "--host", "node-that-nobody-knows")
+    unknown = told(
+        "train-multi-node", "--nodes", "2", "--node", "0", "--host", "node-that-nobody-knows"
+    )
     assert {"--master-addr=node-that-nobody-knows", "--master-port=29500"} < set(unknown)
 
 
@@ -157,12 +176,36 @@ def test_several_hosts_meet_where_they_are_told_to():
         ("train-one-node", ["--ranks", "two"], "--ranks two: a whole number is expected"),
         ("train-one-node", ["--ranks", "0", "recipe.yaml"], "--ranks 0: one or more"),
         ("train-multi-node", ["recipe.yaml"], "--nodes: how many hosts"),
-        ("train-multi-node", ["--nodes", "2-4", "--host", "h", "recipe.yaml"], "--nodes 2-4: a whole number"),
-        ("train-multi-node", ["--nodes", "2", "--host", "h", "r"], "--node: which of the hosts is this, 0 to 1?"),
-        ("train-multi-node", ["--nodes", "2", "--node", "2", "--host", "h", "r"], "--node: which of the hosts is"),
-        ("train-multi-node", ["--nodes", "2", "--node", "0", "recipe.yaml"], "--host: at which host"),
-        ("train-multi-node", ["--nodes", "2", "--node", "0", "--host", "h:abc", "r"], "--host h:abc: the port is no"),
-        ("train-multi-node", ["--nodes", "2", "--node", "0", "--host", "fe80::1", "r"], "--host fe80::1: HOST, HOST"),
+        (
+            "train-multi-node",
+            ["--nodes", "2-4", "--host", "h", "recipe.yaml"],
+            "--nodes 2-4: a whole number",
+        ),
+        (
+            "train-multi-node",
+            ["--nodes", "2", "--host", "h", "r"],
+            "--node: which of the hosts is this, 0 to 1?",
+        ),
+        (
+            "train-multi-node",
+            ["--nodes", "2", "--node", "2", "--host", "h", "r"],
+            "--node: which of the hosts is",
+        ),
+        (
+            "train-multi-node",
+            ["--nodes", "2", "--node", "0", "recipe.yaml"],
+            "--host: at which host",
+        ),
+        (
+            "train-multi-node",
+            ["--nodes", "2", "--node", "0", "--host", "h:abc", "r"],
+            "--host h:abc: the port is no",
+        ),
+        (
+            "train-multi-node",
+            ["--nodes", "2", "--node", "0", "--host", "fe80::1", "r"],
+            "--host fe80::1: HOST, HOST",
+        ),
         ("again", ["--attempts", "many", "true"], "whole numbers are expected"),
     ],
 )
@@ -174,8 +217,15 @@ def test_a_mistake_on_the_command_line_is_named(script, arguments, reason):
 @pytest.mark.parametrize("script", ["again", "train-one-node", "train-multi-node"])
 def test_the_help_names_every_option_that_is_read(script):
     text = (LAUNCH / script).read_text()
-    said = subprocess.run([LAUNCH / script, "--help"], check=True, capture_output=True, text=True).stdout
-    read = {word for line in text.splitlines() if ")" in line for word in line.strip().split(")")[0].split(" | ")}
+    said = subprocess.run(
+        [LAUNCH / script, "--help"], check=True, capture_output=True, text=True
+    ).stdout
+    read = {
+        word
+        for line in text.splitlines()
+        if ")" in line
+        for word in line.strip().split(")")[0].split(" | ")
+    }
     options = {word for word in read if word.startswith("--") and word != "--*"}
     assert options and all(option in said for option in options - {"--help"})
 
@@ -183,6 +233,11 @@ def test_the_help_names_every_option_that_is_read(script):
 def test_the_scripts_have_no_mistake_that_shellcheck_knows():
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is missing")
-    command = ["shellcheck", "--external-sources", *(LAUNCH / script for script in SCRIPTS), LAUNCH / "this-host.sh"]
+    command = [
+        "shellcheck",
+        "--external-sources",
+        *(LAUNCH / script for script in SCRIPTS),
+        LAUNCH / "this-host.sh",
+    ]
     done = subprocess.run(command, cwd=LAUNCH.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

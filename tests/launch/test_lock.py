@@ -10,28 +10,38 @@ from launching import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-requires, version = cache(metadata.requires), cache(metadata.version)
+requires = cache(metadata.requires)
+version = cache(metadata.version)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def needed(requirement: Requirement, seen: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """The installed packages, with versions, that a requirement leads to; those of `seen` are known."""
+    """The installed packages, with versions, that a requirement leads to; those of `seen` are
+    known.
+    """
     name = canonicalize_name(requirement.name)
     for extra in requirement.extras or {""}:
         if (name, extra) not in seen:
             seen.add((name, extra))
             for line in requires(name) or ():
                 one = Requirement(line)
-                if one.marker is None or one.marker.evaluate({"extra": extra}) or one.marker.evaluate({"extra": ""}):
+                if (
+                    one.marker is None
+                    or one.marker.evaluate({"extra": extra})
+                    or one.marker.evaluate({"extra": ""})
+                ):
                     needed(one, seen)
     return seen
 
 
 @pytest.mark.parametrize("extra", ["core", "emoji", "s3", "formats", "onnx", "dev"])
 def test_each_extra_has_all_that_it_needs_in_the_versions_that_were_tested(extra):
-    locked, seen = pins(extra), set()
+    locked = pins(extra)
+    seen = set()
     for line in PROJECT["dependencies"] + PROJECT["optional-dependencies"].get(extra, []):
         needed(Requirement(line), seen)
     names = {name for name, _ in seen} - {"distap"}  # of which `dev` takes the extra `all`
     assert len(names) > 40 and "setuptools" in names  # with which launch/setup builds
-    assert {name: locked.get(name) for name in names} == {name: version(name).partition("+")[0] for name in names}
+    assert {name: locked.get(name) for name in names} == {
+        name: version(name).partition("+")[0] for name in names
+    }

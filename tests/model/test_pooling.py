@@ -12,7 +12,9 @@ VIT = "test_vit"
 
 
 def features(height=5, width=5):
-    return torch.rand(2, 7, height, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return torch.rand(
+        2, 7, height, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
 
 
 def test_gem_is_the_generalised_mean_spoc_the_mean_and_max_takes_one_place_a_channel():
@@ -25,7 +27,9 @@ def test_gem_is_the_generalised_mean_spoc_the_mean_and_max_takes_one_place_a_cha
 
 
 def test_the_class_token_is_timms_and_may_stand_before_the_mean():
-    cls, both = (random_network(VIT, pooling=NamedPooling(name)).eval() for name in ("cls", "cls_mean"))
+    cls, both = (
+        random_network(VIT, pooling=NamedPooling(name)).eval() for name in ("cls", "cls_mean")
+    )
     tokens = cls.backbone((noise().float() - cls.mean) / cls.std)
     torch.testing.assert_close(cls(noise()), normalize(tokens[:, 0]))
     assert both.dimensions == 2 * cls.dimensions
@@ -47,7 +51,11 @@ def test_layer_norm_standardises_what_pooling_gives_and_makes_another_network():
     ("backbone", "pooling", "message"),
     [
         ("resnet10t", "cls", "class token, which resnet10t does not have"),
-        ("vit_pwee_patch16_reg1_gap_256", "cls_mean", "class token, which vit_pwee_patch16_reg1_gap_256 does not"),
+        (
+            "vit_pwee_patch16_reg1_gap_256",
+            "cls_mean",
+            "class token, which vit_pwee_patch16_reg1_gap_256 does not",
+        ),
         ("pit_ti_224", "cls_mean", "pit_ti_224 gives no tokens but that of the class; choose cls"),
     ],
 )

@@ -1,4 +1,6 @@
-"""The dashboard: Grafana's own schema, what its panels say of themselves, and the metrics that distap exports."""
+"""The dashboard: Grafana's own schema, what its panels say of themselves, and the metrics that
+distap exports.
+"""
 
 import json
 import re
@@ -29,8 +31,15 @@ def families() -> list[Metric]:
 @pytest.fixture(scope="module")
 def exported(families) -> dict[str, set[str]]:
     """The series of each metric, by its name; of a summary its sum and count."""
-    suffixes = {"counter": ["_total"], "summary": ["_sum", "_count"], "histogram": ["_bucket"], "info": ["_info"]}
-    return {one.name: {one.name + suffix for suffix in suffixes.get(one.type, [""])} for one in families}
+    suffixes = {
+        "counter": ["_total"],
+        "summary": ["_sum", "_count"],
+        "histogram": ["_bucket"],
+        "info": ["_info"],
+    }
+    return {
+        one.name: {one.name + suffix for suffix in suffixes.get(one.type, [""])} for one in families
+    }
 
 
 def test_every_query_is_of_the_chosen_data_source_namespace_and_training(panels):
@@ -45,7 +54,9 @@ def test_every_query_is_of_the_chosen_data_source_namespace_and_training(panels)
     assert set(re.findall(r"\$\{?(\w+)", json.dumps(dashboard()["panels"]))) <= variables
 
 
-def test_every_metric_that_is_asked_for_is_exported_or_recorded_and_rates_are_of_counters_alone(families, exported):
+def test_every_metric_that_is_asked_for_is_exported_or_recorded_and_rates_are_of_counters_alone(
+    families, exported
+):
     shown = [one for expressions in panel_expressions(dashboard()).values() for one in expressions]
     asked = [*shown, *(rule["expr"] for rule in rules("alert") + rules("record"))]
     names = set().union(*map(names_in, asked))
@@ -67,9 +78,17 @@ def test_promtool_passes_what_a_rank_and_a_server_answer():
 
 
 def test_every_figure_that_distap_exports_is_shown(exported, panels):
-    shown = set().union(*(names_in(target["expr"]) for panel in panels for target in panel["targets"]))
-    shown |= set().union(*(names_in(rule["expr"]) for rule in rules("record") if rule["record"] in shown))
-    unseen = {name for name, series in exported.items() if name.startswith("distap_") and not series & shown}
+    shown = set().union(
+        *(names_in(target["expr"]) for panel in panels for target in panel["targets"])
+    )
+    shown |= set().union(
+        *(names_in(rule["expr"]) for rule in rules("record") if rule["record"] in shown)
+    )
+    unseen = {
+        name
+        for name, series in exported.items()
+        if name.startswith("distap_") and not series & shown
+    }
     assert unseen == {
         "distap_build",  # versions
         "distap_search_build",

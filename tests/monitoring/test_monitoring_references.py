@@ -23,7 +23,9 @@ def test_every_alert_links_to_its_entry_in_the_runbook_and_no_entry_is_without_a
 def test_the_runbook_names_panels_of_the_dashboard():
     named = re.findall(r"\*([A-Z][^*]+)\*", re.sub(r"\*\*[^*]+\*\*", "", RUNBOOK))
     assert len(named) > 10
-    assert {" ".join(title.split()) for title in named} <= {panel["title"] for panel in dashboard()["panels"]}
+    assert {" ".join(title.split()) for title in named} <= {
+        panel["title"] for panel in dashboard()["panels"]
+    }
 
 
 def test_alerts_of_servers_ask_for_routes_and_labels_that_servers_have():
@@ -33,7 +35,10 @@ def test_alerts_of_servers_ask_for_routes_and_labels_that_servers_have():
     families = text_string_to_metric_families(generate_latest(metrics.registry).decode())
     labels = {sample.name: set(sample.labels) for family in families for sample in family.samples}
     # An application asks its service for anything else only when it answers.
-    routes = {route.path for route in build_app(SimpleNamespace(metrics=metrics, settings=ServeSettings())).routes}
+    routes = {
+        route.path
+        for route in build_app(SimpleNamespace(metrics=metrics, settings=ServeSettings())).routes
+    }
     asked = [rule["expr"] for rule in rules("alert") if is_of_server(rule["expr"])]
     assert len(asked) == 4
     for expression in asked:
@@ -42,4 +47,8 @@ def test_alerts_of_servers_ask_for_routes_and_labels_that_servers_have():
         for route in re.findall(r'route="([^"]*)"', expression):
             assert route in routes
         for pattern in re.findall(r'route!~"([^"]*)"', expression):
-            assert {route for route in routes if re.fullmatch(pattern, route)} == {"/healthz", "/readyz", "/metrics"}
+            assert {route for route in routes if re.fullmatch(pattern, route)} == {
+                "/healthz",
+                "/readyz",
+                "/metrics",
+            }

@@ -9,15 +9,25 @@ import pytest
 import yaml
 from monitors import MONITORING
 
-PACKAGE, VERSION = "@kubernetes-models/prometheus-operator", "6.0.0"
+PACKAGE = "@kubernetes-models/prometheus-operator"
+VERSION = "6.0.0"
 SETUP = Path(__file__).parents[2] / ".setup" / "npm"
 SCRIPT = Path(__file__).parent / "operator_schemas.mjs"
-QUIET = ["--no-audit", "--no-fund", "--no-save", "--ignore-scripts", "--loglevel=error", "--fetch-retries=1"]
+QUIET = [
+    "--no-audit",
+    "--no-fund",
+    "--no-save",
+    "--ignore-scripts",
+    "--loglevel=error",
+    "--fetch-retries=1",
+]
 
 
 @pytest.fixture(scope="module")
 def schemas():
-    """The package that has the operator's schemas, in .setup/npm; installed where it is not there yet."""
+    """The package that has the operator's schemas, in .setup/npm; installed where it is not there
+    yet.
+    """
     if shutil.which("npm") is None or shutil.which("node") is None:
         pytest.skip("needs npm, which installs the operator's schemas")
     about = SETUP / "node_modules" / PACKAGE / "package.json"
@@ -35,14 +45,18 @@ def built():
     """What is applied, by kind."""
     if shutil.which("kubectl") is None:
         pytest.skip("needs kubectl, which builds the manifests")
-    done = subprocess.run(["kubectl", "kustomize", str(MONITORING)], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(MONITORING)], check=True, capture_output=True, text=True
+    )
     return {manifest["kind"]: manifest for manifest in yaml.safe_load_all(done.stdout)}
 
 
 def problems(schemas, *manifests):
     """What the operator's schemas have against them."""
     command = ["node", str(SCRIPT), str(schemas)]
-    done = subprocess.run(command, input=json.dumps(manifests), check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        command, input=json.dumps(manifests), check=True, capture_output=True, text=True
+    )
     return [problem.partition(":")[0] for problem in json.loads(done.stdout)]
 
 
@@ -53,4 +67,6 @@ def test_the_operator_knows_every_field_and_takes_every_value(schemas, built):
 def test_grafana_finds_the_dashboard_in_a_config_map(built):
     config_map = built["ConfigMap"]
     assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
-    assert json.loads(config_map["data"]["distap.json"]) == json.loads((MONITORING / "dashboard.json").read_text())
+    assert json.loads(config_map["data"]["distap.json"]) == json.loads(
+        (MONITORING / "dashboard.json").read_text()
+    )

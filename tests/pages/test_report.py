@@ -37,7 +37,9 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.classes, self.references = [], [], []
+        self.open = []
+        self.classes = []
+        self.references = []
         self.feed(text)
         assert self.open == []
 
@@ -65,10 +67,13 @@ def text_of(folder, **options):
 def evaluated(tmp_path_factory):
     """A folder of a run with evaluations of images with odd names; not to be written to."""
     folder = tmp_path_factory.mktemp("evaluated")
-    shards, run = oddly_named_shards(folder), write_run(folder / f"{ODD}a")
+    shards = oddly_named_shards(folder)
+    run = write_run(folder / f"{ODD}a")
     index = load_index(shards)
     for seed, number in enumerate((0, 24)):
-        write_retrieved(run, number, retrieved(seed, index), data=str(shards), fingerprint=index.fingerprint)
+        write_retrieved(
+            run, number, retrieved(seed, index), data=str(shards), fingerprint=index.fingerprint
+        )
     return folder
 
 
@@ -85,7 +90,9 @@ def page(evaluated, tmp_path_factory):
 
 
 def test_the_page_needs_no_network_and_runs_no_script(page):
-    assert all(reference.startswith(("data:image/webp", "#")) for reference in Page(page).references)
+    assert all(
+        reference.startswith(("data:image/webp", "#")) for reference in Page(page).references
+    )
     assert "http" not in page and "<script" not in page
     assert ODD not in page and "&lt;b&gt;&amp;" in page
 
@@ -93,12 +100,22 @@ def test_the_page_needs_no_network_and_runs_no_script(page):
 def test_each_picture_is_in_the_page_once(page):
     references = Page(page).references
     pictures = [each for each in references if each.startswith("data:")]
-    assert len(pictures) == len(set(pictures)) <= 40 < references.count("#p0") + references.count("#p1") + 200
-    assert {each for each in references if re.match("#p[0-9]", each)} == {f"#p{n}" for n in range(len(pictures))}
+    assert (
+        len(pictures)
+        == len(set(pictures))
+        <= 40
+        < references.count("#p0") + references.count("#p1") + 200
+    )
+    assert {each for each in references if re.match("#p[0-9]", each)} == {
+        f"#p{n}" for n in range(len(pictures))
+    }
 
 
 def test_before_and_after_stand_side_by_side(page):
-    assert '<th scope="row">mAP@R</th><td>19.0</td><td>29.0</td><td><span class="gain">+10.0</span></td>' in page
+    assert (
+        '<th scope="row">mAP@R</th><td>19.0</td><td>29.0</td><td><span'
+        ' class="gain">+10.0</span></td>' in page
+    )
     assert "7.6% of a step is outside the network" in page
 
 
@@ -107,11 +124,15 @@ def test_right_hits_are_framed_and_marked_apart_from_wrong_ones(page):
     classes = re.findall('class="(.*?)"', sheets)
     assert classes.count("hit right") == sheets.count(">✓<") > 30
     assert classes.count("hit wrong") == sheets.count(">✗<") > 150
-    assert re.search(r"<b>before</b>: \d right among the first 6, AP \d+.0%, first right at rank [123]<", sheets)
+    assert re.search(
+        r"<b>before</b>: \d right among the first 6, AP \d+.0%, first right at rank [123]<", sheets
+    )
 
 
 @pytest.mark.parametrize(
-    "shown", [{"size": DESKTOP}, {"size": PHONE}, {"size": DESKTOP, "dark": True}], ids=["desktop", "phone", "dark"]
+    "shown",
+    [{"size": DESKTOP}, {"size": PHONE}, {"size": DESKTOP, "dark": True}],
+    ids=["desktop", "phone", "dark"],
 )
 def test_a_browser_shows_the_page_without_complaint_and_without_scrolling_sideways(
     tmp_path, evaluated, browser, shown
@@ -124,22 +145,33 @@ def test_a_browser_shows_the_page_without_complaint_and_without_scrolling_sidewa
     assert browser.requests() == []
     ask = browser.driver.execute_script
     assert ask("return document.querySelectorAll('.zoom use').length") > 100
-    assert ask("return [...document.querySelectorAll('.zoom summary')].every(each => each.title.trim())")
-    assert ask("return [...document.querySelectorAll('svg[role=img]')].every(each => each.ariaLabel.trim())")
-    levels = ask("return [...document.querySelectorAll('h1, h2, h3')].map(each => Number(each.tagName[1]))")
+    assert ask(
+        "return [...document.querySelectorAll('.zoom summary')].every(each => each.title.trim())"
+    )
+    assert ask(
+        "return [...document.querySelectorAll('svg[role=img]')].every(each =>"
+        " each.ariaLabel.trim())"
+    )
+    levels = ask(
+        "return [...document.querySelectorAll('h1, h2, h3')].map(each => Number(each.tagName[1]))"
+    )
     assert levels[0] == 1 and levels.count(1) == 1
     assert all(after <= before + 1 for before, after in pairwise(levels))
     # Nothing is cut off: what does not fit scrolls within its own box, which the keyboard reaches.
     assert (
-        ask("""return [...document.querySelectorAll('body *')].filter(each => each.scrollWidth > each.clientWidth + 1
-        && getComputedStyle(each).overflowX == 'auto' && each.tabIndex != 0).length""")
+        ask(
+            """return [...document.querySelectorAll('body *')].filter(each =>
+        each.scrollWidth > each.clientWidth + 1
+        && getComputedStyle(each).overflowX == 'auto' && each.tabIndex != 0).length"""
+        )
         == 0
     )
     assert (
         ask(
-            "return [...document.querySelectorAll('svg text')].filter(each => {"
-            "const own = each.getBoundingClientRect(), all = each.ownerSVGElement.getBoundingClientRect();"
-            "return own.left < all.left - 1 || own.right > all.right + 1 }).map(each => each.textContent)"
+            "return [...document.querySelectorAll('svg text')].filter(each => {const own ="
+            " each.getBoundingClientRect(), all ="
+            " each.ownerSVGElement.getBoundingClientRect();return own.left < all.left - 1 ||"
+            " own.right > all.right + 1 }).map(each => each.textContent)"
         )
         == []
     )
@@ -150,11 +182,18 @@ def test_the_contents_lead_to_every_part_and_unfold_it(tmp_path, evaluated, brow
     browser.open(report(evaluated / f"{ODD}a", tmp_path)[0], size)
     driver = browser.driver
     links = driver.find_elements("css selector", ".contents a")
-    assert [link.text for link in links] == [each.text for each in driver.find_elements("tag name", "h2")]
-    assert driver.execute_script("return document.querySelectorAll('.section:not([open])').length") == 2
+    assert [link.text for link in links] == [
+        each.text for each in driver.find_elements("tag name", "h2")
+    ]
+    assert (
+        driver.execute_script("return document.querySelectorAll('.section:not([open])').length")
+        == 2
+    )
     for link in links:
         link.click()
-        part = driver.execute_script("return document.querySelector(location.hash).closest('details')")
+        part = driver.execute_script(
+            "return document.querySelector(location.hash).closest('details')"
+        )
         assert part.get_attribute("open") and part.find_element("tag name", "h2").text == link.text
         top, bottom = driver.execute_script(
             "r = arguments[0].getBoundingClientRect(); return [r.top, r.bottom]", part
@@ -169,7 +208,9 @@ def test_a_training_leaves_all_that_a_report_needs(tmp_path, training_shards):
     Trainer(recipe(tmp_path / "run", training_shards, **settings), World()).train()
     path, summary = report(tmp_path / "run")
     assert path == tmp_path / "run" / "report.html"
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     validations = [line["validation"] for line in lines if "validation" in line]
     for when, figures in (("before", validations[0]), ("after", validations[-1])):
         assert summary[when] == {name: figures[name] for name in ("mAP", "mAP@R", "R@1")}
@@ -183,7 +224,9 @@ def test_a_training_leaves_all_that_a_report_needs(tmp_path, training_shards):
     assert f"<dt>host</dt><dd>{socket.gethostname()}, cpu<" in text
     found = re.search("<dd>distap (.*?), torch (.*?), Python (.*?)</dd>", text)
     assert found[2] == torch.__version__ and found[3] == platform.python_version()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
     release, _, of_checkout = found[1].partition("+g")
     assert release == RELEASE and commit.stdout.startswith(of_checkout.removesuffix(".dirty"))
     assert "\noptimizer:\n" in text[text.index("<h2>Recipe") :]
@@ -205,7 +248,10 @@ def change_evaluations(run, steps=(0, 24), **changes):
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"data": "gone"}, "gone"), ({"fingerprint": "0" * 64}, "the data set has changed since it was evaluated")],
+    [
+        ({"data": "gone"}, "gone"),
+        ({"fingerprint": "0" * 64}, "the data set has changed since it was evaluated"),
+    ],
 )
 def test_without_the_data_set_a_note_stands_for_the_pictures(run, changes, message):
     change_evaluations(run, **changes)
@@ -246,7 +292,8 @@ def test_evaluations_from_before_an_interruption_are_left_out(run):
 def test_a_folder_with_another_recipe_is_refused(run):
     (run / "recipe.yaml").write_text("steps: 3\n")
     with pytest.raises(
-        DistapError, match=r"recipe.yaml: not readable as `distap train` writes it: KeyError\('data'\)"
+        DistapError,
+        match=r"recipe.yaml: not readable as `distap train` writes it: KeyError\('data'\)",
     ):
         read_run(run)
 
@@ -258,7 +305,8 @@ def test_evaluations_of_different_data_are_not_compared(run):
 
 
 def test_the_hardest_queries_are_those_with_the_lowest_precision():
-    first, last = retrieved(), retrieved(1)
+    first = retrieved()
+    last = retrieved(1)
     _, hardest = sheets_of({"before": first, "after": last}, lambda _: None)["Hardest queries"]
     queries = np.flatnonzero((first.first_positive > 0) & (last.first_positive > 0)).tolist()
     lowest = sorted(queries, key=lambda row: (last.average_precision[row], row))[:8]
@@ -302,7 +350,8 @@ def starts(run, *hosts):
     """Let a run have been started on these hosts, an hour after each other."""
     told = {"device": "cpu", "distap": "0.1.0", "torch": "2.4", "python": "3.11"}
     lines = [
-        {"step": 4 * number, "time": 1.7e9 + 3600 * number, "host": host, **told} for number, host in enumerate(hosts)
+        {"step": 4 * number, "time": 1.7e9 + 3600 * number, "host": host, **told}
+        for number, host in enumerate(hosts)
     ]
     (run / "starts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 

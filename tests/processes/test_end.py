@@ -33,7 +33,9 @@ def test_a_thread_that_is_about_to_leave_the_store_does_not_abort_the_process(tm
 
 
 @pytest.mark.parametrize("status", [0, 1, 75])
-def test_a_process_leaves_with_its_status_and_its_output_around_a_thread_that_never_ends(tmp_path, status):
+def test_a_process_leaves_with_its_status_and_its_output_around_a_thread_that_never_ends(
+    tmp_path, status
+):
     code = f"""
 in_daemon(lambda: call_the_store(float("inf")), "a test")
 sys.stdout.write("written")

@@ -43,7 +43,9 @@ def test_ranks_that_finish_give_status_0(tmp_path):
         assert (job.status(), job.left()) == (FINISHED, [])
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare"
+)
 @pytest.mark.parametrize(
     "host",
     [
@@ -54,7 +56,16 @@ def test_ranks_that_finish_give_status_0(tmp_path):
     ],
 )
 def test_ranks_of_a_host_that_lacks_something_meet(tmp_path, host):
-    command = ["unshare", "--uts", "--mount", "sh", "-c", host, "sh", *launcher(TWO, "finish", tmp_path).command]
+    command = [
+        "unshare",
+        "--uts",
+        "--mount",
+        "sh",
+        "-c",
+        host,
+        "sh",
+        *launcher(TWO, "finish", tmp_path).command,
+    ]
     with started(command, tmp_path) as job:
         assert job.status() == FINISHED, job.said
 
@@ -66,7 +77,8 @@ def test_a_mistake_is_not_tried_again_and_gives_status_2(tmp_path):
         assert "rank 1" in job.said and "left: DistapError: no such data" in job.said
 
 
-@pytest.mark.parametrize("package", ["torch", "numpy"])  # torch takes an error of numpy's for its absence
+# torch takes an error of numpy's for its absence
+@pytest.mark.parametrize("package", ["torch", "numpy"])
 def test_a_signal_in_the_first_seconds_is_heard(package):
     command = [sys.executable, "-c", ASKED_WHILE_TORCH_IS_READ, package]
     early = subprocess.run(command, capture_output=True, text=True)
@@ -87,7 +99,10 @@ def test_a_terminal_that_is_closed_asks_ranks_to_stop(tmp_path):
         *((f"--nnodes={hosts}", f"--nnodes {hosts}: ") for hosts in ("1:2", "0", "two")),
         ("--nnodes=2 --max-restarts=1", "--max-restarts: is for one host"),
         ("--nnodes=2 --node-rank=2", "--node-rank 2: expected one of 0 to 1"),
-        ("--nnodes=2 --rdzv-endpoint=a:1", "--rdzv-endpoint: .* no such option; several hosts meet at --master-addr"),
+        (
+            "--nnodes=2 --rdzv-endpoint=a:1",
+            "--rdzv-endpoint: .* no such option; several hosts meet at --master-addr",
+        ),
         ("--tee=3", "--tee: distap.launcher has no such option"),
     ],
 )
@@ -132,7 +147,9 @@ def test_a_wrong_recipe_starts_no_rank(tmp_path):
         launch_training(TWO.split(), tmp_path / "missing.yaml", [])
 
 
-@pytest.mark.parametrize(("ranks", "why"), [("gpu", "Cuda is not available"), ("many", "many"), ("0", "one rank")])
+@pytest.mark.parametrize(
+    ("ranks", "why"), [("gpu", "Cuda is not available"), ("many", "many"), ("0", "one rank")]
+)
 def test_a_number_of_ranks_that_cannot_be_is_refused(monkeypatch, ranks, why):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DistapError, match=f"--nproc-per-node {ranks}: .*{why}"):
@@ -142,12 +159,18 @@ def test_a_number_of_ranks_that_cannot_be_is_refused(monkeypatch, ranks, why):
 def test_a_mistake_of_one_rank_goes_before_a_request_to_another_and_that_before_a_crash():
     assert status_of({0: RESTART, 1: RESTART}) == RESTART
     assert status_of({0: RESTART, 1: FAILED}) == RESTART
-    assert status_of({0: FAILED, 1: FINISHED}) == status_of({0: -signal.SIGKILL}, is_asked=True) == FAILED
+    assert (
+        status_of({0: FAILED, 1: FINISHED})
+        == status_of({0: -signal.SIGKILL}, is_asked=True)
+        == FAILED
+    )
     assert status_of({0: -signal.SIGTERM, 1: FINISHED}, is_asked=True) == RESTART
     assert status_of({0: FAILED, 1: MISTAKE}) == status_of({0: RESTART, 1: MISTAKE}) == MISTAKE
 
 
-@pytest.mark.parametrize("before", ["", "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)"])
+@pytest.mark.parametrize(
+    "before", ["", "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)"]
+)
 def test_ranks_compute_with_their_threads_whatever_their_supervisor_ignores(before):
     ended = launched_after(before, OMP_NUM_THREADS="2,1")
     assert ended.stdout.split("\n") == ["computed with 2 threads", "status 0", ""], ended.stderr
@@ -158,11 +181,15 @@ def launched_after(code, **environment):
     skip_if_fast("launchers")
     env = os.environ | OF_JOBS | {"PYTHONUNBUFFERED": ""} | environment
     command = [sys.executable, "-c", code + COMPUTE]
-    return subprocess.run(command, cwd=HELPERS, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, cwd=HELPERS, env=env, capture_output=True, text=True, timeout=300
+    )
 
 
 def test_a_host_that_waits_for_another_can_be_stopped(tmp_path):
-    alone = launcher(f"--nnodes=2 --node-rank=1 --master-port={free_ports(1)}", "finish", tmp_path, 600)
+    alone = launcher(
+        f"--nnodes=2 --node-rank=1 --master-port={free_ports(1)}", "finish", tmp_path, 600
+    )
     with started(alone, tmp_path) as job:
         job.pid(1)
         os.kill(job.process.pid, signal.SIGTERM)

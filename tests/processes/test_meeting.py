@@ -32,8 +32,16 @@ def stranger(address):
 
 def listening_addresses(port):
     """The addresses at which this machine listens on a port, in the kernel's hexadecimal."""
-    rows = [line.split() for file in ("tcp", "tcp6") for line in Path("/proc/net", file).read_text().splitlines()[1:]]
-    return [local.split(":")[0] for _, local, _, state, *_ in rows if (state, local[-4:]) == (LISTENS, f"{port:04X}")]
+    rows = [
+        line.split()
+        for file in ("tcp", "tcp6")
+        for line in Path("/proc/net", file).read_text().splitlines()[1:]
+    ]
+    return [
+        local.split(":")[0]
+        for _, local, _, state, *_ in rows
+        if (state, local[-4:]) == (LISTENS, f"{port:04X}")
+    ]
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux")
@@ -46,7 +54,14 @@ def test_the_store_of_one_host_listens_at_its_loopback_address_alone(tmp_path):
 
 def written_by_a_stranger():
     """What a stranger may write, by key."""
-    beat = {"time": 0, "begun": 0, "doing": "nothing", "seconds": 0, "left": "finished", "status": 2}
+    beat = {
+        "time": 0,
+        "begun": 0,
+        "doing": "nothing",
+        "seconds": 0,
+        "left": "finished",
+        "status": 2,
+    }
     return {
         "verdict": ['["all is well", 0]', '["x"', '["x", 2]', "7", b"\xff\xfe", '["x", 75]'],
         "beat/0": [json.dumps(beat), "{", b"\xff"],
@@ -82,7 +97,8 @@ def joined_alike(monkeypatch, secrets, timeout_seconds):
     outcomes = []
     with ThreadPoolExecutor(2) as pool:
         for rank, secret in enumerate(secrets):
-            # Each rank reads its secret before the next one changes the environment, which is that of both.
+            # Each rank reads its secret before the next one changes the environment, which is that
+            # of both.
             monkeypatch.setenv("DISTAP_SECRET", secret)
             outcomes.append(pool.submit(join, rank, 2, timeout_seconds))
             PrefixStore("distap/1", server).wait([f"here/{rank}"], timedelta(seconds=30))
@@ -132,8 +148,11 @@ def test_a_store_listens_at_all_addresses_if_the_named_one_is_not_of_this_host()
         assert listener.getsockname()[0] in ("::", "0.0.0.0")
 
 
-def test_a_store_of_several_hosts_does_not_listen_at_the_loopback_address_of_its_own_name(monkeypatch):
-    # As Debian has it: /etc/hosts maps a machine's own name to 127.0.1.1, which other hosts cannot reach.
+def test_a_store_of_several_hosts_does_not_listen_at_the_loopback_address_of_its_own_name(
+    monkeypatch,
+):
+    # As Debian has it: /etc/hosts maps a machine's own name to 127.0.1.1, which other hosts cannot
+    # reach.
     of_name = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **options: of_name)
     with listening_socket("host0", 0, has_others=True) as listener:
@@ -143,7 +162,10 @@ def test_a_store_of_several_hosts_does_not_listen_at_the_loopback_address_of_its
 
 
 def test_a_store_of_several_hosts_listens_at_all_addresses_of_a_name_that_has_several(monkeypatch):
-    of_name = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in ("192.0.2.1", "192.0.2.2")]
+    of_name = [
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))
+        for address in ("192.0.2.1", "192.0.2.2")
+    ]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **options: of_name)
     with listening_socket("host0", 0, has_others=True) as listener:
         assert listener.getsockname()[0] in ("::", "0.0.0.0")
@@ -173,7 +195,11 @@ def test_ranks_can_meet_again_at_the_same_port():
 
 @pytest.mark.parametrize(
     ("hosts", "interface", "warns"),
-    [(("here", "there"), None, True), (("here", "here"), None, False), (("here", "there"), "eth1", False)],
+    [
+        (("here", "there"), None, True),
+        (("here", "here"), None, False),
+        (("here", "there"), "eth1", False),
+    ],
     ids=["several hosts", "one host", "an interface that is set"],
 )
 def test_a_host_that_calls_itself_a_loopback_address_is_told_if_there_are_others(
@@ -184,4 +210,7 @@ def test_a_host_that_calls_itself_a_loopback_address_is_told_if_there_are_others
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
     warn_of_loopback([RankProcess(rank, host) for rank, host in enumerate(hosts)])
-    assert ("which is 127.0.1.1 here: other hosts cannot reach it; set GLOO_SOCKET_IFNAME" in caplog.text) == warns
+    assert (
+        "which is 127.0.1.1 here: other hosts cannot reach it; set GLOO_SOCKET_IFNAME"
+        in caplog.text
+    ) == warns

@@ -28,7 +28,9 @@ class Held(set):
 
 
 def test_what_a_daemon_held_is_freed_before_its_result_is_told():
-    held, begin, freed = Held(), threading.Event(), []
+    held = Held()
+    begin = threading.Event()
+    freed = []
     watched = weakref.ref(held)
     done = in_daemon(lambda held=held: begin.wait() and len(held), "a test")
     done.add_done_callback(lambda _: freed.append(watched() is None))
@@ -42,7 +44,8 @@ def ranks(number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])  # the one that tells the others of the rest, and one that does not
+# the one that tells the others of the rest, and one that does not
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_ends_all_others_with_its_name_and_the_collective(tmp_path, rank):
     with started(launcher(ranks(3), "go_on", tmp_path), tmp_path) as job:
         job.wait_for_step(2, 5)
@@ -50,7 +53,9 @@ def test_a_stopped_rank_ends_all_others_with_its_name_and_the_collective(tmp_pat
         os.kill(stopped, signal.SIGSTOP)
         assert (job.status(seconds=120), job.left()) == (FAILED, [])
         told = rf"rank {rank} \(\S+, pid {stopped}\) has not been heard of for \d+ s"
-        told = rf"rank \d: all_gather of rows \(gather of step \d+\) did not finish within 5 s: {told}"
+        told = (
+            rf"rank \d: all_gather of rows \(gather of step \d+\) did not finish within 5 s: {told}"
+        )
         assert len(re.findall(told, job.said)) == 2, job.said
 
 
@@ -58,7 +63,10 @@ def test_a_stopped_rank_ends_all_others_with_its_name_and_the_collective(tmp_pat
 def test_a_rank_that_is_stuck_is_named_with_what_it_does(tmp_path):
     with started(launcher(ranks(2), "stuck", tmp_path, timeout_seconds=3), tmp_path) as job:
         assert (job.status(seconds=120), job.left()) == (FAILED, [])
-        told = rf"rank 1 \(\S+, pid {job.pid(1)}\) has not reached it; it has been in describe of step 3 for \d+ s"
+        told = (
+            rf"rank 1 \(\S+, pid {job.pid(1)}\) has not reached it; it has been in describe of step"
+            r" 3 for \d+ s"
+        )
         # Both say so, and the stuck one where it stands.
         assert len(re.findall(told, job.said)) == 2, job.said
         assert "time.sleep(600)" in job.said
@@ -68,13 +76,22 @@ def test_a_rank_that_is_stuck_is_named_with_what_it_does(tmp_path):
 def test_a_rank_that_never_joins_is_named_on_all_others(tmp_path):
     with started(launcher(ranks(3), "absent", tmp_path), tmp_path) as job:
         assert (job.status(seconds=120), job.left()) == (FAILED, [])
-        assert len(re.findall(r"rank 1 of 3 did not join within 5 s; those that did: rank 0 \(", job.said)) == 2
+        assert (
+            len(
+                re.findall(
+                    r"rank 1 of 3 did not join within 5 s; those that did: rank 0 \(", job.said
+                )
+            )
+            == 2
+        )
 
 
 def test_hosts_that_expect_other_numbers_of_ranks_are_told_both():
     store = HashStore()
     first = in_daemon(lambda: _met(store, RankProcess(0), 2, 9, 1e9), "a test")
-    with pytest.raises(DistapError, match=r"rank 1 \(.* as one of 3 ranks, rank 0 \(.* as one of 2"):
+    with pytest.raises(
+        DistapError, match=r"rank 1 \(.* as one of 3 ranks, rank 0 \(.* as one of 2"
+    ):
         _met(store, RankProcess(1), 3, 9, 1e9)
     assert len(first.result()[1]) == 2
 

@@ -21,9 +21,13 @@ def always(monkeypatch):
 
 
 def run(code, **environment):
-    """Run code in a process of its own, without the checks of shapes that pytest puts around every function."""
+    """Run code in a process of its own, without the checks of shapes that pytest puts around every
+    function.
+    """
     environment = os.environ | {"PYTHONPATH": str(HELPERS)} | environment
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -32,7 +36,8 @@ def run(code, **environment):
 @pytest.mark.parametrize("name", ["ap_q", "smooth_ap", "sup_ap"])
 def test_compiled_gives_what_uncompiled_gives(name, always, monkeypatch, caplog):
     raw, labels = problem(0, 300, 40, dimensions=256, dtype=torch.float32)
-    monkeypatch.setattr("distap.ranking.loss.CPU_TILE_PAIRS", 2_000)  # half of them reach few bins, not the first
+    # half of them reach few bins, not the first
+    monkeypatch.setattr("distap.ranking.loss.CPU_TILE_PAIRS", 2_000)
     with caplog.at_level(logging.INFO):
         ranking, gradient = rank_raw(raw, labels, name)
         rank_raw(raw, labels, name)
@@ -58,7 +63,8 @@ print(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 @pytest.mark.slow
 def test_one_graph_serves_tiles_of_all_sizes():
-    # Of counts, codes and slopes; and two more of counts, for positives in one column and for their mirror image.
+    # Of counts, codes and slopes; and two more of counts, for positives in one column and for their
+    # mirror image.
     assert 3 <= int(run(COUNT_OF_GRAPHS)) <= 5
 
 
@@ -75,7 +81,9 @@ for _ in range(2):
 
 @pytest.mark.slow
 def test_without_a_compiler_the_same_functions_run_and_each_says_so_once():
-    said = run(WITHOUT_COMPILER, PATH="", CXX="", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1").splitlines()
+    said = run(
+        WITHOUT_COMPILER, PATH="", CXX="", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1"
+    ).splitlines()
     warnings = [line for line in said if "failed when compiled" in line]
     assert len(warnings) == len(set(warnings)) == 3
     assert all("compiler" in line for line in warnings)
@@ -87,11 +95,15 @@ def test_a_small_batch_is_not_compiled(monkeypatch):
         assert rank_raw(*problem(3, 30, 5), name)[0].is_finite
 
 
-@pytest.mark.parametrize("spread", [0.05, 1.0])  # with the first, powers of far images overflow; the second has none
+# with the first, powers of far images overflow; the second has none
+@pytest.mark.parametrize("spread", [0.05, 1.0])
 def test_powers_of_two_give_what_a_sigmoid_of_each_difference_gives(spread):
-    images, positives = torch.linspace(-1, 1, 401)[None], torch.tensor([[1 - 2 * spread, 1 - spread, 1.0]])
+    images = torch.linspace(-1, 1, 401)[None]
+    positives = torch.tensor([[1 - 2 * spread, 1 - spread, 1.0]])
     images = torch.cat([images, torch.full((1, 1), -torch.inf)], dim=1)
     count, fall = StepSums(sigmoid_step, (0.005,), 0, images, positives).counts()
     each = torch.sigmoid((images.double() - positives.double().mT) / 0.005)
     torch.testing.assert_close(count[0].double(), each.sum(1), rtol=1e-6, atol=0)
-    torch.testing.assert_close(fall[0].double(), (each * (1 - each)).sum(1) / 0.005, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        fall[0].double(), (each * (1 - each)).sum(1) / 0.005, rtol=1e-5, atol=0
+    )

@@ -33,7 +33,8 @@ def left_out():
 def not_finite():
     """The same with rows that say that they take part, and are no numbers."""
     descriptors, labels, taking_part = batch()
-    descriptors[5], descriptors[13, 2] = torch.nan, torch.inf
+    descriptors[5] = torch.nan
+    descriptors[13, 2] = torch.inf
     return descriptors, labels, taking_part
 
 
@@ -62,7 +63,9 @@ def rank_at_once(world, case, loss, mode):
     descriptors, labels, taking_part, images = share(world, case)
     taking_part = taking_part & descriptors.isfinite().all(1)
     gathered = gather(descriptors, labels, taking_part, world, SLOTS, images)
-    return rank_descriptors(LOSSES[loss], extended(gathered) if case == "remembered" else gathered, mode)
+    return rank_descriptors(
+        LOSSES[loss], extended(gathered) if case == "remembered" else gathered, mode
+    )
 
 
 def rank_in_chunks(world, case, loss, mode, memory_bytes=None, size=None):
@@ -81,7 +84,13 @@ def compare_all_cases(world):
     answers = {"arrived": first_half_alone(world) if world.size == 2 else None}
     for compared in COMPARED:
         gathered, ranking = rank_in_chunks(world, *compared)
-        batch = gathered.gallery, gathered.gallery_labels, gathered.images, gathered.own, gathered.taking_part
+        batch = (
+            gathered.gallery,
+            gathered.gallery_labels,
+            gathered.images,
+            gathered.own,
+            gathered.taking_part,
+        )
         answers[compared] = batch, facts_of(ranking), facts_of(rank_at_once(world, *compared))
     return answers
 
@@ -93,7 +102,11 @@ def facts_of(ranking):
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
 def compared(request):
-    return [compare_all_cases(World())] if request.param == 1 else on_ranks(request.param, compare_all_cases)
+    return (
+        [compare_all_cases(World())]
+        if request.param == 1
+        else on_ranks(request.param, compare_all_cases)
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -115,7 +128,9 @@ def test_chunks_give_the_same_loss_and_gradient(compared, case, loss, mode):
 
 
 def test_the_gradient_has_the_same_bits_whenever_chunks_arrive():
-    first, *others = (rank_in_chunks(World(), "batch", "ap_q", "sharded", size=size)[1] for size in (1, 7, SLOTS))
+    first, *others = (
+        rank_in_chunks(World(), "batch", "ap_q", "sharded", size=size)[1] for size in (1, 7, SLOTS)
+    )
     assert all(torch.equal(first.gradient, other.gradient) for other in others)
 
 

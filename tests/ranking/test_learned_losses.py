@@ -18,7 +18,9 @@ from distap.ranking.losses.function import FunctionLoss
 from distap.ranking.losses.sums import Matryoshka
 from distap.ranking.rank import rank
 
-CLASSES, DIMENSIONS = 18, 8  # the labels of a problem of 5 classes go up to 17
+# the labels of a problem of 5 classes go up to 17
+CLASSES = 18
+DIMENSIONS = 8
 
 
 def module_of(name, **options):
@@ -39,11 +41,14 @@ def backward(module, raw, labels):
 def test_loss_and_both_gradients_equal_the_definition(name, weights, dtype, tolerance, monkeypatch):
     monkeypatch.setattr("distap.ranking.loss.CPU_TILE_PAIRS", 100)
     raw, labels = problem(0, 30, 5)
-    raw[10:20], labels[3] = raw[:10], 11  # duplicates, some of two classes, and a class of one image
+    # duplicates, some of two classes, and a class of one image
+    raw[10:20] = raw[:10]
+    labels[3] = 11
     is_by_class = weights == "class" and name != "proxy_anchor"
     module = module_of(name, weights=weights if is_by_class else "uniform").to(dtype)
     value, gradient, by_proxies = backward(module, raw.to(dtype), labels)
-    leaf, proxies = raw.clone().requires_grad_(), next(module.parameters()).detach().double().requires_grad_()
+    leaf = raw.clone().requires_grad_()
+    proxies = next(module.parameters()).detach().double().requires_grad_()
     parts = [labels == label for label in labels.unique()] if is_by_class else [slice(None)]
     expected = torch.stack(
         [defined(name, normalize(leaf)[part], levels_of(labels[part]), [proxies]) for part in parts]
@@ -61,7 +66,8 @@ def test_a_batch_without_any_two_images_of_a_class_can_be_learned_from():
 
 
 def test_a_module_with_parameters_is_trained_as_it_would_be_alone():
-    (raw, labels), function = problem(2, 30, 5), ProxyAnchorLoss(CLASSES, DIMENSIONS).double()
+    raw, labels = problem(2, 30, 5)
+    function = ProxyAnchorLoss(CLASSES, DIMENSIONS).double()
     value, gradient, by_proxies = backward(ListwiseLoss(deepcopy(function)), raw, labels)
     leaf = raw.clone().requires_grad_()
     expected = function(normalize(leaf), labels)
@@ -73,14 +79,17 @@ def test_a_module_with_parameters_is_trained_as_it_would_be_alone():
 
 def test_one_module_of_parameters_is_refused_for_several_dimensions():
     module = FunctionLoss(ProxyAnchorLoss(CLASSES, DIMENSIONS).double())
-    with pytest.raises(DistapError, match=r"several terms use the parameters of one .*a module of its own"):
+    with pytest.raises(
+        DistapError, match=r"several terms use the parameters of one .*a module of its own"
+    ):
         ListwiseLoss(Matryoshka(dimensions=(4, DIMENSIONS), inner=module))
     raw, labels = problem(2, 30, 5)
     assert ListwiseLoss(Matryoshka(dimensions=(DIMENSIONS,), inner=module))(raw, labels).isfinite()
 
 
 def share_of_module(world):
-    (raw, labels), mine = problem(3, 21, 5), slice(7 * world.rank, 7 * world.rank + 7)
+    raw, labels = problem(3, 21, 5)
+    mine = slice(7 * world.rank, 7 * world.rank + 7)
     return [
         backward(module_of(name, group=dist.group.WORLD, mode=mode), raw[mine], labels[mine])
         for name in SOFTMAX
@@ -105,7 +114,8 @@ def test_first_proxies_depend_on_the_seed_alone_and_are_saved_with_the_module():
     drawn = [loss.parameters[0] for loss in (first, again, other)]
     assert drawn[0].shape == (9, 4) and torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
-    module, again = module_of("proxy_nca", seed=1), module_of("proxy_nca")
+    module = module_of("proxy_nca", seed=1)
+    again = module_of("proxy_nca")
     again.load_state_dict(module.state_dict())
     assert torch.equal(again.learned["proxies"], module.learned["proxies"])
 
@@ -113,17 +123,29 @@ def test_first_proxies_depend_on_the_seed_alone_and_are_saved_with_the_module():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda: build_loss("proxy_nca").learned, "needs `classes`, the number of classes, and `dimensions`"),
-        (lambda: build_loss("proxy_nca", classes=3).sized(4, 8, 0), "classes is 3, but this training has 4"),
+        (
+            lambda: build_loss("proxy_nca").learned,
+            "needs `classes`, the number of classes, and `dimensions`",
+        ),
+        (
+            lambda: build_loss("proxy_nca", classes=3).sized(4, 8, 0),
+            "classes is 3, but this training has 4",
+        ),
         (
             lambda: rank(
                 normalize(problem(5, 30, 9)[0]),
                 problem(5, 30, 9)[1],
                 build_loss("proxy_nca", classes=5, dimensions=9),
             ),
-            "are 5 proxies of 9 dimensions, but labels go up to .* and descriptors have 8 dimensions",
+            (
+                "are 5 proxies of 9 dimensions, but labels go up to .* and descriptors have 8"
+                " dimensions"
+            ),
         ),
-        (lambda: build_loss("normalized_softmax", temperature=0), "temperature: 0: must be greater than 0"),
+        (
+            lambda: build_loss("normalized_softmax", temperature=0),
+            "temperature: 0: must be greater than 0",
+        ),
     ],
 )
 def test_numbers_that_do_not_fit_are_named(change, message):

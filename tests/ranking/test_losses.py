@@ -19,7 +19,9 @@ from distap.registry import REGISTRY
 
 
 def hundredths(low, high):
-    """Numbers with two decimals: hypothesis refuses to draw others where subnormal ones are flushed."""
+    """Numbers with two decimals: hypothesis refuses to draw others where subnormal ones are
+    flushed.
+    """
     return st.integers(round(100 * low), round(100 * high)).map(lambda number: number / 100)
 
 
@@ -73,7 +75,10 @@ OPTIONS = {
         "ks": st.sampled_from([(1, 2, 4, 8, 16), (2, 5)]),
         "offset": st.sampled_from([None, -3.56]),
     },
-    "pnp": {"form": st.sampled_from(["O", "I_u", "I_b", "D_s", "D_q"]), "alpha": st.sampled_from([1.0, 2.0])},
+    "pnp": {
+        "form": st.sampled_from(["O", "I_u", "I_b", "D_s", "D_q"]),
+        "alpha": st.sampled_from([1.0, 2.0]),
+    },
     "sup_con": {"temperature": st.sampled_from([0.07, 0.5])},
     "info_nce": {},
 }
@@ -103,21 +108,28 @@ def assert_same(ranking, gradient, loss, expected, tolerance=1e-9, residue=1e-13
 @given(problems(), st.none() | st.integers(4, 34))
 def test_value_and_gradient_equal_the_definition_also_with_remembered_images(case, remembered):
     name, options, raw, labels = case
-    memory, gallery = None, ()
+    memory = None
+    gallery = ()
     if remembered is not None:
         other, other_labels = problem(10_001, remembered, 12)
-        memory, gallery = remembering(10_001, remembered, classes=12), (normalize(other), other_labels)
+        memory = remembering(10_001, remembered, classes=12)
+        gallery = (normalize(other), other_labels)
     ranked = rank_raw(raw, labels, name, memory=memory, **options)
     residue = 1e-12 if name in OF_QUERY else 1e-13
-    assert_same(*ranked, *listwise_gradient(name, raw, labels, *gallery, **options), residue=residue)
+    assert_same(
+        *ranked, *listwise_gradient(name, raw, labels, *gallery, **options), residue=residue
+    )
 
 
 @pytest.mark.parametrize("name", REGISTRY["loss"])
 def test_in_float32_value_and_gradients_are_those_of_float64(name):
-    # Of larger batches, some pairs are so near a jump of SupAP's steps that rounding takes them beyond it.
+    # Of larger batches, some pairs are so near a jump of SupAP's steps that rounding takes them
+    # beyond it.
     raw, labels = problem(1, 120, 20, dtype=torch.float32)
     of_type = (torch.float64, torch.float32)
-    exact, ranked = (rank_raw(raw.to(one), levels_of(labels), built(name, 400, 8, one)) for one in of_type)
+    exact, ranked = (
+        rank_raw(raw.to(one), levels_of(labels), built(name, 400, 8, one)) for one in of_type
+    )
     assert_same(*ranked, exact[0].loss.item(), exact[1], tolerance=1e-5)
     for found, expected in zip(ranked[0].by_parameters, exact[0].by_parameters, strict=True):
         assert (found - expected).norm() <= 1e-5 * expected.norm()
@@ -138,7 +150,8 @@ def test_bins_recomputed_are_the_bins_kept(name, monkeypatch):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_exact_duplicates_are_ranked(name):
-    # Entries of one half make similarities exact, so that ties are ties in every order of summation.
+    # Entries of one half make similarities exact, so that ties are ties in every order of
+    # summation.
     generator = torch.Generator().manual_seed(3)
     raw = torch.randint(0, 2, (28, 4), generator=generator, dtype=torch.float64) - 0.5
     labels = torch.randint(0, 6, (28,), generator=generator)
@@ -146,12 +159,16 @@ def test_exact_duplicates_are_ranked(name):
         pytest.skip("its gradient depends on how ties are broken")
     # So many bins have no similarity of 0 or 0.5 at a centre, where the gradient jumps.
     options = {"bins": 7} if name == "fast_ap" else {}
-    assert_same(*rank_raw(raw, labels, name, **options), *listwise_gradient(name, raw, labels, **options))
+    assert_same(
+        *rank_raw(raw, labels, name, **options), *listwise_gradient(name, raw, labels, **options)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", REGISTRY["loss"])
-def test_small_tiles_give_what_one_large_tile_gives_and_duplicates_are_ties(name, dtype, monkeypatch):
+def test_small_tiles_give_what_one_large_tile_gives_and_duplicates_are_ties(
+    name, dtype, monkeypatch
+):
     third = 15 if name == "simix" else 61  # simix makes many images of a few
     raw, labels = problem(7, 3 * third, 40, dimensions=100, dtype=dtype)
     loss = built(name, int(labels.max()) + 1, 100, dtype)
@@ -184,8 +201,12 @@ def test_an_image_under_two_classes_has_one_loss_and_gradient_in_each_type_and_t
     whole, gradient = rank_raw(raw, labels, name, **options)
     for dtype in (torch.float64, torch.float32):
         for memory_bytes in (None, 1):
-            ranked, found = rank_raw(raw.to(dtype), labels, name, memory_bytes=memory_bytes, **options)
-            assert_same(ranked, found.double(), whole.loss.item(), gradient, 100 * torch.finfo(dtype).eps)
+            ranked, found = rank_raw(
+                raw.to(dtype), labels, name, memory_bytes=memory_bytes, **options
+            )
+            assert_same(
+                ranked, found.double(), whole.loss.item(), gradient, 100 * torch.finfo(dtype).eps
+            )
 
 
 def test_semi_hard_takes_the_nearest_negative_that_is_farther_by_more_than_a_tie():
@@ -199,8 +220,14 @@ def test_semi_hard_takes_the_nearest_negative_that_is_farther_by_more_than_a_tie
         positives = similarities[query, (labels == label) & (torch.arange(len(labels)) != query)]
         negatives = similarities[query, labels != label]
         farther = [negatives[negatives < positive] for positive in positives]
-        pairs = [(positive, some.max()) for positive, some in zip(positives, farther, strict=True) if len(some)]
-        violations = [(2 * (negative - positive) + 0.1).clamp(min=0) for positive, negative in pairs]
+        pairs = [
+            (positive, some.max())
+            for positive, some in zip(positives, farther, strict=True)
+            if len(some)
+        ]
+        violations = [
+            (2 * (negative - positive) + 0.1).clamp(min=0) for positive, negative in pairs
+        ]
         losses.append(sum(violations) / len(positives) if len(positives) else torch.nan)
     found = rank_raw(raw, labels, "triplet", mining="semi_hard", squared=True)[0].loss
     assert found.item() == pytest.approx(torch.tensor(losses).nanmean().item(), abs=1e-6)
@@ -209,7 +236,8 @@ def test_semi_hard_takes_the_nearest_negative_that_is_farther_by_more_than_a_tie
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_query_without_positive_is_left_out_and_counted(name):
     raw, labels = problem(4, 30, 5)
-    labels[3], labels[7] = 1000, 2000
+    labels[3] = 1000
+    labels[7] = 2000
     ranked = rank_raw(raw, labels, name)
     alone = torch.tensor([labels.tolist().count(label) == 1 for label in labels.tolist()])
     assert ranked[0].skipped_queries == alone.sum()
@@ -220,13 +248,19 @@ def test_a_query_without_positive_is_left_out_and_counted(name):
 
 
 def separated(seed=0):
-    """Four classes, each image orthogonal to those of other classes and within 0.01 of its own, in float32."""
+    """Four classes, each image orthogonal to those of other classes and within 0.01 of its own, in
+    float32.
+    """
     generator = torch.Generator().manual_seed(seed)
-    raw = torch.eye(4, 16).repeat_interleave(6, dim=0) + 0.01 * torch.randn(24, 16, generator=generator)
+    raw = torch.eye(4, 16).repeat_interleave(6, dim=0) + 0.01 * torch.randn(
+        24, 16, generator=generator
+    )
     return raw, torch.arange(4).repeat_interleave(6)
 
 
-@pytest.mark.parametrize("name", ["ap_q", "ap_t", "fast_ap", "smooth_ap", "sup_ap", "calibration", "roadmap"])
+@pytest.mark.parametrize(
+    "name", ["ap_q", "ap_t", "fast_ap", "smooth_ap", "sup_ap", "calibration", "roadmap"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_separated_classes_have_no_loss_and_a_gradient_below_any_noise(name, dtype):
     raw, labels = separated()
@@ -244,11 +278,14 @@ def test_sup_ap_bounds_the_ap_loss_from_above(seed, images, classes):
 
 
 def exact_ap_loss(descriptors, labels):
-    """1 - AP of each query, itself among the positives; a negative that ties with a positive comes before it."""
+    """1 - AP of each query, itself among the positives; a negative that ties with a positive comes
+    before it.
+    """
     similarities = descriptors @ descriptors.t()
     losses = []
     for query, label in enumerate(labels):
-        positives, negatives = similarities[query, labels == label], similarities[query, labels != label]
+        positives = similarities[query, labels == label]
+        negatives = similarities[query, labels != label]
         among = torch.stack([(positives >= s).sum() for s in positives])
         before = torch.stack([(negatives >= s).sum() for s in positives])
         losses.append(1 - (among / (among + before)).mean())
@@ -280,7 +317,11 @@ def test_in_bfloat16_autocast_the_gradient_is_that_of_float32(name):
         ("recall_at_k", {"ks": []}, "ks"),
         ("simix", {"inner": "triplet"}, "inner is Triplet"),
         ("h_ap", {"self_pair": False}, "self_pair: False: must be True"),
-        ("triplet", {"mining": "easy"}, "mining: 'easy': must be 'all', 'hardest', 'hard_negative' or 'semi_hard'"),
+        (
+            "triplet",
+            {"mining": "easy"},
+            "mining: 'easy': must be 'all', 'hardest', 'hard_negative' or 'semi_hard'",
+        ),
     ],
 )
 def test_settings_that_make_no_sense_are_named(name, options, message):

@@ -44,7 +44,8 @@ MINER = {"miner": "MultiSimilarityMiner", "miner_options": {"epsilon": 0.1}}
     ],
 )
 def test_losses_that_pytorch_metric_learning_has_are_its_own(function, mined, name, options):
-    raw, labels = problem(6, 40, 8)[0], torch.arange(40) % 10
+    raw = problem(6, 40, 8)[0]
+    labels = torch.arange(40) % 10
     theirs, their_gradient = rank_raw(raw, labels, NAME, function=function, **mined)
     ours, gradient = rank_raw(raw, labels, name, **options)
     assert ours.loss.item() == pytest.approx(theirs.loss.item(), rel=1e-9)

@@ -10,7 +10,8 @@ from distap.ranking.memory import CrossBatchMemory
 from distap.registry import REGISTRY
 
 
-@pytest.mark.parametrize("name", [name for name in REGISTRY["loss"] if name != "simix"])  # which draws again
+# which draws again
+@pytest.mark.parametrize("name", [name for name in REGISTRY["loss"] if name != "simix"])
 def test_without_gradients_it_is_a_figure_to_watch(name):
     raw, labels = problem(7, 20, 4)
     loss = ListwiseLoss(built(name, 10, 8))
@@ -40,7 +41,8 @@ def test_it_says_that_it_differentiates_once():
     ],
 )
 def test_over_some_steps_each_batch_meets_what_a_list_of_earlier_ones_holds(name, options):
-    loss, remembered = ListwiseLoss(name, memory=20, **options), []
+    loss = ListwiseLoss(name, memory=20, **options)
+    remembered = []
     for step in range(5):
         last, loss = loss, ListwiseLoss(name, memory=20, **options)
         loss.load_state_dict(last.state_dict())
@@ -56,11 +58,14 @@ def test_over_some_steps_each_batch_meets_what_a_list_of_earlier_ones_holds(name
         torch.testing.assert_close(rows.grad, gradient, rtol=1e-9, atol=1e-13)
         remembered = [*remembered, *zip(images.tolist(), normalize(raw), labels, strict=True)][-20:]
     assert len(gallery[0]) > 10
-    assert loss.eval()(raw, labels).item() == pytest.approx(listwise_gradient(name, raw, labels, **options)[0])
+    assert loss.eval()(raw, labels).item() == pytest.approx(
+        listwise_gradient(name, raw, labels, **options)[0]
+    )
 
 
 def test_a_smaller_memory_takes_the_last_of_a_larger_one_and_none_is_below_zero():
-    memory, smaller = remembering(0, 8, first=0), CrossBatchMemory(3)
+    memory = remembering(0, 8, first=0)
+    smaller = CrossBatchMemory(3)
     smaller.load_state_dict(memory.state_dict())
     assert smaller.state_dict()["images"].tolist() == [5, 6, 7]
     with pytest.raises(ValueError, match="size is -1"):

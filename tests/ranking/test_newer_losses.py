@@ -38,11 +38,20 @@ def assert_is(raw, labels, name, options, definition, memory=None, tolerance=1e-
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.sampled_from([*GRADED]), st.data(), st.integers(0, 10_000), st.sampled_from(WEIGHTS), st.integers(1, 4))
-def test_graded_losses_equal_the_definition_at_any_number_of_levels(name, data, seed, weights, depth):
+@given(
+    st.sampled_from([*GRADED]),
+    st.data(),
+    st.integers(0, 10_000),
+    st.sampled_from(WEIGHTS),
+    st.integers(1, 4),
+)
+def test_graded_losses_equal_the_definition_at_any_number_of_levels(
+    name, data, seed, weights, depth
+):
     options = data.draw(st.sampled_from(GRADED[name]))
     raw, labels = problem(seed, data.draw(st.integers(4, 16)), data.draw(st.integers(1, 6)))
-    levels, other = levels_of(labels, depth), problem(78, 6, 4)
+    levels = levels_of(labels, depth)
+    other = problem(78, 6, 4)
     memory = CrossBatchMemory(100)
     rank(normalize(other[0]), levels_of(other[1], depth), name, memory=memory)
     of_memory = normalize(other[0]), levels_of(other[1], depth)
@@ -62,7 +71,9 @@ def test_graded_losses_equal_the_definition_at_any_number_of_levels(name, data, 
     [{"smooth_ap": {"tau": 0.5}}, {"smooth_ndcg": {"tau": 0.5}}, {"triplet": {"margin": None}}],
     ids=lambda loss: next(iter(loss)),
 )
-def test_interpolated_sums_of_large_classes_equal_those_of_all_pairs(loss, dtype, tolerance, monkeypatch):
+def test_interpolated_sums_of_large_classes_equal_those_of_all_pairs(
+    loss, dtype, tolerance, monkeypatch
+):
     raw, labels = problem(0, 300, 2, dtype=dtype)
     interpolated = []
 
@@ -84,15 +95,19 @@ def test_the_conventions_of_published_code_are_pinned_by_numbers():
     # yash0307/RecallatK_surrogate ed05202, run on these inputs.
     duplicates = torch.eye(16, dtype=torch.float64).repeat_interleave(4, dim=0)
     labels = torch.arange(16).repeat_interleave(4)
-    assert rank(duplicates, labels, "recall_at_k", preset="released").loss.item() == pytest.approx(0.214582, abs=1e-6)
+    assert rank(duplicates, labels, "recall_at_k", preset="released").loss.item() == pytest.approx(
+        0.214582, abs=1e-6
+    )
     # Three positives at ranks 1, 2, 3, all well apart: images of one class along a spiral.
-    far, labels = spiral([0, 0.4, 0.9, 1.6] + [2 + 0.05 * k for k in range(16)]), torch.arange(20).clamp(max=4) // 4
+    far = spiral([0, 0.4, 0.9, 1.6] + [2 + 0.05 * k for k in range(16)])
+    labels = torch.arange(20).clamp(max=4) // 4
     for preset, expected in (("released", 0.285092), ("paper", 0.270500)):
         ranking = rank(far, labels, "recall_at_k", preset=preset, tau=1e-4)
         assert ranking.per_query[0].item() == pytest.approx(expected, abs=1e-6)
     raw, labels = problem(3, 60, 12)
     once, twice = (
-        rank_raw(raw, given, "h_ap", preset="released") for given in (labels, labels[:, None].repeat(1, 2))
+        rank_raw(raw, given, "h_ap", preset="released")
+        for given in (labels, labels[:, None].repeat(1, 2))
     )
     sup_ap = rank_raw(raw, labels, "sup_ap", preset="released")
     for ranking, gradient in (once, twice):
@@ -106,9 +121,11 @@ def spiral(angles):
 
 def test_simix_ranks_virtual_images_of_every_pair_of_a_class():
     raw, labels = problem(2, 17, 5)
-    leaf, loss = raw.clone().requires_grad_(), build_loss("simix", inner={"recall_at_k": {"form": "paper"}})
+    leaf = raw.clone().requires_grad_()
+    loss = build_loss("simix", inner={"recall_at_k": {"form": "paper"}})
     ranking, gradient = rank_raw(raw, labels, loss, step=3)
-    d, found = normalize(leaf), virtual_images(labels, loss, lambda spying: rank_raw(raw, labels, spying, step=3))
+    d = normalize(leaf)
+    found = virtual_images(labels, loss, lambda spying: rank_raw(raw, labels, spying, step=3))
     assert all(0 <= one <= 1 for _, _, one in found)
     virtual = torch.stack([alpha * d[a] + (1 - alpha) * d[b] for a, b, alpha in found])
     everything = torch.cat([d, virtual])
@@ -126,14 +143,19 @@ def test_simix_ranks_virtual_images_of_every_pair_of_a_class():
 )
 def test_matryoshka_is_the_sum_over_cut_descriptors(inner):
     raw, labels = problem(4, 30, 5)
-    module = ListwiseLoss({"matryoshka": {"dimensions": [2, 5, 8], "weights": [1, 0.5, 2], "inner": inner}}).double()
+    module = ListwiseLoss(
+        {"matryoshka": {"dimensions": [2, 5, 8], "weights": [1, 0.5, 2], "inner": inner}}
+    ).double()
     leaf = raw.clone().requires_grad_()
     module(leaf, labels).backward()
     same = raw.clone().requires_grad_()
     parts = [build_loss(inner).sized(None, d, 0) for d in (2, 5, 8)]
     for part in filter(lambda one: one.learned is not None, parts):
         part.learned.double()
-    values = [ListwiseLoss(part)(normalize(same)[:, :d], labels) for part, d in zip(parts, (2, 5, 8), strict=True)]
+    values = [
+        ListwiseLoss(part)(normalize(same)[:, :d], labels)
+        for part, d in zip(parts, (2, 5, 8), strict=True)
+    ]
     (values[0] + 0.5 * values[1] + 2 * values[2]).backward()
     torch.testing.assert_close(leaf.grad, same.grad, rtol=1e-9, atol=1e-13)
     with pytest.raises(DistapError, match="dimensions has 8, but descriptors have 6"):
@@ -146,11 +168,20 @@ def test_matryoshka_is_the_sum_over_cut_descriptors(inner):
 def test_csl_equals_the_definition_at_any_number_of_levels(seed, images, depth, weights):
     raw, labels = problem(seed, images, 5)
     raw[3::3] = raw[0]  # duplicates, of several classes
-    tree, margins = levels_of(torch.arange(18), depth), newer_losses.MARGINS
-    settings = {"classes": 18, "dimensions": 8, "margins": margins, "weights": weights, "seed": seed}
+    tree = levels_of(torch.arange(18), depth)
+    margins = newer_losses.MARGINS
+    settings = {
+        "classes": 18,
+        "dimensions": 8,
+        "margins": margins,
+        "weights": weights,
+        "seed": seed,
+    }
     module = ListwiseLoss("csl", tree=tree[:, 1:].tolist(), **settings).double()
-    leaf, proxies = raw.clone().requires_grad_(), module.learned["proxies"].detach().clone().requires_grad_()
-    value = module(same := raw.clone().requires_grad_(), tree[labels] if seed % 2 else labels)
+    leaf = raw.clone().requires_grad_()
+    proxies = module.learned["proxies"].detach().clone().requires_grad_()
+    same = raw.clone().requires_grad_()
+    value = module(same, tree[labels] if seed % 2 else labels)
     value.backward()
     expected = newer_losses.csl(normalize(leaf), labels, proxies, tree, weights)
     expected.backward()
@@ -169,13 +200,18 @@ def test_csl_equals_the_definition_at_any_number_of_levels(seed, images, depth, 
 )
 def test_a_tree_that_does_not_fit_is_named(tree, message):
     with pytest.raises(DistapError, match=message):
-        ListwiseLoss("csl", classes=3, dimensions=8, tree=tree)(torch.randn(2, 8), torch.tensor([[0, 0], [1, 0]]))
+        ListwiseLoss("csl", classes=3, dimensions=8, tree=tree)(
+            torch.randn(2, 8), torch.tensor([[0, 0], [1, 0]])
+        )
 
 
 def test_wrappers_ask_of_a_batch_what_their_inner_loss_asks():
-    raw, levels = normalize(problem(4, 6, 5)[0]), torch.stack([torch.arange(6), torch.arange(6) // 3], 1)
+    raw = normalize(problem(4, 6, 5)[0])
+    levels = torch.stack([torch.arange(6), torch.arange(6) // 3], 1)
     assert rank(raw, levels, {"matryoshka": {"dimensions": [4], "inner": "h_ap"}}).queries == 6
-    lone = build_loss({"matryoshka": {"dimensions": [4], "inner": {"name": "arc_face", "classes": 6}}})
+    lone = build_loss(
+        {"matryoshka": {"dimensions": [4], "inner": {"name": "arc_face", "classes": 6}}}
+    )
     assert ListwiseLoss(lone)(raw, levels[:, 0]).item() > 0
 
 
@@ -188,11 +224,15 @@ def test_arc_face_falls_with_similarity_everywhere():
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_the_sigmoid_loss_trains_its_scale_and_bias(weights):
     raw, labels = problem(6, 12, 5)
-    raw[6:9], labels[4] = raw[:3], 999  # duplicates, and an image alone in its class
+    # duplicates, and an image alone in its class
+    raw[6:9] = raw[:3]
+    labels[4] = 999
     other, other_labels = problem(7, 5, 5)
-    module, leaf = ListwiseLoss("sigmoid", memory=100, weights=weights).double(), raw.clone().requires_grad_()
+    module = ListwiseLoss("sigmoid", memory=100, weights=weights).double()
+    leaf = raw.clone().requires_grad_()
     module(other, other_labels)
-    value, same = module(leaf, labels), raw.clone().requires_grad_()
+    value = module(leaf, labels)
+    same = raw.clone().requires_grad_()
     value.backward()
     learned = {name: one.detach().clone().requires_grad_() for name, one in module.learned.items()}
     assert [one.item() for one in learned.values()] == [-10, pytest.approx(math.log(10))]
@@ -201,17 +241,17 @@ def test_the_sigmoid_loss_trains_its_scale_and_bias(weights):
     expected.backward()
     assert value.item() == pytest.approx(expected.item(), rel=1e-9)
     found = [leaf.grad, *(one.grad for one in module.learned.values())]
-    torch.testing.assert_close(found, [same.grad, *(one.grad for one in learned.values())], rtol=1e-9, atol=1e-13)
+    torch.testing.assert_close(
+        found, [same.grad, *(one.grad for one in learned.values())], rtol=1e-9, atol=1e-13
+    )
 
 
 @pytest.mark.parametrize("name", ["triplet", "contrastive"])
 def test_gradients_of_near_duplicates_are_those_of_float64(name):
     raw, labels = problem(8, 12, 4, dtype=torch.float32)
     raw = normalize(raw.double()).float()
-    raw[1::2], labels[1::2] = (
-        raw[::2] + 1e-6 * torch.randn(6, 8, generator=torch.Generator().manual_seed(0)),
-        labels[::2],
-    )
+    raw[1::2] = raw[::2] + 1e-6 * torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    labels[1::2] = labels[::2]
     exact, coarse = (
         rank_raw(normalize(raw.double()).to(dtype), labels, name)[1].double()
         for dtype in (torch.float64, torch.float32)
@@ -222,9 +262,15 @@ def test_gradients_of_near_duplicates_are_those_of_float64(name):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([[0, 0], [0, 1], [1, 0], [1, 0]], "label 0 of level 0 lies within 0 and within 1 of level 1"),
+        (
+            [[0, 0], [0, 1], [1, 0], [1, 0]],
+            "label 0 of level 0 lies within 0 and within 1 of level 1",
+        ),
         ([[0, 0], [0, 0], [1, -1], [1, 0]], "row 2: labels -1 are no class numbers"),
-        ([[[0]], [[0]], [[1]], [[1]]], r"labels are \(4, 1, 1\) for 4 images; \(4,\), or \(4, L\) for L levels"),
+        (
+            [[[0]], [[0]], [[1]], [[1]]],
+            r"labels are \(4, 1, 1\) for 4 images; \(4,\), or \(4, L\) for L levels",
+        ),
     ],
 )
 def test_labels_that_are_no_levels_are_refused(labels, message):
@@ -235,6 +281,8 @@ def test_labels_that_are_no_levels_are_refused(labels, message):
 def test_a_memory_of_other_levels_and_large_labels():
     raw, labels = problem(9, 12, 4)
     memory = remembering(9, 8)
-    with pytest.raises(DistapError, match="labels have 2 levels, but those of the memory's descriptors have 1"):
+    with pytest.raises(
+        DistapError, match="labels have 2 levels, but those of the memory's descriptors have 1"
+    ):
         rank(normalize(raw), levels_of(labels, 2), "h_ap", memory=memory)
     assert rank(normalize(raw), labels + 2**62, "simix").is_finite

@@ -38,11 +38,14 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("mine", "ours", "with_memory"), PAIRS)
-def test_autograd_through_a_formula_gives_the_derivative_by_hand(mine, ours, with_memory, monkeypatch):
+def test_autograd_through_a_formula_gives_the_derivative_by_hand(
+    mine, ours, with_memory, monkeypatch
+):
     monkeypatch.setattr("distap.ranking.loss.CPU_TILE_PAIRS", 300)
     raw, labels = problem(0, 40, 5)
     ranked = [
-        rank_raw(raw, labels, loss, memory=remembering(1, 15) if with_memory else None) for loss in (mine, ours)
+        rank_raw(raw, labels, loss, memory=remembering(1, 15) if with_memory else None)
+        for loss in (mine, ours)
     ]
     (got, gradient), (expected, expected_gradient) = ranked
     assert got.loss.item() == pytest.approx(expected.loss.item(), rel=1e-9)
@@ -64,7 +67,9 @@ class Mean(SimilarityLoss):
 
 def test_a_mean_where_one_value_a_query_is_expected_is_refused():
     raw, labels = problem(0, 12, 3)
-    with pytest.raises(DistapError, match=r"Mean gave shape \(\); expected \(11,\): one value a query"):
+    with pytest.raises(
+        DistapError, match=r"Mean gave shape \(\); expected \(11,\): one value a query"
+    ):
         rank_raw(raw, labels, Mean())
 
 

@@ -26,10 +26,12 @@ compiling.PAYS_FROM_PAIRS = 2**62
 def peak(loss, batch, budget):
     labels = (torch.arange(batch) // 8)[torch.randperm(batch)]
     descriptors = normalize(torch.randn(batch, 32))
-    return peak_bytes(lambda: rank(descriptors, labels, loss, memory_bytes=budget), descriptors.device)
+    ranked = lambda: rank(descriptors, labels, loss, memory_bytes=budget)
+    return peak_bytes(ranked, descriptors.device)
 
 for loss, budget, *batches in json.loads(sys.argv[1]):
-    print(json.dumps([peak(loss, batch, budget) for batch in (256, *batches)][1:]))  # the first sets things up
+    peaks = [peak(loss, batch, budget) for batch in (256, *batches)]
+    print(json.dumps(peaks[1:]))  # the first sets things up
 """
 
 
@@ -37,8 +39,12 @@ for loss, budget, *batches in json.loads(sys.argv[1]):
 def peaks():
     skip_if_fast("a process")
     asked = [("ap_q", BUDGET, 1024, 4096), ("smooth_ap", None, 2048), ("sup_ap", None, 2048)]
-    # A mapping for each tensor, so that none lies where another's memory was freed and goes uncounted.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(64 * 1024), "MALLOC_MMAP_MAX_": "1000000"}
+    # A mapping for each tensor, so that none lies where another's memory was freed and goes
+    # uncounted.
+    environment = os.environ | {
+        "MALLOC_MMAP_THRESHOLD_": str(64 * 1024),
+        "MALLOC_MMAP_MAX_": "1000000",
+    }
     command = [sys.executable, "-c", MEASURE, json.dumps(asked)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -46,7 +52,8 @@ def peaks():
 
 def test_without_kept_bins_memory_grows_no_faster_than_the_batch(peaks):
     small, large = peaks[0]
-    assert BUDGET / 2 < 4096**2 / 2  # bytes of the bins: they do not fit the half of the budget that is theirs
+    # bytes of the bins: they do not fit the half of the budget that is theirs
+    assert BUDGET / 2 < 4096**2 / 2
     assert math.log(large / small) / math.log(4) <= 1.1
 
 

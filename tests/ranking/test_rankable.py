@@ -27,7 +27,9 @@ def test_rows_at_fault_are_named():
         broken = descriptors.clone()
         broken[3, 1] = broken[7, 0] = value
         assert "rows 3, 7: descriptors hold values that are not finite" in refusal(broken, labels)
-    assert "rows 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more" in refusal(descriptors * torch.nan, labels)
+    assert "rows 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more" in refusal(
+        descriptors * torch.nan, labels
+    )
     descriptors[5] *= 3
     assert "row 5: descriptors have other lengths than 1, such as 3" in refusal(descriptors, labels)
 
@@ -36,18 +38,25 @@ def test_a_batch_of_one_class_or_of_singletons():
     descriptors, labels = batch()
     of_one = refusal(descriptors, torch.full_like(labels, 7))
     assert "all 12 images of this batch (rows 0 to 11) are of one class, 7" in of_one
-    assert "none of the 12 images of this batch (rows 0 to 11) has another" in refusal(descriptors, torch.arange(12))
+    assert "none of the 12 images of this batch (rows 0 to 11) has another" in refusal(
+        descriptors, torch.arange(12)
+    )
 
 
 def test_labels_beyond_the_range():
     descriptors, labels = batch()
-    overflowed, signed = labels.clone(), labels.clone()
+    overflowed = labels.clone()
+    signed = labels.clone()
     overflowed[2] = torch.iinfo(torch.int64).max
     overflowed[2] += 1
-    assert "row 2: labels -9223372036854775808 are no class numbers" in refusal(descriptors, overflowed)
+    assert "row 2: labels -9223372036854775808 are no class numbers" in refusal(
+        descriptors, overflowed
+    )
     signed[4] = -5
     unsigned = signed.view(torch.uint64)
-    assert "row 4: labels 18446744073709551611 are no class numbers" in refusal(descriptors, unsigned)
+    assert "row 4: labels 18446744073709551611 are no class numbers" in refusal(
+        descriptors, unsigned
+    )
 
 
 def test_labels_as_large_as_they_may_be_are_ranked():

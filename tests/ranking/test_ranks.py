@@ -25,9 +25,15 @@ OTHERS = {
     "violating": build_loss("calibration", preset="released"),
     "5 negatives": build_loss("contrastive", negatives=5),
     "semi-hard": build_loss("triplet", mining="semi_hard", squared=True),
-    "of another package": build_loss("benchmarks.metric_learning:MetricLearning", function="ContrastiveLoss"),
-    "proxies of another package": build_loss("benchmarks.metric_learning:MetricLearning", function="ProxyAnchorLoss"),
-    "matryoshka of a sum": build_loss({"matryoshka": {"dimensions": [2, 5], "inner": {"ap_q": 1, "arc_face": 0.5}}}),
+    "of another package": build_loss(
+        "benchmarks.metric_learning:MetricLearning", function="ContrastiveLoss"
+    ),
+    "proxies of another package": build_loss(
+        "benchmarks.metric_learning:MetricLearning", function="ProxyAnchorLoss"
+    ),
+    "matryoshka of a sum": build_loss(
+        {"matryoshka": {"dimensions": [2, 5], "inner": {"ap_q": 1, "arc_face": 0.5}}}
+    ),
     "matryoshka of h_ap": build_loss({"matryoshka": {"dimensions": [2, 5], "inner": "h_ap"}}),
     "csl of levels": build_loss("csl", tree=[[number // 3, number // 9] for number in range(18)]),
 }
@@ -41,7 +47,8 @@ batch = partial(slots_of_ranks, SLOTS)
 
 
 def left_out():
-    """The same with rows that take no part, one of them not a number, and all of rank 3's of four."""
+    """The same with rows that take no part, one of them not a number, and all of rank 3's of
+    four."""
     descriptors, labels, taking_part = batch()
     descriptors[5] = torch.nan
     taking_part[[0, 5]] = False
@@ -54,7 +61,12 @@ def of_levels():
     return descriptors, torch.stack([labels, labels // 3, labels // 9], dim=1), taking_part
 
 
-CASES = {"batch": (batch, 0), "left_out": (left_out, 0), "remembered": (batch, 1), "levels": (of_levels, 0)}
+CASES = {
+    "batch": (batch, 0),
+    "left_out": (left_out, 0),
+    "remembered": (batch, 1),
+    "levels": (of_levels, 0),
+}
 BY_LEVELS = ("h_ap", "smooth_ndcg", "sup_ndcg", "matryoshka of h_ap", "csl of levels", "ap_q")
 RANKED = [
     (case, loss, mode)
@@ -87,7 +99,9 @@ def alone(case, loss):
 
 
 def rank_all_cases(world):
-    return {each: rank_share(world, *each) for each in RANKED} | {"traffic": traffic_of_sharded_ranking(world)}
+    return {each: rank_share(world, *each) for each in RANKED} | {
+        "traffic": traffic_of_sharded_ranking(world)
+    }
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -110,7 +124,9 @@ def test_many_ranks_give_what_one_process_gives(ranked, case, loss, mode):
         if per_query is None:
             assert got_per_query is None
         else:
-            torch.testing.assert_close(got_per_query, per_query, rtol=1e-12, atol=1e-15, equal_nan=True)
+            torch.testing.assert_close(
+                got_per_query, per_query, rtol=1e-12, atol=1e-15, equal_nan=True
+            )
 
 
 def test_rows_that_take_no_part_have_no_gradient(ranked):
@@ -141,11 +157,16 @@ def test_a_group_with_shares_of_any_size_gives_what_one_process_gives(from_a_gro
     descriptors, labels, _ = batch()
     for mode in MODES:
         whole = rank(descriptors, labels, "smooth_ap")
-        assert all(answer[mode].loss.item() == pytest.approx(whole.loss.item(), rel=1e-12) for answer in from_a_group)
+        assert all(
+            answer[mode].loss.item() == pytest.approx(whole.loss.item(), rel=1e-12)
+            for answer in from_a_group
+        )
         gradient = torch.cat([answer[mode].gradient for answer in from_a_group])
         torch.testing.assert_close(gradient, whole.gradient, rtol=1e-11, atol=1e-15)
         per_query = torch.cat([answer[mode].per_query for answer in from_a_group])
-        torch.testing.assert_close(per_query, whole.per_query, rtol=1e-12, atol=1e-15, equal_nan=True)
+        torch.testing.assert_close(
+            per_query, whole.per_query, rtol=1e-12, atol=1e-15, equal_nan=True
+        )
         assert {answer[mode].queries for answer in from_a_group} == {whole.queries}
 
 
@@ -160,7 +181,9 @@ def test_every_rank_of_a_group_is_told_what_is_wrong_and_where(from_a_group):
         assert ("rank 0 could not rank the batch" if number else "too hard") in answer["too hard"]
         assert "nothing can be ranked" in answer["nothing"]
         assert "rank 1: row 2: descriptors hold values that are not finite" in answer["not finite"]
-        assert "rank 2: rows 0, 4: descriptors hold values that are not finite" in answer["not finite"]
+        assert (
+            "rank 2: rows 0, 4: descriptors hold values that are not finite" in answer["not finite"]
+        )
         assert "rank 1: labels are torch.float" in answer["labels"]
         assert "rank 1 has labels (b), descriptors (b, 5) of torch.float64" in answer["dimensions"]
         assert "rank 2 has labels (b), descriptors (b, 6) of torch.float32" in answer["dtype"]
@@ -170,18 +193,26 @@ def rank_uneven_shares(world):
     descriptors, labels, taking_part = batch()
     mine = [slice(0, 3), slice(3, 7), slice(7, SLOTS)][world.rank]
     answers = {
-        mode: rank(descriptors[mine], labels[mine], "smooth_ap", group=dist.group.WORLD, mode=mode) for mode in MODES
+        mode: rank(descriptors[mine], labels[mine], "smooth_ap", group=dist.group.WORLD, mode=mode)
+        for mode in MODES
     }
     answers["too hard"] = refusal(world, build_loss(too_hard), labels, taking_part)
     answers["nothing"] = refusal(world, QuantizedAP(), torch.arange(SLOTS), taking_part)
     some = dist.new_group([1, 2])
-    answers["some"] = rank(descriptors[mine], labels[mine], group=some).loss.item() if world.rank else None
+    answers["some"] = (
+        rank(descriptors[mine], labels[mine], group=some).loss.item() if world.rank else None
+    )
     broken = descriptors.clone()
-    broken[[5, 7]], broken[11, 0] = torch.nan, torch.inf
+    broken[[5, 7]] = torch.nan
+    broken[11, 0] = torch.inf
     answers["not finite"] = complaint(broken[mine], labels[mine])
     answers["dimensions"] = complaint(normalize(descriptors[mine, : 6 - world.rank]), labels[mine])
-    answers["dtype"] = complaint(descriptors[mine].to(torch.float32 if world.rank else torch.float64), labels[mine])
-    answers["labels"] = complaint(descriptors[mine], labels[mine].double() if world.rank == 1 else labels[mine])
+    answers["dtype"] = complaint(
+        descriptors[mine].to(torch.float32 if world.rank else torch.float64), labels[mine]
+    )
+    answers["labels"] = complaint(
+        descriptors[mine], labels[mine].double() if world.rank == 1 else labels[mine]
+    )
     return answers
 
 
@@ -191,30 +222,38 @@ def complaint(descriptors, labels):
     return str(error.value)
 
 
-ROWS, DIMENSIONS = 240, 64
+ROWS = 240
+DIMENSIONS = 64
 
 
 def traffic_of_sharded_ranking(world):
     """Bytes that rank hands to collectives, by loss."""
     raw, labels = problem(0, ROWS, ROWS // 8, DIMENSIONS, dtype=torch.float32)
     mine = slice(world.rank, None, world.size)
-    descriptors, present = normalize(raw)[mine], torch.ones(len(labels[mine]), dtype=torch.bool)
+    descriptors = normalize(raw)[mine]
+    present = torch.ones(len(labels[mine]), dtype=torch.bool)
 
     def ranked(loss):
         rank_descriptors(loss, gather(descriptors, labels[mine], present, world, ROWS), "sharded")
 
     losses = {"ap_q": QuantizedAP(bins=20), "sup_ap": build_loss("sup_ap")}
     return {
-        name: {one.name: one.bytes for one in collectives_of(partial(ranked, loss))} for name, loss in losses.items()
+        name: {one.name: one.bytes for one in collectives_of(partial(ranked, loss))}
+        for name, loss in losses.items()
     }
 
 
 def test_a_sharded_loss_sends_its_own_rows_and_slopes_or_the_gradient_of_the_gallery(ranked):
     own = ROWS // len(ranked)
-    gathered = own * (4 * DIMENSIONS + 3 * 8)  # descriptors; label, image number and whether it takes part
+    # descriptors; label, image number and whether it takes part
+    gathered = own * (4 * DIMENSIONS + 3 * 8)
     agreed = 8 + 8  # the loss, and whether all is finite
-    slopes, gradient = own * 4 * 2 * 19, ROWS * 4 * DIMENSIONS
+    slopes = own * 4 * 2 * 19
+    gradient = ROWS * 4 * DIMENSIONS
     for traffic in (answer["traffic"] for answer in ranked):
         assert traffic["ap_q"] == {"gloo:all_gather": gathered + slopes, "gloo:all_reduce": agreed}
         # gloo reduces and scatters by an all_reduce.
-        assert traffic["sup_ap"] == {"gloo:all_gather": gathered, "gloo:all_reduce": gradient + agreed}
+        assert traffic["sup_ap"] == {
+            "gloo:all_gather": gathered,
+            "gloo:all_reduce": gradient + agreed,
+        }

@@ -38,11 +38,17 @@ def test_what_is_written_is_read(tmp_path, dtype):
 
 
 def test_no_image_and_odd_names_are_kept(tmp_path):
-    none = DescriptorSet(np.zeros((0, 3), np.float32), texts(), texts(), DescribedBy("n", "s"), "nothing")
+    none = DescriptorSet(
+        np.zeros((0, 3), np.float32), texts(), texts(), DescribedBy("n", "s"), "nothing"
+    )
     write_descriptors(tmp_path, none)
     assert read_descriptors(tmp_path).descriptors.shape == (0, 3)
     odd = DescriptorSet(
-        np.ones((3, 2), np.float16), texts("ä/é 🌍", "a\nb", "'\"\\"), texts("", "x", ""), DescribedBy("n", "s"), "ö"
+        np.ones((3, 2), np.float16),
+        texts("ä/é 🌍", "a\nb", "'\"\\"),
+        texts("", "x", ""),
+        DescribedBy("n", "s"),
+        "ö",
     )
     write_descriptors(tmp_path, odd)
     assert_same(read_descriptors(tmp_path), odd)
@@ -56,7 +62,9 @@ def test_a_file_that_is_missing_cut_or_longer_is_refused(tmp_path, images):
         whole = path.read_bytes()
         for damaged in (whole[:-1], whole[: len(whole) // 2], b"", whole + b"x"):
             path.write_bytes(damaged)
-            with pytest.raises(DistapError, match=rf"{path.name}: damaged .* {len(damaged)} bytes, not the"):
+            with pytest.raises(
+                DistapError, match=rf"{path.name}: damaged .* {len(damaged)} bytes, not the"
+            ):
                 read_descriptors(tmp_path)
         path.unlink()
         with pytest.raises(DistapError, match=f"{path.name}: No such file"):
@@ -83,7 +91,13 @@ def test_a_record_that_is_none_or_does_not_fit_is_refused(tmp_path, images):
         with pytest.raises(DistapError, match=r"about\.json: not readable"):
             read_descriptors(tmp_path)
     of_network = {"network": "x", "sizing": "y", "scales": 3}
-    wrong = {"dtype": ["object", 3], "images": [49, "many"], "dimensions": [7], "version": [1], "left_out": [3]}
+    wrong = {
+        "dtype": ["object", 3],
+        "images": [49, "many"],
+        "dimensions": [7],
+        "version": [1],
+        "left_out": [3],
+    }
     wrong |= {"files": [[], {}], "described_by": [{"network": "x"}, of_network]}
     for key, values in wrong.items():
         for value in values:

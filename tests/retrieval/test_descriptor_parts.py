@@ -20,14 +20,17 @@ LEFT_OUT = "left_out"
 
 
 def random_rows(count, seed, dimensions=6):
-    return normalize(torch.randn(count, dimensions, generator=torch.Generator().manual_seed(seed))).numpy()
+    return normalize(
+        torch.randn(count, dimensions, generator=torch.Generator().manual_seed(seed))
+    ).numpy()
 
 
 @pytest.fixture
 def parts(tmp_path):
     """Five parts in every format, and their rows as they are stored."""
     rows = [random_rows(count, count).astype(np.float16) for count in (9, 1, 30, 12, 5)]
-    folder, extracted = tmp_path / "folder", tmp_path / "extracted"
+    folder = tmp_path / "folder"
+    extracted = tmp_path / "extracted"
     folder.mkdir()
     for number in (0, 1):
         np.save(folder / f"{number}.npy", rows[number])
@@ -35,19 +38,25 @@ def parts(tmp_path):
         file.create_dataset("index", data=[f"image {row}" for row in range(30)])
         file.create_dataset("features", data=rows[2], compression="gzip", chunks=(4, 6))
     names = np.arange(12).astype(str)
-    write_descriptors(extracted, DescriptorSet(rows[3], names, names, DescribedBy("net", "crop 8"), "shards"))
+    write_descriptors(
+        extracted, DescriptorSet(rows[3], names, names, DescribedBy("net", "crop 8"), "shards")
+    )
     np.save(tmp_path / "last.npy", rows[4])
     return [folder, extracted, tmp_path / "last.npy"], np.concatenate(rows).astype(np.float32)
 
 
 @pytest.mark.parametrize("block", [2**24, 24])
 def test_distractors_in_parts_count_as_those_of_one_gallery(parts, monkeypatch, block):
-    """The reference sorts all similarities; the same rows as images without a class give the same figures too."""
+    """The reference sorts all similarities; the same rows as images without a class give the same
+    figures too.
+    """
     monkeypatch.setattr("distap.retrieval.ranks.CONVERTED_NUMBERS", block)
     paths, more = parts
-    own, labels = random_rows(40, 3), torch.arange(40) % 7
+    own = random_rows(40, 3)
+    labels = torch.arange(40) % 7
     found = distap.evaluate(own, labels, distractors=paths)
-    similarities, orders = own @ np.concatenate([own, more]).T, {}
+    similarities = own @ np.concatenate([own, more]).T
+    orders = {}
     for query, row in enumerate(similarities.tolist()):
         positives = {other for other in range(40) if other % 7 == query % 7 and other != query}
         orders[query] = [place in positives for place in order_of(row, positives, {query})]
@@ -59,7 +68,9 @@ def test_distractors_in_parts_count_as_those_of_one_gallery(parts, monkeypatch, 
     asks = np.arange(40) < 10
     apart = distap.evaluate(own, labels, asks, distractors=paths)
     longer = np.concatenate([asks, np.zeros(len(more), bool)])
-    assert apart == distap.evaluate(np.concatenate([own, more]), [*labels.tolist(), *[-1] * len(more)], longer)
+    assert apart == distap.evaluate(
+        np.concatenate([own, more]), [*labels.tolist(), *[-1] * len(more)], longer
+    )
     assert apart != distap.evaluate(own, labels, asks)
 
 
@@ -67,14 +78,20 @@ def test_rows_of_parts_are_taken_in_any_order_and_shape(parts):
     paths, more = parts
     opened = open_parts(paths, 6)
     assert opened.shape == more.shape and opened.dtype == np.float16
-    for chosen in (slice(8, 41), slice(40, 40), np.array([50, 3, 3, 12, 9]), np.array([[56, 0], [10, 41]])):
+    for chosen in (
+        slice(8, 41),
+        slice(40, 40),
+        np.array([50, 3, 3, 12, 9]),
+        np.array([[56, 0], [10, 41]]),
+    ):
         assert np.array_equal(opened[chosen].astype(np.float32), more[chosen])
     nested = DescriptorParts([("one", more[:5]), ("others", opened)])
     assert np.array_equal(nested[3:9], np.concatenate([more[3:5], more[:4]]))
 
 
 def test_what_is_no_part_is_named(tmp_path, parts, monkeypatch):
-    own, labels = random_rows(4, 0), [0, 0, 1, 1]
+    own = random_rows(4, 0)
+    labels = [0, 0, 1, 1]
     for name, values in {
         "narrow": random_rows(3, 0, 5),
         "flat": np.ones(6, np.float32),
@@ -113,7 +130,12 @@ def test_what_is_no_part_is_named(tmp_path, parts, monkeypatch):
     }.items():
         with pytest.raises(DistapError, match=rf"{name}: {message}"):
             distap.evaluate(own, labels, distractors=tmp_path / name)
-    assert distap.evaluate(own, labels, distractors=[tmp_path / "long.npy"], dot_product=True)["queries"] == 4
+    assert (
+        distap.evaluate(own, labels, distractors=[tmp_path / "long.npy"], dot_product=True)[
+            "queries"
+        ]
+        == 4
+    )
     with pytest.raises(DistapError, match=r"extracted: described by .*'net'.*expected .*'another'"):
         open_parts(parts[0], 6, described_by=DescribedBy("another", "crop 8"))
     monkeypatch.setitem(sys.modules, "h5py", None)

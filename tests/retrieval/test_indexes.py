@@ -13,7 +13,8 @@ from distap.retrieval.indexing import KINDS, build_index, measure_recall, read_i
 from distap.retrieval.row_blocks import nearest
 from distap.retrieval.whitening import learned_whitening, load_whitening
 
-# Named kinds and factory strings with search parameters; `quick` keeps packed codes, which cannot be reconstructed.
+# Named kinds and factory strings with search parameters; `quick` keeps packed codes, which cannot
+# be reconstructed.
 SMALL = {
     "flat": ("flat", ""),
     "hnsw": ("hnsw", ""),
@@ -53,7 +54,10 @@ def test_an_index_is_the_same_after_it_was_written(tmp_path, gallery, built, nam
     assert (index.described_by, index.data, len(index)) == (gallery.described_by, gallery.data, 700)
     kind, search = SMALL[name]
     assert index.about["index"]["kind"] == kind
-    assert kind in KINDS or (index.about["index"]["factory"], index.about["index"]["search"]) == (kind, search)
+    assert kind in KINDS or (index.about["index"]["factory"], index.about["index"]["search"]) == (
+        kind,
+        search,
+    )
     row = index.row_of("image-17")
     if name == "quick":
         with pytest.raises(RuntimeError, match="packed codes"):
@@ -65,7 +69,9 @@ def test_an_index_is_the_same_after_it_was_written(tmp_path, gallery, built, nam
         index.row_of("image-700")
 
 
-def test_a_flat_index_is_exact_also_for_a_map_in_half_precision_in_blocks(tmp_path, monkeypatch, gallery):
+def test_a_flat_index_is_exact_also_for_a_map_in_half_precision_in_blocks(
+    tmp_path, monkeypatch, gallery
+):
     monkeypatch.setattr("distap.retrieval.indexing.ADDED_NUMBERS", 16 * 90)
     np.save(tmp_path / "half.npy", gallery.descriptors.astype(np.float16))
     mapped = np.load(tmp_path / "half.npy", mmap_mode="r")
@@ -86,11 +92,16 @@ def test_a_flat_index_is_exact_also_for_a_map_in_half_precision_in_blocks(tmp_pa
 
 def test_recall_is_the_share_of_the_exact_neighbours(gallery, built):
     values = gallery.descriptors
-    exact, recalls = nearest(values, values, 10, exclude_self=True)[1], {}
+    exact = nearest(values, values, 10, exclude_self=True)[1]
+    recalls = {}
     for name, index in built.items():
         _, rows = index.index.search(values, 11)
-        found = [[row for row in near if row != query][:10] for query, near in enumerate(rows.tolist())]
-        shares = [len({*near} & {*right}) / 10 for near, right in zip(found, exact.tolist(), strict=True)]
+        found = [
+            [row for row in near if row != query][:10] for query, near in enumerate(rows.tolist())
+        ]
+        shares = [
+            len({*near} & {*right}) / 10 for near, right in zip(found, exact.tolist(), strict=True)
+        ]
         figures = measure_recall(index.index, values)
         assert figures["recall"] == pytest.approx(np.mean(shares), abs=1e-3), name
         assert (figures["at"], figures["queries"]) == (10, 700)
@@ -113,8 +124,19 @@ def test_search_parameters_override_those_of_a_kind(gallery):
 @pytest.mark.parametrize(
     ("factory", "search", "message"),
     [
-        ("IVF8,PX8", "", "cannot build an index 'IVF8,PX8' over 700 descriptors of 16 dimensions: could not parse"),
-        ("IVF701,Flat", "", r"training points \(700\) should be at least as large as number of clusters \(701\)"),
+        (
+            "IVF8,PX8",
+            "",
+            (
+                "cannot build an index 'IVF8,PX8' over 700 descriptors of 16 dimensions: could not"
+                " parse"
+            ),
+        ),
+        (
+            "IVF701,Flat",
+            "",
+            r"training points \(700\) should be at least as large as number of clusters \(701\)",
+        ),
         ("HNSW32,PQ8x4", "", "'HNSW32,PQ8x4' cannot search by inner product"),
         ("IVF8,Flat", "nprobe=0", "search parameters 'nprobe=0' .*nprobe > 0"),
     ],
@@ -136,12 +158,18 @@ def test_nothing_and_what_is_not_finite_are_not_indexed(gallery):
 
 @pytest.mark.parametrize("name", ["index.faiss", "keys.npy", "classes.npy"])
 def test_a_file_that_is_cut_or_damaged_is_refused_before_faiss_sees_it(monkeypatch, written, name):
-    monkeypatch.setattr(faiss, "read_index", lambda _: pytest.fail("Faiss was given a damaged file"))
+    monkeypatch.setattr(
+        faiss, "read_index", lambda _: pytest.fail("Faiss was given a damaged file")
+    )
     path = written / name
     whole = path.read_bytes()
-    places, told = (len(whole) // 2, len(whole) - 1), f"bytes, not the {len(whole)} in about.json"
+    places = (len(whole) // 2, len(whole) - 1)
+    told = f"bytes, not the {len(whole)} in about.json"
     wrong = {whole[:n]: f".*: {n} {told}" for n in (0, 1, *places)}
-    wrong |= {whole[:n] + bytes([whole[n] ^ 4]) + whole[n + 1 :]: "damaged or another file" for n in (0, 9, *places)}
+    wrong |= {
+        whole[:n] + bytes([whole[n] ^ 4]) + whole[n + 1 :]: "damaged or another file"
+        for n in (0, 9, *places)
+    }
     for found, problem in wrong.items():
         path.write_bytes(found)
         with pytest.raises(DistapError, match=f"{name}: {problem}"):
@@ -151,21 +179,30 @@ def test_a_file_that_is_cut_or_damaged_is_refused_before_faiss_sees_it(monkeypat
         read_index(written)
 
 
-def test_an_index_made_by_strangers_is_refused_where_its_answers_would_be_wrong(tmp_path, gallery, built):
-    by_distance, numbered = faiss.IndexFlatL2(16), faiss.IndexIDMap(faiss.IndexFlatIP(16))
+def test_an_index_made_by_strangers_is_refused_where_its_answers_would_be_wrong(
+    tmp_path, gallery, built
+):
+    by_distance = faiss.IndexFlatL2(16)
+    numbered = faiss.IndexIDMap(faiss.IndexFlatIP(16))
     by_distance.add(gallery.descriptors)
     numbered.add_with_ids(gallery.descriptors, np.arange(700) * 10)
     for index, of, message in (
         (by_distance, gallery, "ranks by distances"),
         (numbered, gallery, "names an image .* of 700; index it again"),
-        (built["flat"].index, replace(gallery, keys=np.char.add("\ud800", gallery.keys)), "surrogates not allowed"),
+        (
+            built["flat"].index,
+            replace(gallery, keys=np.char.add("\ud800", gallery.keys)),
+            "surrogates not allowed",
+        ),
     ):
         write_index(tmp_path / message[:5], replace(built["flat"], index=index), of)
         with pytest.raises(DistapError, match=message):
             read_index(tmp_path / message[:5]).search(gallery.descriptors[690:], 5)
 
 
-def test_queries_of_other_dimensions_are_refused_and_more_results_than_images_are_all_of_them(gallery, written):
+def test_queries_of_other_dimensions_are_refused_and_more_results_than_images_are_all_of_them(
+    gallery, written
+):
     index = read_index(written)
     with pytest.raises(DistapError, match="of 16 dimensions, the query of 9"):
         index.search(np.eye(9, dtype=np.float32)[:2], 3)
@@ -197,7 +234,11 @@ def test_an_index_does_not_take_the_folder_of_anything_else(tmp_path, gallery, b
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     write_index(tmp_path / "index", built["flat"], gallery)
-    for name, lost in (("descriptors", "descriptors.npy"), ("mine", "notes.txt"), ("index", "index.faiss")):
+    for name, lost in (
+        ("descriptors", "descriptors.npy"),
+        ("mine", "notes.txt"),
+        ("index", "index.faiss"),
+    ):
         before = sorted((tmp_path / name).iterdir())
         with pytest.raises(DistapError, match=f"{lost} would be lost"):
             write_index(tmp_path / name, built["flat"], gallery)
@@ -224,9 +265,15 @@ def test_the_commands_build_indexes_and_learn_whitenings(tmp_path, gallery):
     for text in ("recall@10 ", "700 images of 16 dimensions, hnsw: HNSW32 efC"):
         assert text in result.output
     index = read_index(tmp_path / "i")
-    assert index.about["index"] == {"kind": "hnsw", "factory": "HNSW32", "search": "efConstruction=100,efSearch=64"}
+    assert index.about["index"] == {
+        "kind": "hnsw",
+        "factory": "HNSW32",
+        "search": "efConstruction=100,efSearch=64",
+    }
     assert index.about["measured"]["recall"] > 0.98
-    result = run("index", tmp_path / "d", tmp_path / "f", "--kind", "IVF16,PQ8x4np", "--search", "nprobe=4")
+    result = run(
+        "index", tmp_path / "d", tmp_path / "f", "--kind", "IVF16,PQ8x4np", "--search", "nprobe=4"
+    )
     assert result.exit_code == 0, result.exception
     assert read_index(tmp_path / "f").about["index"]["factory"] == "IVF16,PQ8x4np"
     assert run("whiten", tmp_path / "d").exit_code == 0

@@ -18,7 +18,18 @@ from distap.retrieval.evaluate import evaluate_descriptors
 from distap.retrieval.figures import GRADED
 from distap.retrieval.truth import Truth
 
-NAMES = ["mAP", "mAP@R", "mAP@3", "mAP@1000", "R@1", "R@20", "CMC@2", "mP@5", "mP@5/min", "mP@5/last"]
+NAMES = [
+    "mAP",
+    "mAP@R",
+    "mAP@3",
+    "mAP@1000",
+    "R@1",
+    "R@20",
+    "CMC@2",
+    "mP@5",
+    "mP@5/min",
+    "mP@5/last",
+]
 NAMES += ["mAP/trapezoids", *GRADED]
 
 
@@ -27,20 +38,30 @@ def problem(seed: int, tied: bool):
     generator = torch.Generator().manual_seed(seed)
     gallery = int(torch.randint(1, 40, (), generator=generator))
     described = torch.randn(6 + gallery, 5, generator=generator, dtype=torch.float64)
-    described = torch.randint(-1, 2, described.shape, generator=generator).double() if tied else normalize(described)
+    described = (
+        torch.randint(-1, 2, described.shape, generator=generator).double()
+        if tied
+        else normalize(described)
+    )
     levels = torch.randint(0, 4, (6, gallery), generator=generator)  # 0 for a negative
     levels[0] = 0
     is_junk = torch.rand(6, gallery, generator=generator) < 0.2
     is_junk[1] = True
-    rows = [(own & ~junk).nonzero().flatten().tolist() for own, junk in zip(levels > 0, is_junk, strict=True)]
+    rows = [
+        (own & ~junk).nonzero().flatten().tolist()
+        for own, junk in zip(levels > 0, is_junk, strict=True)
+    ]
     grades = [levels[query, own].tolist() for query, own in enumerate(rows)]
     junk = [own.nonzero().flatten().tolist() for own in is_junk]
     truth = Truth(gallery, rows, junk, grades, {"": (1, 2, 3), "good": (2, 3), "fair": (1,)})
     return described[:6], described[6:], truth, levels
 
 
-def relevance_of(query: int, queries, gallery, truth, levels, worst: bool, head: list[int]) -> list[int]:
-    similarities, own = (gallery @ queries[query]).tolist(), levels[query].tolist()
+def relevance_of(
+    query: int, queries, gallery, truth, levels, worst: bool, head: list[int]
+) -> list[int]:
+    similarities = (gallery @ queries[query]).tolist()
+    own = levels[query].tolist()
     sign = 1 if worst else -1
     order = sorted(range(len(own)), key=lambda row: (-round(similarities[row], 9), sign * own[row]))
     order = [*head, *(row for row in order if row not in head)]
@@ -48,23 +69,30 @@ def relevance_of(query: int, queries, gallery, truth, levels, worst: bool, head:
 
 
 @settings(deadline=None, max_examples=80)
-@given(st.integers(0, 10_000), st.booleans(), st.sampled_from(["against", "for"]), st.integers(0, 20))
+@given(
+    st.integers(0, 10_000), st.booleans(), st.sampled_from(["against", "for"]), st.integers(0, 20)
+)
 @example(3842, True, "against", 3)  # a query that is zero, so that its ties have no width
 def test_every_figure_is_that_of_its_definition(seed, tied, ties, kept):
     queries, gallery, truth, levels = problem(seed, tied)
     generator = torch.Generator().manual_seed(seed)
     head = torch.stack([torch.randperm(len(gallery), generator=generator)[:kept] for _ in range(6)])
-    found = evaluate_descriptors(queries, gallery, truth, NAMES, ties=ties, head=head if kept else None)
+    found = evaluate_descriptors(
+        queries, gallery, truth, NAMES, ties=ties, head=head if kept else None
+    )
     for query in range(6):
         ranked = query, queries, gallery, truth, levels
         relevance = relevance_of(*ranked, ties == "against", head[query].tolist())
         for name in found.values:
             group, _, figure = name.rpartition(" ")
-            own = [level for level in relevance if level in (0, *truth.groups[group])]  # others are junk
+            # others are junk
+            own = [level for level in relevance if level in (0, *truth.groups[group])]
             expected = figure_of(figure, own) if any(own) else math.nan
             if figure == "mP@5":
                 expected = expected * min(5, len(own)) / min(5, len(gallery)) if own else math.nan
-            assert found.values[name][query].item() == pytest.approx(expected, abs=1e-12, nan_ok=True), name
+            assert found.values[name][query].item() == pytest.approx(
+                expected, abs=1e-12, nan_ok=True
+            ), name
 
 
 @pytest.mark.parametrize("pairs", [60, 1])
@@ -85,15 +113,20 @@ def test_figures_agree_with_those_of_libraries():
 
     torchmetrics takes no positive of a score of 0 or less for one, so it is given one more.
     """
-    from torchmetrics.functional import retrieval  # takes a second, which workers without this test save
+    # takes a second, which workers without this test save
+    from torchmetrics.functional import retrieval
 
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
         labels = torch.randint(0, 8, (60,), generator=generator)
         described = normalize(torch.randn(60, 16, generator=generator, dtype=torch.float64))
-        found = distap.evaluate(described, labels, figures=["mAP", "mAP@R", "R@1", "mAP@1000", "NDCG"])
+        found = distap.evaluate(
+            described, labels, figures=["mAP", "mAP@R", "R@1", "mAP@1000", "NDCG"]
+        )
         scores = described @ described.T
-        precisions, gains, by_torchmetrics = [], [], []
+        precisions = []
+        gains = []
+        by_torchmetrics = []
         for query in range(60):
             others = torch.arange(60) != query
             right = labels[others] == labels[query]
@@ -103,15 +136,22 @@ def test_figures_agree_with_those_of_libraries():
                 gains.append(ndcg_score(right[None].double().numpy(), own[None].numpy()))
                 torch_gain = retrieval.retrieval_normalized_dcg(own, right.long())
                 by_torchmetrics.append(
-                    [float(retrieval.retrieval_average_precision(own + 1, right)), float(torch_gain)]
+                    [
+                        float(retrieval.retrieval_average_precision(own + 1, right)),
+                        float(torch_gain),
+                    ]
                 )
         assert found["mAP"] == found["mAP@1000"] == pytest.approx(mean(precisions))
         assert found["NDCG"] == pytest.approx(mean(gains))
-        assert [found["mAP"], found["NDCG"]] == pytest.approx(np.mean(by_torchmetrics, axis=0).tolist(), abs=1e-6)
+        assert [found["mAP"], found["NDCG"]] == pytest.approx(
+            np.mean(by_torchmetrics, axis=0).tolist(), abs=1e-6
+        )
         names = {"R@1": "precision_at_1", "mAP@R": "mean_average_precision_at_r"}
         calculator = AccuracyCalculator(include=tuple(names.values()), k=59)
         theirs = calculator.get_accuracy(described, labels)
-        assert [found[name] for name in names] == pytest.approx([theirs[name] for name in names.values()])
+        assert [found[name] for name in names] == pytest.approx(
+            [theirs[name] for name in names.values()]
+        )
 
 
 def test_cameras_domains_and_levels_by_hand():
@@ -119,17 +159,29 @@ def test_cameras_domains_and_levels_by_hand():
     angles = torch.tensor([0.0, 0.1, 0.21, 0.33, 0.46, 0.6])
     described = torch.stack([angles.cos(), angles.sin()], 1)
     asks = np.arange(6) == 0
-    figures = distap.evaluate(described, [7, 7, 1, 7, 2, 3], asks, cameras=["a", "a", "b", "b", "a", "c"])
-    assert figures["mAP"] == 1 / 2 and figures["R@1"] == 0  # 1 is junk, then 2 is wrong and 3 is right
+    figures = distap.evaluate(
+        described, [7, 7, 1, 7, 2, 3], asks, cameras=["a", "a", "b", "b", "a", "c"]
+    )
+    # 1 is junk, then 2 is wrong and 3 is right
+    assert figures["mAP"] == 1 / 2 and figures["R@1"] == 0
     with pytest.raises(DistapError, match="none of the 1 queries has an image of its class"):
         distap.evaluate(described, [7, 7, 1, 2, 2, 3], asks, cameras=["a"] * 6)
     by_domain = {"domains": ["x", "x", "x", "y", "y", "y"], "figures": ["R@1", "mP@5/min"]}
     figures = distap.evaluate(described, [1, 1, 2, 1, 2, 1], **by_domain)
-    # In x the query 0 finds 1, and 1 finds 0; in y, 3 finds 2 or 4 first, and 5 finds 4; 2 and 4 have no other.
-    assert (figures["x R@1"], figures["y R@1"], figures["R@1"], figures["mean R@1"]) == (1, 0, 0.5, 0.5)
+    # In x the query 0 finds 1, and 1 finds 0; in y, 3 finds 2 or 4 first, and 5 finds 4; 2 and 4
+    # have no other.
+    assert (figures["x R@1"], figures["y R@1"], figures["R@1"], figures["mean R@1"]) == (
+        1,
+        0,
+        0.5,
+        0.5,
+    )
     assert (figures["queries"], figures["left_out"]) == (4, 2)
-    levels = [[0, 0], [1, 0], [5, 2], [0, 0], [4, 2], [3, 1]]  # 1 is of the group of 0, 3 also of its class
-    figures = distap.evaluate(described, levels, asks, figures=["mAP", "H-AP", "NDCG", "ASI", "ASI/level"])
+    # 1 is of the group of 0, 3 also of its class
+    levels = [[0, 0], [1, 0], [5, 2], [0, 0], [4, 2], [3, 1]]
+    figures = distap.evaluate(
+        described, levels, asks, figures=["mAP", "H-AP", "NDCG", "ASI", "ASI/level"]
+    )
     assert figures["ASI/level"] == 0 and figures["level 1 ASI/level"] == (1 + 1 / 2) / 2
     assert figures["mAP"] == 1 / 3 and figures["level 1 mAP"] == (1 + 2 / 3) / 2
     assert figures["H-AP"] == pytest.approx((1 / 1 + (1 + 2) / 3) / (1 + 2))
@@ -138,7 +190,8 @@ def test_cameras_domains_and_levels_by_hand():
 
 
 def test_graded_figures_take_queries_without_positives_and_a_domain_has_not_the_name_of_the_mean():
-    few, labels = normalize(torch.randn(700, 8)), [0, 0, *range(1, 699)]
+    few = normalize(torch.randn(700, 8))
+    labels = [0, 0, *range(1, 699)]
     assert distap.evaluate(few, labels, figures=["H-AP", "ASI"])["left_out"] == 698
     with pytest.raises(DistapError, match="no part or domain of queries may be called mean"):
         distap.evaluate(few[:4], [0, 0, 1, 1], domains=["a", "a", "mean", "mean"])

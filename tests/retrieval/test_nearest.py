@@ -12,7 +12,10 @@ def sorted_whole(queries, gallery, k, exclude_self):
     """All similarities of small integers, which are exact, sorted; ties by row."""
     similarities = queries.astype(np.float64) @ gallery.astype(np.float64).T
     rows = [
-        sorted((r for r in range(len(gallery)) if not (exclude_self and r == q)), key=lambda r: (-row[r], r))[:k]
+        sorted(
+            (r for r in range(len(gallery)) if not (exclude_self and r == q)),
+            key=lambda r: (-row[r], r),
+        )[:k]
         for q, row in enumerate(similarities)
     ]
     rows = np.array(rows, np.int64).reshape(len(queries), -1)
@@ -59,7 +62,10 @@ def test_what_is_not_finite_is_named_by_its_row(monkeypatch):
 
 
 def test_without_faiss_everything_but_search_can_be_used(monkeypatch):
-    code = "import sys; sys.modules['faiss'] = None; import distap.train, distap.evaluation.sets, distap.library"
+    code = (
+        "import sys; sys.modules['faiss'] = None; import distap.train, distap.evaluation.sets,"
+        " distap.library"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(DistapError, match=r"needs Faiss: pip install 'distap\[cpu\]'"):

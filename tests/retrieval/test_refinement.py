@@ -20,7 +20,8 @@ def small_blocks(monkeypatch):
 @pytest.mark.parametrize("power", [0.0, 1.0, 2.0, 3.5])
 @pytest.mark.parametrize("neighbours", [0, 1, 10, 200])
 def test_expansion_is_the_formula_of_the_paper(gallery, neighbours, power):
-    queries = clustered(9, 8, 7, seed=4).descriptors  # far from most: some similarities are below zero
+    # far from most: some similarities are below zero
+    queries = clustered(9, 8, 7, seed=4).descriptors
     expected = slowly_expanded(queries, gallery, neighbours, power, exclude_self=False)
     actual = expanded(queries, gallery, neighbours, power)
     assert actual.dtype == np.float32
@@ -33,7 +34,8 @@ def test_a_gallery_is_augmented_without_each_descriptor_itself_in_its_own_type(t
     np.testing.assert_allclose(expanded(gallery, gallery, 6, 2.0, same=True), expected, atol=1e-6)
     np.save(tmp_path / "gallery.npy", gallery.astype(np.float16))
     mapped = np.load(tmp_path / "gallery.npy", mmap_mode="r")
-    augmented, single = expanded(mapped, mapped, 5, 2.0, same=True), np.array(mapped, np.float32)
+    augmented = expanded(mapped, mapped, 5, 2.0, same=True)
+    single = np.array(mapped, np.float32)
     assert augmented.dtype == np.float16 and not isinstance(augmented, np.memmap)
     np.testing.assert_allclose(augmented, expanded(single, single, 5, 2.0, same=True), atol=1e-3)
 

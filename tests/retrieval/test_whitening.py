@@ -24,27 +24,33 @@ def test_pca_is_the_formula_of_the_paper(small_blocks):
 
 def test_discriminative_whitening_is_the_formula_over_all_images_of_a_class(small_blocks):
     images = clustered(90, 7, 12, dtype=np.float64)
-    classes = np.where(np.arange(90) < 5, "", images.classes)  # those without a class match nothing, nor does `alone`
+    # those without a class match nothing, nor does `alone`
+    classes = np.where(np.arange(90) < 5, "", images.classes)
     classes[7] = "alone"
     found = learned_whitening(replace(images, classes=classes), "lw").projection
     expected = lw_projection(images.descriptors, classes)
-    signs = np.sign((found * expected).sum(axis=1, keepdims=True))  # a direction's is free, and changes no similarity
+    # a direction's is free, and changes no similarity
+    signs = np.sign((found * expected).sum(axis=1, keepdims=True))
     np.testing.assert_allclose(found, signs * expected, atol=1e-9)
 
 
 def test_fewer_dimensions_are_the_first_of_all():
     images = clustered(200, 8, 9)
-    whole, cut = learned_whitening(images), learned_whitening(images, dimensions=3)
+    whole = learned_whitening(images)
+    cut = learned_whitening(images, dimensions=3)
     np.testing.assert_array_equal(cut.projection, whole.projection[:3])
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_directions_without_variance_are_left_out(dtype):
     images = clustered(200, 5, 20, dtype=np.float64)
-    wide = np.hstack([images.descriptors, np.full((200, 2), 0.25)]).astype(dtype)  # a constant survives rounding
+    # a constant survives rounding
+    wide = np.hstack([images.descriptors, np.full((200, 2), 0.25)]).astype(dtype)
     images = replace(images, descriptors=wide)
     assert learned_whitening(images).projection.shape == (5, 7)
-    with pytest.raises(DistapError, match=r"6 dimensions cannot be learned .* vary in 5 directions of 7"):
+    with pytest.raises(
+        DistapError, match=r"6 dimensions cannot be learned .* vary in 5 directions of 7"
+    ):
         learned_whitening(images, dimensions=6)
 
 
@@ -53,7 +59,8 @@ def test_fewer_images_than_dimensions_vary_in_one_direction_less_than_there_are_
 
 
 def test_what_teaches_nothing_is_refused():
-    broken, ones = clustered(30, 4, 3), np.ones((20, 4), np.float32)
+    broken = clustered(30, 4, 3)
+    ones = np.ones((20, 4), np.float32)
     whitened = replace(broken, described_by=replace(broken.described_by, whitening="of them"))
     broken.descriptors[7, 2] = np.nan
     for images, kind, message in (

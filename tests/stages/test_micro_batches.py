@@ -27,9 +27,19 @@ def test_a_share_is_cut_in_order_and_the_last_micro_batch_is_shorter():
     ("lengths", "size", "options", "expected"),
     [
         ([1.0] * 5, 2, {}, [([0, 1], False), ([2, 3], False), ([4], False)]),
-        ([1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0], 2, {}, [([0, 2], False), ([3, 5], False), ([6], False)]),
+        (
+            [1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0],
+            2,
+            {},
+            [([0, 2], False), ([3, 5], False), ([6], False)],
+        ),
         # Micro-batches that must stay are left out as a whole.
-        ([0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0], 2, {"regroup": False}, [([2, 3], False), ([4, 5], False)]),
+        (
+            [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0],
+            2,
+            {"regroup": False},
+            [([2, 3], False), ([4, 5], False)],
+        ),
         # Kept graphs come first.
         ([1.0] * 6, 2, {"kept": (2, 4)}, [([2, 3], True), ([4, 5], True), ([0, 1], False)]),
         ([1.0, 1.0, 1.0, 1.0, 0.0, 0.0], 2, {"kept": (2, 4)}, [([2, 3], True), ([0, 1], False)]),

@@ -26,7 +26,9 @@ def test_a_full_disk_leaves_what_was_there_and_names_the_file(small_disk):
 
 def test_a_folder_that_cannot_be_made_is_an_error_that_names_the_file(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(DistapError, match=rf"{tmp_path}/file/deeper: cannot be written: Not a directory|exists"):
+    with pytest.raises(
+        DistapError, match=rf"{tmp_path}/file/deeper: cannot be written: Not a directory|exists"
+    ):
         write_whole(tmp_path / "file" / "deeper", "")
 
 

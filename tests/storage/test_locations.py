@@ -77,7 +77,11 @@ def test_braces_are_expanded_and_globs_are_listed(tmp_path):
     for pattern in ("*.tar", "*"):
         source = parse_source(f"{tmp_path}/{{b,a}}/{pattern}")
         assert shard_names(source, Storage(source.base)) == ["b/1.tar", "a/1.tar", "a/2.tar"]
-    assert shard_names(parse_source("https://h/{08..10}.tar"), NoFiles()) == ["08.tar", "09.tar", "10.tar"]
+    assert shard_names(parse_source("https://h/{08..10}.tar"), NoFiles()) == [
+        "08.tar",
+        "09.tar",
+        "10.tar",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +94,10 @@ def test_braces_are_expanded_and_globs_are_listed(tmp_path):
         ("s/{a,}/x.tar", r"'/x\.tar' is no name of a shard"),
         ("s/../{0..1}/../x.tar", r"is no name of a shard"),
         ("s/" + "{" * 3000 + "a,b" + "}" * 3000 + ".tar", "not a brace pattern"),
-        ("http://h/folder", "a web server cannot list its files; name the shards by a brace pattern"),
+        (
+            "http://h/folder",
+            "a web server cannot list its files; name the shards by a brace pattern",
+        ),
     ],
 )
 def test_a_pattern_that_names_no_shards_is_told_why(text, message):

@@ -92,14 +92,20 @@ def test_an_image_that_was_changed_on_its_way_is_read_a_second_time(web, shards)
 def test_a_fault_that_stays_is_an_error_that_says_where_and_how_often(web, scheme):
     storage = over(scheme, web)
     web.faults = ["503"] * 9
-    where, last = rf"{web.base(scheme)}/000000\.tar", r"[\s\S]*(503|Service Unavailable)"
-    with pytest.raises(UnreachableError, match=f"{where}: .* 5 attempts failed, the last with: {last}"):
+    where = rf"{web.base(scheme)}/000000\.tar"
+    last = r"[\s\S]*(503|Service Unavailable)"
+    with pytest.raises(
+        UnreachableError, match=f"{where}: .* 5 attempts failed, the last with: {last}"
+    ):
         storage.read("000000.tar", 0, 600)
     assert len(web.requests) == 5
 
 
-@pytest.mark.parametrize(("scheme", "seconds"), [("http", 0.3), ("gs", 0.3), ("s3", 1)])  # boto takes long to load
-def test_a_server_that_stalls_is_given_up_after_the_time_out(web, shards, scheme, seconds, monkeypatch):
+# boto takes long to load
+@pytest.mark.parametrize(("scheme", "seconds"), [("http", 0.3), ("gs", 0.3), ("s3", 1)])
+def test_a_server_that_stalls_is_given_up_after_the_time_out(
+    web, shards, scheme, seconds, monkeypatch
+):
     monkeypatch.setattr(remotes, "ATTEMPTS", 2)
     monkeypatch.setattr(remotes, "TIMEOUT_SECONDS", seconds)
     storage = over(scheme, web)
@@ -109,7 +115,9 @@ def test_a_server_that_stalls_is_given_up_after_the_time_out(web, shards, scheme
         storage.read("000000.tar", 0, 600)
     web.faults = ["stall"]
     monkeypatch.setattr(remotes, "TIMEOUT_SECONDS", max(seconds, 1))
-    assert over(scheme, web).read("000000.tar", 0, 600) == (shards / "000000.tar").read_bytes()[:600]
+    assert (
+        over(scheme, web).read("000000.tar", 0, 600) == (shards / "000000.tar").read_bytes()[:600]
+    )
 
 
 @pytest.mark.parametrize("fault", ["endless", "chunked", "packed"])
@@ -120,19 +128,25 @@ def test_an_answer_without_end_is_an_error_after_the_bytes_asked_for(web, scheme
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     web.requests.clear()
     web.faults = [fault] * 9
-    with pytest.raises(DistapError, match=r"000000\.tar: the server (ignores Range|sends packed bytes)"):
+    with pytest.raises(
+        DistapError, match=r"000000\.tar: the server (ignores Range|sends packed bytes)"
+    ):
         storage.read("000000.tar", 0, 600)
     assert asked(web) == 1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_redirect_to_another_host_is_followed_only_where_it_is_allowed(web, shards, scheme, monkeypatch):
+def test_a_redirect_to_another_host_is_followed_only_where_it_is_allowed(
+    web, shards, scheme, monkeypatch
+):
     with web_server(shards) as inner:
         storage = over(scheme, web)
         for header in ("", "URI "):
             web.faults = [header + inner.url]
-            with pytest.raises(DistapError, match=r"redirects to http://127\.0\.0\.1.*DISTAP_REDIRECTS=127"):
+            with pytest.raises(
+                DistapError, match=r"redirects to http://127\.0\.0\.1.*DISTAP_REDIRECTS=127"
+            ):
                 storage.read("000000.tar", 0, 600)
             assert not inner.requests
         web.faults = ["file://"]
@@ -140,7 +154,10 @@ def test_a_redirect_to_another_host_is_followed_only_where_it_is_allowed(web, sh
             storage.read("000000.tar", 0, 600)
         monkeypatch.setenv("DISTAP_REDIRECTS", "store.example.org,127.0.0.1")
         web.faults = [inner.url]
-        assert Storage(storage.base).read("000000.tar", 0, 600) == (shards / "000000.tar").read_bytes()[:600]
+        assert (
+            Storage(storage.base).read("000000.tar", 0, 600)
+            == (shards / "000000.tar").read_bytes()[:600]
+        )
 
 
 def test_a_redirect_within_the_host_is_followed(web, shards):
@@ -150,7 +167,9 @@ def test_a_redirect_within_the_host_is_followed(web, shards):
 
 def test_a_server_that_is_not_there_is_named():
     storage = Storage("http://127.0.0.1:9")
-    with pytest.raises(UnreachableError, match=r"http://127\.0\.0\.1:9/a\.tar: cannot be read: 5 attempts failed"):
+    with pytest.raises(
+        UnreachableError, match=r"http://127\.0\.0\.1:9/a\.tar: cannot be read: 5 attempts failed"
+    ):
         storage.size("a.tar")
 
 
@@ -184,7 +203,9 @@ def test_a_pipe_in_place_of_an_index_is_refused_at_once(shards):
         load_index(shards)
 
 
-def test_an_image_behind_a_name_with_odd_signs_is_found_and_a_large_file_is_not_read_whole(tmp_path, monkeypatch):
+def test_an_image_behind_a_name_with_odd_signs_is_found_and_a_large_file_is_not_read_whole(
+    tmp_path, monkeypatch
+):
     (tmp_path / "a b%20c+é.tar").write_bytes(b"data")
     with web_server(tmp_path) as server:
         assert Storage(server.url).read("a b%20c+é.tar", 0, 4) == b"data"
@@ -215,16 +236,22 @@ def test_an_object_store_is_read_listed_and_written(s3, shards, monkeypatch):
     with pytest.raises(MissingFileError):
         Storage("s3://nowhere").size("a")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    with pytest.raises(UnreachableError, match="s3://shards/note: cannot be written: 5 attempts failed"):
+    with pytest.raises(
+        UnreachableError, match="s3://shards/note: cannot be written: 5 attempts failed"
+    ):
         Storage("s3://shards").write("note", b"")
 
 
-@pytest.mark.parametrize(("scheme", "package", "extra"), [("s3", "s3fs", "s3"), ("gs", "gcsfs", "gcs")])
+@pytest.mark.parametrize(
+    ("scheme", "package", "extra"), [("s3", "s3fs", "s3"), ("gs", "gcsfs", "gcs")]
+)
 def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, scheme, package, extra):
     monkeypatch.setitem(sys.modules, package, None)
     for known in [name for name in fsspec.registry if name == scheme]:
         monkeypatch.delitem(_registry, known)
-    with pytest.raises(DistapError, match=rf"{scheme}:// needs a package .*pip install 'distap\[{extra}\]'"):
+    with pytest.raises(
+        DistapError, match=rf"{scheme}:// needs a package .*pip install 'distap\[{extra}\]'"
+    ):
         Storage(f"{scheme}://bucket").size("a")
 
 
@@ -235,8 +262,10 @@ def test_reading_over_a_network_is_reading_from_disk(kind, workers, shards, web,
     expected = ImageSet(shards, load_index(shards))
     reader = ImageSet(source, load_index(source))
     assert reader.index.fingerprint == expected.index.fingerprint
-    own, images = (indexed_images(shards, 9), indexed_images(source, 9, workers=workers))
-    images.read_from.storage.meter["read_bytes"] = 7  # of this process, whose counts a fork begins with
+    own = indexed_images(shards, 9)
+    images = indexed_images(source, 9, workers=workers)
+    # of this process, whose counts a fork begins with
+    images.read_from.storage.meter["read_bytes"] = 7
     web.requests.clear()
     shares = [own.shares(range(1)), images.shares(range(1))]
     here, there = map(next, shares)
@@ -251,7 +280,9 @@ def test_reading_over_a_network_is_reading_from_disk(kind, workers, shards, web,
 def test_an_index_behind_http_is_made_on_disk_by_the_same_pattern(web, shards):
     index, _ = index_shards(f"{shards}/{{000000..000002}}.tar")
     assert load_index(f"{web.url}/{{000000..000002}}.tar").fingerprint == index.fingerprint
-    with pytest.raises(DistapError, match="nothing can be written behind http://; index the same pattern on disk"):
+    with pytest.raises(
+        DistapError, match="nothing can be written behind http://; index the same pattern on disk"
+    ):
         index_shards(f"{web.url}/{{000000..000002}}.tar")
 
 
@@ -259,7 +290,9 @@ def test_an_index_is_made_over_s3_beside_the_shards(s3, shards):
     expected = load_index(shards).fingerprint
     (shards / "index.npz").unlink()
     url = upload(shards, "unindexed")
-    with pytest.raises(DistapError, match=r"no index\.npz in it; `distap data index s3://shards/unindexed`"):
+    with pytest.raises(
+        DistapError, match=r"no index\.npz in it; `distap data index s3://shards/unindexed`"
+    ):
         load_index(url)
     for source in (url, f"{url}/*.tar", f"{url}/{{000000..000002}}.tar"):
         index, _ = index_shards(source)
@@ -274,6 +307,8 @@ def test_google_storage_is_read_listed_and_written(shards):
         assert storage.names("*.tar") == ["000000.tar", "000001.tar", "000002.tar"]
         expected = ImageSet(shards, load_index(shards))
         reader = ImageSet("gs://shards/train", load_index("gs://shards/train"))
-        assert [reader.data(sample) for sample in range(9)] == [expected.data(sample) for sample in range(9)]
+        assert [reader.data(sample) for sample in range(9)] == [
+            expected.data(sample) for sample in range(9)
+        ]
         with pytest.raises(MissingFileError, match="gs://shards/train/none: there is no such file"):
             storage.read("none", 0, 1)

@@ -1,4 +1,6 @@
-"""What strangers may put where distap expects its own JSON: an error of one kind, at once and in little memory."""
+"""What strangers may put where distap expects its own JSON: an error of one kind, at once and in
+little memory.
+"""
 
 import json
 import os
@@ -48,7 +50,8 @@ def long(path):
 
 
 @pytest.mark.parametrize(
-    ("make", "message"), [(pipe, "no regular file"), (folder, "no regular file"), (long, "more than 1,000 bytes")]
+    ("make", "message"),
+    [(pipe, "no regular file"), (folder, "no regular file"), (long, "more than 1,000 bytes")],
 )
 def test_only_regular_files_of_a_bounded_size_are_read(make, message, tmp_path, monkeypatch):
     monkeypatch.setattr(texts.read_text, "__defaults__", (1000,))
@@ -74,7 +77,9 @@ def test_a_record_that_is_none_is_named(make, name, read, tmp_path):
         read(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["a\nb", "a\x1b[2J", "a\u2028b", "a\udce9", "", "a\tb", "x" * 4097, "é" * 2049])
+@pytest.mark.parametrize(
+    "name", ["a\nb", "a\x1b[2J", "a\u2028b", "a\udce9", "", "a\tb", "x" * 4097, "é" * 2049]
+)
 def test_a_name_is_one_line_or_is_shown_as_one(name):
     assert not is_line(name)
     assert is_line(as_line(name)) or not name
@@ -126,7 +131,11 @@ def test_an_error_that_repeats_a_file_is_cut_in_the_middle():
 
 def test_an_error_names_each_of_many_files():
     told = str(
-        DistapError("\n".join(["these are damaged:", *(f"{number:06}.tar: cut short" for number in range(1000))]))
+        DistapError(
+            "\n".join(
+                ["these are damaged:", *(f"{number:06}.tar: cut short" for number in range(1000))]
+            )
+        )
     )
     assert told.count(".tar: cut short") == 1000
 

@@ -93,7 +93,9 @@ SLOW = {
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", SLOW)
-def test_connections_without_a_whole_request_keep_no_probe_out_and_are_closed(endpoint, monkeypatch, name):
+def test_connections_without_a_whole_request_keep_no_probe_out_and_are_closed(
+    endpoint, monkeypatch, name
+):
     monkeypatch.setattr(distap.telemetry.endpoint, "REQUEST_SECONDS", 2.0)
     first, again = SLOW[name]
     with ExitStack() as idle:
@@ -105,7 +107,8 @@ def test_connections_without_a_whole_request_keep_no_probe_out_and_are_closed(en
 
 
 def test_many_connections_take_few_files_and_threads_of_the_training(endpoint):
-    threads, files = threading.active_count(), open_files()
+    threads = threading.active_count()
+    files = open_files()
     with ExitStack() as idle:
         for _ in range(300):
             idle.enter_context(connected(endpoint[1]))
@@ -165,7 +168,9 @@ def connected(url):
     return socket.create_connection((host, int(port)), timeout=60)
 
 
-@pytest.mark.parametrize(("address", "why"), [("127.0.0.1", "Address already in use"), ("192.0.2.1", "")])
+@pytest.mark.parametrize(
+    ("address", "why"), [("127.0.0.1", "Address already in use"), ("192.0.2.1", "")]
+)
 def test_a_port_that_is_taken_or_an_address_of_another_host_is_named(endpoint, address, why):
     port = int(endpoint[1].rpartition(":")[2])
     told = rf"metrics\.port: cannot listen on {address}:{port}: {why}.*; choose another"
@@ -174,6 +179,12 @@ def test_a_port_that_is_taken_or_an_address_of_another_host_is_named(endpoint, a
 
 
 def test_a_folder_for_the_metrics_of_other_programs_is_left_alone():
-    count = "import distap.telemetry.metrics, prometheus_client as p; p.Counter('a', 'b').inc(); print('counted')"
+    count = (
+        "import distap.telemetry.metrics, prometheus_client as p; p.Counter('a', 'b').inc();"
+        " print('counted')"
+    )
     environment = {"PROMETHEUS_MULTIPROC_DIR": "/nonexistent", "PYTHONPATH": ":".join(sys.path)}
-    assert subprocess.run([sys.executable, "-c", count], env=environment, capture_output=True).stdout == b"counted\n"
+    assert (
+        subprocess.run([sys.executable, "-c", count], env=environment, capture_output=True).stdout
+        == b"counted\n"
+    )

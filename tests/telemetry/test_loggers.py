@@ -49,7 +49,9 @@ def figures_of_run_log(run: Path) -> dict[tuple[str, int], float]:
     return {
         (name, entry["step"]): value
         for entry in read_run_log(run)
-        for name, value in finite_figures({key: entry[key] for key in entry.keys() - {"step", "time"}}).items()
+        for name, value in finite_figures(
+            {key: entry[key] for key in entry.keys() - {"step", "time"}}
+        ).items()
     }
 
 
@@ -57,18 +59,29 @@ def test_tensorboard_shows_every_figure_at_its_step_and_none_that_was_lost(train
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(trained / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    shown = [(name, event.step, event.value) for name in events.Tags()["scalars"] for event in events.Scalars(name)]
+    shown = [
+        (name, event.step, event.value)
+        for name in events.Tags()["scalars"]
+        for event in events.Scalars(name)
+    ]
     expected = figures_of_run_log(trained)
     assert {(name, step): value for name, step, value in shown} == pytest.approx(expected, rel=1e-6)
     assert len(shown) == len(expected)
-    assert {"loss", "seconds/describe", "validation/mAP", "also/seen/R@1"} <= {name for name, *_ in shown}
+    assert {"loss", "seconds/describe", "validation/mAP", "also/seen/R@1"} <= {
+        name for name, *_ in shown
+    }
     assert b"test_resnet" in events.Tensors("recipe/text_summary")[0].tensor_proto.string_val[0]
 
 
 def wandb_records(path: Path) -> list:
-    """What `wandb sync` would send, up to the exit, which W&B's own process may write after `finish` has returned."""
+    """What `wandb sync` would send, up to the exit, which W&B's own process may write after
+    `finish` has returned.
+    """
     deadline = time.monotonic() + 60
-    while not (records := list(records_so_far(path))) or records[-1].WhichOneof("record_type") != "exit":
+    while (
+        not (records := list(records_so_far(path)))
+        or records[-1].WhichOneof("record_type") != "exit"
+    ):
         assert time.monotonic() < deadline, records
         time.sleep(0.05)
     return records
@@ -78,9 +91,12 @@ def records_so_far(path: Path) -> Iterator[object]:
     """A log of LevelDB's format, behind a header of seven bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, at, record = path.read_bytes(), 7, b""
+    data = path.read_bytes()
+    at = 7
+    record = b""
     while at + 7 <= len(data):
-        if (room := 2**15 - at % 2**15) < 7:
+        room = 2**15 - at % 2**15
+        if room < 7:
             at += room
             continue
         _, size, kind = struct.unpack_from("<IHB", data, at)
@@ -97,16 +113,29 @@ def figures_of_wandb(path: Path) -> dict[tuple[str, int], float]:
     figures = {}
     for record in wandb_records(path):
         line = {item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-        figures |= {(name, line["step"]): value for name, value in line.items() if name[0] != "_" and name != "step"}
+        figures |= {
+            (name, line["step"]): value
+            for name, value in line.items()
+            if name[0] != "_" and name != "step"
+        }
     return figures
 
 
 def test_weights_and_biases_goes_on_in_the_run_that_was_interrupted(trained):
-    first, second = sorted(trained.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
-    settings = [record.run for path in (first, second) for record in wandb_records(path) if record.run.run_id]
+    first, second = sorted(
+        trained.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime
+    )
+    settings = [
+        record.run
+        for path in (first, second)
+        for record in wandb_records(path)
+        if record.run.run_id
+    ]
     assert {one.run_id for one in settings} == {(trained / "loggers" / "wandb").read_text()}
     assert [one.display_name for one in settings] == ["run", "run"]
-    assert json.loads({item.key: item.value_json for item in settings[0].config.update}["steps"]) == 4
+    assert (
+        json.loads({item.key: item.value_json for item in settings[0].config.update}["steps"]) == 4
+    )
     again = figures_of_wandb(second)
     assert {step for _, step in again} == {3, 4}
     assert figures_of_wandb(first) | again == figures_of_run_log(trained)
@@ -132,7 +161,9 @@ def test_no_logger_is_told_a_secret_of_an_address(tmp_path, monkeypatch):
     # In the bytes of W&B's file any text may be cut in two.
     written[Path(".wandb")] = b"".join(record.SerializeToString() for record in records)
     assert [path for path, data in written.items() if b"password" in data] == []
-    shown = [path.name for path, data in written.items() if b"https://example.org/{0..9}.tar" in data]
+    shown = [
+        path.name for path, data in written.items() if b"https://example.org/{0..9}.tar" in data
+    ]
     for place in ("tfevents", ".wandb"):
         assert any(place in name for name in shown), shown
 
@@ -141,7 +172,8 @@ class Recorder:
     """A logger that writes down what it is told, and cannot take some steps."""
 
     def __init__(self, refused: tuple[int, ...], error: type[BaseException]) -> None:
-        self.refused, self.error = refused, error
+        self.refused = refused
+        self.error = error
         self.steps: list[int] = []
 
     def prepare(self) -> None:
@@ -159,12 +191,15 @@ class Recorder:
         pass
 
 
-@pytest.mark.parametrize("error", [OSError, SystemExit])  # packages end the process where a key is missing
+# packages end the process where a key is missing
+@pytest.mark.parametrize("error", [OSError, SystemExit])
 def test_a_line_that_a_logger_refuses_is_told_once_and_the_others_arrive(tmp_path, caplog, error):
     recorder = Recorder(refused=(2, 3), error=error)
     log_steps({"one": recorder}, logged_run(tmp_path), [1, 2, 3, 4])
     assert recorder.steps == [1, 4]
-    assert caplog.messages == [f"loggers.one: figures are lost: {error.__name__}: no step 2; training goes on"]
+    assert caplog.messages == [
+        f"loggers.one: figures are lost: {error.__name__}: no step 2; training goes on"
+    ]
 
 
 def test_why_a_logger_fails_is_said_without_the_password_of_its_address(tmp_path, caplog):
@@ -179,10 +214,13 @@ def test_why_a_logger_fails_is_said_without_the_password_of_its_address(tmp_path
 
 
 @pytest.mark.parametrize("name", REGISTRY["logger"])
-def test_a_missing_package_is_named_with_what_installs_it(tmp_path, training_shards, monkeypatch, name):
+def test_a_missing_package_is_named_with_what_installs_it(
+    tmp_path, training_shards, monkeypatch, name
+):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(
-        DistapError, match=rf"loggers\.{name}: the package {name} is missing; pip install 'distap\[{name}\]'"
+        DistapError,
+        match=rf"loggers\.{name}: the package {name} is missing; pip install 'distap\[{name}\]'",
     ):
         train(World(), tmp_path / "run", training_shards, steps=1, loggers=[name])
     assert not (tmp_path / "run").exists()

@@ -79,7 +79,9 @@ def test_each_message_is_one_object_whoever_says_it_with_its_figures(lines):
 def test_an_exception_that_nothing_caught_is_a_field_in_threads_too(lines):
     in_thread, last = lines[6:]
     assert in_thread["message"] == "helper: ZeroDivisionError: integer division or modulo by zero"
-    assert str(in_thread["exception"]).startswith("Traceback") and "1 // 0" not in str(in_thread["message"])
+    assert str(in_thread["exception"]).startswith("Traceback") and "1 // 0" not in str(
+        in_thread["message"]
+    )
     assert (last["level"], last["message"]) == ("critical", "KeyError: 'nothing caught it'")
     assert str(last["exception"]).endswith("KeyError: 'nothing caught it'")
 
@@ -111,10 +113,14 @@ LAUNCHER = "-m", "distap.launcher", "--standalone"
 
 
 @pytest.mark.slow
-def test_all_that_a_training_says_until_it_is_stopped_is_lines_of_one_run(tmp_path, training_shards):
+def test_all_that_a_training_says_until_it_is_stopped_is_lines_of_one_run(
+    tmp_path, training_shards
+):
     config: Path = tmp_path / "recipe.json"
     settings = {"steps": 10_000, "logs": {"format": "json"}}
-    config.write_text(json.dumps(recipe(tmp_path / "run", training_shards, **settings).model_dump(mode="json")))
+    config.write_text(
+        json.dumps(recipe(tmp_path / "run", training_shards, **settings).model_dump(mode="json"))
+    )
     with started(Program((*LAUNCHER, "--nproc-per-node=2", str(config))), tmp_path) as job:
         job.wait_until(lambda: "step 3/10000" in job.said)
         job.process.send_signal(signal.SIGTERM)
@@ -124,5 +130,8 @@ def test_all_that_a_training_says_until_it_is_stopped_is_lines_of_one_run(tmp_pa
     steps = [line["step"] for line in lines if "loss" in line]
     assert steps == list(range(1, len(steps) + 1))
     assert {line["rank"] for line in lines if line["level"] == "info"} == {0}
-    assert {line["rank"] for line in lines if "stopping after this step" in line["message"]} == {0, 1}
+    assert {line["rank"] for line in lines if "stopping after this step" in line["message"]} == {
+        0,
+        1,
+    }
     assert lines[-1]["rank"] is None and lines[-1]["message"].startswith("stopped on request: ")

@@ -5,7 +5,14 @@ import socket
 import pytest
 
 from distap import __version__
-from distap.telemetry.runlog import STARTS_LOG, append_line, cut_run_log, log_start, read_run_log, read_starts
+from distap.telemetry.runlog import (
+    STARTS_LOG,
+    append_line,
+    cut_run_log,
+    log_start,
+    read_run_log,
+    read_starts,
+)
 
 
 def write(folder, step, entries):
@@ -17,7 +24,11 @@ def write(folder, step, entries):
 def test_numbers_that_are_not_finite_are_null_at_any_depth(tmp_path):
     write(tmp_path, 0, [{"step": 1, "loss": float("nan"), "validation": {"mAP": float("inf")}}])
     text = (tmp_path / "metrics.jsonl").read_text()
-    assert json.loads(text, parse_constant=pytest.fail) == {"step": 1, "loss": None, "validation": {"mAP": None}}
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "step": 1,
+        "loss": None,
+        "validation": {"mAP": None},
+    }
 
 
 def test_going_on_removes_lines_that_cannot_be_read(tmp_path, caplog):
@@ -35,7 +46,9 @@ def test_going_on_removes_lines_that_cannot_be_read(tmp_path, caplog):
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
     cut_run_log(tmp_path, 2)
     assert [entry["step"] for entry in read_run_log(tmp_path)] == [1, 2]
-    assert [int(line) for line in re.findall(r"metrics\.jsonl, line (\d): damaged", caplog.text)] == [2, 3, 4, 5, 6]
+    assert [
+        int(line) for line in re.findall(r"metrics\.jsonl, line (\d): damaged", caplog.text)
+    ] == [2, 3, 4, 5, 6]
 
 
 def test_a_full_disk_costs_lines_and_not_the_training(small_disk, caplog):

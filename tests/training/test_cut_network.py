@@ -21,7 +21,9 @@ BOUND_SECONDS = 2 * (TIMEOUT_SECONDS + VERDICT_SECONDS + LEAVE_SECONDS)
 @contextmanager
 def job(hosts: Hosts, number: int, run: Run) -> Iterator[Job]:
     """The launcher on host a (0) or b (1), with one rank of a training."""
-    options = f"--nnodes=2 --nproc-per-node=1 --node-rank={number} --master-addr={hosts.addresses[0]}"
+    options = (
+        f"--nnodes=2 --nproc-per-node=1 --node-rank={number} --master-addr={hosts.addresses[0]}"
+    )
     command = hosts.on(number, run.launch(options).command)
     environment = {**run.environment, "GLOO_SOCKET_IFNAME": hosts.cards[number]}
     with started(command, run.folder.parent, **environment) as launched:
@@ -31,7 +33,13 @@ def job(hosts: Hosts, number: int, run: Run) -> Iterator[Job]:
 @pytest.mark.cluster
 @pytest.mark.slow
 def test_both_sides_of_a_cut_network_leave_within_the_bound(hosts, tmp_path, training_shards):
-    run = Run(tmp_path, training_shards, steps=99_999, checkpoint={"every": 99_999}, timeout_seconds=TIMEOUT_SECONDS)
+    run = Run(
+        tmp_path,
+        training_shards,
+        steps=99_999,
+        checkpoint={"every": 99_999},
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
     with job(hosts, 0, run) as a, job(hosts, 1, run) as b:
         a.wait_until(lambda: run.has_done(1))
         hosts.cut()

@@ -22,7 +22,11 @@ SETTINGS = {
     "checkpoint": {"every": 1},
     "evaluation": {"every": 3, "batch_size": 8},
     "optimizer": {"learning_rate": 1e-3, "clip_norm": 1.0, "eps": 1e-2},
-    "model": {"backbone": "test_resnet", "weights": {"name": "random"}, "arguments": {"drop_rate": 0.1}},
+    "model": {
+        "backbone": "test_resnet",
+        "weights": {"name": "random"},
+        "arguments": {"drop_rate": 0.1},
+    },
     "sampling": {"name": "random", "batch_size": 25},
 }
 
@@ -34,9 +38,12 @@ def settings(shards, **changes):
 
 def train_until(world, run, shards, steps, **changes):
     """Train to a step, of as many as the schedule has, where a signal asks to stop."""
-    trainer, asked = Trainer(recipe(run, shards, **settings(shards, **changes)), world), threading.Event()
+    trainer = Trainer(recipe(run, shards, **settings(shards, **changes)), world)
+    asked = threading.Event()
     shares = trainer.images.shares
-    logging.getLogger("distap").addFilter(lambda record: "stopping" not in str(record.msg) or not asked.set())
+    logging.getLogger("distap").addFilter(
+        lambda record: "stopping" not in str(record.msg) or not asked.set()
+    )
 
     def stopping(wanted, of):
         for share in shares(wanted, of):
@@ -58,7 +65,8 @@ def each_engine_takes_a_step(world, folder, shards):
 def with_less_precision(world, folder, shards):
     train_until(world, folder / "float32", shards, 3, evaluation={"every": 0})
     for engine in ("ddp", "fsdp", "deepspeed"):
-        run, changes = folder / engine, {"precision": "bf16", "evaluation": {"every": 0}}
+        run = folder / engine
+        changes = {"precision": "bf16", "evaluation": {"every": 0}}
         train_until(world, run, shards, 1, engine=engine, **changes)
         train_until(world, run, shards, 3, engine=engine, **changes)
 
@@ -94,5 +102,9 @@ def test_every_engine_trains_in_half_precision_and_goes_on(folder):
     runs = [run for run in (folder / "precisions").iterdir() if run.name != "float32"]
     assert len(runs) == 3
     for run in runs:
-        assert losses(run) == pytest.approx(losses(folder / "precisions/float32"), abs=0.03), run.name
-        assert all(tensor.dtype in (torch.float32, torch.int64) for tensor in parameters(run).values())
+        assert losses(run) == pytest.approx(losses(folder / "precisions/float32"), abs=0.03), (
+            run.name
+        )
+        assert all(
+            tensor.dtype in (torch.float32, torch.int64) for tensor in parameters(run).values()
+        )

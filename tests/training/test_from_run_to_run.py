@@ -1,4 +1,5 @@
-"""Begin from another run, use one that another version of distap recorded, and share no run folder."""
+"""Begin from another run, use one that another version of distap recorded, and share no run
+folder."""
 
 import json
 import os
@@ -30,7 +31,14 @@ MODEL = {"backbone": "test_resnet", "weights": {"name": "random"}, "projection":
 def first(tmp_path_factory, training_shards):
     """A run of two steps, and its network as `export` and `save_pretrained` write it."""
     folder = tmp_path_factory.mktemp("first")
-    train(World(), folder / "run", training_shards, steps=2, model=MODEL, data__validation=str(training_shards[1]))
+    train(
+        World(),
+        folder / "run",
+        training_shards,
+        steps=2,
+        model=MODEL,
+        data__validation=str(training_shards[1]),
+    )
     export_to_folder(folder / "run", folder / "export", ("safetensors",))
     library.load(folder / "run", device="cpu").save_pretrained(folder / "saved")
     return folder
@@ -41,7 +49,10 @@ def from_run(path, **changes):
 
 
 def is_network_of(run, state):
-    return all(torch.equal(tensor, state[name.removeprefix("network.")]) for name, tensor in parameters(run).items())
+    return all(
+        torch.equal(tensor, state[name.removeprefix("network.")])
+        for name, tensor in parameters(run).items()
+    )
 
 
 def network_on_a_rank(world, run, shards, model):
@@ -51,7 +62,9 @@ def network_on_a_rank(world, run, shards, model):
 @pytest.mark.parametrize("path", ["run", "run/checkpoints/step-00000002", "export", "saved"])
 def test_a_training_begins_from_all_of_another_network(first, tmp_path, training_shards, path):
     weights = {"name": "run", "path": f"{first}/{path}"}
-    network = network_of(recipe(tmp_path, training_shards, model={**MODEL, "weights": weights}), World())
+    network = network_of(
+        recipe(tmp_path, training_shards, model={**MODEL, "weights": weights}), World()
+    )
     assert is_network_of(first / "run", network.state_dict())
 
 
@@ -66,31 +79,53 @@ def test_every_rank_begins_from_what_rank_0_reads(first, tmp_path, training_shar
     ("changes", "lines"),
     [
         ({"projection": None}, ["model.projection: 16"]),
-        ({"projection": 8, "pooling": "mean"}, ['model.pooling: {"name": "auto"}', "model.projection: 16"]),
+        (
+            {"projection": 8, "pooling": "mean"},
+            ['model.pooling: {"name": "auto"}', "model.projection: 16"],
+        ),
         ({"backbone": "resnet10t"}, ['model.backbone: "test_resnet"']),
     ],
 )
-def test_a_recipe_of_another_network_is_told_what_it_needs(first, tmp_path, training_shards, changes, lines):
+def test_a_recipe_of_another_network_is_told_what_it_needs(
+    first, tmp_path, training_shards, changes, lines
+):
     with pytest.raises(
         DistapError, match=r"^model\.weights: .*/run/checkpoints/step-00000002: .*not the recipe's"
     ) as error:
-        network_of(recipe(tmp_path, training_shards, model=from_run(first / "run", **changes)), World())
+        network_of(
+            recipe(tmp_path, training_shards, model=from_run(first / "run", **changes)), World()
+        )
     assert [line.strip() for line in str(error.value).splitlines()[1:-1]] == lines
 
 
 def test_weights_that_are_nowhere_are_named_with_their_key(tmp_path, training_shards):
     for weights, message in (
-        ({"name": "run", "path": str(tmp_path / "none")}, r"^model\.weights: .*/none: no checkpoint there"),
-        ({"name": "run", "path": f"hf-hub:{tmp_path}/none"}, r"^model\.weights: hf-hub:.*: not a network that"),
-        ({"name": "run", "path": "runs/a", "bset": True}, r"model\.weights\.bset: unknown key; did you mean best"),
+        (
+            {"name": "run", "path": str(tmp_path / "none")},
+            r"^model\.weights: .*/none: no checkpoint there",
+        ),
+        (
+            {"name": "run", "path": f"hf-hub:{tmp_path}/none"},
+            r"^model\.weights: hf-hub:.*: not a network that",
+        ),
+        (
+            {"name": "run", "path": "runs/a", "bset": True},
+            r"model\.weights\.bset: unknown key; did you mean best",
+        ),
     ):
         with pytest.raises(DistapError, match=message):
-            network_of(recipe(tmp_path, training_shards, model={**MODEL, "weights": weights}), World())
+            network_of(
+                recipe(tmp_path, training_shards, model={**MODEL, "weights": weights}), World()
+            )
 
 
 @pytest.mark.parametrize("backbone", ["test_resnet", "test_vit"])
-def test_a_second_stage_at_a_larger_size_goes_on_without_the_first(tmp_path, training_shards, backbone):
-    one, whole, resumed = tmp_path / "one", tmp_path / "whole", tmp_path / "resumed"
+def test_a_second_stage_at_a_larger_size_goes_on_without_the_first(
+    tmp_path, training_shards, backbone
+):
+    one = tmp_path / "one"
+    whole = tmp_path / "whole"
+    resumed = tmp_path / "resumed"
     train(World(), one, training_shards, steps=1, model={**MODEL, "backbone": backbone})
     second = {
         "steps": 4,
@@ -111,7 +146,9 @@ def test_a_second_stage_at_a_larger_size_goes_on_without_the_first(tmp_path, tra
 
 
 def recorded_anew(run, change):
-    """Change the recipe that a run's checkpoint has recorded, as another version of distap would have written it."""
+    """Change the recipe that a run's checkpoint has recorded, as another version of distap would
+    have written it.
+    """
     (folder,) = list_checkpoints(run / "checkpoints")
     state = json.loads((folder / STATE_FILE).read_text())
     change(state["recipe"])
@@ -127,23 +164,36 @@ def of_a_later_version(settings):
     settings["evaluation"] |= {"also": {"later": 4}}
 
 
-def test_a_network_is_read_whatever_its_recipe_says_of_training(first, tmp_path, training_shards, monkeypatch):
+def test_a_network_is_read_whatever_its_recipe_says_of_training(
+    first, tmp_path, training_shards, monkeypatch
+):
     run = tmp_path / "run"
     shutil.copytree(first / "run", run)
     recorded_anew(run, of_a_later_version)
     assert distap(monkeypatch, "eval", "--checkpoint", run) == 0
     export_to_folder(run, tmp_path / "export", ("safetensors",))
     assert "Loss: 1 later_ap." in (tmp_path / "export" / "README.md").read_text()
-    assert is_network_of(run, library.load(tmp_path / "export", device="cpu").network.network.state_dict())
-    assert distap(monkeypatch, "extract", training_shards[1], tmp_path / "out", "--checkpoint", run) == 0
+    assert is_network_of(
+        run, library.load(tmp_path / "export", device="cpu").network.network.state_dict()
+    )
+    assert (
+        distap(monkeypatch, "extract", training_shards[1], tmp_path / "out", "--checkpoint", run)
+        == 0
+    )
     recorded_anew(run, lambda settings: settings["data"].update(image_size="later"))
     with pytest.raises(DistapError, match=r"step-00000002: data\.image_size: 'later'"):
         trained_network(run, World())
 
 
-def test_a_change_that_makes_figures_differ_is_told_where_a_run_goes_on(tmp_path, training_shards, caplog):
+def test_a_change_that_makes_figures_differ_is_told_where_a_run_goes_on(
+    tmp_path, training_shards, caplog
+):
     train(World(), tmp_path, training_shards, steps=1)
-    changes = {"memory": {"size": 30}, "optimizer": {"clip_norm": 1.0}, "data__validation": str(training_shards[1])}
+    changes = {
+        "memory": {"size": 30},
+        "optimizer": {"clip_norm": 1.0},
+        "data__validation": str(training_shards[1]),
+    }
     train(World(), tmp_path, training_shards, steps=2, **changes)
     for line in (
         "memory.size: was 0, is 30",
@@ -159,24 +209,39 @@ def test_a_run_that_drew_its_batches_in_another_way_does_not_go_on(tmp_path, tra
     about = checkpoints_of(tmp_path / "run").manifest(folder.name).about
     rewrite_manifest(folder, about=about | {"order": 1})
     with pytest.raises(
-        DistapError, match="batches by version 1 of the plan, and this distap by version 2: finish it"
+        DistapError,
+        match="batches by version 1 of the plan, and this distap by version 2: finish it",
     ):
         train(World(), tmp_path / "run", training_shards, steps=2)
     begun = {"name": "run", "path": str(tmp_path / "run")}
     train(World(), tmp_path / "new", training_shards, steps=1, model__weights=begun)
 
 
-def test_a_run_is_evaluated_from_another_folder_and_with_other_settings(tmp_path, training_shards, monkeypatch):
+def test_a_run_is_evaluated_from_another_folder_and_with_other_settings(
+    tmp_path, training_shards, monkeypatch
+):
     (tmp_path / "there").mkdir()
     (tmp_path / "here").mkdir()
     shutil.copytree(training_shards[1], tmp_path / "there" / "photos")
     monkeypatch.chdir(tmp_path / "there")
-    train(World(), "run", training_shards, steps=1, data__validation="photos", evaluation__figures=["mAP"])
+    train(
+        World(),
+        "run",
+        training_shards,
+        steps=1,
+        data__validation="photos",
+        evaluation__figures=["mAP"],
+    )
     monkeypatch.chdir(tmp_path / "here")
     run = ("eval", "--checkpoint", "../there/run")
     assert distap(monkeypatch, *run, "--output", "32") == 0
-    assert distap(monkeypatch, *run, "data.image_size=40", "evaluation.batch_size=8", "--output", "40") == 0
-    at_32, at_40 = (json.loads((tmp_path / "here" / size / "result.json").read_text()) for size in ("32", "40"))
+    assert (
+        distap(monkeypatch, *run, "data.image_size=40", "evaluation.batch_size=8", "--output", "40")
+        == 0
+    )
+    at_32, at_40 = (
+        json.loads((tmp_path / "here" / size / "result.json").read_text()) for size in ("32", "40")
+    )
     assert at_32["fingerprint"] == at_40["fingerprint"] and at_32["figures"] != at_40["figures"]
     assert list(at_32["figures"]) == ["mAP"]
     assert distap(monkeypatch, *run, "data.imagesize=40") == 2
@@ -187,21 +252,38 @@ def lease(run):
 
 
 def write_lease(run, **changes):
-    """Write a lease as a training on another host, or with `changes` another one, would have left it."""
+    """Write a lease as a training on another host, or with `changes` another one, would have left
+    it.
+    """
     now = time.time()
-    left = {"host": "a", "pid": 7, "process": "a table 1", "training": "another", "started": now - 60}
+    left = {
+        "host": "a",
+        "pid": 7,
+        "process": "a table 1",
+        "training": "another",
+        "started": now - 60,
+    }
     run.mkdir(parents=True, exist_ok=True)
     (run / "lease.json").write_text(json.dumps(left | {"renewed": now} | changes))
 
 
 @pytest.mark.parametrize("key", ["run", "checkpoint.store"])
-def test_a_second_training_is_refused_and_the_first_one_goes_on_undisturbed(tmp_path, training_shards, key):
-    alone, shared = tmp_path / "alone", tmp_path / "shared"
-    stored = {"checkpoint": {"every": 1, "store": f"file://{tmp_path}/store"}} if key == "checkpoint.store" else {}
+def test_a_second_training_is_refused_and_the_first_one_goes_on_undisturbed(
+    tmp_path, training_shards, key
+):
+    alone = tmp_path / "alone"
+    shared = tmp_path / "shared"
+    stored = (
+        {"checkpoint": {"every": 1, "store": f"file://{tmp_path}/store"}}
+        if key == "checkpoint.store"
+        else {}
+    )
     other = tmp_path / "other" if stored else shared
-    trainer, message = Trainer(recipe(shared, training_shards, steps=3, **stored), World()), []
+    trainer = Trainer(recipe(shared, training_shards, steps=3, **stored), World())
+    message = []
     second = recipe(other, training_shards, steps=9, **stored)
-    step, as_late = trainer.step, Trainer(second, World())
+    step = trainer.step
+    as_late = Trainer(second, World())
 
     def disturbed(share, learning_rate):
         with pytest.raises(DistapError) as error:
@@ -251,7 +333,9 @@ def test_a_training_on_another_host_is_watched_until_it_renews_its_lease_or_not(
     write_lease(tmp_path)
     train(World(), tmp_path, training_shards, steps=1)
     assert "waiting to see whether host a, pid 7, " in caplog.text
-    assert re.search(r"taking over the lease of host a, pid 7, started .* ago: not renewed for \d s", caplog.text)
+    assert re.search(
+        r"taking over the lease of host a, pid 7, started .* ago: not renewed for \d s", caplog.text
+    )
     write_lease(tmp_path)
     trainer = Trainer(recipe(tmp_path, training_shards, steps=2), World())
     monkeypatch.setattr(time, "sleep", lambda seconds: write_lease(tmp_path))
@@ -311,12 +395,21 @@ class Narrow(torch.nn.Module):
     ("other", "difference"),
     [
         (Narrow(6), r".*size mismatch for \S*project\.bias"),
-        (Narrow(4, extra=True), r'.*Missing key\(s\) in state_dict: "\S*extra\.weight", "\S*extra\.bias"'),
+        (
+            Narrow(4, extra=True),
+            r'.*Missing key\(s\) in state_dict: "\S*extra\.weight", "\S*extra\.bias"',
+        ),
     ],
 )
-def test_a_checkpoint_of_another_network_is_not_called_damaged(other, difference, tmp_path, training_shards):
-    settings = recipe(tmp_path / "run", training_shards, steps=1).model_dump(mode="json", exclude={"model"})
+def test_a_checkpoint_of_another_network_is_not_called_damaged(
+    other, difference, tmp_path, training_shards
+):
+    settings = recipe(tmp_path / "run", training_shards, steps=1).model_dump(
+        mode="json", exclude={"model"}
+    )
     library.train(settings, network=Narrow(4))
-    with pytest.raises(DistapError, match=f"it is of another network or loss: {difference}") as caught:
+    with pytest.raises(
+        DistapError, match=f"it is of another network or loss: {difference}"
+    ) as caught:
         library.train({**settings, "steps": 2}, network=other)
     assert "damaged" not in str(caught.value)

@@ -33,10 +33,13 @@ def levels_of(species: int) -> tuple[int, int, int]:
 def shards(tmp_path_factory):
     """Twelve species of six genera of two families, packed from a CSV."""
     folder = tmp_path_factory.mktemp("levels")
-    files = write_images(folder / "images", {str(species): 4 + species % 2 for species in range(12)}, 40).glob("*/*")
+    files = write_images(
+        folder / "images", {str(species): 4 + species % 2 for species in range(12)}, 40
+    ).glob("*/*")
     rows = [(file.relative_to(folder), *levels_of(int(file.parent.name))) for file in sorted(files)]
     text = "".join(
-        f"{path},species {species},genus {genus},family {family}\n" for path, species, genus, family in rows
+        f"{path},species {species},genus {genus},family {family}\n"
+        for path, species, genus, family in rows
     )
     (folder / "list.csv").write_text("path,label,level1,level2\n" + text)
     pack(list_images(folder / "list.csv"), folder / "shards", images_per_shard=20)
@@ -48,13 +51,17 @@ def train_on_ranks(world, run, shards, changes):
 
 
 def test_the_loss_of_a_graded_training_is_that_of_rank_on_any_number_of_ranks(tmp_path, shards):
-    settings, index = recipe(tmp_path, shards, **GRADED), load_index(shards[0])
+    settings = recipe(tmp_path, shards, **GRADED)
+    index = load_index(shards[0])
     assert index.class_levels[index.class_name == "species 7"].tolist() == [["genus 3", "family 1"]]
     shares = images_of(settings, World(), Stopwatch()).shares(range(1))
     share = next(shares)
     pixels = share.images(slice(0, 24))
-    levels = torch.tensor([levels_of(int(index.path[sample].split("/")[1])) for sample in share.samples.tolist()])
-    assert [len(set(levels[:, level].tolist())) for level in range(3)] == [6, 6, 2]  # balanced over genera
+    levels = torch.tensor(
+        [levels_of(int(index.path[sample].split("/")[1])) for sample in share.samples.tolist()]
+    )
+    # balanced over genera
+    assert [len(set(levels[:, level].tolist())) for level in range(3)] == [6, 6, 2]
     network = network_of(settings, World()).eval()
     with torch.no_grad():
         expected = distap.rank(network(pixels), levels, GRADED["loss"])
@@ -62,12 +69,14 @@ def test_the_loss_of_a_graded_training_is_that_of_rank_on_any_number_of_ranks(tm
     assert abs(float(expected.loss - alone.loss)) > 1e-3
     for ranks in (1, 2):
         on_ranks(ranks, train_on_ranks, tmp_path / str(ranks), shards, GRADED)
-    first, second = losses(tmp_path / "1"), losses(tmp_path / "2")
+    first = losses(tmp_path / "1")
+    second = losses(tmp_path / "2")
     assert first[0] == pytest.approx(float(expected.loss), abs=1e-5)
     assert second == pytest.approx(first, abs=1e-5) and len(second) == 3
 
 
-@pytest.mark.parametrize("other", ["normalized_softmax", "csl"])  # which takes the tree of classes from the index
+# which takes the tree of classes from the index
+@pytest.mark.parametrize("other", ["normalized_softmax", "csl"])
 def test_a_sum_of_graded_and_other_losses_trains_with_a_memory_of_levels(tmp_path, shards, other):
     loss = {"h_ap": 0.9, other: 0.1}
     train(World(), tmp_path, shards, **GRADED | {"loss": loss, "memory": {"size": 40}})
@@ -75,7 +84,8 @@ def test_a_sum_of_graded_and_other_losses_trains_with_a_memory_of_levels(tmp_pat
 
 
 def test_graded_figures_of_a_training_are_those_of_its_descriptors(tmp_path, shards):
-    names, validation = ["H-AP", "NDCG"], {"data__validation": str(shards[0]), "data__unseen_classes": False}
+    names = ["H-AP", "NDCG"]
+    validation = {"data__validation": str(shards[0]), "data__unseen_classes": False}
     evaluation = {
         "at_start": False,
         "figures": names,
@@ -83,18 +93,23 @@ def test_graded_figures_of_a_training_are_those_of_its_descriptors(tmp_path, sha
     }
     train(World(), tmp_path, shards, **GRADED, **validation, evaluation=evaluation)
     (found,) = (entry for entry in read_run_log(tmp_path) if "validation" in entry)
-    network, index = distap.load(tmp_path), load_index(shards[0])
+    network = distap.load(tmp_path)
+    index = load_index(shards[0])
     reader = ImageSet(shards[0], index)
     with torch.no_grad():
         descriptors = network.describe([reader.data(sample) for sample in range(len(index))])
     levels = [levels_of(int(path.split("/")[1])) for path in index.path.tolist()]
     expected = distap.evaluate(descriptors, levels, figures=["mAP", *names])
-    assert found["validation"] == pytest.approx({key: expected[key] for key in found["validation"]}, abs=1e-6)
+    assert found["validation"] == pytest.approx(
+        {key: expected[key] for key in found["validation"]}, abs=1e-6
+    )
     assert {"mAP", "level 1 mAP", "level 2 mAP", "H-AP", "NDCG"} <= found["validation"].keys()
     assert list(found["also"]["again"]) == ["mAP", "R@1"]
 
 
 def test_a_level_that_the_index_lacks_is_refused(tmp_path, shards):
     sampling = GRADED["sampling"] | {"balance": 3}
-    with pytest.raises(DistapError, match="balance is 3; the index has 2 levels of coarser classes"):
+    with pytest.raises(
+        DistapError, match="balance is 3; the index has 2 levels of coarser classes"
+    ):
         train(World(), tmp_path, shards, **GRADED | {"sampling": sampling})

@@ -1,4 +1,6 @@
-"""The length of a training in epochs, its learning rates, and the average of its parameters, over whole runs."""
+"""The length of a training in epochs, its learning rates, and the average of its parameters, over
+whole runs.
+"""
 
 import shutil
 from types import SimpleNamespace
@@ -30,18 +32,34 @@ RATES = {
     "backbone": {"factor": 0.5, "weight_decay": 0.1},
 }
 AVERAGED = {"ema": 0.8, "evaluation": {"every": 1, "unit": "epochs"}}
-MODEL = {"backbone": "test_vit", "weights": "random", "projection": 8, "arguments": {"drop_path_rate": 0.1}}
+MODEL = {
+    "backbone": "test_vit",
+    "weights": "random",
+    "projection": 8,
+    "arguments": {"drop_path_rate": 0.1},
+}
 EVERYTHING = EPOCHS | AVERAGED | {"optimizer": RATES, "model": MODEL, "data__image_size": 48}
 
 
 def tensors(run, step=None):
-    return found_checkpoint(run if step is None else run / "checkpoints" / f"step-{step:08d}").tensors()
+    return found_checkpoint(
+        run if step is None else run / "checkpoints" / f"step-{step:08d}"
+    ).tensors()
 
 
-def test_a_training_in_epochs_has_the_schedule_and_the_evaluations_of_its_steps(tmp_path, training_shards, caplog):
+def test_a_training_in_epochs_has_the_schedule_and_the_evaluations_of_its_steps(
+    tmp_path, training_shards, caplog
+):
     caplog.set_level("INFO")
-    sets = {"data__validation": str(training_shards[1]), "checkpoint": {"every": 2, "unit": "epochs"}}
-    settings = EPOCHS | {"evaluation": {"every": 1, "unit": "epochs"}, "optimizer": {"learning_rate": 0.1}} | sets
+    sets = {
+        "data__validation": str(training_shards[1]),
+        "checkpoint": {"every": 2, "unit": "epochs"},
+    }
+    settings = (
+        EPOCHS
+        | {"evaluation": {"every": 1, "unit": "epochs"}, "optimizer": {"learning_rate": 0.1}}
+        | sets
+    )
     read = recipe(tmp_path / "run", training_shards, **settings)
     trainer = Trainer(read, World())
     trainer.train()
@@ -52,16 +70,23 @@ def test_a_training_in_epochs_has_the_schedule_and_the_evaluations_of_its_steps(
     found = [entry["learning_rate"] for entry in log if "loss" in entry]
     assert found == pytest.approx([0.1 * in_steps.factor(step, 6) for step in range(6)])
     assert [entry["step"] for entry in log if "validation" in entry] == [0, 3, 5, 6]
-    assert [path.name[-1] for path in list_checkpoints(tmp_path / "run" / "checkpoints")][-2:] == ["5", "6"]
+    assert [path.name[-1] for path in list_checkpoints(tmp_path / "run" / "checkpoints")][-2:] == [
+        "5",
+        "6",
+    ]
     as_steps = {"steps": 6, "schedule": {"name": "cosine", "warmup": 2.16}}
-    train(World(), tmp_path / "steps", training_shards, **as_steps, optimizer={"learning_rate": 0.1})
+    train(
+        World(), tmp_path / "steps", training_shards, **as_steps, optimizer={"learning_rate": 0.1}
+    )
     assert losses(tmp_path / "steps") == pytest.approx(losses(tmp_path / "run"), abs=1e-5)
 
 
 def test_epochs_and_steps_are_either_or_and_need_a_count_of_images(tmp_path, training_shards):
     with pytest.raises(DistapError, match="set either steps or epochs; neither is set"):
         recipe(tmp_path, training_shards, steps=None)
-    with pytest.raises(DistapError, match=r"set either steps or epochs; steps is 10 and epochs 2\.5"):
+    with pytest.raises(
+        DistapError, match=r"set either steps or epochs; steps is 10 and epochs 2\.5"
+    ):
         recipe(tmp_path, training_shards, epochs=2.5)
     with pytest.raises(DistapError, match="epochs: inf: must be a finite number"):
         recipe(tmp_path, training_shards, steps=None, epochs=float("inf"))
@@ -86,7 +111,9 @@ def test_epochs_and_steps_are_either_or_and_need_a_count_of_images(tmp_path, tra
         (["steps=null", "epochs=2"], (None, 2)),
     ],
 )
-def test_an_override_of_steps_or_epochs_replaces_the_other(tmp_path, training_shards, overrides, length):
+def test_an_override_of_steps_or_epochs_replaces_the_other(
+    tmp_path, training_shards, overrides, length
+):
     settings = recipe(tmp_path, training_shards, **EPOCHS).model_dump(mode="json")
     read = load_recipe(settings, overrides)
     assert (read.steps, read.epochs) == length
@@ -122,7 +149,9 @@ def test_a_run_with_everything_goes_on_bit_for_bit(tmp_path, training_shards, ra
         assert losses(tmp_path / f"from-{step}") == losses(tmp_path / "whole")[step:]
 
 
-def test_while_the_head_warms_up_the_backbone_and_its_moments_stay_as_they_are(tmp_path, training_shards):
+def test_while_the_head_warms_up_the_backbone_and_its_moments_stay_as_they_are(
+    tmp_path, training_shards
+):
     changes = EVERYTHING | {"checkpoint": {"every": 1, "keep": 9}, "evaluation": {}}
     train(World(), tmp_path, training_shards, **changes)
     first, held, moves = (tensors(tmp_path, step) for step in (1, 4, 5))
@@ -133,14 +162,35 @@ def test_while_the_head_warms_up_the_backbone_and_its_moments_stay_as_they_are(t
     of_backbone = [name for name in moves if name.startswith("optimizer.state.backbone.")]
     assert of_backbone and not set(of_backbone) & held.keys()
     assert all(float(moves[name]) == 1 for name in of_backbone if name.endswith(".step"))
-    assert any(not torch.equal(moves[name], held[name]) for name in held if name.startswith("network.backbone."))
+    assert any(
+        not torch.equal(moves[name], held[name])
+        for name in held
+        if name.startswith("network.backbone.")
+    )
 
 
 def test_the_average_is_evaluated_judged_saved_and_read(tmp_path, training_shards):
-    changes = {"steps": 4, "data__validation": str(training_shards[1]), "ema": 0.5, "evaluation__every": 1}
-    rate = {"name": "sgd", "learning_rate": 3.0}  # high, so that the average is far from the parameters
-    train(World(), tmp_path, training_shards, **changes, optimizer=rate, checkpoint={"every": 1, "keep": 9})
-    average = {key.removeprefix("ema."): t for key, t in tensors(tmp_path).items() if key.startswith("ema.")}
+    changes = {
+        "steps": 4,
+        "data__validation": str(training_shards[1]),
+        "ema": 0.5,
+        "evaluation__every": 1,
+    }
+    # high, so that the average is far from the parameters
+    rate = {"name": "sgd", "learning_rate": 3.0}
+    train(
+        World(),
+        tmp_path,
+        training_shards,
+        **changes,
+        optimizer=rate,
+        checkpoint={"every": 1, "keep": 9},
+    )
+    average = {
+        key.removeprefix("ema."): t
+        for key, t in tensors(tmp_path).items()
+        if key.startswith("ema.")
+    }
     first, *later = (tensors(tmp_path, step) for step in (1, 2, 3, 4))
     for name in average:
         mean = first[f"ema.{name}"]
@@ -150,7 +200,9 @@ def test_the_average_is_evaluated_judged_saved_and_read(tmp_path, training_shard
     assert not all(torch.equal(average[name], later[-1][f"network.{name}"]) for name in average)
     loaded = library.load(tmp_path, device="cpu").describer.retrieval_network.state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in average.items())
-    scores = {e["step"]: e["validation"]["mAP"] for e in read_run_log(tmp_path) if "validation" in e}
+    scores = {
+        e["step"]: e["validation"]["mAP"] for e in read_run_log(tmp_path) if "validation" in e
+    }
     for step, score in list(scores.items())[1:]:
         path = tmp_path / "checkpoints" / f"step-{step:08d}"
         _, network = trained_network(path, World())
@@ -166,8 +218,14 @@ def test_the_average_is_evaluated_judged_saved_and_read(tmp_path, training_shard
     ("changes", "message"),
     [
         ({"ema": 1}, "ema: 1: must be less than 1"),
-        ({"ema": 0.9, "engine": {"name": "deepspeed", "stage": 3}}, "ema needs all parameters on every"),
-        ({"optimizer__head_only": 3, "engine": "deepspeed"}, "deepspeed moves all parameters in each step"),
+        (
+            {"ema": 0.9, "engine": {"name": "deepspeed", "stage": 3}},
+            "ema needs all parameters on every",
+        ),
+        (
+            {"optimizer__head_only": 3, "engine": "deepspeed"},
+            "deepspeed moves all parameters in each step",
+        ),
         ({"optimizer__layer_decay": 0}, "optimizer.layer_decay: 0: must be greater than 0"),
     ],
 )
@@ -177,5 +235,10 @@ def test_what_cannot_be_is_refused_with_the_key(tmp_path, training_shards, chang
 
 
 def test_a_network_of_a_backbone_alone_has_no_head_to_warm_up(tmp_path, training_shards):
-    with pytest.raises(DistapError, match="head_only: nothing but the backbone has parameters to train"):
-        Trainer(recipe(tmp_path, training_shards, optimizer__head_only=1, model__pooling="mean"), World())
+    with pytest.raises(
+        DistapError, match="head_only: nothing but the backbone has parameters to train"
+    ):
+        Trainer(
+            recipe(tmp_path, training_shards, optimizer__head_only=1, model__pooling="mean"),
+            World(),
+        )

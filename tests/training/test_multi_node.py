@@ -20,13 +20,22 @@ def environment(run: Run) -> dict[str, str]:
 
 
 def small_run(folder, shards) -> Run:
-    return Run(folder, shards, steps=30, timeout_seconds=30.0)  # a host waits as long for the other too
+    # a host waits as long for the other too
+    return Run(folder, shards, steps=30, timeout_seconds=30.0)
 
 
 @contextmanager
 def part(hosts: Hosts, number: int, run: Run) -> Iterator[Job]:
     """The script on host a (0) or b (1), told nothing that it can find out itself."""
-    script = [str(ROOT / "launch/train-multi-node"), "--nodes", "2", "--host", hosts.addresses[0], "--ranks", "1"]
+    script = [
+        str(ROOT / "launch/train-multi-node"),
+        "--nodes",
+        "2",
+        "--host",
+        hosts.addresses[0],
+        "--ranks",
+        "1",
+    ]
     command = hosts.on(number, [*script, "--node", str(number), str(run.config)])
     with started(command, run.folder.parent, **environment(run)) as job:
         yield job
@@ -34,7 +43,9 @@ def part(hosts: Hosts, number: int, run: Run) -> Iterator[Job]:
 
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_a_host_that_was_cut_off_and_comes_back_goes_on_with_the_other(hosts, tmp_path, training_shards):
+def test_a_host_that_was_cut_off_and_comes_back_goes_on_with_the_other(
+    hosts, tmp_path, training_shards
+):
     undisturbed = small_run(tmp_path / "undisturbed", training_shards)
     script = [str(ROOT / "launch/train-one-node"), "--ranks", "2", str(undisturbed.config)]
     with started(script, tmp_path / "undisturbed", **environment(undisturbed)) as job:

@@ -1,4 +1,6 @@
-"""Trainings of a part of the network: the gradient is that of the whole batch, and the rest costs nothing."""
+"""Trainings of a part of the network: the gradient is that of the whole batch, and the rest costs
+nothing.
+"""
 
 import json
 import shutil
@@ -31,14 +33,21 @@ from distap.training.learner import TrainingStep
 from distap.world import World
 
 pytestmark = pytest.mark.slow
-IMAGES, SIZE, STEPS, RATE, DECAY = 10, 2, 2, 0.01, 0.8
+IMAGES = 10
+SIZE = 2
+STEPS = 2
+RATE = 0.01
+DECAY = 0.8
 OF_TIMM = {"backbone": "test_vit", "weights": "random", "arguments": {"drop_path_rate": 0.2}}
 PARTS = {
     "head": {"freeze": "backbone", "projection": 6},
     "last blocks": {"freeze": {"blocks": -1}},
     "patterns": {"freeze": ["backbone.blocks.*.attn.*", "backbone.patch_embed.*"]},
     "lora": {"adapter": {"rank": 4, "dropout": 0.3}, "projection": 6},
-    "dora": {"adapter": {"name": "dora", "rank": 2, "targets": ["fc1", "fc2"]}, "freeze": ["backbone.blocks.0.*"]},
+    "dora": {
+        "adapter": {"name": "dora", "rank": 2, "targets": ["fc1", "fc2"]},
+        "freeze": ["backbone.blocks.0.*"],
+    },
 }
 
 
@@ -60,25 +69,43 @@ def batch():
 
 
 def trained(world, part, engine="ddp", dtype=torch.float64, keep=0):
-    """State after two steps, whether the first and the last block had a graph, and the greatest replay drift."""
+    """State after two steps, whether the first and the last block had a graph, and the greatest
+    replay drift.
+    """
     one = learner(world, part, engine, dtype)
-    step = TrainingStep(ThreeStages(one.replica, SmoothAP(tau=0.1), world, 0, MicroBatchSizes(SIZE, keep=keep)), one)
+    step = TrainingStep(
+        ThreeStages(one.replica, SmoothAP(tau=0.1), world, 0, MicroBatchSizes(SIZE, keep=keep)), one
+    )
     first, *_, last = one.network.backbone.blocks
     has_graph = {first: False, last: False}
     for block in has_graph:
-        block.register_forward_hook(lambda of, _, out: has_graph.update({of: has_graph[of] or out.requires_grad}))
-    drift = max(step(TensorBatch(*batch(), world, n), learning_rate=RATE).replay_drift for n in range(STEPS))
-    state = {k: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for k, t in one.state_dict().items()}
+        block.register_forward_hook(
+            lambda of, _, out: has_graph.update({of: has_graph[of] or out.requires_grad})
+        )
+    drift = max(
+        step(TensorBatch(*batch(), world, n), learning_rate=RATE).replay_drift for n in range(STEPS)
+    )
+    state = {
+        k: (t.full_tensor() if isinstance(t, DTensor) else t).clone()
+        for k, t in one.state_dict().items()
+    }
     again = learner(world, part, engine, dtype)
     again.load_state_dict(state)
-    found = {k: (t.full_tensor() if isinstance(t, DTensor) else t) for k, t in again.state_dict().items()}
-    assert found.keys() == state.keys() and all(torch.equal(found[key], state[key]) for key in state)
+    found = {
+        k: (t.full_tensor() if isinstance(t, DTensor) else t) for k, t in again.state_dict().items()
+    }
+    assert found.keys() == state.keys() and all(
+        torch.equal(found[key], state[key]) for key in state
+    )
     return state, [*has_graph.values()], drift
 
 
 def by_autograd(part, ranks, dtype=torch.float64):
-    """The same steps over the whole batch at once, with random numbers drawn as the ranks draw them."""
-    one, (images, labels) = learner(World(), part, dtype=dtype), batch()
+    """The same steps over the whole batch at once, with random numbers drawn as the ranks draw
+    them.
+    """
+    one = learner(World(), part, dtype=dtype)
+    (images, labels) = batch()
     for number in range(STEPS):
         descriptors = [None] * IMAGES
         for first in range(ranks):
@@ -114,8 +141,16 @@ def check(found, part, ranks, dtype=torch.float64, **exactness):
         assert drift <= (1e-12 if dtype == torch.float64 else 1e-5)
         for key, tensor in expected.items():
             torch.testing.assert_close(state[key], tensor, **exactness, msg=key)
-        moments = {key.removeprefix("optimizer.state.").rpartition(".")[0] for key in state if ".state." in key}
-        assert moments == {key.removeprefix("ema.") for key in state if key.startswith("ema.")} == learns
+        moments = {
+            key.removeprefix("optimizer.state.").rpartition(".")[0]
+            for key in state
+            if ".state." in key
+        }
+        assert (
+            moments
+            == {key.removeprefix("ema.") for key in state if key.startswith("ema.")}
+            == learns
+        )
         for key, tensor in before.items():
             assert torch.equal(state[f"network.{key}"], tensor) == (key not in learns), key
         assert has_graph == [part in ("patterns", "lora"), part != "head"]
@@ -139,9 +174,14 @@ def test_a_part_trains_under_zero(under_zero, part):
 
 
 @pytest.mark.parametrize(("part", "layer_decay"), [("last blocks", 0.7), ("lora", None)])
-def test_a_training_of_a_part_goes_on_as_if_it_had_not_stopped(tmp_path, training_shards, part, layer_decay):
+def test_a_training_of_a_part_goes_on_as_if_it_had_not_stopped(
+    tmp_path, training_shards, part, layer_decay
+):
     changes = {"model": OF_TIMM | PARTS[part] | {"projection": 6}, "ema": DECAY, "steps": 3}
-    changes |= {"optimizer": {"layer_decay": layer_decay, "head_only": 1}, "checkpoint": {"every": 1}}
+    changes |= {
+        "optimizer": {"layer_decay": layer_decay, "head_only": 1},
+        "checkpoint": {"every": 1},
+    }
     changes |= {"data__image_size": 32}
     train(World(), tmp_path / "whole", training_shards, **changes)
     second = "checkpoints/step-00000002"
@@ -154,7 +194,8 @@ def test_a_training_of_a_part_goes_on_as_if_it_had_not_stopped(tmp_path, trainin
 
 def test_adapters_are_merged_into_the_base_when_a_run_is_read(tmp_path, training_shards):
     changes = {"model": OF_TIMM | PARTS["lora"], "ema": DECAY, "data__image_size": 32}
-    run, images = tmp_path / "run", noise(3, 32)
+    run = tmp_path / "run"
+    images = noise(3, 32)
     changes |= {"optimizer": {"learning_rate": 0.02}, "checkpoint": {"every": 1}, "steps": 3}
     train(World(), run, training_shards, **changes | {"steps": 2})
     trainer = Trainer(recipe(run, training_shards, **changes), World())
@@ -166,10 +207,16 @@ def test_adapters_are_merged_into_the_base_when_a_run_is_read(tmp_path, training
     assert (base(images) - expected).abs().max() > 1e-3
     export_to_folder(run, tmp_path / "export", ("pt2", "safetensors"))
     for source in (run, tmp_path / "export"):
-        torch.testing.assert_close(distap.load(source, device="cpu")(images), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            distap.load(source, device="cpu")(images), expected, rtol=1e-5, atol=1e-6
+        )
     weights = {"name": "run", "path": str(run)}
-    later = recipe(tmp_path / "later", training_shards, model=OF_TIMM | {"projection": 6, "weights": weights})
-    torch.testing.assert_close(network_of(later, World()).eval()(images), expected, rtol=1e-5, atol=1e-6)
+    later = recipe(
+        tmp_path / "later", training_shards, model=OF_TIMM | {"projection": 6, "weights": weights}
+    )
+    torch.testing.assert_close(
+        network_of(later, World()).eval()(images), expected, rtol=1e-5, atol=1e-6
+    )
 
 
 CHANGED = {
@@ -184,27 +231,40 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("part", CHANGED)
-def test_what_training_changed_is_kept_next_to_the_name_of_its_base(tmp_path, training_shards, part):
+def test_what_training_changed_is_kept_next_to_the_name_of_its_base(
+    tmp_path, training_shards, part
+):
     model, patterns = CHANGED[part]
-    run, small, images = tmp_path / "run", tmp_path / "small", noise(3, 32)
+    run = tmp_path / "run"
+    small = tmp_path / "small"
+    images = noise(3, 32)
     base = timm.create_model(model.get("backbone", "test_vit"), num_classes=0).eval()
     (tmp_path / "base").mkdir()
     weights = tmp_path / "base/model.safetensors"
     save_file(base.state_dict(), weights)
-    model |= {"weights": {"name": "file", "path": str(weights)}} | {"backbone": base.pretrained_cfg["architecture"]}
+    model |= {"weights": {"name": "file", "path": str(weights)}} | {
+        "backbone": base.pretrained_cfg["architecture"]
+    }
     if part == "dora":  # a network and its weights by the name of their folder, as those of a hub
         about = {"mean": [0.1, 0.2, 0.3], "input_size": [3, 160, 160], "fixed_input_size": True}
         config = {"architecture": "test_vit", "num_classes": 0, "pretrained_cfg": about}
         (tmp_path / "base/config.json").write_text(json.dumps(config))
         model |= {"weights": "timm", "backbone": f"local-dir:{weights.parent}"}
-    options = {"optimizer": {"learning_rate": 0.02}, "data__image_size": 32, "replay": {"size": 5}, "steps": 2}
+    options = {
+        "optimizer": {"learning_rate": 0.02},
+        "data__image_size": 32,
+        "replay": {"size": 5},
+        "steps": 2,
+    }
     train(World(), run, training_shards, model=model, **options)
     described_once = [entry["kept_share"] for entry in read_run_log(run) if "kept_share" in entry]
     assert described_once == [0, 1 if model.get("freeze") == "backbone" else 0]
     whole = distap.load(run, device="cpu")
     export_to_folder(run, small, ("adapter",))
     changed = load_file(small / "changed.safetensors")
-    assert {next(one for one in patterns if fnmatch(name, one)) for name in changed} == set(patterns)
+    assert {next(one for one in patterns if fnmatch(name, one)) for name in changed} == set(
+        patterns
+    )
     distap.load(small, device="cpu").write(small, changes_only=True)
     again = distap.load(small, device="cpu")
     assert torch.equal(again(images), whole(images)) and again.dimensions == whole.dimensions
@@ -214,8 +274,14 @@ def test_what_training_changed_is_kept_next_to_the_name_of_its_base(tmp_path, tr
         adapted = peft.PeftModel.from_pretrained(base, small).merge_and_unload().state_dict()
         own = whole.network.network.backbone.state_dict()
         assert all(torch.equal(tensor, own[name]) for name, tensor in adapted.items())
-    save_file({name: one + 1 if "1.bias" in name else one for name, one in load_file(weights).items()}, weights)
-    for message in (r"small: its base is \S+ with .* tensors differ: backbone\.", r"small: its base is .*base"):
+    save_file(
+        {name: one + 1 if "1.bias" in name else one for name, one in load_file(weights).items()},
+        weights,
+    )
+    for message in (
+        r"small: its base is \S+ with .* tensors differ: backbone\.",
+        r"small: its base is .*base",
+    ):
         with pytest.raises(DistapError, match=message):
             distap.load(small, device="cpu")
         weights.unlink(missing_ok=True)
@@ -241,9 +307,15 @@ def test_what_training_changed_is_kept_next_to_the_name_of_its_base(tmp_path, tr
             {"adapter": "lora", "backbone": "eva02_tiny_patch14_224", "arguments": {"depth": 1}},
             "Eva takes the weights of",
         ),
-        ({"freeze": "backbone"}, "model.freeze leaves nothing to train; freeze less, or set model.projection"),
+        (
+            {"freeze": "backbone"},
+            "model.freeze leaves nothing to train; freeze less, or set model.projection",
+        ),
         ({"freeze": {"blocks": 9}}, "model.freeze.blocks: 9, but VisionTransformer has 6 blocks"),
-        ({"freeze": ["backbone.block.*"]}, r"model.freeze: backbone.block.\* fits no parameter; they are backbone\."),
+        (
+            {"freeze": ["backbone.block.*"]},
+            r"model.freeze: backbone.block.\* fits no parameter; they are backbone\.",
+        ),
         ({"freeze": "head"}, "model.freeze: 'head'"),
         ({"freeze": {"block": 3}}, "model.freeze"),
         (
@@ -259,13 +331,17 @@ def test_what_cannot_be_frozen_is_named(model, message):
 
 
 def test_layer_decay_with_adapters_is_refused():
-    with pytest.raises(DistapError, match=r"optimizer\.layer_decay is set, but adapters stand in no layer"):
+    with pytest.raises(
+        DistapError, match=r"optimizer\.layer_decay is set, but adapters stand in no layer"
+    ):
         recipe("run", ("none",), model=OF_TIMM | PARTS["lora"], optimizer={"layer_decay": 0.7})
 
 
 def test_a_factor_of_0_names_the_key_to_use():
     for part, instead in (("backbone", "backbone"), ("pooling", r'\["pooling\.\*"\]')):
-        with pytest.raises(DistapError, match=rf"optimizer\.{part}: .*set model\.freeze: {instead}"):
+        with pytest.raises(
+            DistapError, match=rf"optimizer\.{part}: .*set model\.freeze: {instead}"
+        ):
             recipe("run", ("none",), optimizer={part: {"factor": 0}})
     assert recipe("run", ("none",), optimizer={"loss": {"factor": 0}}).optimizer.loss.factor == 0
 
@@ -281,9 +357,13 @@ def test_a_factor_of_0_names_the_key_to_use():
     ],
 )
 def test_the_first_blocks_are_those_of_timm(backbone, count, first, last):
-    network = network_of(recipe("run", ("none",), model={"backbone": backbone, "weights": "random"}), World())
+    network = network_of(
+        recipe("run", ("none",), model={"backbone": backbone, "weights": "random"}), World()
+    )
     freeze(network, {"blocks": count})
     frozen = [name for name, one in network.backbone.named_parameters() if not one.requires_grad]
     trained = [name for name, one in network.backbone.named_parameters() if one.requires_grad]
-    assert any(name.startswith(first) for name in frozen) and any(name.startswith(last) for name in frozen)
+    assert any(name.startswith(first) for name in frozen) and any(
+        name.startswith(last) for name in frozen
+    )
     assert not any(name.startswith((first, last)) for name in trained) and trained

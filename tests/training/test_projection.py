@@ -27,16 +27,23 @@ def head_on_a_rank(world, run, shards):
 
 
 def test_the_projection_whitens_the_images_of_the_first_steps(tmp_path, training_shards):
-    network, settings = begun(World(), tmp_path, training_shards), recipe(tmp_path, training_shards)
+    network = begun(World(), tmp_path, training_shards)
+    settings = recipe(tmp_path, training_shards)
     images = images_of(settings, World(), Stopwatch())
-    seen = [share.images(slice(0, 25)).clone() for share in images.shares(range(-(-len(images.index) // 25)))]
+    seen = [
+        share.images(slice(0, 25)).clone()
+        for share in images.shares(range(-(-len(images.index) // 25)))
+    ]
     with torch.no_grad():
         pooled = network.eval().pooled(torch.cat(seen)).double()
         projected = network.head(pooled.float()).double()
     variances = np.linalg.eigvalsh(np.cov(pooled.numpy().T, bias=True))[::-1][:8]
     assert projected.mean(0).abs().max() < 1e-3
-    # Revaud et al.'s PCA divides by the square root of the deviation, so deviations of sqrt(deviation) are left.
-    np.testing.assert_allclose(np.cov(projected.numpy().T, bias=True), np.diag(variances**0.5), atol=2e-3)
+    # Revaud et al.'s PCA divides by the square root of the deviation, so deviations of
+    # sqrt(deviation) are left.
+    np.testing.assert_allclose(
+        np.cov(projected.numpy().T, bias=True), np.diag(variances**0.5), atol=2e-3
+    )
 
 
 def test_all_ranks_begin_with_the_same_projection(tmp_path, training_shards):
@@ -47,7 +54,12 @@ def test_all_ranks_begin_with_the_same_projection(tmp_path, training_shards):
 
 
 def test_a_run_that_goes_on_keeps_what_it_has_learned(tmp_path, training_shards):
-    settings = {"model": MODEL, "checkpoint": {"every": 1}, "steps": 2, "data__pixels": {"memory_bytes": 0}}
+    settings = {
+        "model": MODEL,
+        "checkpoint": {"every": 1},
+        "steps": 2,
+        "data__pixels": {"memory_bytes": 0},
+    }
     train(World(), tmp_path / "whole", training_shards, **settings)
     first = "checkpoints/step-00000001"
     shutil.copytree(tmp_path / "whole" / first, tmp_path / "cut" / first)
@@ -57,5 +69,7 @@ def test_a_run_that_goes_on_keeps_what_it_has_learned(tmp_path, training_shards)
 
 def test_too_few_images_for_so_many_dimensions_are_named(tmp_path, training_shards):
     model = {**MODEL, "projection": 500, "whitening": 30}
-    with pytest.raises(DistapError, match=r"projection: 50 images of 96 features .* at most 49 dimensions, not 500"):
+    with pytest.raises(
+        DistapError, match=r"projection: 50 images of 96 features .* at most 49 dimensions, not 500"
+    ):
         Trainer(recipe(tmp_path, training_shards, model=model), World(), only_check=True)

@@ -1,4 +1,6 @@
-"""Each recipe of a paper from its name alone: two steps and evaluations; of each loss, a third after resuming."""
+"""Each recipe of a paper from its name alone: two steps and evaluations; of each loss, a third
+after resuming.
+"""
 
 import math
 import os
@@ -17,34 +19,69 @@ from distap.retrieval.figures import LABELLED_FIGURES
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
 
-LARGER = sorted(path.stem for path in RECIPES.glob("*-vit-b16.yaml"))  # made small, the same as for ViT-B/32
+# made small, the same as for ViT-B/32
+LARGER = sorted(path.stem for path in RECIPES.glob("*-vit-b16.yaml"))
 MIXED = sorted(path.stem for path in RECIPES.glob("simix-*.yaml"))
-TRAINED_MIXED = ("simix-cub", "simix-cub-vit-b32")  # the others differ from those without SiMix in the same way
+# the others differ from those without SiMix in the same way
+TRAINED_MIXED = ("simix-cub", "simix-cub-vit-b32")
 NAMES = sorted(
     path.stem
     for path in RECIPES.glob("*.yaml")
     if path.stem in TRAINED_MIXED or path.stem not in ("emoji", *LARGER, *MIXED)
 )
-# One of each loss, and one that reads descriptors; others of the same loss differ by data, network and rates.
-ON_TWO_RANKS = ("dinov2-own", "gldv2", "happier-sop", "ilias-linear", "recall-sop", "roadmap-sop", "simix-cub")
+# One of each loss, and one that reads descriptors; others of the same loss differ by data, network
+# and rates.
+ON_TWO_RANKS = (
+    "dinov2-own",
+    "gldv2",
+    "happier-sop",
+    "ilias-linear",
+    "recall-sop",
+    "roadmap-sop",
+    "simix-cub",
+)
 ON_TWO_RANKS += ("guie-64", "landmarks-clean", "smooth-ap-sop", "suprank-h-gldv2")
-FIGURES = {"roxford5k": "Hard mAP/trapezoids", "rparis6k": "Hard mAP/trapezoids", "medium": "R@1", "large": "R@1"}
+FIGURES = {
+    "roxford5k": "Hard mAP/trapezoids",
+    "rparis6k": "Hard mAP/trapezoids",
+    "medium": "R@1",
+    "large": "R@1",
+}
 
 
 def made_small(name: str) -> list[str]:
-    """Changes that leave the recipe's loss, sampling, optimiser, schedule, augmentation and protocol as they are."""
+    """Changes that leave the recipe's loss, sampling, optimiser, schedule, augmentation and
+    protocol as they are.
+    """
     settings = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
-    sampling, model, evaluation = settings["sampling"], settings["model"], settings["evaluation"]
+    sampling = settings["sampling"]
+    model = settings["model"]
+    evaluation = settings["evaluation"]
     is_transformer = model["pooling"] == "cls"
-    changes = ["precision=float32", "data.image_size=32", "data.workers=0", "replay.size=1", "checkpoint.every=1"]
-    changes += ["model.weights=random", f"model.backbone={'test_vit' if is_transformer else 'test_resnet'}"]
-    changes += ["sampling.batch_size=4"] if "batch_size" in sampling else ["sampling.classes=2", "sampling.images=2"]
+    changes = [
+        "precision=float32",
+        "data.image_size=32",
+        "data.workers=0",
+        "replay.size=1",
+        "checkpoint.every=1",
+    ]
+    changes += [
+        "model.weights=random",
+        f"model.backbone={'test_vit' if is_transformer else 'test_resnet'}",
+    ]
+    changes += (
+        ["sampling.batch_size=4"]
+        if "batch_size" in sampling
+        else ["sampling.classes=2", "sampling.images=2"]
+    )
     if "whitening" in model:
         changes.append("model.projection=2")  # fewer than there are images to whiten
     if "every" in evaluation:
         changes.append("evaluation.every=1")
     if "resize" in evaluation.get("sizing", ""):
-        changes += [f"evaluation.sizing=resize {'36x36' if 'x' in evaluation['sizing'] else 36} crop 32"]
+        changes += [
+            f"evaluation.sizing=resize {'36x36' if 'x' in evaluation['sizing'] else 36} crop 32"
+        ]
     if name in ("gldv2", "smooth-ap-vggface2-arcface"):
         changes += ["data.augmentation.steps=[{Resize: [32, 32]}, RandomHorizontalFlip]"]
     if name.endswith("-own"):
@@ -62,9 +99,13 @@ def trained(world, folder: Path, name: str, steps: int) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with small copies of the data sets in data/, as `distap data convert` writes them."""
+    """A folder with small copies of the data sets in data/, as `distap data convert` writes
+    them."""
     folder = tmp_path_factory.mktemp("recipes")
-    places = {yaml.safe_load((RECIPES / f"{name}.yaml").read_text())["data"]["train"].split("/")[1] for name in NAMES}
+    places = {
+        yaml.safe_load((RECIPES / f"{name}.yaml").read_text())["data"]["train"].split("/")[1]
+        for name in NAMES
+    }
     for name in (*places - {"train"}, "roxford5k", "rparis6k"):
         TREES[name](folder / "source" / name)
         convert(name, folder / "source" / name, folder / "data" / name)
@@ -74,7 +115,9 @@ def folder(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_trains_evaluates_and_goes_on(folder, name, monkeypatch):
-    kind, _, rows = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())["data"]["train"].rpartition(":")
+    kind, _, rows = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())["data"][
+        "train"
+    ].rpartition(":")
     if kind == "described":
         monkeypatch.chdir(folder)
         command = "extract", f"data/{rows.partition('/')[2]}", rows, "--checkpoint", name

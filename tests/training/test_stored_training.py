@@ -47,10 +47,13 @@ def stopped_in(trainer, number):
     return trainer.train()
 
 
-def test_a_run_that_was_stopped_goes_on_elsewhere_bit_for_bit(tmp_path, training_shards, undisturbed, s3):
+def test_a_run_that_was_stopped_goes_on_elsewhere_bit_for_bit(
+    tmp_path, training_shards, undisturbed, s3
+):
     url = "s3://shards/stopped"
     changes = {**STEPS, "checkpoint__store": url, **evaluated(training_shards)}
-    first, second = tmp_path / "first", tmp_path / "second"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     assert stopped_in(Trainer(recipe(first, training_shards, **changes), World()), 1) == RESTART
     assert Trainer(recipe(second, training_shards, **changes), World()).train() == FINISHED
     assert losses(second) == losses(undisturbed)
@@ -61,16 +64,24 @@ def test_a_run_that_was_stopped_goes_on_elsewhere_bit_for_bit(tmp_path, training
     # What a run in a store is taken for elsewhere: its newest and its best network.
     _, network = trained_network(url, World())
     saved = parameters(undisturbed)
-    assert all(torch.equal(value, saved[f"network.{name}"]) for name, value in network.state_dict().items())
-    assert export_to_folder(url, tmp_path / "exported", ["safetensors"])[0].dimensions == network.dimensions
+    assert all(
+        torch.equal(value, saved[f"network.{name}"]) for name, value in network.state_dict().items()
+    )
+    assert (
+        export_to_folder(url, tmp_path / "exported", ["safetensors"])[0].dimensions
+        == network.dimensions
+    )
     with opened_checkpoint(url, best=True) as best:
         assert best.manifest.score == next(iter(best.state()["figures"].values()))["mAP"]
     with pytest.raises(DistapError, match="s3://shards/nothing: no checkpoint there"):
         trained_network("s3://shards/nothing", World())
 
 
-def test_what_the_store_cannot_take_is_counted_and_the_last_one_has_to_get_there(tmp_path, training_shards, caplog):
-    store, run = tmp_path / "store", tmp_path / "run"
+def test_what_the_store_cannot_take_is_counted_and_the_last_one_has_to_get_there(
+    tmp_path, training_shards, caplog
+):
+    store = tmp_path / "store"
+    run = tmp_path / "run"
     changes = {**STEPS, "checkpoint__store": f"file://{store}"}
     endpoint = Endpoint()
     trainer = Trainer(recipe(run, training_shards, **changes), World(), endpoint)
@@ -95,8 +106,12 @@ def test_training_and_evaluating_over_s3_is_training_from_disk(tmp_path, trainin
             s3_files().put(f"{folder}/", f"s3://shards/{part}/", recursive=True)
         sets = {"train": "s3://shards/train/*.tar", "validation": "s3://shards/test"}
         index_shards(sets["train"])
-        local = dict(zip(sets, map(str, training_shards), strict=True)) | {"image_size": 32, "workers": 0}
-        remote, changes = local | sets | {"workers": 2}, {"steps": 2, "evaluation": {"every": 2}}
+        local = dict(zip(sets, map(str, training_shards), strict=True)) | {
+            "image_size": 32,
+            "workers": 0,
+        }
+        remote = local | sets | {"workers": 2}
+        changes = {"steps": 2, "evaluation": {"every": 2}}
         train(World(), tmp_path / "local", training_shards, data=local, **changes)
         train(World(), tmp_path / "s3", training_shards, data=remote, **changes)
         assert losses(tmp_path / "s3") == losses(tmp_path / "local")
@@ -108,6 +123,8 @@ def test_a_wrong_source_is_named_by_its_key(tmp_path):
 
 
 def test_the_signature_of_an_address_is_not_repeated(tmp_path):
-    with pytest.raises(DistapError, match=r"data\.train: 'https://host/a\.tar': .*in a query") as refused:
+    with pytest.raises(
+        DistapError, match=r"data\.train: 'https://host/a\.tar': .*in a query"
+    ) as refused:
         recipe(tmp_path, [tmp_path], data__train="https://host/a.tar?X-Amz-Signature=ya29")
     assert "ya29" not in str(refused.value)

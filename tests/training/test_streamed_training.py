@@ -9,7 +9,9 @@ from distap.trainer import Trainer
 from distap.world import World
 
 
-def test_that_validation_classes_are_unseen_is_checked_where_there_is_an_index(tmp_path, training_shards, caplog):
+def test_that_validation_classes_are_unseen_is_checked_where_there_is_an_index(
+    tmp_path, training_shards, caplog
+):
     changes = {
         "data__reading": "streamed",
         "data__validation": str(training_shards[1]),
@@ -22,7 +24,10 @@ def test_that_validation_classes_are_unseen_is_checked_where_there_is_an_index(t
     shutil.copytree(training_shards[1], without)
     (without / "index.npz").unlink()
     Trainer(recipe(tmp_path / "run", (without,), **changes), World())
-    told = f"{without} has no index, so nothing checks whether it shares classes with {training_shards[1]}"
+    told = (
+        f"{without} has no index, so nothing checks whether it shares classes with"
+        f" {training_shards[1]}"
+    )
     assert told in caplog.text
 
 

@@ -25,16 +25,27 @@ def of_loss(run):
     return found_checkpoint(run).tensors("loss.")
 
 
-@pytest.mark.parametrize("loss", ["proxy_nca", {"name": PML, "function": "ProxyAnchorLoss"}], ids=str)
+@pytest.mark.parametrize(
+    "loss", ["proxy_nca", {"name": PML, "function": "ProxyAnchorLoss"}], ids=str
+)
 def test_a_training_goes_on_with_its_proxies_bit_for_bit(tmp_path, training_shards, loss):
-    whole, resumed, checkpoint = tmp_path / "whole", tmp_path / "resumed", Path("checkpoints") / "step-00000002"
+    whole = tmp_path / "whole"
+    resumed = tmp_path / "resumed"
+    checkpoint = Path("checkpoints") / "step-00000002"
     train(World(), whole, training_shards, **PROXIES | {"loss": loss})
     shutil.copytree(whole / checkpoint, resumed / checkpoint)
     train(World(), resumed, training_shards, **PROXIES | {"loss": loss})
     assert losses(resumed) == losses(whole)[2:]
-    before, ours, theirs = of_loss(whole / checkpoint), of_loss(resumed), of_loss(whole)
+    before = of_loss(whole / checkpoint)
+    ours = of_loss(resumed)
+    theirs = of_loss(whole)
     assert ours["loss.network.proxies"].shape == (12, 96)
-    assert {name.rpartition(".")[2] for name in ours} == {"proxies", "step", "exp_avg", "exp_avg_sq"}
+    assert {name.rpartition(".")[2] for name in ours} == {
+        "proxies",
+        "step",
+        "exp_avg",
+        "exp_avg_sq",
+    }
     assert not torch.equal(before["loss.network.proxies"], ours["loss.network.proxies"])
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert are_same(whole, resumed)
@@ -60,7 +71,9 @@ def test_proxies_do_not_depend_on_the_number_of_ranks_nor_on_the_engine(tmp_path
         "zero": (2, {"engine": {"name": "deepspeed", "stage": 3}}),
     }
     for name, (ranks, changes) in settings.items():
-        on_ranks(ranks, train_by, tmp_path / name, training_shards, {**changes, "optimizer": DESCENT})
+        on_ranks(
+            ranks, train_by, tmp_path / name, training_shards, {**changes, "optimizer": DESCENT}
+        )
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "1"), abs=2e-5), name
         proxies, expected = (of_loss(tmp_path / run)["loss.network.proxies"] for run in (name, "1"))
         torch.testing.assert_close(proxies, expected, rtol=1e-4, atol=1e-5)
@@ -69,13 +82,20 @@ def test_proxies_do_not_depend_on_the_number_of_ranks_nor_on_the_engine(tmp_path
 
 def test_a_number_of_classes_that_is_not_the_data_sets_is_refused(tmp_path, training_shards):
     with pytest.raises(DistapError, match="classes is 5, but this training has 12"):
-        train(World(), tmp_path, training_shards, **PROXIES | {"loss": {"name": "proxy_nca", "classes": 5}})
+        train(
+            World(),
+            tmp_path,
+            training_shards,
+            **PROXIES | {"loss": {"name": "proxy_nca", "classes": 5}},
+        )
 
 
 class Classifier(torch.nn.Module):
     def __init__(self, classes):
         super().__init__()
-        self.weights = torch.nn.Parameter(torch.randn(classes, 96, generator=torch.Generator().manual_seed(0)))
+        self.weights = torch.nn.Parameter(
+            torch.randn(classes, 96, generator=torch.Generator().manual_seed(0))
+        )
 
     def forward(self, descriptors, labels):
         return torch.nn.functional.cross_entropy(descriptors @ self.weights.t(), labels)
@@ -83,6 +103,8 @@ class Classifier(torch.nn.Module):
 
 def test_a_loss_in_python_of_another_size_cannot_go_on(tmp_path, training_shards):
     for steps, classes in ((1, 12), (2, 12)):
-        train(World(), tmp_path, training_shards, steps=steps, loss=FunctionLoss(Classifier(classes)))
+        train(
+            World(), tmp_path, training_shards, steps=steps, loss=FunctionLoss(Classifier(classes))
+        )
     with pytest.raises(DistapError, match=r"it is of another network or loss: .*Classifier"):
         train(World(), tmp_path, training_shards, steps=3, loss=FunctionLoss(Classifier(14)))

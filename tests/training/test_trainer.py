@@ -58,7 +58,9 @@ WITH_MEMORY = {
 
 
 def test_a_memory_is_restored_with_the_checkpoint(tmp_path, training_shards):
-    whole, resumed, without = tmp_path / "whole", tmp_path / "resumed", tmp_path / "without"
+    whole = tmp_path / "whole"
+    resumed = tmp_path / "resumed"
+    without = tmp_path / "without"
     train(World(), whole, training_shards, **WITH_MEMORY)
     checkpoint = Path("checkpoints") / "step-00000004"
     assert 25 < len(found_checkpoint(whole / checkpoint).tensors("memory.")["memory.labels"]) <= 50
@@ -82,7 +84,10 @@ def test_a_finished_run_is_not_trained_again(tmp_path, training_shards):
     ("changes", "named"),
     [
         ({"seed": 1}, "  seed: was 0, is 1"),
-        ({"model__projection": 16, "seed": 1}, r"  seed: was 0, is 1\n  model\.projection: was null, is 16"),
+        (
+            {"model__projection": 16, "seed": 1},
+            r"  seed: was 0, is 1\n  model\.projection: was null, is 16",
+        ),
         (
             {"sampling": {"name": "p_by_k", "classes": 5, "images": 5}},
             r"  sampling\.name: was random, is p_by_k\n  sampling\.batch_size: was 25, is unset\n",
@@ -97,14 +102,19 @@ def test_a_run_does_not_go_on_as_another_training(tmp_path, training_shards, cha
         train(World(), tmp_path, training_shards[::-1], steps=2)
 
 
-def test_a_damaged_checkpoint_is_passed_over_until_training_writes_its_step_again(tmp_path, training_shards, caplog):
+def test_a_damaged_checkpoint_is_passed_over_until_training_writes_its_step_again(
+    tmp_path, training_shards, caplog
+):
     train(World(), tmp_path, training_shards, steps=4, checkpoint__every=2)
     whole = parameters(tmp_path)
     state = tmp_path / "checkpoints" / "step-00000004" / SHARD.format(1)
     state.write_bytes(state.read_bytes()[:-1])
     caplog.clear()
     train(World(), tmp_path, training_shards, steps=4, checkpoint__every=2)
-    assert f"step-00000004: damaged checkpoint: {state.name} is not the file that was written" in caplog.text
+    assert (
+        f"step-00000004: damaged checkpoint: {state.name} is not the file that was written"
+        in caplog.text
+    )
     assert f"going on from {tmp_path / 'checkpoints' / 'step-00000002'}" in caplog.text
     assert all(torch.equal(whole[name], again) for name, again in parameters(tmp_path).items())
     kept = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
@@ -134,10 +144,13 @@ def test_an_evaluation_that_a_request_to_stop_came_before_is_made_up_for(tmp_pat
 
 
 @pytest.mark.parametrize(("steps", "checkpoints"), [(2, ["step-00000002"]), (0, [])])
-def test_a_request_in_an_evaluation_breaks_it_off(tmp_path, training_shards, monkeypatch, caplog, steps, checkpoints):
+def test_a_request_in_an_evaluation_breaks_it_off(
+    tmp_path, training_shards, monkeypatch, caplog, steps, checkpoints
+):
     evaluation = {"every": 2, "at_start": steps == 0}
     settings = {"steps": 4, "data__validation": str(training_shards[1]), "evaluation": evaluation}
-    describe, described = ImageDescriber.__call__, []
+    describe = ImageDescriber.__call__
+    described = []
 
     def asked_at_the_first_batch(describer, pixels):
         described.append(len(pixels))
@@ -173,7 +186,11 @@ def test_the_best_checkpoint_stays_and_is_found(tmp_path, training_shards):
         evaluation={"every": 1, "at_start": False},
         checkpoint={"every": 5, "keep": 1},
     )
-    scores = {entry["step"]: entry["validation"]["mAP"] for entry in read_run_log(tmp_path) if "validation" in entry}
+    scores = {
+        entry["step"]: entry["validation"]["mAP"]
+        for entry in read_run_log(tmp_path)
+        if "validation" in entry
+    }
     best = max(scores, key=lambda step: (scores[step], -step))
     kept = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
     assert kept == sorted({f"step-{best:08d}", "step-00000006"})
@@ -186,9 +203,13 @@ def test_the_best_checkpoint_stays_and_is_found(tmp_path, training_shards):
 
 def test_a_training_says_what_it_is_about_to_do(tmp_path, training_shards, caplog):
     caplog.set_level("INFO")
-    trainer = Trainer(recipe(tmp_path, training_shards, steps=2, data__validation=str(training_shards[1])), World())
+    trainer = Trainer(
+        recipe(tmp_path, training_shards, steps=2, data__validation=str(training_shards[1])),
+        World(),
+    )
     trainer.train()
-    images, classes = len(trainer.images.index), len(trainer.images.index.class_name)
+    images = len(trainer.images.index)
+    classes = len(trainer.images.index.class_name)
     for line in (
         f"data        {training_shards[0]}: {images:,} images of {classes} classes",
         f"evaluation  {training_shards[1]}, before the first step and after the last",
@@ -215,7 +236,9 @@ def test_an_error_of_the_device_is_not_told_as_one_of_the_size(tmp_path, trainin
         Trainer(recipe(tmp_path, training_shards, model=model), World())
 
 
-def test_an_evaluation_before_the_first_step_changes_no_step_of_the_training(tmp_path, training_shards):
+def test_an_evaluation_before_the_first_step_changes_no_step_of_the_training(
+    tmp_path, training_shards
+):
     settings = {"steps": 2, "data__validation": str(training_shards[1])}
     train(World(), tmp_path / "with", training_shards, **settings)
     train(World(), tmp_path / "without", training_shards, **settings, evaluation={"every": 0})
@@ -226,7 +249,9 @@ def test_an_evaluation_before_the_first_step_changes_no_step_of_the_training(tmp
     assert saved_steps(tmp_path / "without") == []
 
 
-def test_a_full_disk_costs_the_kept_evaluation_and_not_the_training(tmp_path, training_shards, caplog):
+def test_a_full_disk_costs_the_kept_evaluation_and_not_the_training(
+    tmp_path, training_shards, caplog
+):
     (tmp_path / "evaluations").write_text("a file where the folder should be")
     settings = {"steps": 1, "data__validation": str(training_shards[1]), "evaluation": {"every": 1}}
     train(World(), tmp_path, training_shards, **settings)
@@ -256,7 +281,13 @@ def test_damaged_images_are_skipped_counted_and_named(tmp_path, training_shards,
     shutil.copytree(training_shards[0], tmp_path / "spoilt")
     spoil(tmp_path / "spoilt", [0, 9])
     sampling = {"name": "random", "batch_size": len(load_index(tmp_path / "spoilt"))}
-    on_ranks(2, train_on_ranks, tmp_path / "run", [tmp_path / "spoilt"], {"steps": 2, "sampling": sampling})
+    on_ranks(
+        2,
+        train_on_ranks,
+        tmp_path / "run",
+        [tmp_path / "spoilt"],
+        {"steps": 2, "sampling": sampling},
+    )
     train(World(), tmp_path / "alone", [tmp_path / "spoilt"], steps=1, sampling=sampling)
     assert len(re.findall(r"step 1: left out: \S+\.tar:\S+: crc_mismatch", caplog.text)) == 2
     entries = [entry for entry in read_run_log(tmp_path / "run") if "loss" in entry]
@@ -268,7 +299,10 @@ def test_too_much_damage_stops_the_training_and_names_it(tmp_path, training_shar
     shutil.copytree(training_shards[0], tmp_path / "spoilt")
     spoil(tmp_path / "spoilt", list(range(40)))
     with pytest.raises(
-        DistapError, match=r"of 25 images are damaged, more than data\.max_damaged \(0\.2\).*\.tar:.*crc_mismatch"
+        DistapError,
+        match=(
+            r"of 25 images are damaged, more than data\.max_damaged \(0\.2\).*\.tar:.*crc_mismatch"
+        ),
     ):
         train(World(), tmp_path / "run", [tmp_path / "spoilt"], data__max_damaged=0.2)
 
@@ -276,14 +310,20 @@ def test_too_much_damage_stops_the_training_and_names_it(tmp_path, training_shar
 def test_too_much_damage_in_one_step_stops_the_training(tmp_path, training_shards):
     shutil.copytree(training_shards[0], tmp_path / "spoilt")
     spoil(tmp_path / "spoilt", list(range(24)))
-    with pytest.raises(DistapError, match=r"of 25 images are damaged, more than one batch \(0\.25\)"):
+    with pytest.raises(
+        DistapError, match=r"of 25 images are damaged, more than one batch \(0\.25\)"
+    ):
         train(World(), tmp_path / "run", [tmp_path / "spoilt"], data__max_damaged=1.0)
 
 
 def start_apart(world, run, shards):
     """Rank 1 sees another data set, has another recipe, or only workers of its own."""
     world = World(world.rank, world.size, watchdog=world.watchdog, hosts=("a", "b"))
-    apart = (shards[world.rank :], {}), (shards, {"steps": 2 + world.rank}), (shards, {"data__workers": world.rank})
+    apart = (
+        (shards[world.rank :], {}),
+        (shards, {"steps": 2 + world.rank}),
+        (shards, {"data__workers": world.rank}),
+    )
     said = []
     for own, changes in apart:
         try:
@@ -296,7 +336,11 @@ def start_apart(world, run, shards):
 def test_ranks_that_do_not_train_the_same_are_refused_on_every_rank(tmp_path, training_shards):
     for data, settings, of_hosts in on_ranks(2, start_apart, tmp_path, training_shards):
         assert "the ranks see different data" in data
-        assert settings == "rank 1 (b): not what rank 0 trains: steps: 2 on rank 0, 3 here; start all hosts alike"
+        assert (
+            settings
+            == "rank 1 (b): not what rank 0 trains: steps: 2 on rank 0, 3 here; start all hosts"
+            " alike"
+        )
         assert of_hosts == FINISHED
 
 
@@ -311,7 +355,8 @@ def test_the_log_tells_where_the_seconds_of_a_step_went(tmp_path, training_shard
 
 
 def spoilt_on_one_rank(world, run, shards, changes):
-    """Train; after the third step a parameter of the last rank is NaN, as an update may leave it."""
+    """Train; after the third step a parameter of the last rank is NaN, as an update may leave
+    it."""
     trainer = Trainer(recipe(run, shards, **changes), world)
     step = trainer.step
 
@@ -328,7 +373,9 @@ def spoilt_on_one_rank(world, run, shards, changes):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_no_checkpoint_is_written_from_parameters_that_are_not_finite(tmp_path, training_shards, ranks):
+def test_no_checkpoint_is_written_from_parameters_that_are_not_finite(
+    tmp_path, training_shards, ranks
+):
     changes = {"steps": 4, "checkpoint": {"every": 2}, "optimizer": DESCENT}
     *others, last = on_ranks(ranks, spoilt_on_one_rank, tmp_path, training_shards, changes)
     assert "step 4: network." in last and "is not finite, so no checkpoint is written" in last
@@ -338,20 +385,29 @@ def test_no_checkpoint_is_written_from_parameters_that_are_not_finite(tmp_path, 
     assert len(losses(tmp_path)) == 4
 
 
-def test_descriptors_that_are_not_finite_stop_a_training_with_the_advice_that_helps(tmp_path, training_shards):
+def test_descriptors_that_are_not_finite_stop_a_training_with_the_advice_that_helps(
+    tmp_path, training_shards
+):
     trainer = Trainer(recipe(tmp_path, training_shards, step__max_not_finite=3), World())
     for parameter in trainer.network.parameters():
         parameter.data.fill_(torch.nan)
-    with pytest.raises(DistapError, match=r"step 3: the descriptor was not finite in 3 steps .* learning rate"):
+    with pytest.raises(
+        DistapError, match=r"step 3: the descriptor was not finite in 3 steps .* learning rate"
+    ):
         trainer.train()
     assert [entry["loss"] for entry in read_run_log(tmp_path)] == [None] * 3
 
 
 def test_a_network_that_tells_no_images_apart_is_told_of_once(tmp_path, training_shards, caplog):
     trainer = Trainer(recipe(tmp_path, training_shards), World())
-    first, *_ = (module for module in trainer.network.modules() if isinstance(module, torch.nn.Conv2d))
+    first, *_ = (
+        module for module in trainer.network.modules() if isinstance(module, torch.nn.Conv2d)
+    )
     first.weight.data.zero_()
     with caplog.at_level("WARNING"):
         assert trainer.train() == FINISHED
-    assert caplog.text.count("has given all images the same descriptor") == 1 and "step 5: the network" in caplog.text
+    assert (
+        caplog.text.count("has given all images the same descriptor") == 1
+        and "step 5: the network" in caplog.text
+    )
     assert max(entry["spread"] for entry in read_run_log(tmp_path) if "loss" in entry) < 1e-5

@@ -27,7 +27,9 @@ PARTS = "train", "validation"
 def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("photos")
     for seed, part in enumerate(PARTS):
-        write_images(folder / part, {f"{part}-{number}": 3 + number % 4 for number in range(12)}, 40, seed)
+        write_images(
+            folder / part, {f"{part}-{number}": 3 + number % 4 for number in range(12)}, 40, seed
+        )
     return folder
 
 
@@ -51,8 +53,10 @@ class Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.convolution, self.norm = nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8)
-        self.head, self.dropout = nn.Linear(8 * 15 * 15, 16), nn.Dropout(0.1)
+        self.convolution = nn.Conv2d(3, 8, 3, stride=2)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8 * 15 * 15, 16)
+        self.dropout = nn.Dropout(0.1)
 
     def forward(self, pixels):
         features = torch.relu(self.norm(self.convolution(pixels)))
@@ -60,10 +64,13 @@ class Own(nn.Module):
 
 
 class ApartLoss:
-    """A function of (descriptors, labels); asks the process to stop when it is called for the `stops`-th time."""
+    """A function of (descriptors, labels); asks the process to stop when it is called for the
+    `stops`-th time.
+    """
 
     def __init__(self, stops=None) -> None:
-        self.calls, self.stops = 0, stops
+        self.calls = 0
+        self.stops = stops
 
     def __call__(self, descriptors, labels):
         self.calls += 1
@@ -75,12 +82,17 @@ class ApartLoss:
 
 def trained_by_names(_, run, folders):
     data = {part: f"imagefolder:{folders / part}" for part in PARTS}
-    distap.train(recipe(run), {"loss": {"name": "smooth_ap", "tau": 0.1}, "data": data, "evaluation.every": 2})
+    distap.train(
+        recipe(run),
+        {"loss": {"name": "smooth_ap", "tau": 0.1}, "data": data, "evaluation.every": 2},
+    )
 
 
 def trained_by_objects(_, run, folders):
     data = {part: ImageFolder(folders / part) for part in PARTS}
-    assert distap.train(recipe(run), {"evaluation.every": 2}, loss=SmoothAP(tau=0.1), data=data) == run
+    assert (
+        distap.train(recipe(run), {"evaluation.every": 2}, loss=SmoothAP(tau=0.1), data=data) == run
+    )
 
 
 def figures(run):
@@ -88,7 +100,9 @@ def figures(run):
 
 
 def test_a_gallery_may_be_an_object_too(tmp_path, folders):
-    gallery = write_images(tmp_path / "gallery", {f"validation-{number}": 2 for number in range(12)}, 40, seed=7)
+    gallery = write_images(
+        tmp_path / "gallery", {f"validation-{number}": 2 for number in range(12)}, 40, seed=7
+    )
     places = {"train": folders / "train", "validation": folders / "validation", "gallery": gallery}
     for name, kind in (("named", "imagefolder:{}".format), ("given", ImageFolder)):
         data = {part: kind(folder) for part, folder in places.items()}
@@ -100,23 +114,33 @@ def test_a_gallery_may_be_an_object_too(tmp_path, folders):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_objects_train_as_their_names_do(tmp_path, folders, ranks):
-    named, given = tmp_path / "named", tmp_path / "given"
+    named = tmp_path / "named"
+    given = tmp_path / "given"
     for run, train in ((named, trained_by_names), (given, trained_by_objects)):
-        train(None, run, folders) if ranks == 1 else on_ranks(ranks, train, run, folders, joins=False)
+        train(None, run, folders) if ranks == 1 else on_ranks(
+            ranks, train, run, folders, joins=False
+        )
     assert losses(given) == losses(named) and len(losses(named)) == 4
     assert figures(given) == figures(named) and len(figures(named)) == 3
-    ours, theirs = parameters(given), parameters(named)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    ours = parameters(given)
+    theirs = parameters(named)
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in theirs
+    )
     record = yaml.safe_load((given / "recipe.yaml").read_text())
     assert record["loss"]["name"] == "smooth_ap" and record["loss"]["tau"] == 0.1
     assert record["data"]["train"] == "given:torchvision.datasets.folder:ImageFolder"
     assert distap.load(given, device="cpu").dimensions == 96
 
 
-def test_a_stopped_training_goes_on_as_if_undisturbed_and_its_network_can_be_loaded(tmp_path, folders):
-    data, handlers = ImageFolder(folders / "train"), [signal.getsignal(number) for number in (2, 15)]
+def test_a_stopped_training_goes_on_as_if_undisturbed_and_its_network_can_be_loaded(
+    tmp_path, folders
+):
+    data = ImageFolder(folders / "train")
+    handlers = [signal.getsignal(number) for number in (2, 15)]
     settings = {"model": {"batchnorm": "frozen"}, "steps": 6}
-    undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
+    undisturbed = tmp_path / "undisturbed"
+    run = tmp_path / "run"
     distap.train(recipe(undisturbed), settings, network=Own(), loss=ApartLoss(), data=data)
     with pytest.raises(SystemExit) as stopped:
         distap.train(recipe(run), settings, network=Own(), loss=ApartLoss(stops=2), data=data)
@@ -125,7 +149,8 @@ def test_a_stopped_training_goes_on_as_if_undisturbed_and_its_network_can_be_loa
     network = Own()
     distap.train(recipe(run), settings, network=network, loss=ApartLoss(), data=data)
     assert losses(run) == losses(undisturbed)
-    record, place = yaml.safe_load((run / "recipe.yaml").read_text()), Own.__module__
+    record = yaml.safe_load((run / "recipe.yaml").read_text())
+    place = Own.__module__
     assert record["model"]["backbone"] == {"name": "given", "of": f"{place}:Own"}
     assert record["loss"] == {"name": "given", "of": f"{place}:ApartLoss"}
 
@@ -139,7 +164,9 @@ def test_a_stopped_training_goes_on_as_if_undisturbed_and_its_network_can_be_loa
     again = distap.load(tmp_path / "saved", network=Own(), device="cpu")
     assert torch.equal(again.describe(paths), loaded.describe(paths))
     for source in (run, tmp_path / "saved"):
-        with pytest.raises(DistapError, match=r"was an object in Python, .*:Own.*distap.load\(..., network=...\)"):
+        with pytest.raises(
+            DistapError, match=r"was an object in Python, .*:Own.*distap.load\(..., network=...\)"
+        ):
             distap.load(source)
     with pytest.raises(DistapError, match="its tensors are not those of its network"):
         distap.load(run, network=nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 4)))
@@ -152,7 +179,9 @@ def test_a_loaded_network_can_be_trained_on_and_those_of_timm_get_their_pixels(t
     loaded = distap.load(first, device="cpu")
     again = distap.train(recipe(tmp_path / "again"), {"steps": 1}, network=loaded, data=data)
     after = parameters(again)
-    assert before.keys() == after.keys() and not all(torch.equal(before[name], after[name]) for name in before)
+    assert before.keys() == after.keys() and not all(
+        torch.equal(before[name], after[name]) for name in before
+    )
     backbone = loaded.describer.retrieval_network.backbone
     backbone.pretrained_cfg = {"mean": (0.5, 0.25, 0.75), "std": (0.1, 0.2, 0.3)}
     pooled = nn.Sequential(backbone, nn.AdaptiveAvgPool2d(1), nn.Flatten())
@@ -161,7 +190,9 @@ def test_a_loaded_network_can_be_trained_on_and_those_of_timm_get_their_pixels(t
     image = next((folders / "train").glob("*/*.png"))
     described = distap.load(tmp_path / "pooled", network=pooled, device="cpu")
     pixels = Sizing("crop", 32)(described_file(image))[None] / 255
-    mean, std = (torch.tensor(pooled.pretrained_cfg[name]).view(1, 3, 1, 1) for name in ("mean", "std"))
+    mean, std = (
+        torch.tensor(pooled.pretrained_cfg[name]).view(1, 3, 1, 1) for name in ("mean", "std")
+    )
     with torch.no_grad():
         expected = nn.functional.normalize(pooled.eval()((pixels - mean) / std))
     assert torch.allclose(described.describe([image]), expected, atol=1e-5)
@@ -180,7 +211,8 @@ class Tied(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(3 * 32 * 32, 16)
-        self.second, self.third = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.second = nn.Linear(16, 16)
+        self.third = nn.Linear(16, 16)
         self.third.weight = self.second.weight
         self.register_buffer("shift", torch.full((1,), 0.5).expand(16))
 
@@ -189,12 +221,15 @@ class Tied(nn.Module):
         return self.third(torch.relu(self.second(hidden))) + self.shift
 
 
-def test_a_network_with_tied_weights_and_an_expanded_buffer_goes_on_and_can_be_saved(tmp_path, folders):
+def test_a_network_with_tied_weights_and_an_expanded_buffer_goes_on_and_can_be_saved(
+    tmp_path, folders
+):
     data = {"train": ImageFolder(folders / "train")}
     for steps in (2, 4):  # the second call goes on from the checkpoint of the first
         distap.train(recipe(tmp_path / "run", steps=steps), network=Tied(), data=data)
     distap.train(recipe(tmp_path / "whole"), network=Tied(), data=data)
-    ours, theirs = parameters(tmp_path / "run"), parameters(tmp_path / "whole")
+    ours = parameters(tmp_path / "run")
+    theirs = parameters(tmp_path / "whole")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
     network = distap.load(tmp_path / "run", network=Tied())
@@ -209,7 +244,9 @@ def test_a_network_with_tied_weights_and_an_expanded_buffer_goes_on_and_can_be_s
     [torch.no_grad, torch.inference_mode, lambda: torch.set_grad_enabled(False)],
     ids=["no_grad", "inference_mode", "set_grad_enabled"],
 )
-def test_gradients_that_the_caller_has_turned_off_are_on_while_it_trains(tmp_path, folders, setting):
+def test_gradients_that_the_caller_has_turned_off_are_on_while_it_trains(
+    tmp_path, folders, setting
+):
     data = {"train": ImageFolder(folders / "train")}
     distap.train(recipe(tmp_path / "plain", steps=2), network=Own(), data=data)
     network = Own()
@@ -238,15 +275,26 @@ def test_a_hook_on_a_parameter_is_refused_by_name(tmp_path, folders, register):
 
 def test_overrides_are_nested_or_dotted_and_a_name_chooses_anew(tmp_path, folders):
     settings = recipe(tmp_path / "run", schedule={"name": "multistep", "milestones": [2]})
-    changes = {"steps": 1, "data": {"workers": 0}, "optimizer.clip_norm": 1.0, "schedule": {"name": "cosine"}}
+    changes = {
+        "steps": 1,
+        "data": {"workers": 0},
+        "optimizer.clip_norm": 1.0,
+        "schedule": {"name": "cosine"},
+    }
     run = distap.train(settings, changes, data=ImageFolder(folders / "train"))
     record = yaml.safe_load((run / "recipe.yaml").read_text())
     assert (record["steps"], record["data"]["workers"], record["data"]["image_size"]) == (1, 0, 32)
     assert record["optimizer"]["clip_norm"] == 1 and record["optimizer"]["learning_rate"] == 1e-3
-    assert record["schedule"]["name"] == "cosine" and settings["schedule"] == {"name": "multistep", "milestones": [2]}
+    assert record["schedule"]["name"] == "cosine" and settings["schedule"] == {
+        "name": "multistep",
+        "milestones": [2],
+    }
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(record))
-    assert distap.train(path, {"run": tmp_path / "again"}, data=ImageFolder(folders / "train")).name == "again"
+    assert (
+        distap.train(path, {"run": tmp_path / "again"}, data=ImageFolder(folders / "train")).name
+        == "again"
+    )
     with pytest.raises(DistapError, match=r"given:torchvision.*an object in Python was here"):
         distap.train(path, {"run": tmp_path / "third"})
 
@@ -254,12 +302,24 @@ def test_overrides_are_nested_or_dotted_and_a_name_chooses_anew(tmp_path, folder
 @pytest.mark.parametrize(
     ("changes", "objects", "message"),
     [
-        ({}, {"network": nn.Conv2d(3, 4, 3)}, r"Conv2d gives \(2, 4, 30, 30\) for 2 images; expected descriptors"),
+        (
+            {},
+            {"network": nn.Conv2d(3, 4, 3)},
+            r"Conv2d gives \(2, 4, 30, 30\) for 2 images; expected descriptors",
+        ),
         ({}, {"network": nn.Linear(3, 4)}, r"Linear cannot describe images \(2, 3, 32, 32\)"),
         ({}, {"network": nn.Flatten()}, "Flatten has no parameter that requires a gradient"),
-        ({}, {"network": nn.BatchNorm2d(3, track_running_stats=False)}, "without running statistics"),
+        (
+            {},
+            {"network": nn.BatchNorm2d(3, track_running_stats=False)},
+            "without running statistics",
+        ),
         ({}, {"loss": "smooth"}, "did you mean smooth_ap"),
-        ({}, {"data": {"test": "shards"}}, "data: it has test; expected train, validation and gallery"),
+        (
+            {},
+            {"data": {"test": "shards"}},
+            "data: it has test; expected train, validation and gallery",
+        ),
         ({"steps": 0}, {}, "recipe: steps: 0: must be greater than 0"),
         ({"steps.x": 0}, {}, "steps is a value, it has no keys"),
         ({"loss": {"name": "given", "of": "m:L"}}, {}, "loss: an object in Python, m:L, was here"),

@@ -1,4 +1,6 @@
-"""What a person or a scheduler can ask of a training that runs: its health, and a trace of its next step."""
+"""What a person or a scheduler can ask of a training that runs: its health, and a trace of its next
+step.
+"""
 
 import gzip
 import json
@@ -55,7 +57,15 @@ def test_a_running_training_is_asked_for_its_health_and_for_traces(tmp_path, tra
         assert job.status() == RESTART
     for trace in traces.iterdir():
         names = {event.get("name") for event in events_of(trace)}
-        assert {"data_wait", "describe", "gather", "rank", "replay", "optimizer", "aten::conv2d"} <= names
+        assert {
+            "data_wait",
+            "describe",
+            "gather",
+            "rank",
+            "replay",
+            "optimizer",
+            "aten::conv2d",
+        } <= names
     assert len(re.findall(r"traced step \d+", job.said)) == 1
 
 
@@ -74,7 +84,9 @@ def traced(run, shards, **changes) -> Path:
     return run / "traces"
 
 
-def test_an_evaluation_between_the_request_and_the_traced_step_is_not_in_the_trace(tmp_path, training_shards):
+def test_an_evaluation_between_the_request_and_the_traced_step_is_not_in_the_trace(
+    tmp_path, training_shards
+):
     evaluated = {"data__validation": str(training_shards[1]), "evaluation": {"every": 1}}
     counts = []
     for name, changes in (("with", evaluated), ("without", {})):
@@ -89,7 +101,9 @@ def test_a_trace_that_is_asked_for_in_the_last_step_is_not_begun(tmp_path, train
     assert not torch.autograd._profiler_enabled()
 
 
-def test_a_profiler_that_fails_costs_a_trace_and_not_the_training(tmp_path, training_shards, monkeypatch, caplog):
+def test_a_profiler_that_fails_costs_a_trace_and_not_the_training(
+    tmp_path, training_shards, monkeypatch, caplog
+):
     def fail(_):
         raise AssertionError("CUPTI is taken")
 

@@ -1,1 +1,3 @@
-"""Write a trained network in formats that other programs load, each compared with the network first."""
+"""Write a trained network in formats that other programs load, each compared with the network
+first.
+"""

@@ -1,4 +1,6 @@
-"""Write the model card of an export: what the run recorded about the network, and code that loads it."""
+"""Write the model card of an export: what the run recorded about the network, and code that loads
+it.
+"""
 
 import math
 from collections.abc import Sequence
@@ -29,12 +31,18 @@ def model_card(
 ) -> str:
     """Return the model card as Markdown, headed by the fields that the Hugging Face hub reads.
 
-    `state` is that of the checkpoint, with its figures and the whole recipe as it was recorded, which another version
-    of distap may have written. `programs` are the largest differences of a descriptor's component by file.
+    `state` is that of the checkpoint, with its figures and the whole recipe as it was recorded,
+    which another version of distap may have written. `programs` are the largest differences of a
+    descriptor's component by file.
     """
-    settings, loss = state["recipe"], state["recipe"]["loss"]
-    figures = {of: {k: v for k, v in each.items() if math.isfinite(v)} for of, each in state["figures"].items()}
-    terms, pretrained = loss.get("terms") or [(1, loss)], _pretrained(settings["model"])
+    settings = state["recipe"]
+    loss = state["recipe"]["loss"]
+    figures = {
+        of: {k: v for k, v in each.items() if math.isfinite(v)}
+        for of, each in state["figures"].items()
+    }
+    terms = loss.get("terms") or [(1, loss)]
+    pretrained = _pretrained(settings["model"])
     network = describer.retrieval_network
     mean, std = ((values.flatten() / 255).tolist() for values in (network.mean, network.std))
     has_onnx = "model.onnx" in programs
@@ -47,20 +55,38 @@ def model_card(
         license="unknown",
         library_name="distap",
         pipeline_tag="image-feature-extraction",
-        tags=["image-retrieval", "image-feature-extraction", "distap", "timm", *(["onnx"] if has_onnx else [])],
+        tags=[
+            "image-retrieval",
+            "image-feature-extraction",
+            "distap",
+            "timm",
+            *(["onnx"] if has_onnx else []),
+        ],
         base_model=pretrained.get("hf_hub_id"),
         model_name=Path(settings["run"]).name if results else None,
         eval_results=results or None,
     )
     recipe_yaml = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).strip()
     named = " + ".join(f"{weight:g} {part['name']}" for weight, part in terms)
-    of_run: dict[str, Any] = {"manifest": manifest, "settings": settings, "recipe_yaml": recipe_yaml, "loss": named}
+    of_run: dict[str, Any] = {
+        "manifest": manifest,
+        "settings": settings,
+        "recipe_yaml": recipe_yaml,
+        "loss": named,
+    }
     of_run |= {"recipe": recipe, "figures": figures}
-    of_network: dict[str, Any] = {"describer": describer, "pretrained": pretrained, "mean": mean, "std": std}
+    of_network: dict[str, Any] = {
+        "describer": describer,
+        "pretrained": pretrained,
+        "mean": mean,
+        "std": std,
+    }
     of_files: dict[str, Any] = {"programs": programs, "formats": formats}
     versions = {"version": distap.__version__, "torch": torch.__version__}
     template = files(__package__).joinpath("card.md").read_text("utf-8")
-    card = ModelCard.from_template(fields, template_str=template, **of_run, **of_network, **of_files, **versions)
+    card = ModelCard.from_template(
+        fields, template_str=template, **of_run, **of_network, **of_files, **versions
+    )
     return without_secrets(f"{str(card).rstrip()}\n")
 
 

@@ -37,7 +37,8 @@ EXPORT_TOLERANCE = 1e-4  # of a component of a descriptor of length 1, computed 
 BATCHES_TRIED = (1, 2, 7)
 ONNX_MODULES = ("onnx", "onnxruntime", "onnxscript")
 Describe = Callable[[Tensor], Tensor]
-Case = tuple[Tensor, Tensor]  # images (n, 3, height, width) uint8, and the network's descriptors (n, D) of them
+# images (n, 3, height, width) uint8, and the network's descriptors (n, D) of them
+Case = tuple[Tensor, Tensor]
 logging.getLogger("torch.onnx").setLevel(logging.ERROR)
 
 
@@ -46,24 +47,40 @@ def missing_for_onnx() -> list[str]:
 
 
 def exportable(network: MultiScaleNetwork) -> MultiScaleNetwork:
-    """Return a copy of a network for export: on the CPU, in evaluation mode, without gradients, contiguous."""
-    copied = copy.deepcopy(network).cpu().eval().requires_grad_(False).to(memory_format=torch.contiguous_format)
+    """Return a copy of a network for export: on the CPU, in evaluation mode, without gradients,
+    contiguous.
+    """
+    copied = (
+        copy.deepcopy(network)
+        .cpu()
+        .eval()
+        .requires_grad_(False)
+        .to(memory_format=torch.contiguous_format)
+    )
     copied.network.memory_format = torch.contiguous_format
     return copied
 
 
 def program_of(network: MultiScaleNetwork, image_size: int) -> ExportedProgram:
-    """Trace a network from `exportable` for any number of images; a DistapError gives torch's reason if it fails."""
+    """Trace a network from `exportable` for any number of images; a DistapError gives torch's
+    reason if it fails.
+    """
     # Two images, since torch takes a length of 1 for a constant.
     example = torch.zeros(2, 3, image_size, image_size, dtype=torch.uint8)
-    shapes, size = ShapesCollection(), f"{image_size} x {image_size}"
+    shapes = ShapesCollection()
+    size = f"{image_size} x {image_size}"
     shapes[example] = {0: Dim.DYNAMIC}
-    with torch.no_grad(), _exporting(f"the network cannot be exported for images of {size}: torch.export"):
+    with (
+        torch.no_grad(),
+        _exporting(f"the network cannot be exported for images of {size}: torch.export"),
+    ):
         return export(network, (example,), dynamic_shapes=shapes)
 
 
 def save_program(program: ExportedProgram, path: Path, about: Mapping[str, str]) -> None:
-    """Save a program for torch.export.load with the texts `about` it; raise a DistapError if torch cannot."""
+    """Save a program for torch.export.load with the texts `about` it; raise a DistapError if torch
+    cannot.
+    """
     # In memory first: torch's own writer ends the process with C++'s terminate if the disk is full.
     written = BytesIO()
     with _exporting(f"{path.name}: torch.export cannot write this network; leave --format pt2 out"):
@@ -72,9 +89,11 @@ def save_program(program: ExportedProgram, path: Path, about: Mapping[str, str])
 
 
 def save_onnx(program: ExportedProgram, path: Path, about: Mapping[str, str]) -> None:
-    """Write a program from `program_of` as ONNX with the texts `about` it, and check that the file is well formed.
+    """Write a program from `program_of` as ONNX with the texts `about` it, and check that the file
+    is well formed.
 
-    Weights above 2 GB go to a second file next to the first. A DistapError names the operator that ONNX lacks.
+    Weights above 2 GB go to a second file next to the first. A DistapError names the operator that
+    ONNX lacks.
     """
     import onnx
 
@@ -96,7 +115,8 @@ def save_onnx(program: ExportedProgram, path: Path, about: Mapping[str, str]) ->
 
 @contextmanager
 def _exporting(problem: str) -> Iterator[None]:
-    """Turn the errors of an exporter, of many kinds and some pages long, into a DistapError with the first cause.
+    """Turn the errors of an exporter, of many kinds and some pages long, into a DistapError with
+    the first cause.
 
     The exporters warn about their internals; their results are compared afterwards.
     """
@@ -124,13 +144,16 @@ def cases_of(network: Describe, image_size: int) -> list[Case]:
         with torch.inference_mode():
             expected = network(images).cpu()
         if not expected.isfinite().all():
-            raise DistapError("the checkpoint's network gives numbers that are not finite; export an earlier one")
+            raise DistapError(
+                "the checkpoint's network gives numbers that are not finite; export an earlier one"
+            )
         cases.append((images, expected))
     return cases
 
 
 def difference(name: str, describe: Describe, cases: Sequence[Case]) -> float:
-    """Return the largest difference of a component between the descriptors of an exported file and the network's.
+    """Return the largest difference of a component between the descriptors of an exported file and
+    the network's.
 
     Raises:
         DistapError: it is above EXPORT_TOLERANCE, or the file fails.
@@ -142,15 +165,21 @@ def difference(name: str, describe: Describe, cases: Sequence[Case]) -> float:
             with torch.inference_mode():
                 found = describe(images)
         except Exception as error:  # torch, ONNX Runtime: each has its own
-            raise DistapError(f"{name}: what was exported fails on images {shape}: {error}") from error
-        given, wanted = (found.dtype, *found.shape), (torch.float32, *expected.shape)
+            raise DistapError(
+                f"{name}: what was exported fails on images {shape}: {error}"
+            ) from error
+        given = (found.dtype, *found.shape)
+        wanted = (torch.float32, *expected.shape)
         if given != wanted:
-            raise DistapError(f"{name}: what was exported gives {given} for images {shape}, expected {wanted}")
+            raise DistapError(
+                f"{name}: what was exported gives {given} for images {shape}, expected {wanted}"
+            )
         here = float((found - expected).abs().max())
         if not here <= EXPORT_TOLERANCE:
             raise DistapError(
-                f"{name}: for images {shape} its descriptors differ from the network's by {here:.2g}, more "
-                f"than {EXPORT_TOLERANCE:g}; nothing was written. Leave this format out, or report the network"
+                f"{name}: for images {shape} its descriptors differ from the network's by"
+                f" {here:.2g}, more than {EXPORT_TOLERANCE:g}; nothing was written. Leave this"
+                " format out, or report the network"
             )
         largest = max(largest, here)
     return largest
@@ -173,11 +202,15 @@ def _example_images(count: int, size: int) -> Tensor:
     """Return (count, 3, size, size) uint8 of detail that differs, from single colours to noise."""
     generator = torch.Generator().manual_seed(count)
     sides = [4 ** (number % 4) for number in range(2, count + 2)]
-    images = [interpolate(torch.rand(1, 3, side, side, generator=generator), size, mode="bilinear") for side in sides]
+    images = [
+        interpolate(torch.rand(1, 3, side, side, generator=generator), size, mode="bilinear")
+        for side in sides
+    ]
     return (255 * torch.cat(images)).to(torch.uint8)
 
 
-PROGRAMS: dict[str, tuple[str, Any, Any]] = {  # by format: the file, what writes it, and what loads it
+# by format: the file, what writes it, and what loads it
+PROGRAMS: dict[str, tuple[str, Any, Any]] = {
     "pt2": ("model.pt2", save_program, lambda path: torch.export.load(path).module()),
     "onnx": ("model.onnx", save_onnx, onnx_describer),
 }
@@ -195,28 +228,33 @@ def export_to_folder(
 ) -> tuple[ImageDescriber, dict[str, float]]:
     """Write a checkpoint's network in several formats, and a model card, which describes them.
 
-    Programs take images of the recipe's crop, or of data.image_size if the recipe takes whole images.
+    Programs take images of the recipe's crop, or of data.image_size if the recipe takes whole
+    images.
 
-    Return what describes images, and by program the largest difference of a component of its descriptors. Nothing is
-    left behind if the network cannot be exported or a file differs from it.
+    Return what describes images, and by program the largest difference of a component of its
+    descriptors. Nothing is left behind if the network cannot be exported or a file differs from it.
 
     Args:
-        checkpoint: a run folder, one of its checkpoints, or the URL of either.
-        output: a new folder or an empty one.
-        formats: of EXPORT_FORMATS; none takes all but `adapter`, and onnx where it is installed.
-        whitening: a file of `distap whiten`, applied last.
-        best: with a run folder, take its best checkpoint, not its newest.
-        overrides: changes of the recipe, such as `evaluation.scales=[1,0.7]`.
-        trust: let the checkpoint's record name classes that are not distap's, and have files read elsewhere.
+        checkpoint: a run folder, one of its checkpoints, or the URL of either. output: a new folder
+            or an empty one. formats: of EXPORT_FORMATS; none takes all but `adapter`, and onnx
+            where it is installed. whitening: a file of `distap whiten`, applied last. best: with a
+            run folder, take its best checkpoint, not its newest. overrides: changes of the recipe,
+            such as `evaluation.scales=[1,0.7]`. trust: let the checkpoint's record name classes
+            that are not distap's, and have files read elsewhere.
     """
-    formats = formats or [each for each in EXPORT_FORMATS[:-1] if each != "onnx" or not missing_for_onnx()]
-    if unknown := set(formats) - set(EXPORT_FORMATS):
+    formats = formats or [
+        each for each in EXPORT_FORMATS[:-1] if each != "onnx" or not missing_for_onnx()
+    ]
+    unknown = set(formats) - set(EXPORT_FORMATS)
+    if unknown:
         raise DistapError(f"--format {min(unknown)!r}: expected {', '.join(EXPORT_FORMATS)}")
     if {"adapter", "safetensors"} <= set(formats):
         raise DistapError("--format adapter and safetensors write the same files; choose one")
     if "onnx" in formats and (missing := missing_for_onnx()):
         needed = f"--format onnx needs {', '.join(missing)}"
-        raise DistapError(f"{needed}, not installed here: pip install 'distap[onnx]', or leave the format out")
+        raise DistapError(
+            f"{needed}, not installed here: pip install 'distap[onnx]', or leave the format out"
+        )
     output = output.resolve()
     require_free(output)
     with opened_checkpoint(checkpoint, best) as found:
@@ -225,11 +263,17 @@ def export_to_folder(
         recorded = found.state("recipe", "figures"), found.manifest, recipe
     sizing = recipe.sizing if "crop" in recipe.sizing else f"crop {recipe.data.image_size}"
     describer = describing_of(recipe, network, World(), sizing, whitening=whitening).describer
-    image_size, several = describer.sizing.pixels or recipe.data.image_size, describer.network.eval()
-    about = {"distap": json.dumps({"version": distap.__version__, "described_by": asdict(describer.described_by)})}
+    image_size = describer.sizing.pixels or recipe.data.image_size
+    several = describer.network.eval()
+    about = {
+        "distap": json.dumps(
+            {"version": distap.__version__, "described_by": asdict(describer.described_by)}
+        )
+    }
     programs = dict[str, float]()
     with new_folder(output) as folder:
-        if chosen := [PROGRAMS[each] for each in PROGRAMS if each in formats]:
+        chosen = [PROGRAMS[each] for each in PROGRAMS if each in formats]
+        if chosen:
             program = program_of(exportable(several), image_size)
             cases = cases_of(several, image_size)
             for name, save, load in chosen:

@@ -34,7 +34,9 @@ T = TypeVar("T")
 
 
 class Service:
-    """Answer searches within a server's limits; raise a RefusedError for a search that cannot run now."""
+    """Answer searches within a server's limits; raise a RefusedError for a search that cannot run
+    now.
+    """
 
     def __init__(self, settings: ServeSettings, searcher: Searcher, thumbnails: Thumbnails) -> None:
         assert searcher.describer is not None
@@ -46,17 +48,23 @@ class Service:
         self._threads = ThreadPoolExecutor(settings.threads, "search")
         # Each search uses this many threads, so that all searches together have the cores.
         torch.set_num_threads(max(torch.get_num_threads() // settings.threads, 1))
-        describer, limits = searcher.describer, (settings.decode_seconds, settings.decode_bytes)
-        job = uploads.DecodingJob(describer.sizing, settings.pixels_of(searcher.index.described_by), *limits)
+        describer = searcher.describer
+        limits = (settings.decode_seconds, settings.decode_bytes)
+        job = uploads.DecodingJob(
+            describer.sizing, settings.pixels_of(searcher.index.described_by), *limits
+        )
         self._decoders = uploads.Decoders(job, settings.threads)
-        self._searcher, self._thumbnails = replace(searcher, pixels_of=self._decoders), thumbnails
+        self._searcher = replace(searcher, pixels_of=self._decoders)
+        self._thumbnails = thumbnails
 
     async def by_image(self, read: Callable[[], Awaitable[bytes]], k: int) -> list[Hit]:
         """Return the k gallery images most similar to the image file that `read` returns."""
         return await self._found(self._searcher.by_image, read, k)
 
     async def by_key(self, key: str, k: int) -> list[Hit]:
-        """Return the k gallery images most similar to the gallery image with this key, without itself."""
+        """Return the k gallery images most similar to the gallery image with this key, without
+        itself.
+        """
         if not self._searcher.index.has(key):
             raise RefusedError(404, "not_found", f"the index has no image with the key {key!r}")
 
@@ -81,14 +89,18 @@ class Service:
     async def _found(
         self, search: Callable[[T, int], list[Hit]], read: Callable[[], Awaitable[T]], k: int
     ) -> list[Hit]:
-        """Search in a thread for the query that `read` returns, which takes a place in the queue once it is here."""
-        loop, seconds = asyncio.get_running_loop(), self.settings.timeout_seconds
+        """Search in a thread for the query that `read` returns, which takes a place in the queue
+        once it is here.
+        """
+        loop = asyncio.get_running_loop()
+        seconds = self.settings.timeout_seconds
         self._require_place()  # before a body arrives in vain
         query = await read()
         self._require_place()
         future = self._threads.submit(search, query, k)
         self.under_way += 1
-        # A thread cannot be interrupted, so a search that takes too long keeps its place until it ends.
+        # A thread cannot be interrupted, so a search that takes too long keeps its place until it
+        # ends.
         future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._leave))
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), seconds)
@@ -145,7 +157,8 @@ def build_app(service: Service) -> FastAPI:
     async def metrics() -> Response:
         """Return metrics for Prometheus."""
         return Response(
-            generate_latest(service.metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8"
+            generate_latest(service.metrics.registry),
+            media_type="text/plain; version=0.0.4; charset=utf-8",
         )
 
     *others, last = readable_formats()
@@ -172,7 +185,9 @@ def _add_searches(app: FastAPI, service: Service) -> None:
 
     def answer(hits: list[Hit]) -> SearchAnswer:
         ranked = enumerate(hits, 1)
-        return SearchAnswer(hits=[HitAnswer(**h._asdict(), rank=n, picture=f"/images/{h.row}") for n, h in ranked])
+        return SearchAnswer(
+            hits=[HitAnswer(**h._asdict(), rank=n, picture=f"/images/{h.row}") for n, h in ranked]
+        )
 
     @app.post("/api/search", openapi_extra=UPLOAD)
     async def search_by_image(request: Request, k: wanted = usual) -> SearchAnswer:
@@ -186,7 +201,8 @@ def _add_searches(app: FastAPI, service: Service) -> None:
 
     @app.get("/api/search")
     async def search_by_key(
-        key: Annotated[str, Query(description="Of an image of the index.", max_length=4096)], k: wanted = usual
+        key: Annotated[str, Query(description="Of an image of the index.", max_length=4096)],
+        k: wanted = usual,
     ) -> SearchAnswer:
         """Find the images that are most similar to one of the index, without itself."""
         return answer(await service.by_key(key, k))
@@ -212,6 +228,10 @@ def _add_problems(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
-        message = f"{error.detail}: {uploads.UPLOAD_HELP}" if error.status_code == 400 else str(error.detail)
+        message = (
+            f"{error.detail}: {uploads.UPLOAD_HELP}"
+            if error.status_code == 400
+            else str(error.detail)
+        )
         reason = "not_found" if error.status_code == 404 else "bad_request"
         return RefusedError(error.status_code, reason, message, error.headers).answer()

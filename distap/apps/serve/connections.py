@@ -1,7 +1,7 @@
 """Bound the connections of a server: their number, and the time for which one waits for its client.
 
-uvicorn itself closes only connections that are silent after an answer, and hypercorn does no more. granian has a
-deadline for headers, but none for bodies and answers.
+uvicorn itself closes only connections that are silent after an answer, and hypercorn does no more.
+granian has a deadline for headers, but none for bodies and answers.
 """
 
 import asyncio
@@ -28,33 +28,39 @@ RESET = struct.pack("ii", 1, 0)  # of SO_LINGER: wait for 0 s
 class Connections:
     """The connections of a server, and the seconds for which it waits for a client.
 
-    Above `most`, the one that has waited longest for its client is closed, so that newcomers such as probes are
-    answered, however many connections a stranger holds. Those whose bodies arrive come last.
+    Above `most`, the one that has waited longest for its client is closed, so that newcomers such
+    as probes are answered, however many connections a stranger holds. Those whose bodies arrive
+    come last.
     """
 
     most: int
     body_seconds: float  # from the end of a header to the end of the body
     answer_seconds: float = 5.0  # after these, in which a body that is too slow is answered
-    header_seconds: float = 10.0  # from the start of a connection, or its last answer, to the end of the next header
-    unread_seconds: float = 10.0  # for reading some of an answer that does not fit into the system's buffers
+    # from the start of a connection, or its last answer, to the end of the next header
+    header_seconds: float = 10.0
+    # for reading some of an answer that does not fit into the system's buffers
+    unread_seconds: float = 10.0
     waiting: dict["Connection", None] = field(default_factory=dict)  # the longest first
 
     def make_room(self) -> None:
         longest = next(iter(self.waiting))
-        next((connection for connection in self.waiting if connection.awaited != "body"), longest).drop()
+        next(
+            (connection for connection in self.waiting if connection.awaited != "body"), longest
+        ).drop()
 
 
 class Connection(H11Protocol):
     """A connection of uvicorn that is closed if the server waits for its client for too long.
 
-    The client has to send a header, to send the rest of a body, or to read its answers. The time in which the server
-    works at an answer does not count.
+    The client has to send a header, to send the rest of a body, or to read its answers. The time in
+    which the server works at an answer does not count.
     """
 
     def __init__(self, all_connections: Connections, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._all = all_connections
-        self.awaited: str | None = None  # what the client has to do; None if it is the server's turn
+        # what the client has to do; None if it is the server's turn
+        self.awaited: str | None = None
         self._since = 0.0
         self._received = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -87,7 +93,9 @@ class Connection(H11Protocol):
         self._stop_waiting()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, unless an answer to it has begun; uvicorn would log two answers as a failure."""
+        """Refuse what is no HTTP, unless an answer to it has begun; uvicorn would log two answers
+        as a failure.
+        """
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.drop()
             return
@@ -97,15 +105,20 @@ class Connection(H11Protocol):
         super().send_400_response(msg)
 
     def drop(self) -> None:
-        """Close the connection at once; the system would go on to keep what its client has not read."""
+        """Close the connection at once; the system would go on to keep what its client has not
+        read.
+        """
         self._stop_waiting()
-        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        self.transport.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, RESET
+        )
         self.transport.abort()
 
     def _update(self) -> None:
         """Start or end the client's time when the turn changes."""
         awaited = self._what_is_awaited()
-        if awaited == self.awaited or self not in self.connections:  # in which it is until it is closed
+        # in which it is until it is closed
+        if awaited == self.awaited or self not in self.connections:
             return
         self._stop_waiting()
         if awaited is not None:
@@ -130,7 +143,9 @@ class Connection(H11Protocol):
         elif self.awaited == "reading":
             seconds = self._all.unread_seconds
         else:  # the more of it is here, the longer
-            seconds = seconds_to_arrive(self._received, self._all.body_seconds) + self._all.answer_seconds
+            seconds = (
+                seconds_to_arrive(self._received, self._all.body_seconds) + self._all.answer_seconds
+            )
         deadline = self._since + seconds
         if self.loop.time() < deadline:
             self._timer = self.loop.call_at(deadline, self._close_if_late)
@@ -146,7 +161,9 @@ class Connection(H11Protocol):
 
 
 def connections_within_files(settings: ServeSettings) -> int:
-    """Return the number of connections for which the process may open files, after raising its soft limit."""
+    """Return the number of connections for which the process may open files, after raising its soft
+    limit.
+    """
     uploads = settings.threads + settings.queue
     accepted = 3 * ACCEPTED_AT_ONCE  # asyncio tells of a connection two rounds after it accepted it
     others = uploads + accepted + OTHER_FILES

@@ -1,4 +1,6 @@
-"""Middleware around every request: security headers, Prometheus metrics, and no traceback to a client."""
+"""Middleware around every request: security headers, Prometheus metrics, and no traceback to a
+client.
+"""
 
 import platform
 import socket
@@ -24,8 +26,8 @@ CLIENT_GONE = 499  # as nginx counts them; nobody receives it
 HEALTH_PATHS = ("/healthz", "/readyz")
 HEADERS = {  # of every answer: what a browser may do with it
     "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
-        "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src"
+        " 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -33,7 +35,9 @@ HEADERS = {  # of every answer: what a browser may do with it
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-SERVER_FAILED = RefusedError(500, "failed", "the server failed at this request, and has written why into its log")
+SERVER_FAILED = RefusedError(
+    500, "failed", "the server failed at this request, and has written why into its log"
+)
 
 
 class ServingMetrics:
@@ -42,7 +46,11 @@ class ServingMetrics:
         common: dict[str, Any] = {"namespace": "distap_search", "registry": self.registry}
         ProcessCollector(registry=self.registry)
         Info("build", "Versions", **common).info(
-            {"version": distap.__version__, "torch": torch.__version__, "python": platform.python_version()}
+            {
+                "version": distap.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            }
         )
         self.requests = Counter("requests", "Requests answered", ["route", "status"], **common)
         self.seconds = Histogram(
@@ -52,7 +60,9 @@ class ServingMetrics:
             buckets=BUCKETS,
             **common,
         )
-        self.refused = Counter("uploads_refused", "Uploads that were not searched for", ["reason"], **common)
+        self.refused = Counter(
+            "uploads_refused", "Uploads that were not searched for", ["reason"], **common
+        )
         self.in_flight = Gauge("requests_in_flight", "Requests under way", **common)
         self.images = Gauge("index_images", "Images in the index", **common)
         # Series that exist from the start can be alerted on before their first event.
@@ -63,18 +73,23 @@ class ServingMetrics:
 class Guard:
     """ASGI middleware around an application, whose requests the metrics count.
 
-    Starlette's TrustedHost refuses any name but the server's own, which a page could make point here to read the
-    gallery through a visitor's browser. Probes, and the address that a connection was made to, which Prometheus asks
-    for, need no name. A page of another site may send an upload, but its browser lets it read no answer.
+    Starlette's TrustedHost refuses any name but the server's own, which a page could make point
+    here to read the gallery through a visitor's browser. Probes, and the address that a connection
+    was made to, which Prometheus asks for, need no name. A page of another site may send an upload,
+    but its browser lets it read no answer.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServingMetrics, settings: ServeSettings) -> None:
-        self._app, self._metrics = app, metrics
+        self._app = app
+        self._metrics = metrics
         own = "localhost", "127.0.0.1", "[::1]", socket.gethostname(), settings.host_in_url
-        self._trusting = TrustedHostMiddleware(app, [*own, *(settings.allowed_host or ())], www_redirect=False)
+        self._trusting = TrustedHostMiddleware(
+            app, [*own, *(settings.allowed_host or ())], www_redirect=False
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started, status = time.monotonic(), 0
+        started = time.monotonic()
+        status = 0
 
         async def guarded(message: Message) -> None:
             nonlocal status
@@ -109,5 +124,6 @@ class Guard:
 
 
 def _route(scope: Scope) -> str:
-    """Return the route as declared, so that clients cannot create metric series by inventing paths."""
+    """Return the route as declared, so that clients cannot create metric series by inventing
+    paths."""
     return str(getattr(scope.get("route"), "path", "other"))

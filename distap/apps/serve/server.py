@@ -39,11 +39,14 @@ def serve(
     best: bool,
     trust: bool = False,
 ) -> None:
-    """Answer requests until SIGTERM or SIGINT; `open_searcher` and `open_thumbnails` explain the arguments."""
+    """Answer requests until SIGTERM or SIGINT; `open_searcher` and `open_thumbnails` explain the
+    arguments.
+    """
     world = World(device=device_of(0))
     with listening(settings) as listener:  # before all that takes long, since the port may be taken
         set_up_logging(world.rank)
-        # A client's mistakes are counted in the metrics; a line for each would let anyone fill the log.
+        # A client's mistakes are counted in the metrics; a line for each would let anyone fill the
+        # log.
         for name in ("python_multipart", "uvicorn.error"):
             logging.getLogger(name).setLevel(logging.ERROR)
         connections = Connections(connections_within_files(settings), settings.timeout_seconds)
@@ -65,11 +68,14 @@ def listening(settings: ServeSettings) -> socket.socket:
     """Return a socket that listens on the host and port of the settings."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        listener = socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
+        listener = socket.create_server(
+            (settings.host, settings.port), family=family, backlog=BACKLOG
+        )
     except OSError as error:
         problem = f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}"
         raise DistapError(f"{problem}; choose another --host or --port") from error
-    # Connections inherit this. asyncio sets it only on sockets of its own; without it answers wait for 40 ms.
+    # Connections inherit this. asyncio sets it only on sockets of its own; without it answers wait
+    # for 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
@@ -96,11 +102,15 @@ def server_of(service: Service, connections: Connections) -> uvicorn.Server:
 
 class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen with our own backlog, since asyncio takes uvicorn's for the number accepted at once too."""
+        """Listen with our own backlog, since asyncio takes uvicorn's for the number accepted at
+        once too.
+        """
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(BACKLOG)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Finish the requests under way; uvicorn's own handler would then end the process by the signal."""
+        """Finish the requests under way; uvicorn's own handler would then end the process by the
+        signal.
+        """
         self.should_exit = True

@@ -1,4 +1,6 @@
-"""Read the image of a request, and decode it in a process of its own, within limits of size, time and memory."""
+"""Read the image of a request, and decode it in a process of its own, within limits of size, time
+and memory.
+"""
 
 import asyncio
 import multiprocessing
@@ -34,27 +36,47 @@ from distap.data.images.formats import readable_formats
 from distap.data.sizing import Sizing
 from distap.errors import logger
 
-FIELDS, FIELD_BYTES = 4, 1_000  # next to the image
+# next to the image
+FIELDS = 4
+FIELD_BYTES = 1_000
 UPLOAD_HELP = "send multipart/form-data with the image's file in the field `image`"
 
 UPLOAD_PROBLEMS = (  # the reasons of refused uploads
-    *("bad_request", "busy", "damaged", "disk_full", "empty", "failed", "missing_field", "not_multipart"),
+    *(
+        "bad_request",
+        "busy",
+        "damaged",
+        "disk_full",
+        "empty",
+        "failed",
+        "missing_field",
+        "not_multipart",
+    ),
     *("slow", "too_large", "too_many_pixels", "unknown_format"),
 )
 OUT_OF_MEMORY = re.compile("memory|could not create decoder", re.IGNORECASE)  # as libraries say it
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload([__name__, "torchvision.transforms.v2"])  # what decoders need, and no network
+# what decoders need, and no network
+CONTEXT.set_forkserver_preload([__name__, "torchvision.transforms.v2"])
 
 
 class RefusedError(Exception):
-    """Raised to refuse a request with an HTTP status, a reason for programs, and a message for a person."""
+    """Raised to refuse a request with an HTTP status, a reason for programs, and a message for a
+    person.
+    """
 
-    def __init__(self, status: int, reason: str, message: str, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, status: int, reason: str, message: str, headers: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(message)
-        self.status, self.reason, self.headers = status, reason, dict(headers or {})
+        self.status = status
+        self.reason = reason
+        self.headers = dict(headers or {})
 
     def answer(self) -> JSONResponse:
-        return JSONResponse({"error": {"reason": self.reason, "message": str(self)}}, self.status, self.headers)
+        return JSONResponse(
+            {"error": {"reason": self.reason, "message": str(self)}}, self.status, self.headers
+        )
 
 
 def busy(problem: str) -> RefusedError:
@@ -63,26 +85,32 @@ def busy(problem: str) -> RefusedError:
 
 def refused_image(error: DamagedImageError) -> RefusedError:
     if error.reason == "too_large":
-        return RefusedError(413, "too_many_pixels", f"the image is too large ({error}): scale it down")
+        return RefusedError(
+            413, "too_many_pixels", f"the image is too large ({error}): scale it down"
+        )
     is_unknown = isinstance(error.__cause__, UnidentifiedImageError) and error.reason != "truncated"
     if is_unknown or isinstance(error, NoReaderError):
         expected = f"send one of {', '.join(readable_formats())}"
         return RefusedError(415, "unknown_format", f"this is no image that can be read: {expected}")
-    return RefusedError(400, "damaged", f"the image is damaged ({error}): save it again and send it whole")
+    return RefusedError(
+        400, "damaged", f"the image is damaged ({error}): save it again and send it whole"
+    )
 
 
 class Arrivals:
-    """The uploads that arrive: as many at a time as searches may run and wait, and none for too long.
+    """The uploads that arrive: as many at a time as searches may run and wait, and none for too
+    long.
 
-    When there are too many, the slowest is given up if it arrives at less than the least speed, so that a stranger
-    cannot hold the places; otherwise the new one is told to come again.
+    When there are too many, the slowest is given up if it arrives at less than the least speed, so
+    that a stranger cannot hold the places; otherwise the new one is told to come again.
     """
 
     def __init__(self, settings: ServeSettings, require_place: Callable[[], None]) -> None:
         self._require_place = require_place  # raises a RefusedError if no search may wait
         self._longest = settings.timeout_seconds
         self._most = settings.threads + settings.queue
-        self._latest: dict[asyncio.Timeout, float] = {}  # until when each has time by the least speed
+        # until when each has time by the least speed
+        self._latest: dict[asyncio.Timeout, float] = {}
 
     @asynccontextmanager
     async def arriving(self) -> AsyncIterator[Callable[[int, bool], None]]:
@@ -99,7 +127,8 @@ class Arrivals:
             self._latest[deadline] = started + FIRST_SECONDS
 
             def note(received: int, is_whole: bool) -> None:
-                if is_whole:  # many may have arrived at once, and to parse them in vain takes time from searches
+                # many may have arrived at once, and to parse them in vain takes time from searches
+                if is_whole:
                     self._require_place()
                 if deadline in self._latest:  # otherwise it is given up
                     self._latest[deadline] = started + FIRST_SECONDS + received / LEAST_SPEED
@@ -124,7 +153,9 @@ async def read_upload(request: Request, settings: ServeSettings, arrivals: Arriv
     """Return the image file that a request uploads in its form field `image`."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "multipart/form-data":
-        raise RefusedError(415, "not_multipart", f"the body is {content_type or 'of no type'}: {UPLOAD_HELP}")
+        raise RefusedError(
+            415, "not_multipart", f"the body is {content_type or 'of no type'}: {UPLOAD_HELP}"
+        )
     try:
         async with arrivals.arriving() as note:
             # The oldest FastAPI that we support has no such limits.
@@ -133,30 +164,50 @@ async def read_upload(request: Request, settings: ServeSettings, arrivals: Arriv
             try:
                 image = form.get("image")
                 if not isinstance(image, UploadFile):
-                    raise RefusedError(422, "missing_field", f"there is no file in the field `image`: {UPLOAD_HELP}")
-                if data := await image.read():
+                    raise RefusedError(
+                        422,
+                        "missing_field",
+                        f"there is no file in the field `image`: {UPLOAD_HELP}",
+                    )
+                data = await image.read()
+                if data:
                     return data
                 raise RefusedError(400, "empty", "the file is empty: choose an image")
             finally:
                 await form.close()
     except UnicodeError as error:
-        raise RefusedError(400, "bad_request", f"the form is in no charset that can be read: {error}") from error
+        raise RefusedError(
+            400, "bad_request", f"the form is in no charset that can be read: {error}"
+        ) from error
     except TimeoutError as error:
         fast = f"within {settings.timeout_seconds:g} s, and {LEAST_SPEED:,} bytes of it a second"
-        raise RefusedError(408, "slow", f"the upload did not arrive {fast}: send a smaller image") from error
+        raise RefusedError(
+            408, "slow", f"the upload did not arrive {fast}: send a smaller image"
+        ) from error
     except OSError as error:
-        logger.error("an upload cannot be kept while it arrives: %s: %s", gettempdir(), error.strerror or error)
-        raise RefusedError(507, "disk_full", "the server's temporary disk cannot take the image") from error
+        logger.error(
+            "an upload cannot be kept while it arrives: %s: %s",
+            gettempdir(),
+            error.strerror or error,
+        )
+        raise RefusedError(
+            507, "disk_full", "the server's temporary disk cannot take the image"
+        ) from error
 
 
-def _limited(request: Request, limit: int, note: Callable[[int, bool], None]) -> Callable[[], Awaitable[Message]]:
+def _limited(
+    request: Request, limit: int, note: Callable[[int, bool], None]
+) -> Callable[[], Awaitable[Message]]:
     """Return an ASGI receiver of the body that stops at the limit, whatever Content-Length says.
 
     It calls `note` with the number of bytes received so far, and whether these are all.
     """
     received = 0
-    too_large = RefusedError(413, "too_large", f"the request has more than {limit:,} bytes: send a smaller file")
-    if (length := request.headers.get("content-length", "")).isdecimal() and int(length) > limit:
+    too_large = RefusedError(
+        413, "too_large", f"the request has more than {limit:,} bytes: send a smaller file"
+    )
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limit:
         raise too_large
 
     async def receive() -> Message:
@@ -205,7 +256,8 @@ class Decoders:
                 try:
                     answer = pool.submit(_decoded, self._job, data).result()
                 except BrokenProcessPool:
-                    broken, pool = pool, self._started()  # if that fails, the next upload tries it again
+                    # if that fails, the next upload tries it again
+                    broken, pool = pool, self._started()
                     broken.shutdown()
                     continue
                 if isinstance(answer, tuple):
@@ -227,7 +279,9 @@ class Decoders:
 
 
 def _prepare(job: DecodingJob) -> None:
-    """Make this process a decoder, within the job's memory, that ends with the server and by no signal to all."""
+    """Make this process a decoder, within the job's memory, that ends with the server and by no
+    signal to all.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     server: Any = multiprocessing.parent_process()
@@ -245,7 +299,8 @@ def _prepare(job: DecodingJob) -> None:
 
 def _decoded(job: DecodingJob, data: bytes) -> NDArray[Any] | tuple[int, str, str]:
     """Return pixels, or the arguments of a RefusedError; end this process if a limit is reached."""
-    signal.setitimer(signal.ITIMER_REAL, job.seconds)  # the system ends the process, also within a library
+    # the system ends the process, also within a library
+    signal.setitimer(signal.ITIMER_REAL, job.seconds)
     try:
         return job(data).numpy()
     except MemoryError:

@@ -1,4 +1,6 @@
-"""Converters of faces: VGGFace2 and IJB-C, whose faces are cut out by their bounding boxes when they are packed."""
+"""Converters of faces: VGGFace2 and IJB-C, whose faces are cut out by their bounding boxes when
+they are packed.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -10,18 +12,34 @@ from distap.data.shards.image_files import ImageFile
 from distap.data.shards.tables import ListLine
 from distap.data.sizing import Box
 
-EXTENDED = 1.3  # width and height of what is cut out, in those of the bounding box (Cao et al. 2018)
+# width and height of what is cut out, in those of the bounding box (Cao et al. 2018)
+EXTENDED = 1.3
 FEWEST_INSTANCES = 5  # of an identity of IJB-C, as in Brown et al. 2020
-SIGHTING = ("SUBJECT_ID", "FILENAME", "SIGHTING_ID", "FACE_X", "FACE_Y", "FACE_WIDTH", "FACE_HEIGHT")
+SIGHTING = (
+    "SUBJECT_ID",
+    "FILENAME",
+    "SIGHTING_ID",
+    "FACE_X",
+    "FACE_Y",
+    "FACE_WIDTH",
+    "FACE_HEIGHT",
+)
 
 
 def _extended(line: ListLine, first: int) -> Box:
     """Return the extended box of four cells: left, top, width and height."""
     left, top, width, height = map(float, line.cells[first : first + 4])
     if not (0 < width < 1e6 and 0 < height < 1e6 and abs(left) + abs(top) < 1e6):
-        raise line.wrong(f"expected left, top, width and height, not {line.cells[first : first + 4]}")
+        raise line.wrong(
+            f"expected left, top, width and height, not {line.cells[first : first + 4]}"
+        )
     more = (EXTENDED - 1) / 2
-    corners = left - more * width, top - more * height, left + (1 + more) * width, top + (1 + more) * height
+    corners = (
+        left - more * width,
+        top - more * height,
+        left + (1 + more) * width,
+        top + (1 + more) * height,
+    )
     return tuple(map(round, corners))  # type: ignore[return-value]
 
 
@@ -62,12 +80,19 @@ def _faces(file: Path) -> Iterator[_Face]:
 
 def _ijb_c(source: Path, file: Path) -> Iterator[ImageFile]:
     for face in _faces(file):
-        yield ImageFile(face.line.path(source / "images", face.line.cells[1]), face.name, box=_extended(face.line, 3))
+        yield ImageFile(
+            face.line.path(source / "images", face.line.cells[1]),
+            face.name,
+            box=_extended(face.line, 3),
+        )
 
 
 def _same_subject(file: Path) -> dict[str, Any]:
-    """Return the truth of IJB-C: every instance is a query, for which the others of its subject are right."""
-    instances, subjects = defaultdict[str, list[str]](list), defaultdict[str, dict[str, None]](dict)
+    """Return the truth of IJB-C: every instance is a query, for which the others of its subject are
+    right.
+    """
+    instances = defaultdict[str, list[str]](list)
+    subjects = defaultdict[str, dict[str, None]](dict)
     for face in _faces(file):
         subjects[face.subject][face.instance] = None
         if face.instance != face.name:
@@ -81,6 +106,8 @@ def _same_subject(file: Path) -> dict[str, Any]:
     return {**about, "instances": instances, "queries": queries}
 
 
-DATASETS["ijb-c"] = Dataset(  # Maze et al. 2018, with the protocol of retrieval of Brown et al. 2020
-    Split("test", "ijbc_metadata.csv", _ijb_c, truth=_same_subject), folders=("protocols", "protocols/archive", "")
+# Maze et al. 2018, with the protocol of retrieval of Brown et al. 2020
+DATASETS["ijb-c"] = Dataset(
+    Split("test", "ijbc_metadata.csv", _ijb_c, truth=_same_subject),
+    folders=("protocols", "protocols/archive", ""),
 )

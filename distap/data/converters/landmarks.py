@@ -15,14 +15,17 @@ ADDRESS = re.compile(r"(?i:https?)://([^/?#]+[^#]*)(?:#.*)?")
 IDENTIFIER = re.compile(r"[0-9a-f]{16}")
 OF_LANDMARKS = ["mAP@100", "mP@10"]
 USAGES = ("Public", "Private", "Ignored")
-FOLDERS = ("", "metadata", "ground_truth")  # the lists lie next to the images, or as in the authors' addresses
+# the lists lie next to the images, or as in the authors' addresses
+FOLDERS = ("", "metadata", "ground_truth")
 
 
 def _images(source: Path, file: Path) -> Iterator[ImageFile]:
     """Yield the images of a list with web address, landmark and box per image."""
     for line in read_lines(file):
         if len(line.cells) not in (2, 6):
-            raise line.wrong(f"{len(line.cells)} columns, expected the image, its landmark and the four of a box")
+            raise line.wrong(
+                f"{len(line.cells)} columns, expected the image, its landmark and the four of a box"
+            )
         yield ImageFile(_path(line, source), str(line.integer(1, "landmark")))
 
 
@@ -31,9 +34,11 @@ def _path(line: ListLine, source: Path) -> Path:
     name = line.cells[0]
     if "://" not in name:
         return line.path(source, name)
-    if (found := ADDRESS.fullmatch(name)) is None:
+    found = ADDRESS.fullmatch(name)
+    if found is None:
         raise line.wrong(f"{name[:200]!r} is no address of an image on the web")
-    as_listed, decoded = line.path(source / "images", found[1]), unquote(found[1])
+    as_listed = line.path(source / "images", found[1])
+    decoded = unquote(found[1])
     if decoded.isprintable() and (path := line.path(source / "images", decoded)).is_file():
         return path
     return as_listed
@@ -47,7 +52,9 @@ DATASETS["landmarks-clean"] = Dataset(  # Gordo et al. 2016, of the Landmarks of
 
 
 def _clean(source: Path, file: Path) -> Iterator[ImageFile]:
-    """Yield the cleaned training set from a list with one landmark per line and spaces between images."""
+    """Yield the cleaned training set from a list with one landmark per line and spaces between
+    images.
+    """
     for line in read_table(file, ("landmark_id", "images"), ","):
         landmark = str(line.integer(0, "landmark"))
         for name in line.cells[1].split():
@@ -67,13 +74,17 @@ def _queries(source: Path, file: Path) -> Iterator[ImageFile]:
 def _ground_truth(file: Path) -> dict[str, Any]:
     queries = []
     for line in _solutions(file):
-        name, *positives = (_identifier(line, each) for each in (line.cells[0], *line.cells[1].split()))
+        name, *positives = (
+            _identifier(line, each) for each in (line.cells[0], *line.cells[1].split())
+        )
         queries.append({"name": name, "part": line.cells[2], "positives": positives})
     return ground_truth(queries, "index", dataset="gldv2", figures=OF_LANDMARKS)
 
 
 def _solutions(file: Path) -> Iterator[ListLine]:
-    """Yield the lines of test images that count: most are ignored, since they show no landmark of the index."""
+    """Yield the lines of test images that count: most are ignored, since they show no landmark of
+    the index.
+    """
     for line in read_table(file, ("id", "images", "Usage"), ","):
         if line.cells[2] not in USAGES:
             raise line.wrong(f"usage {line.cells[2][:60]!r}, expected one of {', '.join(USAGES)}")
@@ -82,7 +93,9 @@ def _solutions(file: Path) -> Iterator[ListLine]:
 
 
 def _google(line: ListLine, folder: Path, name: str, landmark: str = "") -> ImageFile:
-    """Return an image of a landmark; otherwise it is a class of its own, by the name that the ground truth uses."""
+    """Return an image of a landmark; otherwise it is a class of its own, by the name that the
+    ground truth uses.
+    """
     return ImageFile(folder.joinpath(*_identifier(line, name)[:3], f"{name}.jpg"), landmark or name)
 
 
@@ -101,15 +114,25 @@ DATASETS["gldv2"] = Dataset(  # Weyand et al. 2020; the queries are those of gro
 
 
 def _in_hierarchy(source: Path, file: Path) -> Iterator[ImageFile]:
-    """Yield the cleaned images of landmarks that have a hierarchical label, with it as their coarser class."""
-    columns = ("landmark_id", "category", "supercategory", "hierarchical_label", "natural_or_human_made")
+    """Yield the cleaned images of landmarks that have a hierarchical label, with it as their
+    coarser class.
+    """
+    columns = (
+        "landmark_id",
+        "category",
+        "supercategory",
+        "hierarchical_label",
+        "natural_or_human_made",
+    )
     listed = read_table(file.with_name("train_label_to_hierarchical.csv"), columns, ",")
     labels = {line.cells[0]: class_name(line.cells[3]) for line in listed}
     for image in _clean(source, file):
-        if label := labels.get(image.class_name):
+        label = labels.get(image.class_name)
+        if label:
             yield image._replace(levels=(label,))
 
 
-DATASETS["h-gldv2"] = Dataset(  # Ramzi et al. 2023; counts: elias-ramzi/SupRank, config/dataset/gldv2_hier.yaml
+# Ramzi et al. 2023; counts: elias-ramzi/SupRank, config/dataset/gldv2_hier.yaml
+DATASETS["h-gldv2"] = Dataset(
     Split("train", "train_clean.csv", _in_hierarchy, (Count(970_981, 46_593),)), folders=FOLDERS
 )

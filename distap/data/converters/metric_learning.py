@@ -1,4 +1,6 @@
-"""Converters of metric learning: Stanford Online Products, CUB, Cars, iNaturalist, VehicleID, In-shop and DyML."""
+"""Converters of metric learning: Stanford Online Products, CUB, Cars, iNaturalist, VehicleID,
+In-shop and DyML.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -14,7 +16,11 @@ def _stanford(source: Path, file: Path) -> Iterator[ImageFile]:
     for line in read_table(file, ("image_id", "class_id", "super_class_id", "path")):
         path = line.path(source, line.cells[3])
         # Super-classes are numbers in the list, but the folders have their names: bicycle_final.
-        yield ImageFile(path, str(line.integer(1, "class")), (line.cells[3].split("/")[0].removesuffix("_final"),))
+        yield ImageFile(
+            path,
+            str(line.integer(1, "class")),
+            (line.cells[3].split("/")[0].removesuffix("_final"),),
+        )
 
 
 DATASETS["sop"] = Dataset(  # Song et al. 2016
@@ -33,7 +39,10 @@ def _cub(source: Path, file: Path, classes: range) -> Iterator[ImageFile]:
 
 
 def _by_number(file: Path, column: str) -> dict[int, str]:
-    return {line.integer(0, "number"): line.cells[1] for line in read_table(file, ("id", column), heading=0)}
+    return {
+        line.integer(0, "number"): line.cells[1]
+        for line in read_table(file, ("id", column), heading=0)
+    }
 
 
 # Wah et al. 2011; as usual in metric learning, the first hundred classes train and the others test.
@@ -44,16 +53,22 @@ DATASETS["cub"] = Dataset(
 
 
 def _cars(source: Path, file: Path, classes: range) -> Iterator[ImageFile]:
-    """Yield the images of these classes from the list in MATLAB's format, whose errors name places as lines."""
+    """Yield the images of these classes from the list in MATLAB's format, whose errors name places
+    as lines.
+    """
     try:
         from scipy.io import loadmat
     except ImportError as error:
-        raise DistapError(f"{file}: reading a MATLAB file needs scipy: pip install scipy") from error
+        raise DistapError(
+            f"{file}: reading a MATLAB file needs scipy: pip install scipy"
+        ) from error
     try:
         listed = loadmat(file, squeeze_me=True, variable_names=["annotations"])["annotations"]
         rows = list(zip(listed["relative_im_path"], listed["class"], strict=True))
     except Exception as error:  # scipy raises many kinds for a damaged file
-        raise DistapError(f"{file}: no MATLAB file with annotations (relative_im_path, class): {error}") from error
+        raise DistapError(
+            f"{file}: no MATLAB file with annotations (relative_im_path, class): {error}"
+        ) from error
     for place, row in enumerate(rows, 1):
         line = ListLine(file, place, list(map(str, row)))
         if not 1 <= (label := line.integer(1, "class")) <= 196:
@@ -62,7 +77,8 @@ def _cars(source: Path, file: Path, classes: range) -> Iterator[ImageFile]:
             yield ImageFile(line.path(source, line.cells[0]), str(label))
 
 
-DATASETS["cars-196"] = Dataset(  # Krause et al. 2013; split by classes like CUB, not by the list's own column `test`
+# Krause et al. 2013; split by classes like CUB, not by the list's own column `test`
+DATASETS["cars-196"] = Dataset(
     Split("train", "cars_annos.mat", partial(_cars, classes=range(1, 99)), (Count(8_054, 98),)),
     Split("test", "cars_annos.mat", partial(_cars, classes=range(99, 197)), (Count(8_131, 98),)),
 )
@@ -72,9 +88,14 @@ TAXA = ["kingdom", "phylum", "class", "order", "family", "genus"]
 
 
 def _tree(file: Path) -> dict[str, tuple[str, ...]]:
-    """Return genus to kingdom by the number of a species, with all above it: a plant and an animal share a genus."""
+    """Return genus to kingdom by the number of a species, with all above it: a plant and an animal
+    share a genus.
+    """
     listed = read_objects(file, "id", *TAXA)
-    return {str(number): tuple("/".join(map(str, path[:end])) for end in range(6, 0, -1)) for number, *path in listed}
+    return {
+        str(number): tuple("/".join(map(str, path[:end])) for end in range(6, 0, -1))
+        for number, *path in listed
+    }
 
 
 def _inaturalist(source: Path, file: Path) -> Iterator[ImageFile]:
@@ -83,11 +104,14 @@ def _inaturalist(source: Path, file: Path) -> Iterator[ImageFile]:
         path = line.path(source, line.cells[0])
         parts = line.cells[0].split("/")
         if len(parts) != 4 or not parts[2].isdigit():
-            raise line.wrong(f"{line.cells[0][:200]!r}: expected train_val2018/SUPER-CATEGORY/NUMBER/IMAGE.jpg")
+            raise line.wrong(
+                f"{line.cells[0][:200]!r}: expected train_val2018/SUPER-CATEGORY/NUMBER/IMAGE.jpg"
+            )
         yield ImageFile(path, parts[2], (parts[1],) if tree is None else tree[parts[2]])
 
 
-DATASETS["inaturalist"] = Dataset(  # Van Horn et al. 2018, with the split of Brown et al. 2020, also of ROADMAP
+# Van Horn et al. 2018, with the split of Brown et al. 2020, also of ROADMAP
+DATASETS["inaturalist"] = Dataset(
     Split("train", "Inaturalist_train_set1.txt", _inaturalist, (Count(325_846, 5_690),)),
     Split("test", "Inaturalist_test_set1.txt", _inaturalist, (Count(136_093, 2_452),)),
     folders=("Inat_dataset_splits", ""),
@@ -96,11 +120,15 @@ DATASETS["inaturalist"] = Dataset(  # Van Horn et al. 2018, with the split of Br
 
 def _vehicle_id(source: Path, file: Path) -> Iterator[ImageFile]:
     for line in read_table(file, ("image", "vehicle"), heading=0):
-        yield ImageFile(source / "image" / f"{line.integer(0, 'image'):07d}.jpg", str(line.integer(1, "vehicle")))
+        yield ImageFile(
+            source / "image" / f"{line.integer(0, 'image'):07d}.jpg",
+            str(line.integer(1, "vehicle")),
+        )
 
 
 DATASETS["vehicleid"] = Dataset(  # Liu et al. 2016
-    # The counts of the paper, and those of the files, which were corrected afterwards as their README tells.
+    # The counts of the paper, and those of the files, which were corrected afterwards as their
+    # README tells.
     Split("train", "train_list.txt", _vehicle_id, (Count(113_346, 13_164), Count(110_178, 13_134))),
     Split("test_small", "test_list_800.txt", _vehicle_id, (Count(classes=800),)),
     Split("test_medium", "test_list_1600.txt", _vehicle_id, (Count(classes=1_600),)),
@@ -109,11 +137,17 @@ DATASETS["vehicleid"] = Dataset(  # Liu et al. 2016
 )
 
 IN_SHOP_COLUMNS = ("image_name", "item_id", "evaluation_status")
-IN_SHOP_COUNTS = {"train": Count(25_882, 3_997), "query": Count(14_218, 3_985), "gallery": Count(12_612, 3_985)}
+IN_SHOP_COUNTS = {
+    "train": Count(25_882, 3_997),
+    "query": Count(14_218, 3_985),
+    "gallery": Count(12_612, 3_985),
+}
 
 
 def _in_shop(source: Path, file: Path, status: str) -> Iterator[ImageFile]:
-    """Yield the images of a status. The list starts with a line of counts and a line of column names."""
+    """Yield the images of a status. The list starts with a line of counts and a line of column
+    names.
+    """
     folder = source / "Img" if (source / "Img").is_dir() else source
     groups: dict[str, str] = {}
     for line in read_table(file, IN_SHOP_COLUMNS, heading=2):
@@ -136,7 +170,9 @@ DATASETS["inshop"] = Dataset(  # Liu et al. 2016
 
 
 def _dyml(source: Path, file: Path) -> Iterator[ImageFile]:
-    """Yield the images of a list, whose first row follows the heading on its line: fname, labels0.jpg, 17."""
+    """Yield the images of a list, whose first row follows the heading on its line: fname,
+    labels0.jpg, 17.
+    """
     is_whole = file.stem == "label"
     heading = "fname,coarse_id,middle_id,fine_id" if is_whole else "fname,labels"
     folder = file.with_name("imgs" if is_whole else file.stem)
@@ -146,7 +182,8 @@ def _dyml(source: Path, file: Path) -> Iterator[ImageFile]:
         text = ",".join(line.cells)
         if line.number == 1 and not text.startswith(heading):
             raise line.wrong(f"expected the heading {heading!r}")
-        if row := text.removeprefix(heading):
+        row = text.removeprefix(heading)
+        if row:
             cells = row.split(",")
             if len(cells) != heading.count(",") + 1:
                 raise line.wrong(f"{len(cells)} columns, expected {heading!r}")
@@ -155,13 +192,18 @@ def _dyml(source: Path, file: Path) -> Iterator[ImageFile]:
 
 def _dynamic(classes: int, **tests: str) -> Dataset:
     lists = {"train": "train/label.csv", **tests}
-    splits = (Split(name, file, _dyml, (Count(classes=classes),) * (name == "train")) for name, file in lists.items())
+    splits = (
+        Split(name, file, _dyml, (Count(classes=classes),) * (name == "train"))
+        for name, file in lists.items()
+    )
     return Dataset(*splits)
 
 
 # Sun et al. 2021; the numbers of classes are those of elias-ramzi/HAPPIER, happier/config/dataset.
 OF_LEVELS = {
-    f"{of}-{part}": f"bmk_{of}/{part}.csv" for of in ("fine", "middle", "coarse") for part in ("query", "gallery")
+    f"{of}-{part}": f"bmk_{of}/{part}.csv"
+    for of in ("fine", "middle", "coarse")
+    for part in ("query", "gallery")
 }
 DATASETS |= {
     "dyml-animal": _dynamic(495, **OF_LEVELS),

@@ -1,7 +1,7 @@
 """Converters of ILIAS, re-identification, place recognition and UnED, each with its ground truth.
 
-Except for UnED, every query and gallery image is a class of its own, called by its path, because the truth names
-images one by one.
+Except for UnED, every query and gallery image is a class of its own, called by its path, because
+the truth names images one by one.
 """
 
 import re
@@ -11,15 +11,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distap.data.converters.dataset import DATASETS, Count, Dataset, Split, ground_truth, read_objects
+from distap.data.converters.dataset import (
+    DATASETS,
+    Count,
+    Dataset,
+    Split,
+    ground_truth,
+    read_objects,
+)
 from distap.data.images.formats import IMAGE_SUFFIXES
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.tables import ListLine, read_lines
 from distap.errors import DistapError
 
-OF_PEOPLE, OF_PLACES = ["mAP", "CMC@1", "CMC@5", "CMC@10"], ["R@1", "R@5", "R@10", "R@20"]
-# Bounds of the groups of positives, by their share of the image and by the number of other objects in it.
-SCALES, CLUTTERS = (0.06880213760855043, 0.13526567164179104, 0.2729876723163842), (18, 33, 53)
+OF_PEOPLE = ["mAP", "CMC@1", "CMC@5", "CMC@10"]
+OF_PLACES = ["R@1", "R@5", "R@10", "R@20"]
+# Bounds of the groups of positives, by their share of the image and by the number of other objects
+# in it.
+SCALES = (0.06880213760855043, 0.13526567164179104, 0.2729876723163842)
+CLUTTERS = (18, 33, 53)
 PERSON = re.compile(r"(-1|\d{4,})_c(\d+)")  # identity and camera at the beginning of a file's name
 
 UTM = re.compile(r"@(\d+(?:\.\d+)?)@(\d+(?:\.\d+)?)@")  # east and north
@@ -35,7 +45,9 @@ def _ilias(file: Path) -> dict[str, Any]:
     positives = defaultdict[str, list[tuple[str, int]]](list)
     for line in read_lines(file.with_name("positive_ids.txt"), ","):
         try:
-            name, scale, clutter = line.cells[0], float(line.cells[1]), int(line.cells[2])
+            name = line.cells[0]
+            scale = float(line.cells[1])
+            clutter = int(line.cells[2])
         except (IndexError, ValueError) as error:
             raise line.wrong("expected the path of an image, its scale and its clutter") from error
         place = sum(scale >= bound for bound in SCALES), sum(clutter >= bound for bound in CLUTTERS)
@@ -43,11 +55,16 @@ def _ilias(file: Path) -> dict[str, Any]:
     queries = []
     for line in read_lines(file, ","):
         found = positives[line.cells[0].split("/")[0]]
-        names, grades = [name for name, _ in found], [grade for _, grade in found]
+        names = [name for name, _ in found]
+        grades = [grade for _, grade in found]
         queries.append({"name": line.cells[0], "positives": names, "grades": grades})
     groups = {"": list(range(1, 17))}
-    groups |= {f"scale {number + 1}": [1 + 4 * number + each for each in range(4)] for number in range(4)}
-    groups |= {f"clutter {number + 1}": [1 + 4 * each + number for each in range(4)] for number in range(4)}
+    groups |= {
+        f"scale {number + 1}": [1 + 4 * number + each for each in range(4)] for number in range(4)
+    }
+    groups |= {
+        f"clutter {number + 1}": [1 + 4 * each + number for each in range(4)] for number in range(4)
+    }
     return ground_truth(queries, dataset="ilias", figures=["mAP@1000"], groups=groups)
 
 
@@ -76,29 +93,40 @@ class Seen(NamedTuple):
 
 
 def _seen(file: Path) -> Iterator[Seen]:
-    """Yield the images of a folder or of a list, by their names; identity -1 marks images that do not count."""
+    """Yield the images of a folder or of a list, by their names; identity -1 marks images that do
+    not count.
+    """
     folder = file.stem.replace("name_", "image_")
     for line in _in_folder(file) if file.is_dir() else read_lines(file):
         if file.stem.startswith("list_"):  # MSMT17: 0001/0001_000_07_0303morning_0020.jpg 1
             parts = Path(line.cells[0]).stem.split("_")
             if len(line.cells) != 2 or len(parts) < 3:
-                raise line.wrong("expected the path of an image, such as 0001/0001_000_07_x.jpg, and its identity")
+                raise line.wrong(
+                    "expected the path of an image, such as 0001/0001_000_07_x.jpg, and its"
+                    " identity"
+                )
             folder = "train" if file.stem in ("list_train", "list_val") else "test"
             yield Seen(line, f"{folder}/{line.cells[0]}", line.cells[1], parts[2])
         elif found := PERSON.match(line.cells[0]):
             if found[1] != "-1":
                 yield Seen(line, f"{folder}/{line.cells[0]}", found[1], found[2])
         else:
-            raise line.wrong(f"{line.cells[0][:200]!r}: expected a name such as 0002_c1s1_000451_03.jpg")
+            raise line.wrong(
+                f"{line.cells[0][:200]!r}: expected a name such as 0002_c1s1_000451_03.jpg"
+            )
 
 
 def _people(source: Path, file: Path, by_identity: bool) -> Iterator[ImageFile]:
     for each in _seen(file):
-        yield ImageFile(each.line.path(source, each.name), each.identity if by_identity else each.name)
+        yield ImageFile(
+            each.line.path(source, each.name), each.identity if by_identity else each.name
+        )
 
 
 def _met_again(file: Path, gallery: str) -> dict[str, Any]:
-    """Return the truth of re-identification: by another camera an identity is right, by the same one it is junk."""
+    """Return the truth of re-identification: by another camera an identity is right, by the same
+    one it is junk.
+    """
     by_identity = defaultdict[str, list[Seen]](list)
     for each in _seen(file.with_name(gallery)):
         by_identity[each.identity].append(each)
@@ -122,7 +150,8 @@ def _reidentification(lists: tuple[str, str, str], *counts: Count) -> Dataset:
     return Dataset(*splits)
 
 
-DATASETS["market-1501"] = _reidentification(  # Zheng et al. 2015; 3,819 images of nobody (-1) are left out
+# Zheng et al. 2015; 3,819 images of nobody (-1) are left out
+DATASETS["market-1501"] = _reidentification(
     ("bounding_box_train", "query", "bounding_box_test"),
     *(Count(12_936, 751), Count(3_368, 3_368), Count(15_913, 15_913)),
 )
@@ -146,25 +175,31 @@ def _places(file: Path) -> dict[str, Any]:
     for folder in (file, file.with_name("database")):
         for line in _in_folder(folder):
             name = line.cells[0]
-            if (found := UTM.match(name)) is None:
+            found = UTM.match(name)
+            if found is None:
                 raise line.wrong(f"{name!r}: expected @EAST@NORTH@....jpg")
             positions[name] = float(found[1]), float(found[2])
     queries = [{"name": line.cells[0]} for line in _in_folder(file)]
     return ground_truth(queries, dataset="places", figures=OF_PLACES, positions=positions)
 
 
-DATASETS["places"] = Dataset(  # the layout of Berton et al. 2022 for Pitts30k, MSLS, Tokyo 24/7, SF-XL and others
+# the layout of Berton et al. 2022 for Pitts30k, MSLS, Tokyo 24/7, SF-XL and others
+DATASETS["places"] = Dataset(
     Split("query", "queries", _views, truth=_places),
     Split("gallery", "database", _views),
     folders=("", "images/test", "test"),
 )
 
 
-OF_THEMSELVES, OF_AN_INDEX = ("cars", "sop", "inat", "food2k", "rp2k"), ("inshop", "met", "gldv2")  # domains of UnED
+# domains of UnED
+OF_THEMSELVES = ("cars", "sop", "inat", "food2k", "rp2k")
+OF_AN_INDEX = ("inshop", "met", "gldv2")
 
 
 def _universal(source: Path, file: Path, domains: tuple[str, ...]) -> Iterator[ImageFile]:
-    """Yield the images of a split of some domains, each from a list as JSON, whose errors name places as lines."""
+    """Yield the images of a split of some domains, each from a list as JSON, whose errors name
+    places as lines.
+    """
     for domain in domains:
         listed = file.parents[1] / domain / file.name
         for number, (name, found) in enumerate(read_objects(listed, "path", "class_id"), 1):
@@ -179,8 +214,12 @@ def _by_classes(_: Path) -> dict[str, Any]:
     return {"dataset": "uned", "figures": ["mP@5/min", "R@1"], **splits}
 
 
-def _of_domains(name: str, file: str, domains: tuple[str, ...], *counts: Count, **more: Any) -> Split:
-    return Split(name, f"{domains[0]}/{file}.json", partial(_universal, domains=domains), counts, **more)
+def _of_domains(
+    name: str, file: str, domains: tuple[str, ...], *counts: Count, **more: Any
+) -> Split:
+    return Split(
+        name, f"{domains[0]}/{file}.json", partial(_universal, domains=domains), counts, **more
+    )
 
 
 DATASETS["uned"] = Dataset(  # Ypsilantis et al. 2023: one index of eight domains

@@ -1,10 +1,12 @@
-"""Revisited Oxford and Paris, their million distractors, and retrieval-SfM-120k, all by Radenović et al.
+"""Revisited Oxford and Paris, their million distractors, and retrieval-SfM-120k, all by Radenović
+et al.
 
-A query or gallery image is a class of its own, called by its name, because the ground truth names easy, hard and junk
-images one by one. Distractors are one class that no ground truth names.
+A query or gallery image is a class of its own, called by its name, because the ground truth names
+easy, hard and junk images one by one. Distractors are one class that no ground truth names.
 
-Their lists are pickles, which are read without running code: containers, numbers, texts and numpy arrays only. Each
-numpy name in such a pickle is replaced by a stand-in below, which keeps data and does nothing else.
+Their lists are pickles, which are read without running code: containers, numbers, texts and numpy
+arrays only. Each numpy name in such a pickle is replaced by a stand-in below, which keeps data and
+does nothing else.
 """
 
 import math
@@ -24,7 +26,8 @@ from distap.data.shards.tables import ListLine
 from distap.errors import DistapError
 
 OF_REVISITED = ["mAP/trapezoids", "mP@1/last", "mP@5/last", "mP@10/last"]
-DIFFICULTIES = {"Easy": [1], "Medium": [1, 2], "Hard": [2]}  # grades of easy and hard images; the other is junk
+# grades of easy and hard images; the other is junk
+DIFFICULTIES = {"Easy": [1], "Medium": [1, 2], "Hard": [2]}
 
 PLAIN_TYPE = re.compile(r"[?biuf]\d{1,2}|\?|[SUO]\d{0,9}")
 
@@ -32,15 +35,29 @@ PLAIN_TYPE = re.compile(r"[?biuf]\d{1,2}|\?|[SUO]\d{0,9}")
 def _images(source: Path, file: Path, key: str) -> Iterator[ImageFile]:
     for place, name in enumerate(plain_value(file)[key], 1):
         # Errors name the place in the pickle as a line of a list.
-        yield ImageFile(ListLine(file, place, [name]).path(source / "jpg", _with_suffix(name)), name)
+        yield ImageFile(
+            ListLine(file, place, [name]).path(source / "jpg", _with_suffix(name)), name
+        )
 
 
 def _ground_truth(file: Path, dataset: str) -> dict[str, Any]:
-    contents, truths = plain_value(file), []
+    contents = plain_value(file)
+    truths = []
     for query, one in zip(contents["qimlist"], contents["gnd"], strict=True):
-        easy, hard, junk = ([contents["imlist"][place] for place in one[kind]] for kind in ("easy", "hard", "junk"))
-        positives, grades = easy + hard, [1] * len(easy) + [2] * len(hard)
-        truths.append({"name": query, "box": one["bbx"], "positives": positives, "grades": grades, "junk": junk})
+        easy, hard, junk = (
+            [contents["imlist"][place] for place in one[kind]] for kind in ("easy", "hard", "junk")
+        )
+        positives = easy + hard
+        grades = [1] * len(easy) + [2] * len(hard)
+        truths.append(
+            {
+                "name": query,
+                "box": one["bbx"],
+                "positives": positives,
+                "grades": grades,
+                "junk": junk,
+            }
+        )
     return ground_truth(truths, dataset=dataset, figures=OF_REVISITED, groups=DIFFICULTIES)
 
 
@@ -55,7 +72,8 @@ def _with_suffix(name: str) -> str:
 
 
 def _revisited(dataset: str, gallery: int) -> Dataset:
-    file, truth = f"gnd_{dataset}.pkl", partial(_ground_truth, dataset=dataset)
+    file = f"gnd_{dataset}.pkl"
+    truth = partial(_ground_truth, dataset=dataset)
     queries = Split("query", file, partial(_images, key="qimlist"), (Count(70, 70),), truth=truth)
     images = Split("gallery", file, partial(_images, key="imlist"), (Count(gallery, gallery),))
     return Dataset(queries, images)
@@ -63,11 +81,15 @@ def _revisited(dataset: str, gallery: int) -> Dataset:
 
 DATASETS["roxford5k"] = _revisited("roxford5k", 4_993)
 DATASETS["rparis6k"] = _revisited("rparis6k", 6_322)
-DATASETS["revisitop1m"] = Dataset(Split("distractors", "revisitop1m.txt", _distractors, (Count(1_001_001, 1),)))
+DATASETS["revisitop1m"] = Dataset(
+    Split("distractors", "revisitop1m.txt", _distractors, (Count(1_001_001, 1),))
+)
 
 
 def _sfm_images(source: Path, file: Path, part: str) -> Iterator[ImageFile]:
-    """Yield the images of a part, each with its 3D model. The last six letters of a name are folders."""
+    """Yield the images of a part, each with its 3D model. The last six letters of a name are
+    folders.
+    """
     lists = plain_value(file)[part]
     for place, (name, model) in enumerate(zip(lists["cids"], lists["cluster"], strict=True), 1):
         path = f"{name[-2:]}/{name[-4:-2]}/{name[-6:-4]}/{name}"
@@ -75,29 +97,40 @@ def _sfm_images(source: Path, file: Path, part: str) -> Iterator[ImageFile]:
 
 
 DATASETS["sfm-120k"] = Dataset(  # Radenović et al. 2019: a class is a 3D model
-    Split("train", "retrieval-SfM-120k.pkl", partial(_sfm_images, part="train"), (Count(91_642, 551),)),
-    Split("validation", "retrieval-SfM-120k.pkl", partial(_sfm_images, part="val"), (Count(6_403, 162),)),
+    Split(
+        "train", "retrieval-SfM-120k.pkl", partial(_sfm_images, part="train"), (Count(91_642, 551),)
+    ),
+    Split(
+        "validation",
+        "retrieval-SfM-120k.pkl",
+        partial(_sfm_images, part="val"),
+        (Count(6_403, 162),),
+    ),
 )
 
 
 class PlainUnpickler(pickle.Unpickler):
     """Look every name up in STAND_INS; `pickle.load` would import and call whatever a pickle names.
 
-    numpy's own classes are none of them: dtype lets a pickle set flags with which the bytes of an array are taken for
-    pointers to objects, which would run what they point to.
+    numpy's own classes are none of them: dtype lets a pickle set flags with which the bytes of an
+    array are taken for pointers to objects, which would run what they point to.
     """
 
     def find_class(self, module: str, name: str) -> Any:
         try:
             # Older pickles have older names of the same modules.
-            return STAND_INS[module.replace("numpy.core", "numpy._core").replace("__builtin__", "builtins"), name]
+            return STAND_INS[
+                module.replace("numpy.core", "numpy._core").replace("__builtin__", "builtins"), name
+            ]
         except KeyError:
             problem = f"it names {module}.{name}. Nothing of it was run: get it from its authors"
             raise pickle.UnpicklingError(problem) from None
 
 
 def plain_value(path: Path) -> Any:
-    """Read a pickle of plain data; raise a DistapError if it is unreadable, damaged, or names other classes."""
+    """Read a pickle of plain data; raise a DistapError if it is unreadable, damaged, or names other
+    classes.
+    """
     try:
         with path.open("rb") as file:
             # Python 2 wrote bytes as strings, which are read as Latin-1.
@@ -112,7 +145,8 @@ class _Type:
     def __init__(self, code: Any, *_: Any) -> None:
         if not isinstance(code, str) or not PLAIN_TYPE.fullmatch(code):
             raise pickle.UnpicklingError(f"array of type {code!r:.60}")
-        self.code, self.order = code, "="
+        self.code = code
+        self.order = "="
 
     def __setstate__(self, state: Any) -> None:
         self.order = state[1]
@@ -139,7 +173,8 @@ class _Array(list[Any]):
 
 
 def _encode(text: Any, encoding: Any) -> bytes:
-    """Stand-in for _codecs.encode, with which protocol 2 writes bytes; other codecs would run code."""
+    """Stand-in for _codecs.encode, with which protocol 2 writes bytes; other codecs would run
+    code."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"text in {encoding!r:.60}")
     return str(text).encode("latin1")
@@ -149,8 +184,11 @@ STAND_INS: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): None,  # which pickles name but never call
     ("numpy", "dtype"): _Type,
     ("_codecs", "encode"): _encode,
-    ("builtins", "bytes"): lambda: b"",  # protocol 2 writes the bytes of an empty array as such a call
+    # protocol 2 writes the bytes of an empty array as such a call
+    ("builtins", "bytes"): lambda: b"",
     ("numpy._core.multiarray", "_reconstruct"): _Array,
     ("numpy._core.multiarray", "scalar"): lambda kind, data: kind.values(data)[0],
-    ("numpy._core.numeric", "_frombuffer"): lambda data, kind, shape, order: kind.values(data, shape, order == "F"),
+    ("numpy._core.numeric", "_frombuffer"): lambda data, kind, shape, order: kind.values(
+        data, shape, order == "F"
+    ),
 }

@@ -1,4 +1,5 @@
-"""Augmentation: crop and vary an encoded image at random, to uint8 pixels of the network's input."""
+"""Augmentation: crop and vary an encoded image at random, to uint8 pixels of the network's
+input."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -14,7 +15,8 @@ from distap.data.sizing import Box, Shape, central_box
 from distap.errors import DistapError, suggestion
 
 if TYPE_CHECKING:
-    from torchvision.transforms import v2  # which a recipe is read without, since it takes a second to load
+    # which a recipe is read without, since it takes a second to load
+    from torchvision.transforms import v2
 
 
 Transform = Callable[[EncodedImage], Tensor]
@@ -30,7 +32,8 @@ class CropFlipColour:
     flip: Share = 0.5
     """Probability of a horizontal flip."""
     colour: Share = 0.0
-    """Strength of random changes of brightness, contrast and saturation. Hue would take longer than all others."""
+    """Strength of random changes of brightness, contrast and saturation. Hue would take longer than
+    all others."""
     grey: Share = 0.0
     """Probability of turning an image grey."""
 
@@ -38,7 +41,11 @@ class CropFlipColour:
         """Draw a crop for the image's size, decode it (JPEG at reduced scale), and vary it."""
         from torchvision.transforms import v2
 
-        crop = v2.RandomResizedCrop((image_size, image_size), scale=(self.crop, 1.0)) if self.crop < 1 else None
+        crop = (
+            v2.RandomResizedCrop((image_size, image_size), scale=(self.crop, 1.0))
+            if self.crop < 1
+            else None
+        )
         steps: list[v2.Transform] = []
         if self.flip:
             steps.append(v2.RandomHorizontalFlip(self.flip))
@@ -55,24 +62,28 @@ class TorchvisionSteps:
 
     steps: Annotated[tuple[str | dict[str, Any], ...], Field(min_length=1)]
     """Transforms, each a name or a name with its arguments: `Resize: 256` (the first argument), or
-    `RandomResizedCrop: {scale: [0.2, 1]}`. A `size` that is needed and not given is data.image_size. Pixels are uint8
-    throughout, since the network normalises them."""
+    `RandomResizedCrop: {scale: [0.2, 1]}`. A `size` that is needed and not given is
+    data.image_size. Pixels are uint8 throughout, since the network normalises them."""
 
     def __post_init__(self) -> None:
         for step in self.steps:
             _step(step, 224)
 
     def transform(self, image_size: int) -> "CropAndVary":
-        """Build the transforms; raise a DistapError unless they give images of image_size x image_size pixels.
+        """Build the transforms; raise a DistapError unless they give images of image_size x
+        image_size pixels.
 
-        The pixels are torchvision's own, bit for bit; but a first step that is a bilinear Resize or RandomResizedCrop
-        to half the size or less decodes JPEG at reduced scale.
+        The pixels are torchvision's own, bit for bit; but a first step that is a bilinear Resize or
+        RandomResizedCrop to half the size or less decodes JPEG at reduced scale.
         """
         from torchvision.transforms import InterpolationMode, v2
 
         first, *rest = steps = [_step(step, image_size) for step in self.steps]
         decodes = isinstance(first, v2.Resize | v2.RandomResizedCrop) and first.antialias
-        if decodes and first.interpolation in (InterpolationMode.BILINEAR, InterpolationMode.BILINEAR.value):
+        if decodes and first.interpolation in (
+            InterpolationMode.BILINEAR,
+            InterpolationMode.BILINEAR.value,
+        ):
             vary = CropAndVary(image_size, first, tuple(rest))
         else:
             vary = CropAndVary(image_size, None, tuple(steps))
@@ -86,11 +97,18 @@ class TorchvisionSteps:
 def _step(step: Any, image_size: int) -> "v2.Transform":
     from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 
-    name, options = next(iter(step.items())) if isinstance(step, Mapping) and len(step) == 1 else (step, None)
-    known = [each for each, kind in vars(v2).items() if isinstance(kind, type) and issubclass(kind, v2.Transform)]
+    name, options = (
+        next(iter(step.items())) if isinstance(step, Mapping) and len(step) == 1 else (step, None)
+    )
+    known = [
+        each
+        for each, kind in vars(v2).items()
+        if isinstance(kind, type) and issubclass(kind, v2.Transform)
+    ]
     if name not in known:
         raise ValueError(
-            f"steps: {str(name)!r:.80} is no transform of torchvision.transforms.v2; {suggestion(str(name), known)}"
+            f"steps: {str(name)!r:.80} is no transform of torchvision.transforms.v2;"
+            f" {suggestion(str(name), known)}"
         )
     parameters = inspect.signature(getattr(v2, name)).parameters
     if options is None:
@@ -101,11 +119,19 @@ def _step(step: Any, image_size: int) -> "v2.Transform":
         if "size" in parameters and parameters["size"].default is inspect.Parameter.empty:
             options = {"size": image_size, **options}
         if isinstance(options.get("transforms"), list):
-            options = {**options, "transforms": [_step(inner, image_size) for inner in options["transforms"]]}
-        enumerations = {"interpolation": InterpolationMode, "policy": AutoAugmentPolicy}  # by argument
-        options = {key: enumerations.get(key, lambda same: same)(value) for key, value in options.items()}
+            options = {
+                **options,
+                "transforms": [_step(inner, image_size) for inner in options["transforms"]],
+            }
+        # by argument
+        enumerations = {"interpolation": InterpolationMode, "policy": AutoAugmentPolicy}
+        options = {
+            key: enumerations.get(key, lambda same: same)(value) for key, value in options.items()
+        }
         if options.get("value") == "random":
-            raise ValueError("value: random is for pixels around 0, and these are uint8; give a number or three")
+            raise ValueError(
+                "value: random is for pixels around 0, and these are uint8; give a number or three"
+            )
         return getattr(v2, name)(**options)
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"steps: {name}: {error}") from error
@@ -113,19 +139,24 @@ def _step(step: Any, image_size: int) -> "v2.Transform":
 
 @dataclass(frozen=True)
 class CropAndVary:
-    """Decode the part of an image that a first transform takes, at the size that it scales to; vary the result."""
+    """Decode the part of an image that a first transform takes, at the size that it scales to; vary
+    the result.
+    """
 
     size: int  # of the result, pixels
-    first: "v2.Transform | None"  # None takes all of it at its own size; CenterCrop the largest square, scaled
+    # None takes all of it at its own size; CenterCrop the largest square, scaled
+    first: "v2.Transform | None"
     steps: "tuple[v2.Transform, ...]"
 
     def part(self, width: int, height: int) -> tuple[Box, Shape]:
         from torchvision.transforms import v2
 
         empty = torch.empty(3, height, width, dtype=torch.uint8, device="meta")
-        if isinstance(self.first, v2.RandomResizedCrop):  # a box as torchvision draws it, with torch's global state
+        # a box as torchvision draws it, with torch's global state
+        if isinstance(self.first, v2.RandomResizedCrop):
             drawn = self.first.make_params([empty])
-            left, top = drawn["left"], drawn["top"]
+            left = drawn["left"]
+            top = drawn["top"]
             return (left, top, left + drawn["width"], top + drawn["height"]), tuple(self.first.size)
         if isinstance(self.first, v2.CenterCrop):
             return central_box(width, height), (self.size, self.size)
@@ -140,11 +171,20 @@ class CropAndVary:
                 pixels = step(pixels)
         except Exception as error:  # each transform raises its own
             raise DistapError(f"{where}: {type(step).__name__}: {error}") from error
-        if not isinstance(pixels, Tensor) or pixels.dtype != torch.uint8 or pixels.shape != (3, self.size, self.size):
-            given = f"{tuple(pixels.shape)} {pixels.dtype}" if isinstance(pixels, Tensor) else type(pixels).__name__
+        if (
+            not isinstance(pixels, Tensor)
+            or pixels.dtype != torch.uint8
+            or pixels.shape != (3, self.size, self.size)
+        ):
+            given = (
+                f"{tuple(pixels.shape)} {pixels.dtype}"
+                if isinstance(pixels, Tensor)
+                else type(pixels).__name__
+            )
             raise DistapError(
-                f"{where}: the steps give {given}; expected (3, {self.size}, {self.size}) uint8, as data.image_size "
-                "or image_sizes says: leave `size` out of the last crop, and normalising to the network"
+                f"{where}: the steps give {given}; expected (3, {self.size}, {self.size}) uint8, as"
+                " data.image_size or image_sizes says: leave `size` out of the last crop, and"
+                " normalising to the network"
             )
         return pixels
 

@@ -1,8 +1,9 @@
-"""Decode images: scale JPEG down while decoding if a crop allows it, and distinguish kinds of damage.
+"""Decode images: scale JPEG down while decoding if a crop allows it, and distinguish kinds of
+damage.
 
-Pixels are 8-bit RGB and upright, whatever the file: EXIF's orientation is applied (broken EXIF is ignored), 16 bits
-are divided by 257, transparency is shown on white, CMYK is converted by the naive formula, colour profiles are
-ignored, and an animation gives its first frame.
+Pixels are 8-bit RGB and upright, whatever the file: EXIF's orientation is applied (broken EXIF is
+ignored), 16 bits are divided by 257, transparency is shown on white, CMYK is converted by the naive
+formula, colour profiles are ignored, and an animation gives its first frame.
 """
 
 import io
@@ -25,19 +26,31 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Reason = Literal["decode_error", "truncated", "crc_mismatch", "missing_field", "too_large"]
-Turns = tuple[bool, bool, bool]  # whether EXIF mirrors the stored image left to right, top to bottom, transposes it
-REASONS: tuple[Reason, ...] = ("decode_error", "truncated", "crc_mismatch", "missing_field", "too_large")
+# whether EXIF mirrors the stored image left to right, top to bottom, transposes it
+Turns = tuple[bool, bool, bool]
+REASONS: tuple[Reason, ...] = (
+    "decode_error",
+    "truncated",
+    "crc_mismatch",
+    "missing_field",
+    "too_large",
+)
 MAX_SIDE = 65_535  # pixels; JPEG's own limit: images beyond it are made to harm
-# Scans of a JPEG, with those of images in it, and their pixels in all as a multiple of the largest image's. Files in
-# use have up to some twenty scans; a few bytes of a scan can make the decoder go through the whole image.
-MAX_SCANS, MAX_SCANNED = 100, 16
+# Scans of a JPEG, with those of images in it, and their pixels in all as a multiple of the largest
+# image's. Files in use have up to some twenty scans; a few bytes of a scan can make the decoder go
+# through the whole image.
+MAX_SCANS = 100
+MAX_SCANNED = 16
 PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
 ORIENTATION = 0x0112  # EXIF's tag
-TILE_WIDTH, TILE_LENGTH = 322, 323  # TIFF's tags
+# TIFF's tags
+TILE_WIDTH = 322
+TILE_LENGTH = 323
 SMALL = 1_000_000  # pixels of an image whose scans cost nothing, whatever the limit
 START_OF_SCAN = 0xDAFF  # JPEG's marker, as a number of two bytes, the lower one first
 END_OF_JPEG = b"\xff\xd9"
-END_MARKS = {b"\xff\xd8": END_OF_JPEG, b"\x89PNG": b"IEND\xaeB`\x82", b"GIF8": b";"}  # by the beginning of a file
+# by the beginning of a file
+END_MARKS = {b"\xff\xd8": END_OF_JPEG, b"\x89PNG": b"IEND\xaeB`\x82", b"GIF8": b";"}
 
 
 class DamagedImageError(Exception):
@@ -49,11 +62,14 @@ class DamagedImageError(Exception):
 
 
 class NoReaderError(DamagedImageError):
-    """Raised for an image format whose reader is not installed; the message says how to install it."""
+    """Raised for an image format whose reader is not installed; the message says how to install
+    it."""
 
 
 def image_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """Read the stored width and height of an image, pixels, from its header. `EncodedImage` lists the errors."""
+    """Read the stored width and height of an image, pixels, from its header. `EncodedImage` lists
+    the errors.
+    """
     with _damage_told(data):
         return _open(data.lstrip(LINE_ENDS), max_pixels).size
 
@@ -61,8 +77,8 @@ def image_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
 def image_file(image: Any) -> bytes:
     """Return the bytes of an image's file; pixels become a PNG, which is lossless.
 
-    `image` is a PIL image, a path, the bytes of a file, or uint8 pixels: an array (height, width, 3), a tensor
-    (3, height, width). Raise a DistapError for anything else.
+    `image` is a PIL image, a path, the bytes of a file, or uint8 pixels: an array (height, width,
+    3), a tensor (3, height, width). Raise a DistapError for anything else.
     """
     if isinstance(image, bytes):
         return image
@@ -75,36 +91,47 @@ def image_file(image: Any) -> bytes:
         image = image.cpu().permute(1, 2, 0).numpy() if image.ndim == 3 else image.numpy()
     if isinstance(image, np.ndarray):
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-            expected = "expected three colours of uint8: give images without a transform, since distap has its own"
+            expected = (
+                "expected three colours of uint8: give images without a transform, since distap has"
+                " its own"
+            )
             raise DistapError(f"an image of {image.shape} {image.dtype}; {expected}")
         image = Image.fromarray(np.ascontiguousarray(image))
     if not isinstance(image, Image.Image):
         raise DistapError(
-            f"{type(image).__name__} is no image; expected a PIL image, a path, bytes, an array or a tensor"
+            f"{type(image).__name__} is no image; expected a PIL image, a path, bytes, an array or"
+            " a tensor"
         )
-    # Pillow empties `tile` when it decodes. Of an image that is only opened, the file itself is taken: a PNG of its
-    # pixels would be larger, and a JPEG can be decoded at reduced scale.
-    file, has_pixels = getattr(image, "fp", None), not getattr(image, "tile", None)
+    # Pillow empties `tile` when it decodes. Of an image that is only opened, the file itself is
+    # taken: a PNG of its pixels would be larger, and a JPEG can be decoded at reduced scale.
+    file = getattr(image, "fp", None)
+    has_pixels = not getattr(image, "tile", None)
     if file is not None and not has_pixels and image.format in readable_formats():
         place = file.tell()
         file.seek(0)
         data: bytes = file.read()
         file.seek(place)
         return data
-    upright, buffer = ImageOps.exif_transpose(image), io.BytesIO()
-    (upright if upright.mode in PNG_MODES else upright.convert("RGB")).save(buffer, "PNG", compress_level=0)
+    upright = ImageOps.exif_transpose(image)
+    buffer = io.BytesIO()
+    (upright if upright.mode in PNG_MODES else upright.convert("RGB")).save(
+        buffer, "PNG", compress_level=0
+    )
     return buffer.getvalue()
 
 
 class EncodedImage:
-    """An image file in memory, decoded as far as a crop needs; `size` is its upright width and height in pixels.
+    """An image file in memory, decoded as far as a crop needs; `size` is its upright width and
+    height in pixels.
 
-    All methods raise DamagedImageError if the file is no image of `readable_formats`, has more pixels than
-    `max_pixels`, or cannot be decoded, and MemoryError, with its `name`, if memory does not suffice.
+    All methods raise DamagedImageError if the file is no image of `readable_formats`, has more
+    pixels than `max_pixels`, or cannot be decoded, and MemoryError, with its `name`, if memory does
+    not suffice.
     """
 
     def __init__(self, data: bytes, max_pixels: int = MAX_PIXELS, name: str = "an image") -> None:
-        self._data, self._max_pixels = data.lstrip(LINE_ENDS), max_pixels
+        self._data = data.lstrip(LINE_ENDS)
+        self._max_pixels = max_pixels
         with _damage_told(data):
             self._image = _open(self._data, max_pixels)
         width, height = self._image.size
@@ -122,16 +149,18 @@ class EncodedImage:
         return self.scaled(self.size[::-1])
 
     def scaled(self, shape: Shape) -> Image.Image:
-        """Scale the whole upright image by Pillow, which nearly gives the pixels of `crop` and loads no torch."""
+        """Scale the whole upright image by Pillow, which nearly gives the pixels of `crop` and
+        loads no torch.
+        """
         whole = Image.fromarray(self._decoded((0, 0, *self.size), shape))
         return whole.resize(shape[::-1], Image.Resampling.BILINEAR)
 
     def crop(self, box: Box, shape: Shape) -> "Tensor":
         """Crop and scale a part of the upright image to (3, height, width) uint8.
 
-        The part is first widened or narrowed, by less than a pixel of the result, to whole blocks of f x f pixels of
-        the file, where f is its `reduction`: libjpeg can decode at 1/f, which makes one pixel of each block. An
-        antialiased bilinear resize does the rest.
+        The part is first widened or narrowed, by less than a pixel of the result, to whole blocks
+        of f x f pixels of the file, where f is its `reduction`: libjpeg can decode at 1/f, which
+        makes one pixel of each block. An antialiased bilinear resize does the rest.
         """
         import torch
         from torchvision.transforms.v2 import functional as F
@@ -140,8 +169,11 @@ class EncodedImage:
         return F.resize(decoded, [*shape], antialias=True).contiguous()
 
     def _decoded(self, box: Box, shape: Shape) -> np.ndarray[Any, Any]:
-        """Decode a part of the upright image, at 1/f of its size or in full, to (height, width, 3) uint8."""
-        factor, (across, down, transposed) = reduction(box, shape), self._turns
+        """Decode a part of the upright image, at 1/f of its size or in full, to (height, width, 3)
+        uint8.
+        """
+        factor = reduction(box, shape)
+        across, down, transposed = self._turns
         scale = factor if self._is_jpeg else 1  # of what is decoded
         with self._told():
             pixels = _by_libjpeg(self._data, self._image, factor) if self._is_jpeg else None
@@ -152,7 +184,8 @@ class EncodedImage:
                     image.draft(None, (image.width // factor, image.height // factor))
                     image.load()
                 pixels = np.array(_rgb(image))
-        # Blocks that are not whole lie at the end of the stored image, which may be the upright one's beginning.
+        # Blocks that are not whole lie at the end of the stored image, which may be the upright
+        # one's beginning.
         rows, columns = (side // factor * factor // scale for side in self._image.size[::-1])
         pixels = pixels[:rows, :columns][:: -1 if down else 1, :: -1 if across else 1]
         upright = pixels.swapaxes(0, 1) if transposed else pixels
@@ -163,17 +196,22 @@ class EncodedImage:
 
 
 def _by_libjpeg(data: bytes, image: Image.Image, factor: int) -> np.ndarray[Any, Any] | None:
-    """Decode a JPEG at 1/factor of its size faster than Pillow, to the same pixels (height, width, 3).
+    """Decode a JPEG at 1/factor of its size faster than Pillow, to the same pixels (height, width,
+    3).
 
-    None for what only Pillow decodes, or for a file with an error that Pillow may pass over or explain.
+    None for what only Pillow decodes, or for a file with an error that Pillow may pass over or
+    explain.
     """
     if image.mode not in ("L", "RGB"):
         return None
     width, height = (-(-side // factor) for side in image.size)
-    # A file may lack no more than its end marker: then nothing of the image is missing once it has one.
+    # A file may lack no more than its end marker: then nothing of the image is missing once it has
+    # one.
     for whole in (data, data.rstrip(END_OF_JPEG[:1]) + END_OF_JPEG):
         with suppress(ValueError):
-            found: np.ndarray[Any, Any] = simplejpeg.decode_jpeg(whole, "RGB", min_height=height, min_width=width)
+            found: np.ndarray[Any, Any] = simplejpeg.decode_jpeg(
+                whole, "RGB", min_height=height, min_width=width
+            )
             return found if found.shape == (height, width, 3) else None
     return None
 
@@ -183,8 +221,11 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
         raise DamagedImageError("truncated", "the file is empty")
     found = format_of(data)
     if found is not None and (missing := missing_reader(found.name)):
-        raise NoReaderError("decode_error", f"{found.name}, for which there is no reader: {missing}")
-    if data[:4] == b"RIFF" and data[12:16] == b"VP8X":  # Pillow allocates the canvas before it tells the size
+        raise NoReaderError(
+            "decode_error", f"{found.name}, for which there is no reader: {missing}"
+        )
+    # Pillow allocates the canvas before it tells the size
+    if data[:4] == b"RIFF" and data[12:16] == b"VP8X":
         width, height = (1 + int.from_bytes(data[at : at + 3], "little") for at in (24, 27))
         _refuse_large(width, height, max_pixels)
     if Image.MAX_IMAGE_PIXELS is not None and max_pixels > Image.MAX_IMAGE_PIXELS:
@@ -195,8 +236,12 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
         # Markers of scans, which bytes.count would take a tenth of decoding a large file to count.
         numbers = (np.frombuffer(data, "<u2", (len(data) - start) // 2, start) for start in (0, 1))
         scans = sum(int(np.count_nonzero(each == START_OF_SCAN)) for each in numbers)
-        if scans > MAX_SCANS or scans * image.width * image.height > MAX_SCANNED * max(max_pixels, SMALL):
-            raise DamagedImageError("too_large", f"{scans} scans of {image.width} x {image.height} pixels")
+        if scans > MAX_SCANS or scans * image.width * image.height > MAX_SCANNED * max(
+            max_pixels, SMALL
+        ):
+            raise DamagedImageError(
+                "too_large", f"{scans} scans of {image.width} x {image.height} pixels"
+            )
     if isinstance(image, TiffImagePlugin.TiffImageFile):  # a small image may be one huge tile
         width, height = (int(image.tag_v2.get(tag, 1)) for tag in (TILE_WIDTH, TILE_LENGTH))
         _refuse_large(width, height, max_pixels)
@@ -220,10 +265,13 @@ def _turns(image: Image.Image) -> Turns:
 def _rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
         values = np.asarray(image).astype(np.uint32)
-        # 65,535 is 255 times 257, so this rounds to the nearest of 256 values, and white stays white.
+        # 65,535 is 255 times 257, so this rounds to the nearest of 256 values, and white stays
+        # white.
         return Image.fromarray(((values + 128) // 257).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
-        raise DamagedImageError("decode_error", "32 bits a value, and no value is known to be white")
+        raise DamagedImageError(
+            "decode_error", "32 bits a value, and no value is known to be white"
+        )
     if image.has_transparency_data:
         opaque = Image.new("RGBA", image.size, "white")
         opaque.alpha_composite(image.convert("RGBA"))
@@ -233,7 +281,9 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 @contextmanager
 def _damage_told(data: bytes, allowed: str = "") -> Iterator[None]:
-    """Raise a DamagedImageError for errors, but a MemoryError that names work of an `allowed` size; hide warnings."""
+    """Raise a DamagedImageError for errors, but a MemoryError that names work of an `allowed` size;
+    hide warnings.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -245,7 +295,11 @@ def _damage_told(data: bytes, allowed: str = "") -> Iterator[None]:
         except Exception as error:  # each decoder of Pillow raises its own
             if allowed and isinstance(error, MemoryError):
                 raise MemoryError(f"{allowed} ran out of memory") from error
-            reason: Reason = "truncated" if "truncated" in str(error).lower() or seems_cut(data) else "decode_error"
+            reason: Reason = (
+                "truncated"
+                if "truncated" in str(error).lower() or seems_cut(data)
+                else "decode_error"
+            )
             detail = str(error) or type(error).__name__
             if isinstance(error, UnidentifiedImageError):
                 detail = f"not an image of {', '.join(readable_formats())}"
@@ -253,7 +307,11 @@ def _damage_told(data: bytes, allowed: str = "") -> Iterator[None]:
 
 
 def seems_cut(data: bytes) -> bool:
-    """Tell whether the end marker of an image is missing, or far from the file's end (as with a film appended)."""
+    """Tell whether the end marker of an image is missing, or far from the file's end (as with a
+    film appended).
+    """
     if data[:4] == b"RIFF":
         return len(data) < 8 + int.from_bytes(data[4:8], "little")
-    return any(data.startswith(start) and mark not in data[-64:] for start, mark in END_MARKS.items())
+    return any(
+        data.startswith(start) and mark not in data[-64:] for start, mark in END_MARKS.items()
+    )

@@ -13,7 +13,8 @@ from PIL import AvifImagePlugin, PngImagePlugin, features
 
 EXTRA = "pip install 'distap[formats]'"
 START_BYTES = 64  # of a file, which tell its format
-LARGEST_COMMENT = 2**23  # bytes of a PNG's comment or colour profile, unpacked; Pillow itself reads 2**20
+# bytes of a PNG's comment or colour profile, unpacked; Pillow itself reads 2**20
+LARGEST_COMMENT = 2**23
 LINE_ENDS = b"\r\n"  # at the start of a file, which viewers pass over
 
 
@@ -27,7 +28,8 @@ class Format(NamedTuple):
     package: str = ""  # of the extra `formats`, which teaches Pillow to read it
 
 
-# AVIF and HEIF share a container, which names its brands: the main one and, up to the end of a box, compatible ones.
+# AVIF and HEIF share a container, which names its brands: the main one and, up to the end of a box,
+# compatible ones.
 FORMATS = (
     Format("JPEG", (".jpg", ".jpeg", ".jpe", ".jfif"), rb"\xff\xd8"),
     Format("PNG", (".png",), rb"\x89PNG"),
@@ -36,10 +38,23 @@ FORMATS = (
     Format("GIF", (".gif",), rb"GIF8"),
     Format("TIFF", (".tif", ".tiff"), rb"II[*+]\0|MM\0[*+]"),
     Format(
-        "JPEG2000", (".jp2", ".j2k", ".j2c", ".jpc", ".jpf", ".jpx"), rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51", "jpg_2000"
+        "JPEG2000",
+        (".jp2", ".j2k", ".j2c", ".jpc", ".jpf", ".jpx"),
+        rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51",
+        "jpg_2000",
     ),
-    Format("AVIF", (".avif", ".avifs"), rb"....ftyp(?:avi[fs]|m[is](?:f|a)[f12]....(?:....){0,9}avi[fs])", "avif"),
-    Format("HEIF", (".heic", ".heif", ".hif"), rb"....ftyp(?:he[iv][cxms]|mif[12]|msf1)", package="pillow_heif"),
+    Format(
+        "AVIF",
+        (".avif", ".avifs"),
+        rb"....ftyp(?:avi[fs]|m[is](?:f|a)[f12]....(?:....){0,9}avi[fs])",
+        "avif",
+    ),
+    Format(
+        "HEIF",
+        (".heic", ".heif", ".hif"),
+        rb"....ftyp(?:he[iv][cxms]|mif[12]|msf1)",
+        package="pillow_heif",
+    ),
 )
 OF_SUFFIX = {suffix: each for each in FORMATS for suffix in each.suffixes}
 IMAGE_SUFFIXES = frozenset(OF_SUFFIX)

@@ -1,4 +1,6 @@
-"""Scale images in their own shapes, collect them into large batches of one shape, and make thumbnails."""
+"""Scale images in their own shapes, collect them into large batches of one shape, and make
+thumbnails.
+"""
 
 import io
 from collections import defaultdict
@@ -35,9 +37,14 @@ class SizedChunk(NamedTuple):
 
 
 def sized_chunks(
-    images: "ImageSet", sizing: Sizing, boxes: Mapping[int, Box], requests: Iterable[Sequence[int]], workers: int
+    images: "ImageSet",
+    sizing: Sizing,
+    boxes: Mapping[int, Box],
+    requests: Iterable[Sequence[int]],
+    workers: int,
 ) -> Generator[SizedChunk]:
-    """Yield the images of each request in order; one worker (or, with 0, this process) reads a whole request.
+    """Yield the images of each request in order; one worker (or, with 0, this process) reads a
+    whole request.
 
     `boxes` are the parts of images that count; of others it is the whole.
     """
@@ -45,8 +52,11 @@ def sized_chunks(
     return in_processes(read, requests, workers, PREFETCH, LONGEST_WAIT, lends=True)
 
 
-def _chunk(images: "ImageSet", sizing: Sizing, boxes: Mapping[int, Box], samples: Sequence[int]) -> SizedChunk:
-    present, damaged = dict[int, NDArray[np.uint8]](), dict[int, str]()
+def _chunk(
+    images: "ImageSet", sizing: Sizing, boxes: Mapping[int, Box], samples: Sequence[int]
+) -> SizedChunk:
+    present = dict[int, NDArray[np.uint8]]()
+    damaged = dict[int, str]()
     for sample in samples:
         try:
             present[sample] = sizing(images.encoded(sample), boxes.get(sample)).numpy()
@@ -58,11 +68,13 @@ def _chunk(images: "ImageSet", sizing: Sizing, boxes: Mapping[int, Box], samples
 def batches_of_one_shape(
     images: Iterable[tuple[int, "Tensor"]], most_pixels: int
 ) -> Iterator[tuple[list[int], "Tensor"]]:
-    """Collect (number, (3, height, width)) images in batches of one shape: numbers and (n, 3, height, width).
+    """Collect (number, (3, height, width)) images in batches of one shape: numbers and (n, 3,
+    height, width).
 
-    A batch is given when no other image of its shape fits into its `most_pixels` (height times width, summed up), and
-    all are given at the end. When the images that wait for others of their shape have more than HELD times as many,
-    the fullest batches are given early. The batches depend on the images alone. A larger image is a batch alone.
+    A batch is given when no other image of its shape fits into its `most_pixels` (height times
+    width, summed up), and all are given at the end. When the images that wait for others of their
+    shape have more than HELD times as many, the fullest batches are given early. The batches depend
+    on the images alone. A larger image is a batch alone.
     """
     from torch import stack
 
@@ -88,9 +100,11 @@ def batches_of_one_shape(
 
 
 def thumbnails_of(encoded: Callable[[int], EncodedImage | None], longer_side: int) -> Thumbnails:
-    """Return what makes JPEG thumbnails, at most `longer_side` pixels, of the images that `encoded` returns by row.
+    """Return what makes JPEG thumbnails, at most `longer_side` pixels, of the images that `encoded`
+    returns by row.
 
-    Where it returns None, or an image that cannot be read, there is no thumbnail. Several threads may ask at once.
+    Where it returns None, or an image that cannot be read, there is no thumbnail. Several threads
+    may ask at once.
     """
 
     @lru_cache(THUMBNAILS_KEPT)
@@ -100,14 +114,20 @@ def thumbnails_of(encoded: Callable[[int], EncodedImage | None], longer_side: in
     def jpeg(row: int) -> bytes | None:
         try:
             return made(row)
-        except (DamagedImageError, DistapError, OSError) as error:  # it may pass, and the cache does not keep it
+        except (
+            DamagedImageError,
+            DistapError,
+            OSError,
+        ) as error:  # it may pass, and the cache does not keep it
             logger.warning("no thumbnail of row %d: %s", row, error)
             return None
 
     return jpeg
 
 
-def thumbnail(image: EncodedImage, longer_side: int, form: str = "JPEG", quality: int = QUALITY) -> bytes:
+def thumbnail(
+    image: EncodedImage, longer_side: int, form: str = "JPEG", quality: int = QUALITY
+) -> bytes:
     """Encode an image in the format `form`, scaled down to `longer_side` pixels if it is larger."""
     buffer = io.BytesIO()
     image.scaled(Sizing("side", longer_side).shape(*image.size)).save(buffer, form, quality=quality)

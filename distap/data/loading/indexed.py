@@ -44,28 +44,37 @@ class IndexedImages(TrainingImages):
         self.read_from = ImageSet(job.source, index)
 
     def chunks(self, steps: range) -> Generator[Chunk]:
-        job, images, plan = self.job, self.read_from, self.plan
+        job = self.job
+        images = self.read_from
+        plan = self.plan
 
         def requests() -> Iterator[list[Request]]:
             for step in steps:
                 batch = plan.batch(step)
                 for start in range(0, len(self.slots), job.chunk):
-                    yield [(step, slot, int(batch[slot])) for slot in self.slots[start : start + job.chunk]]
+                    yield [
+                        (step, slot, int(batch[slot]))
+                        for slot in self.slots[start : start + job.chunk]
+                    ]
 
         read = partial(_chunk, job, images, plan)
         settings = job.workers, job.prefetch, job.longest_wait
-        return in_processes(read, requests(), *settings, lambda asked: images.where(asked[0][2]), lends=True)
+        return in_processes(
+            read, requests(), *settings, lambda asked: images.where(asked[0][2]), lends=True
+        )
 
 
 def _chunk(job: LoadingJob, images: ImageSet, plan: Plan, requests: list[Request]) -> Chunk:
     """Read images by (step, slot, sample), augmented by the randomness of (seed, step, slot).
 
-    An image of the same class that is not in the batch replaces a damaged one; if there is none, the slot is empty.
+    An image of the same class that is not in the batch replaces a damaged one; if there is none,
+    the slot is empty.
     """
     before = images.storage.meter.copy()  # a fork begins with its parent's counts
     size, _ = job.at(requests[0][0])
     pixels = np.zeros((len(requests), 3, size, size), np.uint8)
-    failures, samples = list[Skipped](), [NO_SAMPLE] * len(requests)
+    failures = list[Skipped]()
+    samples = [NO_SAMPLE] * len(requests)
     names = [images.where(planned) for _, _, planned in requests]
     for row, (step, slot, planned) in enumerate(requests):
         for sample in _candidates(plan, step, slot, planned):
@@ -74,9 +83,11 @@ def _chunk(job: LoadingJob, images: ImageSet, plan: Plan, requests: list[Request
             except DamagedImageError as error:
                 failures.append(failure(images.where(sample), error))
             else:
-                samples[row], names[row] = sample, images.where(sample)
+                samples[row] = sample
+                names[row] = images.where(sample)
                 break
-    # A missing image, -1, gets the last sample's labels for a moment, until the next line makes them -1.
+    # A missing image, -1, gets the last sample's labels for a moment, until the next line makes
+    # them -1.
     labels = plan.classes.numbers[plan.classes.labels[samples]]
     labels[np.array(samples) == NO_SAMPLE] = -1
     return Chunk(pixels, samples, labels, names, failures, images.storage.meter - before)

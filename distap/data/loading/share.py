@@ -36,16 +36,20 @@ NO_SAMPLE = -1
 
 @dataclass(frozen=True)
 class LoadingJob:
-    """Settings by which a training reads images from a source (`data.reading`), copied into its workers."""
+    """Settings by which a training reads images from a source (`data.reading`), copied into its
+    workers.
+    """
 
     source: Source
     sampling: Sampling
     seed: int
-    # Share of the steps from which each holds (the first from 0), width and height of pixels, and the transform.
+    # Share of the steps from which each holds (the first from 0), width and height of pixels, and
+    # the transform.
     sizes: tuple[tuple[float, int, Transform], ...]
     steps: int = 0  # of the whole training
     dimensions: int | None = None  # of descriptors, if they stand for pixels
-    chunk: int = 16  # images that a worker hands over at once; best as many as the network asks for at once
+    # images that a worker hands over at once; best as many as the network asks for at once
+    chunk: int = 16
     workers: int = 0  # processes that read; 0 reads in the rank itself
     prefetch: int = 2  # chunks that each worker reads ahead
     longest_wait: float = LONGEST_WAIT  # seconds for the next chunk
@@ -53,15 +57,21 @@ class LoadingJob:
 
     def at(self, step: int) -> tuple[int, Transform]:
         """Return width and height of a step's pixels, and the transform to them."""
-        return next((size, to) for share, size, to in self.sizes[::-1] if step >= round(share * self.steps))
+        return next(
+            (size, to) for share, size, to in self.sizes[::-1] if step >= round(share * self.steps)
+        )
 
     def augmented(self, image: EncodedImage, step: int, slot: int) -> Tensor:
-        """Augment an image for a slot of a step to (3, size, size) uint8; only seed, step and slot decide how."""
+        """Augment an image for a slot of a step to (3, size, size) uint8; only seed, step and slot
+        decide how.
+        """
         return seeded(self.at(step)[1], image, seed_for(AUGMENTATION, self.seed, step, slot))
 
 
 def failure(where: str, error: DamagedImageError) -> Skipped:
-    """Describe an image that could not be used; raise a DistapError if its format's reader is not installed."""
+    """Describe an image that could not be used; raise a DistapError if its format's reader is not
+    installed.
+    """
     if isinstance(error, NoReaderError):
         raise DistapError(f"{where}: {error}") from error
     return Skipped(where, str(error))
@@ -73,28 +83,36 @@ class Chunk(NamedTuple):
     # (n, 3, size, size) uint8, zero in the place of a missing image; or descriptors (n, C) float32
     pixels: NDArray[Any]
     samples: list[int]  # (n,) numbers of the images, NO_SAMPLE for a missing one
-    labels: NDArray[np.int64]  # (n,), or (n, L) from the finest level: their classes, -1 for a missing image
+    # (n,), or (n, L) from the finest level: their classes, -1 for a missing image
+    labels: NDArray[np.int64]
     names: list[str]  # (n,) their shards and keys; of the damaged image if nothing stands in for it
-    failures: list[Skipped]  # images, and those that were to stand in for them, that could not be used
+    # images, and those that were to stand in for them, that could not be used
+    failures: list[Skipped]
     traffic: Counter[str]  # of reading them: the storage's `meter` since the chunk before
 
 
 class HeldPixels:
-    """A buffer for pixels, or for descriptors, of this shape in all, which all shares of a rank reuse in turn.
+    """A buffer for pixels, or for descriptors, of this shape in all, which all shares of a rank
+    reuse in turn.
 
-    They wait between describe and replay, in memory or in a mapped file, and come back byte for byte.
-    If `pinned`, rows come back in page-locked memory, from which a GPU copies without waiting.
+    They wait between describe and replay, in memory or in a mapped file, and come back byte for
+    byte. If `pinned`, rows come back in page-locked memory, from which a GPU copies without
+    waiting.
     """
 
-    def __init__(self, settings: PixelSettings, shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> None:
+    def __init__(
+        self, settings: PixelSettings, shape: Sequence[int], dtype: torch.dtype, pinned: bool
+    ) -> None:
         share_bytes = math.prod(shape) * dtype.itemsize
         self.spool_size_bytes = 0
         if share_bytes <= settings.memory_bytes:
-            self._whole, self._pins = torch.empty(*shape, dtype=dtype, pin_memory=pinned), False
+            self._whole = torch.empty(*shape, dtype=dtype, pin_memory=pinned)
+            self._pins = False
         else:
             self.spool_size_bytes = share_bytes
             mapped = _mapped_file(settings.spool_folder or Path(tempfile.gettempdir()), share_bytes)
-            self._whole, self._pins = torch.frombuffer(mapped, dtype=dtype).view(*shape), pinned
+            self._whole = torch.frombuffer(mapped, dtype=dtype).view(*shape)
+            self._pins = pinned
         self.pixels = self._whole
 
     def keep(self, start: int, pixels: Tensor) -> None:
@@ -106,31 +124,46 @@ class HeldPixels:
 
     def rows(self, rows: slice | Tensor) -> Tensor:
         """Return stored rows, valid until the next share is read."""
-        # New page-locked memory each time: a copy to the GPU may still read the rows handed out last.
+        # New page-locked memory each time: a copy to the GPU may still read the rows handed out
+        # last.
         return self.pixels[rows].pin_memory() if self._pins else self.pixels[rows]
 
 
 def _mapped_file(folder: Path, size: int) -> mmap.mmap:
-    """Map an unnamed file with its space reserved, because writing to a full disk later would kill the process."""
+    """Map an unnamed file with its space reserved, because writing to a full disk later would kill
+    the process.
+    """
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:  # the mapping lives on
             os.posix_fallocate(file.fileno(), 0, size)
             return mmap.mmap(file.fileno(), size)
     except OSError as error:
         raise DistapError(
-            f"data.pixels.spool_folder: {folder}: no spool file can be made: {error.strerror or error}. Each rank of "
-            "the host has one: make room, set another folder, or spread the batch over more hosts"
+            f"data.pixels.spool_folder: {folder}: no spool file can be made:"
+            f" {error.strerror or error}. Each rank of the host has one: make room, set another"
+            " folder, or spread the batch over more hosts"
         ) from error
 
 
 class ShareOfBatch:
-    """This rank's b images of a global batch, read as they are asked for; pixels stay for the replay."""
+    """This rank's b images of a global batch, read as they are asked for; pixels stay for the
+    replay.
+    """
 
     def __init__(
-        self, step: int, total: int, count: int, held: HeldPixels, chunks: Iterator[Chunk], stopwatch: Stopwatch
+        self,
+        step: int,
+        total: int,
+        count: int,
+        held: HeldPixels,
+        chunks: Iterator[Chunk],
+        stopwatch: Stopwatch,
     ) -> None:
-        self.step, self.total, self.held = step, total, held
-        self._chunks, self._stopwatch = chunks, stopwatch
+        self.step = step
+        self.total = total
+        self.held = held
+        self._chunks = chunks
+        self._stopwatch = stopwatch
         # Filled as images are read: the step asks for rows of them at each micro-batch.
         self.samples = torch.full((count,), NO_SAMPLE)  # numbers of the images in the data set
         # Their classes, or (b, L) from the finest level; -1 for a missing image.
@@ -141,7 +174,8 @@ class ShareOfBatch:
         self.traffic = Counter[str]()  # of what was read so far; workers read ahead
 
     def images(self, rows: slice | Tensor) -> Tensor:
-        """Return (n, 3, size, size) uint8 pixels of some images of the share, valid until the next share is read.
+        """Return (n, 3, size, size) uint8 pixels of some images of the share, valid until the next
+        share is read.
 
         `rows` are from start to stop; or (n,) ascending, of rows that have been read.
         """
@@ -155,7 +189,8 @@ class ShareOfBatch:
         self.held.pixels[rows.cpu()] = 0
 
     def _read(self) -> None:
-        chunk, start = next(self._chunks), len(self.names)
+        chunk = next(self._chunks)
+        start = len(self.names)
         self.held.keep(start, torch.from_numpy(chunk.pixels))
         rows = slice(start, start + len(chunk.names))
         self.samples[rows] = torch.tensor(chunk.samples)
@@ -169,14 +204,17 @@ class ShareOfBatch:
 
 
 class TrainingImages(ABC):
-    """Images of a training from the view of one rank; subclasses say how `chunks` of them are read."""
+    """Images of a training from the view of one rank; subclasses say how `chunks` of them are
+    read."""
 
     fingerprint: str  # a hash that stands for the data set in the state of a run
     order: int  # version of the way in which batches are drawn, which a run keeps
     index: Index | None  # of the data set; None without one
 
     def __init__(self, job: LoadingJob, world: World, stopwatch: Stopwatch) -> None:
-        self.job, self.world, self.stopwatch = job, world, stopwatch
+        self.job = job
+        self.world = world
+        self.stopwatch = stopwatch
         self.size = job.sampling.size  # B, images of a global batch
         self.slots = world.slots(self.size)
         self._held: HeldPixels | None = None
@@ -186,14 +224,19 @@ class TrainingImages(ABC):
         """Yield this rank's images of the batches of `steps`, a chunk at a time, in order."""
 
     def shares(self, steps: range, of: int | None = None) -> Generator[ShareOfBatch]:
-        """Return this rank's shares of each step's global batch; use a share up before taking the next.
+        """Return this rank's shares of each step's global batch; use a share up before taking the
+        next.
 
-        Raise a DistapError at once if there is no room for the pixels. The training has `of` steps; None: it ends
-        with the last of these.
+        Raise a DistapError at once if there is no room for the pixels. The training has `of` steps;
+        None: it ends with the last of these.
         """
         self.job = job = replace(self.job, steps=of or steps.stop)
         count, size, width = len(self.slots), max(size for _, size, _ in job.sizes), job.dimensions
-        shape, dtype = ((count, 3, size, size), torch.uint8) if width is None else ((count, width), torch.float32)
+        shape, dtype = (
+            ((count, 3, size, size), torch.uint8)
+            if width is None
+            else ((count, width), torch.float32)
+        )
         on_gpu = self.world.device.type == "cuda"
         self._held = held = self._held or HeldPixels(job.pixels, shape, dtype, pinned=on_gpu)
 

@@ -1,16 +1,19 @@
 """Streamed reading: read whole shards in sequence, for shards without an index.
 
-Each loader worker of each rank has shards of its own, a stream, and walks them in a new random order each
-pass, shuffled within a shard by webdataset's buffer. distap's strict tar reader replaces webdataset's, which loses
-samples without a word: at a changed bit in a header, or a cut at a block's end.
+Each loader worker of each rank has shards of its own, a stream, and walks them in a new random
+order each pass, shuffled within a shard by webdataset's buffer. distap's strict tar reader replaces
+webdataset's, which loses samples without a word: at a changed bit in a header, or a cut at a
+block's end.
 
 It promises less than indexed reading:
-- Batches are a function of (shards, seed, first step) for one number of ranks and of workers alone. A run that goes
-  on begins a new pass over all shards, in an order of its own.
-- A batch holds what stands together in the shards, whatever its classes, so write the shards in a random order.
+- Batches are a function of (shards, seed, first step) for one number of ranks and of workers alone.
+  A run that goes on begins a new pass over all shards, in an order of its own.
+- A batch holds what stands together in the shards, whatever its classes, so write the shards in a
+  random order.
 - The stream's next image takes the place of a damaged one, and all others move up.
 - Images have no checksums, and only the names of its shards identify a data set.
-- The numbers of images and classes, the damage and the classes shared with validation are unknown before reading.
+- The numbers of images and classes, the damage and the classes shared with validation are unknown
+  before reading.
 """
 
 import hashlib
@@ -40,7 +43,9 @@ from distap.storage.files import Storage
 from distap.storage.locations import shard_names
 from distap.world import World
 
-SHARD_ORDER, WITHIN_SHARD = 18, 19  # first words of random keys; no two uses share one
+# first words of random keys; no two uses share one
+SHARD_ORDER = 18
+WITHIN_SHARD = 19
 
 Members = dict[str, TarMember]  # the files of a sample by their endings
 Found = tuple[str, str, Members]  # shard and key of a sample, its key alone, its members
@@ -51,41 +56,54 @@ class StreamedSource:
     """Read shard by shard, from first to last byte; needs no index."""
 
     shuffle: PositiveInt = 128
-    """Number of a shard's images that are held in memory, as files, to draw the next from; 1 keeps their order."""
+    """Number of a shard's images that are held in memory, as files, to draw the next from; 1 keeps
+    their order."""
 
     def open(self, job: LoadingJob, world: World, stopwatch: Stopwatch) -> "StreamedImages":
         return StreamedImages(self, job, world, stopwatch)
 
 
 class StreamedImages(TrainingImages):
-    """Images of this rank's streams. Stream k of rank r of W reads shards number r + W k, modulo all.
+    """Images of this rank's streams. Stream k of rank r of W reads shards number r + W k, modulo
+    all.
 
-    Chunk c of the rank's images, counted over all steps, comes from stream c mod n. So worker w of n, which is asked
-    for the chunks w, w + n, ... from the first on, reads one stream.
+    Chunk c of the rank's images, counted over all steps, comes from stream c mod n. So worker w of
+    n, which is asked for the chunks w, w + n, ... from the first on, reads one stream.
     """
 
-    def __init__(self, source: StreamedSource, job: LoadingJob, world: World, stopwatch: Stopwatch) -> None:
+    def __init__(
+        self, source: StreamedSource, job: LoadingJob, world: World, stopwatch: Stopwatch
+    ) -> None:
         super().__init__(job, world, stopwatch)
-        self._source, self._storage = source, Storage(job.source.base)
+        self._source = source
+        self._storage = Storage(job.source.base)
         self._names = shard_names(job.source, self._storage)
         check_numbering(job.source, self._storage, self._names, warns=world.rank == 0)
-        shards, ranks = len(self._names), world.size
+        shards = len(self._names)
+        ranks = world.size
         if shards < ranks:
             remedy = "each of which reads shards of its own: pack with a smaller --images-per-shard"
             raise DistapError(f"{job.source}: {shards} shards for {ranks} ranks, {remedy}")
         self._streams = range(world.rank, ranks * max(min(job.workers, shards // ranks), 1), ranks)
         # Of the shards' names, since their contents are unknown before reading.
-        self.fingerprint = hashlib.sha256("\0".join(self._names).encode(errors="backslashreplace")).hexdigest()
-        self.order, self.index = 3, None
+        self.fingerprint = hashlib.sha256(
+            "\0".join(self._names).encode(errors="backslashreplace")
+        ).hexdigest()
+        self.order = 3
+        self.index = None
         with suppress(DistapError):
             self.index = load_index(job.source, compare=False)
 
     def chunks(self, steps: range) -> Generator[Chunk]:
-        job, every = self.job, len(self._streams) * self.world.size
-        parts = [self.slots[start : start + job.chunk] for start in range(0, len(self.slots), job.chunk)]
+        job = self.job
+        every = len(self._streams) * self.world.size
+        parts = [
+            self.slots[start : start + job.chunk] for start in range(0, len(self.slots), job.chunk)
+        ]
         shared = every, job, self._source, self._storage, steps.start
         streams = [Stream(number, self._names[number::every], *shared) for number in self._streams]
-        read, numbers = partial(_chunk, streams, parts), count(steps.start * len(parts))
+        read = partial(_chunk, streams, parts)
+        numbers = count(steps.start * len(parts))
         workers = min(job.workers, len(streams))
         return in_processes(read, numbers, workers, job.prefetch, job.longest_wait, lends=True)
 
@@ -109,12 +127,15 @@ class Stream:
         return self._walk()
 
     def candidates(self, step: int) -> Iterator[Found]:
-        """Yield further samples that the batch does not hold yet; stop after the first that can be used.
+        """Yield further samples that the batch does not hold yet; stop after the first that can be
+        used.
 
-        At the seam of two passes an image may come up again within a batch, as its own positive: it is left out.
+        At the seam of two passes an image may come up again within a batch, as its own positive: it
+        is left out.
         """
         if step != self.step:
-            self.step, self.in_batch = step, set()
+            self.step = step
+            self.in_batch = set()
         ends = 0  # of passes; between two of them lies a whole one
         while ends < 2:
             sample = next(self.walked)
@@ -124,18 +145,24 @@ class Stream:
                 self.in_batch.add(sample[0])
                 yield sample
         raise DistapError(
-            f"{self.job.source}: a loader worker has only {len(self.in_batch)} images in its {len(self.names)} "
-            "shards, too few for its part of a batch, in which no image may be twice, or too many of them damaged: "
-            "set sampling.batch_size or data.workers lower"
+            f"{self.job.source}: a loader worker has only {len(self.in_batch)} images in its"
+            f" {len(self.names)} shards, too few for its part of a batch, in which no image may be"
+            " twice, or too many of them damaged: set sampling.batch_size or data.workers lower"
         )
 
     def _walk(self) -> Iterator[Found | None]:
-        """Yield each sample of each pass from number `first` on, and None at the end of a pass; without end."""
+        """Yield each sample of each pass from number `first` on, and None at the end of a pass;
+        without end.
+        """
         for turn in count(self.first):
-            for place in permutation(len(self.names), SHARD_ORDER, self.job.seed, self.number, turn).tolist():
-                name, shard = self.names[place], self.number + self.every * place
+            for place in permutation(
+                len(self.names), SHARD_ORDER, self.job.seed, self.number, turn
+            ).tolist():
+                name = self.names[place]
+                shard = self.number + self.every * place
                 order = random.Random(seed_for(WITHIN_SHARD, self.job.seed, turn, shard))
-                length, held = self.storage.size(name), self.source.shuffle
+                length = self.storage.size(name)
+                held = self.source.shuffle
                 with self.storage.open(name) as file:
                     groups = read_groups(file, length, self.storage.where(name))
                     for key, members in webdataset.shuffle(held, initial=held, rng=order)(groups):
@@ -147,13 +174,18 @@ def _chunk(streams: list[Stream], parts: list[range], number: int) -> Chunk:
     """Read a chunk of a rank's images; `parts` are its slots by the chunks of a batch."""
     stream = streams[number % len(streams)]
     step, part = divmod(number, len(parts))
-    pixels, samples, labels, names = list[NDArray[np.uint8]](), list[int](), list[int](), list[str]()
+    pixels = list[NDArray[np.uint8]]()
+    samples = list[int]()
+    labels = list[int]()
+    names = list[str]()
     failures = list[Skipped]()
     for slot in parts[part]:
         for name, key, members in stream.candidates(step):
             try:
                 label, image, _ = labelled_image(key, members)
-                pixels.append(stream.job.augmented(EncodedImage(image.data, name=name), step, slot).numpy())
+                pixels.append(
+                    stream.job.augmented(EncodedImage(image.data, name=name), step, slot).numpy()
+                )
             except DamagedImageError as error:
                 failures.append(failure(name, error))
             else:

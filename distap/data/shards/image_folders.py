@@ -43,10 +43,14 @@ def walk_images(folder: Path) -> tuple[list[Path], list[Skipped]]:
 
     Links to folders are followed; what they lead to is not listed a second time.
     """
-    images, left_out, seen = list[Path](), list[Skipped](), set[str]()
+    images = list[Path]()
+    left_out = list[Skipped]()
+    seen = set[str]()
 
     def unreadable(error: OSError) -> None:
-        left_out.append(Skipped(str(error.filename), f"folders that cannot be read: {error.strerror}"))
+        left_out.append(
+            Skipped(str(error.filename), f"folders that cannot be read: {error.strerror}")
+        )
 
     tops = [str(folder)]
     for top in tops:  # grows by the links that are found: what is really there comes first
@@ -59,9 +63,12 @@ def walk_images(folder: Path) -> tuple[list[Path], list[Skipped]]:
             seen.add(real)
             folders.sort()
             tops += [link for name in folders if os.path.islink(link := os.path.join(parent, name))]  # noqa: PTH114, PTH118
-            is_hidden = any(part.startswith(".") for part in Path(parent).parts[len(folder.parts) :])
+            is_hidden = any(
+                part.startswith(".") for part in Path(parent).parts[len(folder.parts) :]
+            )
             for path in (Path(parent, name) for name in sorted(names)):
-                if reason := _left_out(path, is_hidden):
+                reason = _left_out(path, is_hidden)
+                if reason:
                     left_out.append(Skipped(str(path), reason))
                 else:
                     images.append(path)
@@ -69,7 +76,8 @@ def walk_images(folder: Path) -> tuple[list[Path], list[Skipped]]:
 
 
 def _left_out(path: Path, is_hidden: bool) -> str:
-    """Return why a file is no readable image, judging by its name, or by its content if it has no extension.
+    """Return why a file is no readable image, judging by its name, or by its content if it has no
+    extension.
 
     `is_hidden` is true if a folder above the file is hidden.
     """
@@ -80,7 +88,8 @@ def _left_out(path: Path, is_hidden: bool) -> str:
         return "hidden files"
     if _EXTENSION.fullmatch(suffix) and suffix not in OF_SUFFIX:
         return f"{suffix}, no format of images that is read"
-    known, told = OF_SUFFIX.get(suffix), suffix
+    known = OF_SUFFIX.get(suffix)
+    told = suffix
     if known is None:
         try:
             if not path.is_file():

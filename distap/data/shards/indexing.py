@@ -21,7 +21,8 @@ from distap.storage.locations import LISTABLE, Source, parse_source, shard_names
 from distap.storage.remotes import MissingFileError
 from distap.storage.texts import is_line
 
-NAMES_FILE = "classes.txt"  # line k: the name of class k and, after tabs, those of coarser classes that hold it
+# line k: the name of class k and, after tabs, those of coarser classes that hold it
+NAMES_FILE = "classes.txt"
 OF_SAMPLES = Sample._fields[:-1]  # columns of an index
 
 
@@ -31,18 +32,24 @@ class Scan(NamedTuple):
     name: str
     size: int  # bytes
     sha256: str
-    columns: dict[str, NDArray[Any]]  # of the samples, as in an index, but labels are the numbers in the shard
-    levels: list[tuple[str, str, tuple[str, ...]]]  # place, number and coarser classes of samples, each once
+    # of the samples, as in an index, but labels are the numbers in the shard
+    columns: dict[str, NDArray[Any]]
+    # place, number and coarser classes of samples, each once
+    levels: list[tuple[str, str, tuple[str, ...]]]
     left_out: list[Skipped]
 
 
 def index_shards(
-    source: Source | Path | str, track: Track = untracked, workers: int = 1, levels: Sequence[str] = ()
+    source: Source | Path | str,
+    track: Track = untracked,
+    workers: int = 1,
+    levels: Sequence[str] = (),
 ) -> tuple[Index, list[Skipped]]:
     """Read every byte of a source's tar shards once and write their index.
 
-    The samples whose image has no readable header are returned next to the index. `levels` are the keys of samples'
-    .json members that name the coarser classes of their class, finer first; without them classes.txt may name them.
+    The samples whose image has no readable header are returned next to the index. `levels` are the
+    keys of samples' .json members that name the coarser classes of their class, finer first;
+    without them classes.txt may name them.
 
     Raises:
         DistapError: there are no shards, or some cannot be used; the message lists all such shards.
@@ -57,8 +64,12 @@ def index_shards(
     scan = partial(_scan, storage, levels)
     scans = map_in_processes(scan, names, workers, "indexing shards", track)
     sound = [scan for scan in scans if isinstance(scan, Scan)]
-    if damaged := [scan for scan in scans if isinstance(scan, str)]:
-        problem = f"{len(damaged)} of {len(scans)} shards cannot be used; make them anew, or take them out"
+    damaged = [scan for scan in scans if isinstance(scan, str)]
+    if damaged:
+        problem = (
+            f"{len(damaged)} of {len(scans)} shards cannot be used; make them anew, or take"
+            " them out"
+        )
         raise DistapError("\n".join([f"{source}: {problem}:", *damaged]))
     known = dict[str, str]()
     with suppress(DistapError):  # only an earlier index knows what was packed
@@ -69,47 +80,68 @@ def index_shards(
     return index, [skipped for scan in sound for skipped in scan.left_out]
 
 
-def check_numbering(source: Source, storage: Storage, names: Sequence[str], warns: bool = True) -> None:
+def check_numbering(
+    source: Source, storage: Storage, names: Sequence[str], warns: bool = True
+) -> None:
     """Check that a class number means the same class in the folders of all shards.
 
-    Raises a DistapError if a folder's classes.txt numbers its classes apart from those of other folders. If nothing
-    says how the shards of several folders are numbered, log a warning.
+    Raises a DistapError if a folder's classes.txt numbers its classes apart from those of other
+    folders. If nothing says how the shards of several folders are numbered, log a warning.
     """
     folders = sorted({name.rpartition("/")[0] for name in names})
     if folders == [""] or _lines(storage, NAMES_FILE) is not None:
         return
     for folder in filter(None, folders):
-        if _lines(storage, f"{folder}/{NAMES_FILE}") is not None:  # class 0 of one folder is not that of another
+        # class 0 of one folder is not that of another
+        if _lines(storage, f"{folder}/{NAMES_FILE}") is not None:
             where = storage.where(f"{folder}/{NAMES_FILE}")
-            raise DistapError(f"{source}: {where} numbers the classes of its folder alone: pack all images together")
+            raise DistapError(
+                f"{source}: {where} numbers the classes of its folder alone: pack all images"
+                " together"
+            )
     if warns and len(folders) > 1:
         told = (
-            "%s: its shards are in %d folders, such as %s and %s: a class number is taken for the same class in all"
+            "%s: its shards are in %d folders, such as %s and %s: a class number is taken for the"
+            " same class in all"
         )
         logger.warning(told, source, len(folders), *folders[:2])
 
 
 def scan_shard(storage: Storage, name: str, levels: Sequence[str] = ()) -> Scan:
     """Index one shard; see `read_samples` for `levels` and the errors."""
-    digest, length, where = hashlib.sha256(), storage.size(name), storage.where(name)
+    digest = hashlib.sha256()
+    length = storage.size(name)
+    where = storage.where(name)
     with storage.open(name) as file:
         found = list(read_samples(file, length, where, levels, digest))
     samples = [sample for sample in found if isinstance(sample, Sample)]
-    columns = {field: np.array([row[at] for row in samples], COLUMNS[field]) for at, field in enumerate(OF_SAMPLES)}
+    columns = {
+        field: np.array([row[at] for row in samples], COLUMNS[field])
+        for at, field in enumerate(OF_SAMPLES)
+    }
     first: dict[tuple[int, tuple[str, ...]], str] = {}
     for one in samples if levels else ():
         first.setdefault((one.label, one.levels), one.key)
     rows = [(f"{where}: key {key!r}", str(label), above) for (label, above), key in first.items()]
-    left_out = [Skipped(f"{name}:{image.name}", image.reason) for image in found if isinstance(image, Skipped)]
+    left_out = [
+        Skipped(f"{name}:{image.name}", image.reason)
+        for image in found
+        if isinstance(image, Skipped)
+    ]
     return Scan(name, length, digest.hexdigest(), columns, rows, left_out)
 
 
-def merge_scans(source: Source, storage: Storage, scans: Sequence[Scan], paths: Mapping[str, str]) -> Index:
-    """Join the scans of a source's shards, numbering classes from 0 and naming them by classes.txt if it exists.
+def merge_scans(
+    source: Source, storage: Storage, scans: Sequence[Scan], paths: Mapping[str, str]
+) -> Index:
+    """Join the scans of a source's shards, numbering classes from 0 and naming them by classes.txt
+    if it exists.
 
     `paths` are those of the files that were packed, by key.
     """
-    columns: dict[str, Any] = {name: np.concatenate([scan.columns[name] for scan in scans]) for name in OF_SAMPLES}
+    columns: dict[str, Any] = {
+        name: np.concatenate([scan.columns[name] for scan in scans]) for name in OF_SAMPLES
+    }
     if not len(columns["label"]):
         raise DistapError(f"{source}: the data set is empty: no usable image in its shards")
     numbers, label = np.unique(columns["label"], return_inverse=True)
@@ -121,7 +153,11 @@ def merge_scans(source: Source, storage: Storage, scans: Sequence[Scan], paths: 
     names = [name for _, name, _ in rows]
     if any(scan.levels for scan in scans):  # as the samples say
         name_of = dict(zip(map(str, numbers), names, strict=True))
-        rows = [(where, name_of[number], above) for scan in scans for where, number, above in scan.levels]
+        rows = [
+            (where, name_of[number], above)
+            for scan in scans
+            for where, number, above in scan.levels
+        ]
     known = nesting(rows)
     index = Index(
         **columns,
@@ -145,17 +181,33 @@ def _lines(storage: Storage, name: str) -> list[str] | None:
 
 
 def _class_rows(storage: Storage, numbers: list[int]) -> list[tuple[str, str, tuple[str, ...]]]:
-    """Return place, name and coarser classes of the classes with these ascending numbers, from classes.txt."""
-    if (lines := _lines(storage, NAMES_FILE)) is None:
+    """Return place, name and coarser classes of the classes with these ascending numbers, from
+    classes.txt.
+    """
+    lines = _lines(storage, NAMES_FILE)
+    if lines is None:
         return [("", str(number), ()) for number in numbers]
     if numbers[-1] >= len(lines):
-        raise DistapError(f"{storage.where(NAMES_FILE)}: {len(lines)} names, but a shard has class {numbers[-1]}")
-    rows, seen = [], {""}  # an evaluation tells classes apart by their names
+        raise DistapError(
+            f"{storage.where(NAMES_FILE)}: {len(lines)} names, but a shard has class {numbers[-1]}"
+        )
+    # an evaluation tells classes apart by their names
+    rows = []
+    seen = {""}
     for number in numbers:
-        where, (name, *above) = f"{storage.where(NAMES_FILE)}, line {number + 1}", lines[number].split("\t")
+        where = f"{storage.where(NAMES_FILE)}, line {number + 1}"
+        name, *above = lines[number].split("\t")
         if name in seen or not all(map(is_line, filter(None, (name, *above)))):
-            wrong = "empty" if not name else "used twice" if name in seen else "no line of text, or too long"
-            raise DistapError(f"{where}: class name {name[:60]!r} is {wrong}; each class needs its own")
+            wrong = (
+                "empty"
+                if not name
+                else "used twice"
+                if name in seen
+                else "no line of text, or too long"
+            )
+            raise DistapError(
+                f"{where}: class name {name[:60]!r} is {wrong}; each class needs its own"
+            )
         seen.add(name)
         rows.append((where, name, tuple(above)))
     return rows

@@ -22,7 +22,8 @@ from distap.processes.stopping import go_deaf
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 ALIGNED = 64  # bytes to which an array in shared memory is aligned
-ROOM = 2**28  # bytes of shared memory for an answer's arrays; more go through a pipe. Unused, it takes no memory
+# bytes of shared memory for an answer's arrays; more go through a pipe. Unused, it takes no memory
+ROOM = 2**28
 LONGEST_WAIT = 600.0  # seconds for the next images
 
 # Wraps a loop over (items, description, total): yields the items unchanged and shows the progress.
@@ -36,9 +37,9 @@ class LostWorkerError(DistapError):
 
     def __init__(self, problem: str) -> None:
         super().__init__(
-            f"a process was lost: {problem}. Usual causes, unless a reason is printed above: the storage hangs; or "
-            "the host's memory was used up (see its kernel log): lower data.workers (or --workers), data.prefetch or "
-            "data.pixels.memory_bytes"
+            f"a process was lost: {problem}. Usual causes, unless a reason is printed above: the"
+            " storage hangs; or the host's memory was used up (see its kernel log): lower"
+            " data.workers (or --workers), data.prefetch or data.pixels.memory_bytes"
         )
 
 
@@ -52,12 +53,18 @@ def usable_cores() -> int:
 
 
 def map_in_processes(
-    function: Callable[[Job], Result], jobs: Sequence[Job], workers: int, about: str = "", track: Track = untracked
+    function: Callable[[Job], Result],
+    jobs: Sequence[Job],
+    workers: int,
+    about: str = "",
+    track: Track = untracked,
 ) -> list[Result]:
-    """Return the results of jobs in order, from up to `workers` processes (from this one if one is enough).
+    """Return the results of jobs in order, from up to `workers` processes (from this one if one is
+    enough).
 
-    After an error or Ctrl-C, or if this process dies, the workers end at once, in the middle of their jobs.
-    The function and what it raises must be picklable. A worker that is killed raises a DistapError.
+    After an error or Ctrl-C, or if this process dies, the workers end at once, in the middle of
+    their jobs. The function and what it raises must be picklable. A worker that is killed raises a
+    DistapError.
     """
     workers = min(workers, len(jobs))
     with closing(in_processes(function, jobs, workers if workers > 1 else 0)) as results:
@@ -67,7 +74,8 @@ def map_in_processes(
 class Worker(NamedTuple):
     process: BaseProcess
     pipe: Connection
-    rooms: Iterator[mmap.mmap | None]  # shared memory for the arrays of its answers, one after the other
+    # shared memory for the arrays of its answers, one after the other
+    rooms: Iterator[mmap.mmap | None]
 
 
 def in_processes(
@@ -79,19 +87,22 @@ def in_processes(
     name: Callable[[Job], str] = str,
     lends: bool = False,
 ) -> Generator[Result]:
-    """Yield `function(request)` of each request in order, worked out by processes that end with this generator.
+    """Yield `function(request)` of each request in order, worked out by processes that end with
+    this generator.
 
-    Worker w of n gets the requests w, w + n, w + 2 n, ... in order, `prefetch` of them ahead; with 0 workers, this
-    process does the work. If a worker `lends`, NumPy's arrays in a result are in memory that both processes share,
-    and are valid until the next result is asked for.
+    Worker w of n gets the requests w, w + n, w + 2 n, ... in order, `prefetch` of them ahead; with
+    0 workers, this process does the work. If a worker `lends`, NumPy's arrays in a result are in
+    memory that both processes share, and are valid until the next result is asked for.
 
     Raises:
-        LostWorkerError: a worker has died, or needs more than `longest_wait` seconds for what `name` names.
+        LostWorkerError: a worker has died, or needs more than `longest_wait` seconds for what
+            `name` names.
     """
     if not workers:
         yield from map(function, requests)
         return
-    context, remaining = forking_context(), iter(requests)
+    context = forking_context()
+    remaining = iter(requests)
     asked = deque[tuple[Job, Worker]]()
     processes = list[BaseProcess]()
     # The end of Python would wait for a worker that is stuck in a slow read.
@@ -99,14 +110,22 @@ def in_processes(
 
     def started() -> Worker:
         pipe, theirs = context.Pipe()
-        # One more than answers that wait: a worker may fill it while the caller uses the answer that came last.
+        # One more than answers that wait: a worker may fill it while the caller uses the answer
+        # that came last.
         rooms = list[mmap.mmap]()
-        with suppress(OSError):  # a host that promises no more memory than it has: arrays go through the pipe
-            rooms = [mmap.mmap(-1, ROOM) for _ in range(prefetch + 1 if lends and sys.platform == "linux" else 0)]
-        process = context.Process(target=_work, args=(os.getpid(), function, theirs, rooms), daemon=True)
+        # a host that promises no more memory than it has: arrays go through the pipe
+        with suppress(OSError):
+            rooms = [
+                mmap.mmap(-1, ROOM)
+                for _ in range(prefetch + 1 if lends and sys.platform == "linux" else 0)
+            ]
+        process = context.Process(
+            target=_work, args=(os.getpid(), function, theirs, rooms), daemon=True
+        )
         processes.append(process)
         process.start()
-        # With the worker alone holding its end, its death is the end of the pipe, and recv raises EOFError.
+        # With the worker alone holding its end, its death is the end of the pipe, and recv raises
+        # EOFError.
         theirs.close()
         return Worker(process, pipe, cycle(rooms or [None]))
 
@@ -131,9 +150,13 @@ def in_processes(
             except (EOFError, OSError) as lost:
                 worker.process.join(1)
                 status = worker.process.exitcode
-                raise LostWorkerError(f"worker {worker.process.pid} ended with status {status}") from lost
+                raise LostWorkerError(
+                    f"worker {worker.process.pid} ended with status {status}"
+                ) from lost
             room = memoryview(next(worker.rooms) or b"")
-            result, error = pickle.loads(answer, buffers=[room[start:stop] for start, stop in spans])
+            result, error = pickle.loads(
+                answer, buffers=[room[start:stop] for start, stop in spans]
+            )
             if error is not None:
                 if memory_ran_out(error):
                     raise LostWorkerError(str(error) or "memory ran out") from error
@@ -144,15 +167,19 @@ def in_processes(
         kill_all(processes)
 
 
-def _work(parent: int, function: Callable[[Any], Any], pipe: Connection, rooms: Sequence[mmap.mmap]) -> None:
+def _work(
+    parent: int, function: Callable[[Any], Any], pipe: Connection, rooms: Sequence[mmap.mmap]
+) -> None:
     """Answer requests until this process is killed."""
     # Leave alone what the parent had: touching shared memory would copy it.
     gc.freeze()
     go_deaf()  # Ctrl-C and signals to the process group reach every process; the parent decides
     die_with_parent(parent)
-    if (torch := sys.modules.get("torch")) is not None:
+    torch = sys.modules.get("torch")
+    if torch is not None:
         torch.set_num_threads(1)
-    # Parent and worker take the rooms in turn from the first, so an answer need not say which one it is in.
+    # Parent and worker take the rooms in turn from the first, so an answer need not say which one
+    # it is in.
     for number in count():
         request = pipe.recv()
         answer: tuple[Any, Exception | None]
@@ -164,12 +191,15 @@ def _work(parent: int, function: Callable[[Any], Any], pipe: Connection, rooms: 
             answer = None, error
         arrays = list[pickle.PickleBuffer]()
         text = pickle.dumps(answer, protocol=5, buffer_callback=arrays.append if rooms else None)
-        spans, stop = list[tuple[int, int]](), 0
+        spans = list[tuple[int, int]]()
+        stop = 0
         for raw in (array.raw() for array in arrays):
             start = -(-stop // ALIGNED) * ALIGNED
             spans.append((start, stop := start + raw.nbytes))
         if stop > ROOM:
-            text, spans, arrays = pickle.dumps(answer, protocol=5), [], []
+            text = pickle.dumps(answer, protocol=5)
+            spans = []
+            arrays = []
         for (start, stop), array in zip(spans, arrays, strict=True):
             rooms[number % len(rooms)][start:stop] = array.raw()
         pipe.send((text, spans))

@@ -1,8 +1,10 @@
-"""Describe a data set into a folder that all ranks share; continue a stopped extraction from its parts.
+"""Describe a data set into a folder that all ranks share; continue a stopped extraction from its
+parts.
 
 OUTPUT/extraction.json     the plan: what is described in which way; written first, by rank 0
 OUTPUT/parts/000012.npz    a part, written by the rank that described it; removed at the end
-OUTPUT/about.json ...      the descriptors of all parts, see `retrieval/descriptor_files.py`, and what was left out
+OUTPUT/about.json ...      the descriptors of all parts, see `retrieval/descriptor_files.py`, and
+what was left out
 """
 
 import json
@@ -36,15 +38,18 @@ EXTRACTION_VERSION = 3
 def extract_to_folder(extraction: Extraction, output: Path) -> DescriptorSet:
     """Describe every image of a data set into a folder that `read_descriptors` reads.
 
-    Each rank writes the parts that it describes, and rank 0 joins them. Called again with the same images and
-    describer, a stopped extraction continues from its finished parts, on any number of ranks.
+    Each rank writes the parts that it describes, and rank 0 joins them. Called again with the same
+    images and describer, a stopped extraction continues from its finished parts, on any number of
+    ranks.
 
     Args:
         output: a new or empty folder that all ranks see, or that of a stopped extraction.
     Returns:
         The descriptors, on every rank.
     """
-    describer, world, images = extraction.how.describer, extraction.how.world, extraction.images
+    describer = extraction.how.describer
+    world = extraction.how.world
+    images = extraction.images
     plan = {
         "version": EXTRACTION_VERSION,
         "fingerprint": images.index.fingerprint,
@@ -61,7 +66,10 @@ def extract_to_folder(extraction: Extraction, output: Path) -> DescriptorSet:
             read_descriptors(output)
             shutil.rmtree(output / PARTS_FOLDER, ignore_errors=True)
             return [[], True]
-        return [[number for number in range(len(parts)) if not _part_path(output, number).exists()], False]
+        return [
+            [number for number in range(len(parts)) if not _part_path(output, number).exists()],
+            False,
+        ]
 
     missing, is_complete = on_all(world, begin, mine=world.rank == 0)[0]
     _require_shared(output, extraction)
@@ -94,12 +102,15 @@ def _read_part(output: Path, number: int, *names: str) -> list[Any]:
         with reading(path, "distap extract"), np.load(path, allow_pickle=False) as file:
             return [file[name] for name in names]
     except DistapError as error:
-        raise DistapError(f"{error}; remove it, and the same command describes this part again") from error
+        raise DistapError(
+            f"{error}; remove it, and the same command describes this part again"
+        ) from error
 
 
 def _begin(output: Path, plan: dict[str, Any]) -> None:
     """Write the plan into a new or empty folder, or require the same plan there."""
-    # Through JSON, as the earlier plan comes: a tuple would not equal the list that it becomes there.
+    # Through JSON, as the earlier plan comes: a tuple would not equal the list that it becomes
+    # there.
     path, plan = output / EXTRACTION_FILE, json.loads(json.dumps(plan))
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         write_whole(path, json.dumps(plan, indent=2) + "\n")
@@ -108,28 +119,41 @@ def _begin(output: Path, plan: dict[str, Any]) -> None:
         raise DistapError(f"{output}: holds something that is no extraction; choose another folder")
     with reading(path, "distap extract"):
         earlier = read_json(path)
-    if different := [name for name, value in plan.items() if earlier.get(name) != value]:
-        told = "; ".join(f"{name} was {earlier.get(name)!r} and is {plan[name]!r}" for name in different)
+    different = [name for name, value in plan.items() if earlier.get(name) != value]
+    if different:
+        told = "; ".join(
+            f"{name} was {earlier.get(name)!r} and is {plan[name]!r}" for name in different
+        )
         problem = f"an extraction of something else was begun there: {told}"
-        raise DistapError(f"{output}: {problem}; give what it was begun with, or choose another folder")
+        raise DistapError(
+            f"{output}: {problem}; give what it was begun with, or choose another folder"
+        )
 
 
 def _require_shared(output: Path, extraction: Extraction) -> None:
     """Raise a DistapError on all ranks if a rank does not see the plan that rank 0 wrote."""
     try:
-        # Two hosts may each have a folder of this name; number and time of the file tell them apart.
+        # Two hosts may each have a folder of this name; number and time of the file tell them
+        # apart.
         status = (output / EXTRACTION_FILE).stat()
         seen = [status.st_ino, status.st_size, status.st_mtime_ns]
     except OSError:
         seen = []
     of_ranks = extraction.how.world.gather_values(seen)
-    if others := [rank for rank, own in enumerate(of_ranks) if own != of_ranks[0]]:
-        raise DistapError(f"{output}: rank {others[0]} does not see rank 0's folder; name one that all hosts share")
+    others = [rank for rank, own in enumerate(of_ranks) if own != of_ranks[0]]
+    if others:
+        raise DistapError(
+            f"{output}: rank {others[0]} does not see rank 0's folder; name one that all hosts"
+            " share"
+        )
 
 
 def _join_parts(extraction: Extraction, output: Path, parts: int) -> None:
-    """Join the arrays of all parts, which are in the order of the data set, in a file rather than in memory."""
-    describer, images = extraction.how.describer, extraction.images
+    """Join the arrays of all parts, which are in the order of the data set, in a file rather than
+    in memory.
+    """
+    describer = extraction.how.describer
+    images = extraction.images
     left_out: dict[int, str] = {}
     for number in range(parts):
         lost, reasons = _read_part(output, number, "left_out", "reasons")
@@ -137,7 +161,8 @@ def _join_parts(extraction: Extraction, output: Path, parts: int) -> None:
     if len(left_out) == len(images):
         shutil.rmtree(output / PARTS_FOLDER, ignore_errors=True)
         raise DistapError(
-            f"{images.name}: none of its {len(images)} images can be described; first: {min(left_out.items())[1]}"
+            f"{images.name}: none of its {len(images)} images can be described; first:"
+            f" {min(left_out.items())[1]}"
         )
     shape = len(images) - len(left_out), describer.dimensions
 
@@ -150,7 +175,13 @@ def _join_parts(extraction: Extraction, output: Path, parts: int) -> None:
     present = np.delete(np.arange(len(images)), [*left_out])
     told = {str(images.keys[sample]): reason for sample, reason in sorted(left_out.items())}
     told |= dict(images.index.left_out)
-    of_images = images.keys[present], images.classes[present], describer.described_by, images.name, told
+    of_images = (
+        images.keys[present],
+        images.classes[present],
+        describer.described_by,
+        images.name,
+        told,
+    )
     # The record takes shape and type alone from the array, which the parts fill in the file.
     described = DescriptorSet(np.broadcast_to(np.zeros(1, np.float32), shape), *of_images)
     precision = extraction.how.describer.precision

@@ -1,4 +1,5 @@
-"""Describe a data set in parts, each on one rank; descriptors do not depend on the number of ranks."""
+"""Describe a data set in parts, each on one rank; descriptors do not depend on the number of
+ranks."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,9 @@ from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.telemetry.terminal import progress
 from distap.world import World
 
-FEWEST, MOST = 128, 4096  # images of a part
+# images of a part
+FEWEST = 128
+MOST = 4096
 PARTS = 1024  # enough for many ranks, unless they would be small
 HANDED_OVER = 16  # images that a worker hands over at once, at most
 PROGRESS_SECONDS = 2.0
@@ -57,10 +60,13 @@ class Extraction:
 
     how: Describing
     images: ImageSet
-    boxes: Mapping[int, Box] = field(default_factory=dict)  # by image number, the part to describe, in pixels
+    # by image number, the part to describe, in pixels
+    boxes: Mapping[int, Box] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.how.world.agreed(None, [self.images.index.fingerprint[:12]], None, f"images in {self.images.name}")
+        self.how.world.agreed(
+            None, [self.images.index.fingerprint[:12]], None, f"images in {self.images.name}"
+        )
 
     @property
     def part_size(self) -> int:
@@ -69,24 +75,40 @@ class Extraction:
 
     @property
     def parts(self) -> list[range]:
-        """Return the image numbers of each part, in order: neighbours in a shard are read fastest together."""
-        size, count = self.part_size, len(self.images)
+        """Return the image numbers of each part, in order: neighbours in a shard are read fastest
+        together.
+        """
+        size = self.part_size
+        count = len(self.images)
         return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
     def described(self, missing: Sequence[int]) -> Iterator[tuple[int, DescribedPart]]:
-        """Describe this rank's share of the parts numbered `missing`; workers read ahead from part to part."""
-        how, images, parts = self.how, self.images, self.parts
-        describer, world = how.describer, how.world
+        """Describe this rank's share of the parts numbered `missing`; workers read ahead from part
+        to part.
+        """
+        how = self.how
+        images = self.images
+        parts = self.parts
+        describer = how.describer
+        world = how.world
         limit = max(int(describer.most_pixels / max(1.0, *describer.network.scales) ** 2), 1)
         mine = missing[world.rank :: world.size]
         size = HANDED_OVER if describer.sizing.kind == "crop" else 1  # whole images may be large
-        requests = [[part[at : at + size] for at in range(0, len(part), size)] for part in (parts[n] for n in mine)]
+        requests = [
+            [part[at : at + size] for at in range(0, len(part), size)]
+            for part in (parts[n] for n in mine)
+        ]
         every = (request for part in requests for request in part)
         chunks = sized_chunks(images, describer.sizing, self.boxes, every, how.workers)
         done = len(images) - sum(len(parts[number]) for number in missing)
         shown = how.shown and world.rank == 0
-        with closing(chunks), progress(f"describing {images.name}", len(images), done, shown) as show:
-            shared = SharedProgress(world, lambda described: show(done + described), how.is_asked_to_stop)
+        with (
+            closing(chunks),
+            progress(f"describing {images.name}", len(images), done, shown) as show,
+        ):
+            shared = SharedProgress(
+                world, lambda described: show(done + described), how.is_asked_to_stop
+            )
             for number, part in zip(mine, requests, strict=True):
                 with describer.evaluating():
                     described = _described(describer, islice(chunks, len(part)), limit, shared.add)
@@ -94,14 +116,17 @@ class Extraction:
             shared.finish()
 
 
-def extract_descriptors(extraction: Extraction) -> tuple[NDArray[np.int64], NDArray[np.float32], dict[int, str]]:
+def extract_descriptors(
+    extraction: Extraction,
+) -> tuple[NDArray[np.int64], NDArray[np.float32], dict[int, str]]:
     """Describe every image of a data set into the memory of every rank.
 
     Returns:
-        Numbers (n,) of the images that could be described, ascending; their descriptors (n, D) of length 1; and the
-        reason by number for each of the others.
+        Numbers (n,) of the images that could be described, ascending; their descriptors (n, D) of
+        length 1; and the reason by number for each of the others.
     """
-    images, world = extraction.images, extraction.how.world
+    images = extraction.images
+    world = extraction.how.world
     descriptors = np.zeros((len(images), extraction.how.describer.dimensions), np.float32)
     own_left_out: dict[int, str] = {}
     for _, part in extraction.described(range(len(extraction.parts))):
@@ -113,27 +138,38 @@ def extract_descriptors(extraction: Extraction) -> tuple[NDArray[np.int64], NDAr
         descriptors[start : start + SUMMED_ROWS] = world.sum(rows).cpu().numpy()
     told = world.gather_values(list(own_left_out.items()))
     left_out = dict(sorted(tuple(pair) for of_rank in told for pair in of_rank))
-    if broken := [str(images.keys[number]) for number, reason in left_out.items() if reason == NOT_FINITE]:
+    broken = [
+        str(images.keys[number]) for number, reason in left_out.items() if reason == NOT_FINITE
+    ]
+    if broken:
         raise DistapError(
-            f"{images.name}: {len(broken)} of {len(images)} descriptors are not finite, such as that of {broken[0]}: "
-            "the network is broken"
+            f"{images.name}: {len(broken)} of {len(images)} descriptors are not finite, such as"
+            f" that of {broken[0]}: the network is broken"
         )
     samples = np.setdiff1d(np.arange(len(images)), [*left_out])
     if not len(samples):
-        raise DistapError(f"{images.name}: none of its {len(images)} images can be described: {left_out.get(0)}")
+        raise DistapError(
+            f"{images.name}: none of its {len(images)} images can be described: {left_out.get(0)}"
+        )
     return samples, descriptors if len(samples) == len(images) else descriptors[samples], left_out
 
 
 class SharedProgress:
-    """Exchange the ranks' progress every few seconds; every rank raises a BrokenOffError if one must stop.
+    """Exchange the ranks' progress every few seconds; every rank raises a BrokenOffError if one
+    must stop.
 
-    Rank 0 can show the progress of all. However uneven the work is, no rank waits in a collective for longer than
-    these seconds and one batch.
+    Rank 0 can show the progress of all. However uneven the work is, no rank waits in a collective
+    for longer than these seconds and one batch.
     """
 
-    def __init__(self, world: World, show: Callable[[int], None], is_asked_to_stop: Callable[[], bool]) -> None:
-        self._world, self._show, self._is_asked_to_stop = world, show, is_asked_to_stop
-        self._images, self._last = 0, time.monotonic()
+    def __init__(
+        self, world: World, show: Callable[[int], None], is_asked_to_stop: Callable[[], bool]
+    ) -> None:
+        self._world = world
+        self._show = show
+        self._is_asked_to_stop = is_asked_to_stop
+        self._images = 0
+        self._last = time.monotonic()
 
     def add(self, images: int) -> None:
         self._images += images
@@ -157,7 +193,10 @@ class SharedProgress:
 
 
 def _described(
-    describer: ImageDescriber, chunks: Iterator[SizedChunk], limit: int, report: Callable[[int], None]
+    describer: ImageDescriber,
+    chunks: Iterator[SizedChunk],
+    limit: int,
+    report: Callable[[int], None],
 ) -> DescribedPart:
     left_out: dict[int, str] = {}
     samples: list[int] = []
@@ -176,7 +215,11 @@ def _described(
         except DamagedImageError as error:
             left_out.update(dict.fromkeys(numbers, str(error)))
         report(len(numbers))
-    rows = torch.cat(descriptors).cpu().numpy() if descriptors else np.empty((0, describer.dimensions), np.float32)
+    rows = (
+        torch.cat(descriptors).cpu().numpy()
+        if descriptors
+        else np.empty((0, describer.dimensions), np.float32)
+    )
     described = np.array(samples, dtype=np.int64)
     left_out.update(dict.fromkeys(described[~np.isfinite(rows).all(axis=1)].tolist(), NOT_FINITE))
     order = np.argsort(described)  # as in the data set, which the batches of one shape mix

@@ -22,7 +22,8 @@ from distap.stages.exactness import evaluating
 from distap.stages.replica import autocast
 
 # A CPU describes few images at once: the activations of more leave its cache.
-BATCH_PIXELS, CPU_PIXELS = 64 * 224 * 224, 8 * 224 * 224
+BATCH_PIXELS = 64 * 224 * 224
+CPU_PIXELS = 8 * 224 * 224
 SAFE_SIDE = 64  # pixels of a side that no backbone reduces to nothing
 
 
@@ -41,15 +42,20 @@ class ImageDescriber:
     precision: PrecisionName = "float32"  # of convolutions and matrix products
     antialias: bool = True  # smooth before shrinking to a scale below 1
     first: int | None = None  # dimensions of a descriptor to keep; None keeps all
-    batch_pixels: int = BATCH_PIXELS  # most to describe at once: height times width, summed over the images
+    # most to describe at once: height times width, summed over the images
+    batch_pixels: int = BATCH_PIXELS
 
     def __post_init__(self) -> None:
-        required, scales = required_size(self.retrieval_network), self.network.scales
-        fits = self.sizing.kind == "crop" and self.sizing.shape(1, 1) == required and scales == (1.0,)
+        required = required_size(self.retrieval_network)
+        scales = self.network.scales
+        fits = (
+            self.sizing.kind == "crop" and self.sizing.shape(1, 1) == required and scales == (1.0,)
+        )
         if required is not None and not fits:
             raise DistapError(
-                f"this network's backbone takes images of {required[1]} x {required[0]} pixels only, so "
-                f"`{self.sizing}` at scales {list(scales)} is not for it; use `crop {required[0]}` and the scale 1"
+                f"this network's backbone takes images of {required[1]} x {required[0]} pixels"
+                f" only, so `{self.sizing}` at scales {list(scales)} is not for it; use `crop"
+                f" {required[0]}` and the scale 1"
             )
         if self.whitening is not None:
             refuse_foreign_whitening(self.whitening, self.described_by)
@@ -57,13 +63,23 @@ class ImageDescriber:
     @cached_property
     def network(self) -> MultiScaleNetwork:
         """Network that maps pixels to descriptors over all scales, whitened."""
-        last = None if self.whitening is None else self.whitening.tensors, self.antialias, self.first
+        last = (
+            None if self.whitening is None else self.whitening.tensors,
+            self.antialias,
+            self.first,
+        )
         return MultiScaleNetwork(self.retrieval_network, self.scales, *last)
 
     @cached_property
     def described_by(self) -> DescribedBy:
-        """Return a record of how descriptors are made, to store with them. Hash the network on first use."""
-        last = None if self.whitening is None else self.whitening.fingerprint, self.antialias, self.first
+        """Return a record of how descriptors are made, to store with them. Hash the network on
+        first use.
+        """
+        last = (
+            None if self.whitening is None else self.whitening.fingerprint,
+            self.antialias,
+            self.first,
+        )
         ways = str(self.sizing), self.network.scales, *last
         return DescribedBy(fingerprint(self.retrieval_network), *ways)
 
@@ -77,10 +93,13 @@ class ImageDescriber:
 
     @property
     def most_pixels(self) -> int:
-        return min(self.batch_pixels, CPU_PIXELS) if self.device.type == "cpu" else self.batch_pixels
+        return (
+            min(self.batch_pixels, CPU_PIXELS) if self.device.type == "cpu" else self.batch_pixels
+        )
 
     def describe_pixels(self, images: Iterable[Tensor], count: int) -> Tensor:
-        """Describe `count` scaled images (3, height, width) uint8 as (n, D) float32 of length 1, on the CPU.
+        """Describe `count` scaled images (3, height, width) uint8 as (n, D) float32 of length 1, on
+        the CPU.
 
         Several threads may call this at once if the network is in evaluation mode.
         """
@@ -91,7 +110,8 @@ class ImageDescriber:
         return descriptors
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Describe (n, 3, height, width) uint8 as (n, D) on the network's device; call it within `evaluating`.
+        """Describe (n, 3, height, width) uint8 as (n, D) on the network's device; call it within
+        `evaluating`.
 
         Raises:
             TooLittleMemoryError: memory does not suffice.
@@ -104,8 +124,9 @@ class ImageDescriber:
             count, _, height, width = pixels.shape
             if memory_ran_out(error):
                 raise TooLittleMemoryError(
-                    f"{count} images of {width} x {height} at scales {list(self.network.scales)} take more memory "
-                    f"than {self.device} has: set evaluation.batch_size lower, or evaluation.sizing to `side N`"
+                    f"{count} images of {width} x {height} at scales {list(self.network.scales)}"
+                    f" take more memory than {self.device} has: set evaluation.batch_size lower, or"
+                    " evaluation.sizing to `side N`"
                 ) from error
             if min(height, width) * min(1.0, *self.network.scales) < SAFE_SIDE:
                 message = f"{width} x {height} pixels are too few for the network"
@@ -121,7 +142,8 @@ class ImageDescriber:
 def describer_like(
     described_by: DescribedBy, network: RetrievalNetwork, whitening: Whitening | None = None
 ) -> ImageDescriber:
-    """Return a describer that repeats how stored descriptors were made; a DistapError if network or whitening differ.
+    """Return a describer that repeats how stored descriptors were made; a DistapError if network or
+    whitening differ.
 
     The network is put into evaluation mode.
     """
@@ -130,13 +152,18 @@ def describer_like(
         sizing = Sizing.parse(by.sizing)
     except DistapError as error:
         raise DistapError(f"{ABOUT_FILE} of the descriptors: {error}") from error
-    describer = ImageDescriber(network, sizing, by.scales, whitening, antialias=by.antialias, first=by.dimensions)
+    describer = ImageDescriber(
+        network, sizing, by.scales, whitening, antialias=by.antialias, first=by.dimensions
+    )
     for part in ("network", "whitening"):
-        wanted, given = (getattr(by, part) or "none" for by in (described_by, describer.described_by))
+        wanted, given = (
+            getattr(by, part) or "none" for by in (described_by, describer.described_by)
+        )
         if wanted != given:
             raise DistapError(
-                f"the descriptors were extracted with the {part} {wanted[:12]}, but this one is {given[:12]}: name "
-                "the checkpoint and the whitening that they were extracted with, or extract them again"
+                f"the descriptors were extracted with the {part} {wanted[:12]}, but this one is"
+                f" {given[:12]}: name the checkpoint and the whitening that they were extracted"
+                " with, or extract them again"
             )
     network.eval()
     return describer
@@ -147,10 +174,13 @@ def refuse_foreign_whitening(whitening: Whitening, described_by: DescribedBy) ->
     learned = whitening.described_by
     if learned.network != described_by.network:
         raise DistapError(
-            f"the whitening was learned from {whitening.learned_from} as the network {learned.network[:12]}... "
-            f"describes it, this one is {described_by.network[:12]}...: learn it anew with `distap whiten`"
+            f"the whitening was learned from {whitening.learned_from} as the network"
+            f" {learned.network[:12]}... describes it, this one is {described_by.network[:12]}...:"
+            " learn it anew with `distap whiten`"
         )
     ways = [f"`{one.sizing}` at scales {list(one.scales)}" for one in (learned, described_by)]
     if ways[0] != ways[1]:
         # Common with several scales: Radenović et al. learn their whitening from one.
-        logger.warning("the whitening was learned from images of %s, and is applied to those of %s", *ways)
+        logger.warning(
+            "the whitening was learned from images of %s, and is applied to those of %s", *ways
+        )

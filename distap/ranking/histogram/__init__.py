@@ -1,1 +1,3 @@
-"""Losses that depend on similarities through soft histograms: two passes over tiles of pairs, linear memory."""
+"""Losses that depend on similarities through soft histograms: two passes over tiles of pairs,
+linear memory.
+"""

@@ -1,18 +1,19 @@
 """Compute losses that depend on similarities through soft histograms, in linear memory.
 
-A pair of similarity s lies at t = (high - s) / width, counted in bins from the most similar end. The triangular
-kernel of Revaud et al. (2019, eq. 7) touches two neighbouring bins, and its running sum is a clamp: a pair adds
-clamp(m + 1 - t, 0, 1) to the cumulative count of bin m.
+A pair of similarity s lies at t = (high - s) / width, counted in bins from the most similar end.
+The triangular kernel of Revaud et al. (2019, eq. 7) touches two neighbouring bins, and its running
+sum is a clamp: a pair adds clamp(m + 1 - t, 0, 1) to the cumulative count of bin m.
 
     t       up to m      m to m + 1      m + 1 and more
     adds       1          m + 1 - t            0
 
-The loss depends on the similarities only through these counts, two tables of (b, M). Inside a bin the counts are
-linear in s, so the loss's derivative by s is a lookup: the slope of (query, bin of the pair, is it a positive).
+The loss depends on the similarities only through these counts, two tables of (b, M). Inside a bin
+the counts are linear in s, so the loss's derivative by s is a lookup: the slope of (query, bin of
+the pair, is it a positive).
 
-Pass one goes over tiles of pairs and counts. Pass two goes over them again and looks slopes up; the B x B
-similarities never exist at once. Pass one keeps each pair's bin as one byte if the budget allows, so that pass two
-needs no product.
+Pass one goes over tiles of pairs and counts. Pass two goes over them again and looks slopes up; the
+B x B similarities never exist at once. Pass one keeps each pair's bin as one byte if the budget
+allows, so that pass two needs no product.
 """
 
 from abc import abstractmethod
@@ -38,7 +39,8 @@ Counts = Float64[Tensor, "b M"]  # cumulative soft counts of b queries in M bins
 
 @dataclass(frozen=True)
 class HistogramLoss(Loss):
-    """A loss: 1 - a function of each query's soft counts in bins of similarity, averaged over queries.
+    """A loss: 1 - a function of each query's soft counts in bins of similarity, averaged over
+    queries.
 
     A subclass writes `average_precision`, and autograd differentiates it by the counts.
     """
@@ -73,13 +75,17 @@ class HistogramLoss(Loss):
 
     @abstractmethod
     def average_precision(self, negatives: Counts, positives: Counts) -> Float64[Tensor, " b"]:
-        """Return each query's AP from its cumulative soft counts, differentiable; 0 without positives."""
+        """Return each query's AP from its cumulative soft counts, differentiable; 0 without
+        positives.
+        """
 
     def counter(self, pairs: int, budget: Budget) -> "Passes":
         return Passes(self, pairs, budget)
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
-        is_own = torch.isin(torch.arange(len(gathered.gallery), device=gathered.own.device), gathered.own)
+        is_own = torch.isin(
+            torch.arange(len(gathered.gallery), device=gathered.own.device), gathered.own
+        )
         counter = self.counter(len(gathered.own) * len(gathered.gallery), budget)
         counter.add(gathered.gallery, gathered.gallery_labels.cpu(), is_own.cpu())
         return counter.value_and_gradient(gathered)
@@ -88,8 +94,8 @@ class HistogramLoss(Loss):
 class Passes(Counter):
     """Count the pairs of this rank's queries, and turn the counts into the loss and its gradient.
 
-    Images are added a part of the gallery at a time, as they arrive from the other ranks. The order of the tiles
-    depends on the parts alone, so that a run that is repeated gives the same bits.
+    Images are added a part of the gallery at a time, as they arrive from the other ranks. The order
+    of the tiles depends on the parts alone, so that a run that is repeated gives the same bits.
     """
 
     loss: HistogramLoss
@@ -97,20 +103,36 @@ class Passes(Counter):
     def __init__(self, loss: HistogramLoss, pairs: int, budget: Budget) -> None:
         super().__init__(loss, budget)
         self._window = loss.centres - 1 if budget.device.type == "cuda" else WINDOW
-        pays = pairs >= compiling.PAYS_FROM_PAIRS * (compiling.ON_GPU if budget.device.type == "cuda" else 1)
-        self._few = WINDOW + 1 if pays else 0  # codes of a tile that are compared with, and not looked up
-        self._fast: Callable[[Callable[..., Any]], Any] = compiling.compiled if pays else lambda function: function
+        pays = pairs >= compiling.PAYS_FROM_PAIRS * (
+            compiling.ON_GPU if budget.device.type == "cuda" else 1
+        )
+        # codes of a tile that are compared with, and not looked up
+        self._few = WINDOW + 1 if pays else 0
+        self._fast: Callable[[Callable[..., Any]], Any] = (
+            compiling.compiled if pays else lambda function: function
+        )
         self._parts: list[tuple[Images, Images]] = []  # own images of each part, and the rest
-        self._tiles: list[tuple[Tile, slice, UInt8[Tensor, "r c"] | None]] = []  # with their codes, which if kept
+        # with their codes, which if kept
+        self._tiles: list[tuple[Tile, slice, UInt8[Tensor, "r c"] | None]] = []
         self._pairs = 0  # that were counted
-        # Negatives and positives of each own image at or above each bin but the last, which holds all of them. Counts
-        # reach B: float32 within a tile and float64 between tiles stay exact up to a million.
-        self._counts = torch.zeros(2, 0, loss.centres - 1, dtype=torch.float64, device=budget.device)
+        # Negatives and positives of each own image at or above each bin but the last, which holds
+        # all of them. Counts reach B: float32 within a tile and float64 between tiles stay exact up
+        # to a million.
+        self._counts = torch.zeros(
+            2, 0, loss.centres - 1, dtype=torch.float64, device=budget.device
+        )
 
-    def add(self, descriptors: Float[Tensor, "n C"], labels: Int64[Tensor, " n"], is_own: Bool[Tensor, " n"]) -> None:
+    def add(
+        self,
+        descriptors: Float[Tensor, "n C"],
+        labels: Int64[Tensor, " n"],
+        is_own: Bool[Tensor, " n"],
+    ) -> None:
         """Count the pairs among the gallery's next images, and between them and earlier ones."""
         first_row = self._counts.shape[1]
-        own, rest = (Images.of(descriptors, labels, each, self.seen, first_row) for each in (is_own, ~is_own))
+        own, rest = (
+            Images.of(descriptors, labels, each, self.seen, first_row) for each in (is_own, ~is_own)
+        )
         self._counts = pad(self._counts, (0, 0, 0, len(own.labels)))
         for tile in self._new_tiles(own, rest):
             self._count(tile)
@@ -119,10 +141,9 @@ class Passes(Counter):
 
     def _new_tiles(self, own: Images, rest: Images) -> Iterator[Tile]:
         # The tiles of a new part. Pairs of two images of other ranks are those ranks' business.
-        #
-        #               earlier own   earlier rest   new own    new rest
-        # earlier own      (done)        (done)         b'          d          b' is b transposed: mirrored
-        # new own            b             c            a           d
+        # earlier own   earlier rest   new own    new rest earlier own      (done)        (done)
+        # b'          d          b' is b transposed: mirrored new own            b             c
+        # a           d
         for mine in (own, *(earlier for earlier, _ in self._parts)):
             yield from tiles(own, mine, self.budget, mirrored=True)  # a, b
             yield from tiles(mine, rest, self.budget, mirrored=False)  # d
@@ -130,106 +151,148 @@ class Passes(Counter):
             yield from tiles(own, earlier, self.budget, mirrored=False)  # c
 
     def _count(self, tile: Tile) -> None:
-        similarities, same_class = tile.similarities(), tile.same_class()
+        similarities = tile.similarities()
+        same_class = tile.same_class()
         self._pairs += similarities.numel()
-        codes = self._codes(tile, similarities, same_class) if self._pairs <= self.budget.half else None
+        codes = (
+            self._codes(tile, similarities, same_class) if self._pairs <= self.budget.half else None
+        )
         sides = [(tile, similarities, same_class)]
         if tile.mirrored:
-            sides.append((tile.mirror(), similarities.t(), same_class and tile.mirror().same_class()))
-        least = self.loss.low if similarities.is_cuda else similarities.amin().item()  # a GPU is not waited for
-        # A side is counted twice: its positives, picked out by their columns, then all pairs with -inf in their
-        # places, which lies beyond the last bin and counts nowhere.
+            sides.append(
+                (tile.mirror(), similarities.t(), same_class and tile.mirror().same_class())
+            )
+        # a GPU is not waited for
+        least = self.loss.low if similarities.is_cuda else similarities.amin().item()
+        # A side is counted twice: its positives, picked out by their columns, then all pairs with
+        # -inf in their places, which lies beyond the last bin and counts nowhere.
         for side, values, found in sides:
             if found is not None:
-                self._add_counts(self._counts[1, side.counts], self._positives(side, values, *found), least)
+                self._add_counts(
+                    self._counts[1, side.counts], self._positives(side, values, *found), least
+                )
         if same_class is not None:
             _add_in(similarities, *same_class, -torch.inf)
         for side, values, _ in sides:
             reached = self._add_counts(self._counts[0, side.counts], values, least)
-        # Pairs before bin 0 have the code of those beyond the last, and positives have codes of their own.
+        # Pairs before bin 0 have the code of those beyond the last, and positives have codes of
+        # their own.
         first = reached.start if same_class is None and len(reached) < self._few else 0
         self._tiles.append((tile, slice(first, first + self._few if first else None), codes))
 
     def _add_counts(self, counts: Tensor, similarities: Tensor, least: float) -> range:
-        # Bins before the first that a pair of the tile reaches hold none of them, and those beyond the last hold all.
-        high, width, last = self.loss.high, self.loss.width, counts.shape[1]
+        # Bins before the first that a pair of the tile reaches hold none of them, and those beyond
+        # the last hold all.
+        high = self.loss.high
+        width = self.loss.width
+        last = counts.shape[1]
         # In this order, min and max pass over NaN, which is told later.
         most = high if similarities.is_cuda else similarities.amax().item()
         begin = int(min(last - 1, max(0, (high - most) / width)))
         reached = range(begin, ceil(min(last, max(begin, (high - least) / width) + 1)))
         for first in reached[:: self._window]:
-            soft = self._fast(soft_counts)(similarities, high - first * width, width, self._window + 1)
+            soft = self._fast(soft_counts)(
+                similarities, high - first * width, width, self._window + 1
+            )
             counts[:, first : first + self._window] += soft[:, : last - first]
         counts[:, first + self._window :] += soft[:, -1:]
         return reached
 
-    def _positives(self, side: Tile, similarities: Tensor, columns: Tensor, is_counted: Tensor) -> Tensor:
+    def _positives(
+        self, side: Tile, similarities: Tensor, columns: Tensor, is_counted: Tensor
+    ) -> Tensor:
         if side.is_diagonal and not self.loss.self_pair:
-            is_counted = is_counted & (columns != torch.arange(len(columns), device=columns.device)[:, None])
-        # Each pair is counted once, from one value of its similarity. The difference 'all minus positives' would
-        # leave a rounding residue in bins without negatives, and with it a gradient where there is no loss.
+            is_counted = is_counted & (
+                columns != torch.arange(len(columns), device=columns.device)[:, None]
+            )
+        # Each pair is counted once, from one value of its similarity. The difference 'all minus
+        # positives' would leave a rounding residue in bins without negatives, and with it a
+        # gradient where there is no loss.
         return similarities.gather(1, columns).masked_fill_(~is_counted, -torch.inf)
 
-    def _codes(self, tile: Tile, similarities: Float[Tensor, "r c"], same_class: SameClass) -> UInt8[Tensor, "r c"]:
-        # The place of each pair's slope in the table `by_code`, for M bin centres:
-        #
-        #     0 ... M - 2      a negative in this bin          M ... 2 M - 2    a positive in bin code - M
-        #     M - 1            a negative outside: slope 0     2 M - 1          a positive outside: slope 0
-        codes: Tensor = self._fast(bin_codes)(similarities, self.loss.high, self.loss.width, self.loss.centres)
+    def _codes(
+        self, tile: Tile, similarities: Float[Tensor, "r c"], same_class: SameClass
+    ) -> UInt8[Tensor, "r c"]:
+        # The place of each pair's slope in the table `by_code`, for M bin centres:  0 ... M - 2
+        # a negative in this bin          M ... 2 M - 2    a positive in bin code - M M - 1
+        # a negative outside: slope 0     2 M - 1          a positive outside: slope 0
+        codes: Tensor = self._fast(bin_codes)(
+            similarities, self.loss.high, self.loss.width, self.loss.centres
+        )
         if same_class is not None:
             _add_in(codes, *same_class, self.loss.centres)
         if tile.is_diagonal:
-            # An image's similarity to itself is constant: its slope would only change the descriptor's length.
+            # An image's similarity to itself is constant: its slope would only change the
+            # descriptor's length.
             codes.fill_diagonal_(self.loss.centres - 1)
         return codes
 
     def value_and_gradient(self, gathered: Gathered) -> LossValue:
-        # Remembered descriptors are not in the counts yet. They are no queries, so they only add columns.
-        remembered, labels = gathered.gallery[self.seen :], gathered.gallery_labels[self.seen :].cpu()
+        # Remembered descriptors are not in the counts yet. They are no queries, so they only add
+        # columns.
+        remembered = gathered.gallery[self.seen :]
+        labels = gathered.gallery_labels[self.seen :].cpu()
         if len(labels):
             self.add(remembered, labels, torch.zeros_like(labels, dtype=torch.bool))
         # From the order of counting, part by part and by class, to that of `gathered.own`.
         order = torch.cat([own.positions for own, _ in self._parts]).argsort()
         sizes = gathered.class_sizes[gathered.own, 0].double()
         totals = torch.stack([self.seen - sizes, sizes - float(not self.loss.self_pair)])
-        # The last bin holds all pairs, whose number is known: it need not be counted, and no similarity changes it.
-        tables = [table.requires_grad_() for table in torch.cat([self._counts[:, order], totals[:, :, None]], dim=2)]
+        # The last bin holds all pairs, whose number is known: it need not be counted, and no
+        # similarity changes it.
+        tables = [
+            table.requires_grad_()
+            for table in torch.cat([self._counts[:, order], totals[:, :, None]], dim=2)
+        ]
         weight = gathered.query_weights(self.loss.weights)[gathered.own]
-        # The loss of each query, and its derivative by a negative, then by a positive, in each of the M - 1 bins. In
-        # bin m a pair of similarity s adds m + 1 - (high - s) / width to the count of bin m, and a constant to the
-        # others: the slope by s is that by this count over the width. Autograd sees (b, M) tables, never pairs.
+        # The loss of each query, and its derivative by a negative, then by a positive, in each of
+        # the M - 1 bins. In bin m a pair of similarity s adds m + 1 - (high - s) / width to the
+        # count of bin m, and a constant to the others: the slope by s is that by this count over
+        # the width. Autograd sees (b, M) tables, never pairs.
         with torch.enable_grad():
             losses = 1 - self.loss.average_precision(*tables)
             by_count = torch.autograd.grad((weight * losses).sum(), tables)
         slopes = torch.cat([table[:, :-1] for table in by_count], dim=1) / self.loss.width
-        # By code first: neighbours in a row are neighbouring columns of a tile, so that lookups on a GPU coalesce.
+        # By code first: neighbours in a row are neighbouring columns of a tile, so that lookups on
+        # a GPU coalesce.
         shared = gathered.share(slopes.to(gathered.gallery.dtype)).t().unflatten(0, (2, -1))
         # Zeros for pairs outside the bins, and for remembered images, which are no queries.
         by_code = pad(shared, (0, len(gathered.gallery) - shared.shape[2], 0, 1)).flatten(0, 1)
         loss = gathered.world.sum((weight * losses).sum())
-        return LossValue(loss, torch.where(weight > 0, losses, torch.nan), self._gradient(by_code)[order])
+        return LossValue(
+            loss, torch.where(weight > 0, losses, torch.nan), self._gradient(by_code)[order]
+        )
 
     def _gradient(self, slopes: Float[Tensor, "codes N"]) -> Float[Tensor, "b C"]:
-        # Pass two. The similarity of i and j moves the counts of both as queries:
-        #
-        #     dL/dd_i = sum over j of ( slope of query i for the pair + slope of query j for the pair ) d_j
-        #
-        # Both slopes are lookups, once all ranks have shared their tables, (b, 2 M) each. So every part of a
-        # descriptor's gradient comes from its own row of pairs, and no B x C values have to be reduced over ranks.
+        # Pass two. The similarity of i and j moves the counts of both as queries:  dL/dd_i = sum
+        # over j of ( slope of query i for the pair + slope of query j for the pair ) d_j  Both
+        # slopes are lookups, once all ranks have shared their tables, (b, 2 M) each. So every part
+        # of a descriptor's gradient comes from its own row of pairs, and no B x C values have to be
+        # reduced over ranks.
         gradient = slopes.new_zeros(self._counts.shape[1], self._parts[0][0].descriptors.shape[1])
         by_images = {images: slopes[:, images.positions] for images in chain(*self._parts)}
         for tile, few, kept in self._tiles:
-            codes = self._codes(tile, tile.similarities(), tile.same_class()) if kept is None else kept
-            by_row, by_column = by_images[tile.queries][few, tile.rows].t(), by_images[tile.others][few, tile.columns]
+            codes = (
+                self._codes(tile, tile.similarities(), tile.same_class()) if kept is None else kept
+            )
+            by_row = by_images[tile.queries][few, tile.rows].t()
+            by_column = by_images[tile.others][few, tile.columns]
             by_similarity = self._fast(slope_of_pairs)(codes, by_row, by_column, few.start)
             gradient[tile.counts].addmm_(by_similarity, tile.others.descriptors[tile.columns])
-            if tile.mirrored:  # the sum of both slopes is symmetric, so the mirror image needs no lookup of its own
-                gradient[tile.mirror().counts].addmm_(by_similarity.t(), tile.queries.descriptors[tile.rows])
-        self._tiles, self._parts = [], []  # their memory is free from now on
+            # the sum of both slopes is symmetric, so the mirror image needs no lookup of its own
+            if tile.mirrored:
+                gradient[tile.mirror().counts].addmm_(
+                    by_similarity.t(), tile.queries.descriptors[tile.rows]
+                )
+        # their memory is free from now on
+        self._tiles = []
+        self._parts = []
         return gradient
 
 
-def _add_in(table: Tensor, columns: Int64[Tensor, "r P"], is_real: Bool[Tensor, "r P"], value: int | float) -> None:
+def _add_in(
+    table: Tensor, columns: Int64[Tensor, "r P"], is_real: Bool[Tensor, "r P"], value: int | float
+) -> None:
     """Add values at columns of each row, in place; padding repeats a column and adds nothing."""
     table.scatter_add_(1, columns, torch.where(is_real, value, 0).to(table.dtype))
 
@@ -237,19 +300,17 @@ def _add_in(table: Tensor, columns: Int64[Tensor, "r P"], is_real: Bool[Tensor, 
 def soft_counts(
     similarities: Float[Tensor, "r c"], high: float, width: float, bins: int
 ) -> Float[Tensor, "r slopes"]:
-    """Return cumulative soft counts per row in all bins but the last (Revaud et al. 2019, eq. 9); skip -inf."""
-    # With t = (high - s) / width, a pair adds relu(m + 1 - t) - relu(m - t) to bin m: each relu serves two bins, and
-    # unlike a clamp it is one operation when compiled.
-    #
-    #     1 |‾‾‾‾‾‾‾‾\
-    #       |         \            of bin m, over t
-    #     0 |__________\_____
-    #           t = m   m + 1
-    #
-    # Rounded once at a power of two, t loses no more digits, so that a pair of an earlier bin adds exactly 1.
+    """Return cumulative soft counts per row in all bins but the last (Revaud et al. 2019, eq. 9);
+    skip -inf.
+    """
+    # With t = (high - s) / width, a pair adds relu(m + 1 - t) - relu(m - t) to bin m: each relu
+    # serves two bins, and unlike a clamp it is one operation when compiled.  1 |‾‾‾‾‾‾‾‾\ |
+    # \            of bin m, over t 0 |__________\_____ t = m   m + 1  Rounded once at a power of
+    # two, t loses no more digits, so that a pair of an earlier bin adds exactly 1.
     top = 2 ** bins.bit_length()
     from_top = top - ((high - similarities) / width).relu_()
-    counts, below = from_top.new_empty(bins - 1, len(from_top)), torch.zeros_like(from_top)
+    counts = from_top.new_empty(bins - 1, len(from_top))
+    below = torch.zeros_like(from_top)
     # A bin at a time: uncompiled this stays in cache, and compiled all bins come from one reading.
     for m in range(1, bins):
         up_to = (from_top + (m - top)).relu_()
@@ -257,22 +318,33 @@ def soft_counts(
     return -counts.t()
 
 
-def bin_codes(similarities: Float[Tensor, "r c"], high: float, width: float, bins: int) -> UInt8[Tensor, "r c"]:
-    """Return the bin of each pair, 0 to bins - 2; or bins - 1 for similarities outside the range."""
+def bin_codes(
+    similarities: Float[Tensor, "r c"], high: float, width: float, bins: int
+) -> UInt8[Tensor, "r c"]:
+    """Return the bin of each pair, 0 to bins - 2; or bins - 1 for similarities outside the
+    range."""
     t = (high - similarities) / width
     # Beyond the ends the counts are flat, and so is the loss: such a pair has slope 0.
     return torch.where(t < 0, bins - 1, t.clamp(0, bins - 1)).to(torch.uint8)
 
 
 def slope_of_pairs(
-    codes: UInt8[Tensor, "r c"], by_row: Float[Tensor, "r codes"], by_column: Float[Tensor, "codes c"], first: int
+    codes: UInt8[Tensor, "r c"],
+    by_row: Float[Tensor, "r codes"],
+    by_column: Float[Tensor, "codes c"],
+    first: int,
 ) -> Float[Tensor, "r c"]:
-    """Return the loss's derivative by each similarity: the slope of the row's query plus that of the column's."""
+    """Return the loss's derivative by each similarity: the slope of the row's query plus that of
+    the column's.
+    """
     if first == 0:
         index = codes.long()
         return by_row.gather(1, index) + by_column.gather(0, index)
-    # These are few codes, from `first` on. On a CPU, to compare with them takes a third of the time of looking up.
-    place, of_row, of_column = codes.int() - first, by_row[:, :1], by_column[:1]
+    # These are few codes, from `first` on. On a CPU, to compare with them takes a third of the time
+    # of looking up.
+    place = codes.int() - first
+    of_row = by_row[:, :1]
+    of_column = by_column[:1]
     for m in range(1, by_row.shape[1]):
         of_row = torch.where(place < m, of_row, by_row[:, m : m + 1])
         of_column = torch.where(place < m, of_column, by_column[m])

@@ -1,6 +1,7 @@
 """Cut the similarities of a batch into tiles of images sorted by class.
 
-Sorted, the images of a query's class are neighbours, so its positives are picked out of a tile and not searched for.
+Sorted, the images of a query's class are neighbours, so its positives are picked out of a tile and
+not searched for.
 """
 
 from collections.abc import Iterator
@@ -22,7 +23,8 @@ class Images:
     """Images of the gallery, sorted by class."""
 
     descriptors: Float[Tensor, "n C"]
-    labels: Int64[Tensor, " n"]  # on the CPU, so that nobody waits for a device to know the size of a class
+    # on the CPU, so that nobody waits for a device to know the size of a class
+    labels: Int64[Tensor, " n"]
     positions: Int64[Tensor, " n"]  # in the gallery
     first_row: int  # row of the first image in the table of counts, if these are queries
 
@@ -34,7 +36,9 @@ class Images:
         first_position: int,
         first_row: int = 0,
     ) -> "Images":
-        """Choose images (which lie in the gallery from `first_position` on), and sort them by class."""
+        """Choose images (which lie in the gallery from `first_position` on), and sort them by
+        class.
+        """
         numbers = chosen.nonzero().flatten()
         order = numbers[labels[numbers].argsort(stable=True)]
         on_device = queued(order, descriptors.device)
@@ -57,8 +61,11 @@ class Tile:
 
     @property
     def counts(self) -> slice:
-        """Return which rows of a table with one row per image of this rank are this tile's queries."""
-        return slice(self.queries.first_row + self.rows.start, self.queries.first_row + self.rows.stop)
+        """Return which rows of a table with one row per image of this rank are this tile's
+        queries."""
+        return slice(
+            self.queries.first_row + self.rows.start, self.queries.first_row + self.rows.stop
+        )
 
     def mirror(self) -> "Tile":
         return Tile(self.others, self.columns, self.queries, self.rows, self.mirrored)
@@ -67,12 +74,14 @@ class Tile:
         return self.queries.descriptors[self.rows] @ self.others.descriptors[self.columns].t()
 
     def same_class(self) -> SameClass:
-        """Return for each row the columns of its class, P at most, and which of them are no padding.
+        """Return for each row the columns of its class, P at most, and which of them are no
+        padding.
 
         Padding repeats a column. None if no pair of the tile is of one class.
         """
         # Both sides are sorted by class, and labels are on the CPU, so this waits for no device.
-        mine, theirs = self.queries.labels[self.rows], self.others.labels[self.columns]
+        mine = self.queries.labels[self.rows]
+        theirs = self.others.labels[self.columns]
         if mine[-1] < theirs[0] or theirs[-1] < mine[0]:
             return None
         columns, is_real = runs(theirs, mine, self.queries.descriptors.device)
@@ -85,12 +94,10 @@ def tiles(queries: Images, others: Images, budget: Budget, mirrored: bool) -> It
     # Twice as wide as high: the matrix product is fastest on tiles that are about square.
     for rows in strips(0, len(queries.labels), max(1, int((pairs / 2) ** 0.5))):
         width = min(MOST_COLUMNS, max(1, pairs // (rows.stop - rows.start)))
-        # Similarities are symmetric, so images against themselves need half of the products of a whole square:
-        #
-        #     D d d d     D: a tile on the diagonal, which has each of its pairs both as (i, j) and as (j, i)
-        #       D d d     d: mirrored, its pairs count for its rows and, transposed, for its columns
-        #         D d
-        #           D
+        # Similarities are symmetric, so images against themselves need half of the products of a
+        # whole square:  D d d d     D: a tile on the diagonal, which has each of its pairs both as
+        # (i, j) and as (j, i) D d d     d: mirrored, its pairs count for its rows and, transposed,
+        # for its columns D d D
         if queries is others:
             yield Tile(queries, rows, others, rows, mirrored=False)
         for columns in strips(rows.stop if queries is others else 0, len(others.labels), width):

@@ -18,9 +18,11 @@ from distap.ranking.gathered import Gathered, QueryWeights, runs
 from distap.ranking.loss import Budget, Loss, LossValue, rank_on_rank_zero
 from distap.ranking.rankable import refuse_other_leaves
 
-# With fewer rows, products of descriptors are slower; more rows leave the cache in the functions between.
+# With fewer rows, products of descriptors are slower; more rows leave the cache in the functions
+# between.
 TILES_OF_A_BLOCK = 8
-Scores = Float[Tensor, "r N"]  # similarities of r queries to all N images that they are ranked against
+# similarities of r queries to all N images that they are ranked against
+Scores = Float[Tensor, "r N"]
 Mask = Bool[Tensor, "r N"]
 
 
@@ -28,18 +30,24 @@ Mask = Bool[Tensor, "r N"]
 class Rows:
     """A block of queries against the whole gallery.
 
-    A query's class has at most P gallery images, the query among them; smaller classes are padded. So positives are
-    tables of P columns, and what is computed for each positive is not computed for all N images:
+    A query's class has at most P gallery images, the query among them; smaller classes are padded.
+    So positives are tables of P columns, and what is computed for each positive is not computed for
+    all N images:
 
-        similarities (r, N)  | . + . . + - ...     same_class (r, P)   | 1 4 q q     columns, q is padding
+        similarities (r, N)  | . + . . + - ...     same_class (r, P)   | 1 4 q q     columns, q is
+        padding
                              | + . - + . + ...                         | 0 3 5 q
     """
 
     similarities: Float[Tensor, "r N"]
-    levels: Int64[Tensor, "N L"]  # class numbers of the gallery, from the finest level to the coarsest
-    queries: Int64[Tensor, " r"]  # rows of the queries in the batch, which are their own columns in the gallery
-    same_class: Int64[Tensor, "r P"]  # columns of the images of the query's class; padding repeats the query's
-    is_positive: Bool[Tensor, "r P"]  # which of them are positives: no padding, and the query only if it counts
+    # class numbers of the gallery, from the finest level to the coarsest
+    levels: Int64[Tensor, "N L"]
+    # rows of the queries in the batch, which are their own columns in the gallery
+    queries: Int64[Tensor, " r"]
+    # columns of the images of the query's class; padding repeats the query's
+    same_class: Int64[Tensor, "r P"]
+    # which of them are positives: no padding, and the query only if it counts
+    is_positive: Bool[Tensor, "r P"]
     weights: Float[Tensor, " r"]  # of the queries; they sum to 1 over all blocks and ranks
     pairs: int  # of all blocks of this rank together
     extra: Mapping[str, Tensor]  # further tensors of the queries, (r, ...)
@@ -52,7 +60,8 @@ class Rows:
 
     @cached_property
     def positives(self) -> Float[Tensor, "r P"]:
-        """Return the similarities to images of the query's class, in the columns of `same_class`."""
+        """Return the similarities to images of the query's class, in the columns of
+        `same_class`."""
         return self.similarities.gather(1, self.same_class)
 
     @cached_property
@@ -71,21 +80,27 @@ class Rows:
 
     def without_query(self) -> "Rows":
         """Return these rows with each query left out of its own positives."""
-        return replace(self, is_positive=self.is_positive & (self.same_class != self.queries[:, None]))
+        return replace(
+            self, is_positive=self.is_positive & (self.same_class != self.queries[:, None])
+        )
 
     def with_positives(
         self, by_negative: Float[Tensor, "r N"], by_positive: Float[Tensor, "r P"]
     ) -> Float[Tensor, "r N"]:
-        """Add derivatives by positives to those by negatives, which are 0 elsewhere, in place; return the sum."""
+        """Add derivatives by positives to those by negatives, which are 0 elsewhere, in place;
+        return the sum.
+        """
         return by_negative.scatter_add_(1, self.same_class, by_positive * self.is_positive)
 
 
 @dataclass(frozen=True, kw_only=True)  # a first number is for a subclass's own first field
 class SimilarityLoss(Loss):
-    """A loss that averages, over queries, a function of each query's similarities to the whole gallery.
+    """A loss that averages, over queries, a function of each query's similarities to the whole
+    gallery.
 
-    A subclass writes `loss`, and autograd differentiates it; or it writes `value_and_slopes`, with a derivative by
-    hand that takes less memory. The queries are ranked a block at a time, each rank its own.
+    A subclass writes `loss`, and autograd differentiates it; or it writes `value_and_slopes`, with
+    a derivative by hand that takes less memory. The queries are ranked a block at a time, each rank
+    its own.
     """
 
     self_pair: bool = True
@@ -97,17 +112,21 @@ class SimilarityLoss(Loss):
     def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
         """Return the loss of each of r queries, differentiable by the similarities.
 
-        Further parameters without a default take rows (r, ...) of the queries' `extra` tensors of that name.
+        Further parameters without a default take rows (r, ...) of the queries' `extra` tensors of
+        that name.
 
         Args:
-            similarities: (r, N) to the whole gallery of N images, in any order.
-            positive: which are of the query's class; the query itself is one of them if `self_pair`.
-            negative: which are of another class.
+            similarities: (r, N) to the whole gallery of N images, in any order. positive: which are
+                of the query's class; the query itself is one of them if `self_pair`. negative:
+                which are of another class.
         """
-        raise NotImplementedError(f"{type(self).__name__} has to define `loss` or `value_and_slopes`")
+        raise NotImplementedError(
+            f"{type(self).__name__} has to define `loss` or `value_and_slopes`"
+        )
 
     def loss_of_rows(self, similarities: Scores, rows: Rows) -> Tensor:
-        """Return (r,) `loss` of a block; a loss that compares similarities overrides this to see the rows' tie width.
+        """Return (r,) `loss` of a block; a loss that compares similarities overrides this to see
+        the rows' tie width.
 
         `similarities` are those of the rows, and the loss is differentiable by them.
         """
@@ -119,22 +138,28 @@ class SimilarityLoss(Loss):
         return self.parameters
 
     def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, "..."]) -> tuple[Tensor, ...]:
-        """Return each query's loss, (r,), and the derivative of the weighted sum by similarities, (r, N).
+        """Return each query's loss, (r,), and the derivative of the weighted sum by similarities,
+        (r, N).
 
-        Derivatives by each of `used` follow. `totals` are what the method `totals` gave, summed over all queries of
-        all ranks.
+        Derivatives by each of `used` follow. `totals` are what the method `totals` gave, summed
+        over all queries of all ranks.
         """
         with torch.enable_grad():
             similarities = rows.similarities.detach().requires_grad_()
             value = self.loss_of_rows(similarities, rows)
             if value.shape != rows.weights.shape:
-                shapes = f"gave shape {tuple(value.shape)}; expected {tuple(rows.weights.shape)}: one value a query"
+                shapes = (
+                    f"gave shape {tuple(value.shape)}; expected {tuple(rows.weights.shape)}: one"
+                    " value a query"
+                )
                 raise DistapError(f"{type(self).__name__} {shapes}")
             found = gradients((rows.weights * value).sum(), similarities, *self.used)
         return value.detach(), *found
 
     def shape_of_totals(self, columns: int) -> tuple[int, ...]:
-        """Return the shape of the sums over all queries that `value_and_slopes` needs; without numbers, no pass."""
+        """Return the shape of the sums over all queries that `value_and_slopes` needs; without
+        numbers, no pass.
+        """
         return (0,)
 
     def totals(self, rows: Rows) -> Float64[Tensor, "..."]:
@@ -143,14 +168,16 @@ class SimilarityLoss(Loss):
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
         value, of_batch = self.over_blocks(gathered, gathered.gallery, len(gathered.images), budget)
-        # One reduce-scatter of B C numbers, which the histograms' losses do without: their slopes are symmetric.
-        # An image gets both: what it wants as a query, and what the queries of all ranks want of it.
+        # One reduce-scatter of B C numbers, which the histograms' losses do without: their slopes
+        # are symmetric. An image gets both: what it wants as a query, and what the queries of all
+        # ranks want of it.
         return value._replace(gradient=value.gradient + gathered.sum_own(of_batch))
 
     def over_blocks(
         self, gathered: Gathered, gallery: Float[Tensor, "N C"], moving: int, budget: Budget
     ) -> tuple[LossValue, Float[Tensor, "moving C"]]:
-        """Rank this rank's queries; return loss and gradient, and their part of that of the gallery's first images.
+        """Rank this rank's queries; return loss and gradient, and their part of that of the
+        gallery's first images.
 
         The others, which a memory remembers of earlier steps, get no gradient.
         """
@@ -166,8 +193,10 @@ class SimilarityLoss(Loss):
         #     dL/dD = Gᵀ Q     all rows, summed over blocks here, and over ranks by the caller
         #
         # A block is forgotten before the next one, so memory holds r N pairs, whatever the batch.
-        descriptors, own_weights = gathered.descriptors, weights[gathered.own]
-        of_gallery, of_queries = torch.zeros_like(gallery[:moving]), torch.zeros_like(descriptors[: len(own_weights)])
+        descriptors = gathered.descriptors
+        own_weights = weights[gathered.own]
+        of_gallery = torch.zeros_like(gallery[:moving])
+        of_queries = torch.zeros_like(descriptors[: len(own_weights)])
         per_query = torch.zeros_like(own_weights)
         by_parameters = [torch.zeros_like(one) for one in self.used]
         for which, rows in self.blocks(gathered, gallery, weights, budget):
@@ -175,7 +204,8 @@ class SimilarityLoss(Loss):
             per_query[which] = values.double()
             for total, part in zip(by_parameters, others, strict=True):
                 total += part
-            # Its own similarity is constant at length 1: the slope would only change the descriptor's length.
+            # Its own similarity is constant at length 1: the slope would only change the
+            # descriptor's length.
             if gathered.of_unit_length and gallery is gathered.gallery:
                 slopes[torch.arange(len(which), device=which.device), rows.queries] = 0
             of_queries[which] = slopes @ gallery
@@ -186,11 +216,15 @@ class SimilarityLoss(Loss):
         return LossValue(loss, per_query, of_queries, found), of_gallery
 
     def blocks(
-        self, gathered: Gathered, gallery: Float[Tensor, "N C"], weights: Float64[Tensor, " B"], budget: Budget
+        self,
+        gathered: Gathered,
+        gallery: Float[Tensor, "N C"],
+        weights: Float64[Tensor, " B"],
+        budget: Budget,
     ) -> Iterator[tuple[Int64[Tensor, " r"], Rows]]:
         """Yield this rank's queries in blocks, with their row numbers in `own`."""
-        # They are ordered by the size of their class: `same_class` has as many columns as the largest class of a
-        # block, so that one large class pads few others.
+        # They are ordered by the size of their class: `same_class` has as many columns as the
+        # largest class of a block, so that one large class pads few others.
         own = gathered.own
         counted = (weights[own] > 0).nonzero().flatten()
         order = counted[gathered.class_sizes[own[counted], 0].argsort(stable=True)]
@@ -198,15 +232,32 @@ class SimilarityLoss(Loss):
         for which in order.split(most) if len(order) else ():
             queries = own[which]
             levels, same_class, is_positive = self.columns(gathered, queries)
-            similarities, weight = gathered.descriptors[queries] @ gallery.t(), weights[queries].to(gallery.dtype)
+            similarities = gathered.descriptors[queries] @ gallery.t()
+            weight = weights[queries].to(gallery.dtype)
             extra = {name: gathered.extra[name][queries] for name in self.taken}
             pairs = len(order) * len(gallery)
             width = gathered.tie_width
-            yield which, Rows(similarities, levels, queries, same_class, is_positive, weight, pairs, extra, width)
+            yield (
+                which,
+                Rows(
+                    similarities,
+                    levels,
+                    queries,
+                    same_class,
+                    is_positive,
+                    weight,
+                    pairs,
+                    extra,
+                    width,
+                ),
+            )
 
-    def columns(self, gathered: Gathered, queries: Int64[Tensor, " r"]) -> tuple[Tensor, Tensor, Tensor]:
+    def columns(
+        self, gathered: Gathered, queries: Int64[Tensor, " r"]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return `levels`, `same_class` and `is_positive` of a block; see `Rows`."""
-        levels, (labels, by_class) = gathered.gallery_levels, gathered.by_class
+        levels = gathered.gallery_levels
+        labels, by_class = gathered.by_class
         places, is_positive = runs(labels, levels[queries, 0], queries.device)
         same_class = torch.where(is_positive, by_class[places], queries[:, None])
         if not self.self_pair:
@@ -218,9 +269,10 @@ def padded_columns(
     wanted: Bool[Tensor, "r N"], padding: Int64[Tensor, " r"]
 ) -> tuple[Int64[Tensor, "r P"], Bool[Tensor, "r P"]]:
     """Return the columns wanted in each row, ascending, and which are no padding."""
-    # `nonzero` goes row by row, so an image's place in its row is its number less the first number of the row:
-    # no sort and no loop over rows, whose counts differ.
-    count, (row, column) = wanted.sum(1), wanted.nonzero(as_tuple=True)
+    # `nonzero` goes row by row, so an image's place in its row is its number less the first number
+    # of the row: no sort and no loop over rows, whose counts differ.
+    count = wanted.sum(1)
+    row, column = wanted.nonzero(as_tuple=True)
     place = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
     is_real = torch.arange(max(1, int(count.max())), device=row.device) < count[:, None]
     columns = padding[:, None].repeat(1, is_real.shape[1])
@@ -232,18 +284,22 @@ def padded_columns(
 class DescriptorLoss(Loss):
     """A loss of the whole batch's descriptors, which rank 0 computes and autograd differentiates.
 
-    It takes as much memory as `loss` takes, and ranks against no memory of earlier descriptors. Query weights do not
-    apply. The parameters of `learned` are trained, if a subclass has such a module.
+    It takes as much memory as `loss` takes, and ranks against no memory of earlier descriptors.
+    Query weights do not apply. The parameters of `learned` are trained, if a subclass has such a
+    module.
     """
 
     formula: ClassVar[tuple[str, int]] = ("loss", 2)
 
     @abstractmethod
-    def loss(self, descriptors: Float[Tensor, "B C"], labels: Int64[Tensor, " B"]) -> Float[Tensor, ""]:
+    def loss(
+        self, descriptors: Float[Tensor, "B C"], labels: Int64[Tensor, " B"]
+    ) -> Float[Tensor, ""]:
         """Return the loss of the batch, differentiable by its descriptors.
 
-        Further parameters without a default take the `extra` tensors of the images, (B, ...), of that name.
-        Random numbers drawn here depend on seed and step, so that a run that was interrupted draws them again.
+        Further parameters without a default take the `extra` tensors of the images, (B, ...), of
+        that name. Random numbers drawn here depend on seed and step, so that a run that was
+        interrupted draws them again.
         """
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
@@ -259,15 +315,31 @@ class DescriptorLoss(Loss):
             extra = {name: gathered.extra[name].clone() for name in self.extras}
             value = self.loss(descriptors, gathered.labels.clone(), **extra)
             if value.shape:
-                raise DistapError(f"{type(self).__name__} gave shape {tuple(value.shape)}; expected a scalar")
+                raise DistapError(
+                    f"{type(self).__name__} gave shape {tuple(value.shape)}; expected a scalar"
+                )
             if not value.requires_grad and value:  # without a pair it is 0
-                raise DistapError(f"the loss, {value:g}, has no graph: is it detached, or computed outside torch?")
+                raise DistapError(
+                    f"the loss, {value:g}, has no graph: is it detached, or computed outside torch?"
+                )
             gradient, *others = gradients(value, descriptors, *self.parameters)
         return LossValue(value.detach().double(), None, gradient, tuple(others))
 
 
 def gradients(value: Float[Tensor, ""], *by: Tensor) -> tuple[Tensor, ...]:
-    """Return the derivative of a loss by each tensor; zeros if it has none, as when no pair is left."""
-    refuse_other_leaves([value], by, "the loss closes over it; write the loss as a module that has it as a parameter")
-    found = torch.autograd.grad(value, by, allow_unused=True) if value.requires_grad else [None] * len(by)
-    return tuple(torch.zeros_like(each) if one is None else one for one, each in zip(found, by, strict=True))
+    """Return the derivative of a loss by each tensor; zeros if it has none, as when no pair is
+    left.
+    """
+    refuse_other_leaves(
+        [value],
+        by,
+        "the loss closes over it; write the loss as a module that has it as a parameter",
+    )
+    found = (
+        torch.autograd.grad(value, by, allow_unused=True)
+        if value.requires_grad
+        else [None] * len(by)
+    )
+    return tuple(
+        torch.zeros_like(each) if one is None else one for one, each in zip(found, by, strict=True)
+    )

@@ -17,10 +17,10 @@ from distap.ranking.losses.smooth import SupAP
 class Calibration(SimilarityLoss):
     """Push positives above similarity alpha and negatives below beta (Ramzi et al. 2021, eq. 7).
 
-    The form `all` is the mean over a query's positives plus that over its negatives; `violating`, like the authors'
-    code, the mean over all pairs of the batch on the wrong side of alpha plus that over those on that of beta; `sum`
-    takes sums in place of the means, and the preset `xbm` is the contrastive loss of Wang et al. 2020 (Cross-Batch
-    Memory) but for a constant.
+    The form `all` is the mean over a query's positives plus that over its negatives; `violating`,
+    like the authors' code, the mean over all pairs of the batch on the wrong side of alpha plus
+    that over those on that of beta; `sum` takes sums in place of the means, and the preset `xbm` is
+    the contrastive loss of Wang et al. 2020 (Cross-Batch Memory) but for a constant.
     """
 
     self_pair: bool = False
@@ -32,7 +32,8 @@ class Calibration(SimilarityLoss):
     """Take means over all pairs, means over those that violate alpha or beta, or sums."""
     presets: ClassVar[Presets] = {
         "released": {"form": "violating"},
-        "tcm": {"form": "violating", "beta": 0.5},  # threshold-consistent margin (Zhang et al. 2024)
+        # threshold-consistent margin (Zhang et al. 2024)
+        "tcm": {"form": "violating", "beta": 0.5},
         "xbm": {"alpha": 1.0, "beta": 0.5, "form": "sum"},
     }
 
@@ -44,14 +45,20 @@ class Calibration(SimilarityLoss):
         weight = rows.weights.double()
         return torch.stack([(weight * (part > 0).sum(1)).sum() for part in self._violations(rows)])
 
-    def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, Tensor]:
+    def value_and_slopes(
+        self, rows: Rows, totals: Float64[Tensor, " totals"]
+    ) -> tuple[Tensor, Tensor]:
         pull, push = self._violations(rows)
         positives = negatives = torch.ones_like(rows.positive_count)
         if self.form == "violating":
-            positives, negatives = (1 / total.clamp(min=torch.finfo().tiny).to(pull.dtype) for total in totals)
+            positives, negatives = (
+                1 / total.clamp(min=torch.finfo().tiny).to(pull.dtype) for total in totals
+            )
         elif self.form == "all":
             positives = 1 / rows.positive_count
-            negatives = 1 / (~rows.negatives.isinf()).sum(1, keepdim=True).clamp(min=1).to(pull.dtype)
+            negatives = 1 / (~rows.negatives.isinf()).sum(1, keepdim=True).clamp(min=1).to(
+                pull.dtype
+            )
         # Both parts are linear where they violate: the slope is the factor of the mean, or 0.
         value = (pull * positives).sum(1) + (push * negatives).sum(1)
         weight = rows.weights[:, None]
@@ -59,16 +66,20 @@ class Calibration(SimilarityLoss):
         return value, rows.with_positives(weight * negatives * (push > 0), by_positive)
 
     def _violations(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        # How far positives (r, P) and negatives (r, N) are on the wrong side; images of the class are -inf among the
-        # negatives, and so never are, nor are those that rounding alone may have put there.
+        # How far positives (r, P) and negatives (r, N) are on the wrong side; images of the class
+        # are -inf among the negatives, and so never are, nor are those that rounding alone may have
+        # put there.
         pull = (self.alpha - rows.positives).masked_fill(~rows.is_positive, 0)
         push = rows.negatives - self.beta
-        return pull.masked_fill(pull <= rows.tie_width, 0), push.masked_fill(push <= rows.tie_width, 0)
+        return pull.masked_fill(pull <= rows.tie_width, 0), push.masked_fill(
+            push <= rows.tie_width, 0
+        )
 
 
 @dataclass(frozen=True)
 class Roadmap(SupAP, Calibration):
-    """(1 - lam) SupAP + lam calibration (Ramzi et al. 2021, eq. 8), from one computation of similarities.
+    """(1 - lam) SupAP + lam calibration (Ramzi et al. 2021, eq. 8), from one computation of
+    similarities.
 
     `self_pair` concerns SupAP alone: in calibration a query is no positive of its own.
     """
@@ -85,9 +96,13 @@ class Roadmap(SupAP, Calibration):
     def totals(self, rows: Rows) -> Float64[Tensor, " totals"]:
         return Calibration.totals(self, rows.without_query())
 
-    def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, Tensor]:
-        # Both take the same block: similarities are multiplied once, where a sum of two losses would do it twice.
+    def value_and_slopes(
+        self, rows: Rows, totals: Float64[Tensor, " totals"]
+    ) -> tuple[Tensor, Tensor]:
+        # Both take the same block: similarities are multiplied once, where a sum of two losses
+        # would do it twice.
         ranking, by_ranking = SupAP.value_and_slopes(self, rows, totals)
         scores, by_scores = Calibration.value_and_slopes(self, rows.without_query(), totals)
-        first, second = self.scale * (1 - self.lam), self.scale * self.lam
+        first = self.scale * (1 - self.lam)
+        second = self.scale * self.lam
         return first * ranking + second * scores, first * by_ranking + second * by_scores

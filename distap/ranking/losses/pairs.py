@@ -1,5 +1,5 @@
-"""Losses of pairs and triplets in the whole global batch: SupCon, InfoNCE, sigmoid, multi-similarity, contrastive,
-triplet."""
+"""Losses of pairs and triplets in the whole global batch: SupCon, InfoNCE, sigmoid,
+multi-similarity, contrastive, triplet."""
 
 import math
 from collections.abc import Callable
@@ -31,7 +31,9 @@ class PairLoss(SimilarityLoss):
 
 @dataclass(frozen=True)
 class SupCon(PairLoss):
-    """Supervised contrastive loss (Khosla et al. 2020, eq. 2): a softmax over all other images, for each positive."""
+    """Supervised contrastive loss (Khosla et al. 2020, eq. 2): a softmax over all other images, for
+    each positive.
+    """
 
     temperature: PositiveFloat = 0.07
     """Temperature of the similarities."""
@@ -44,7 +46,9 @@ class SupCon(PairLoss):
 
 @dataclass(frozen=True)
 class InfoNCE(SupCon):
-    """InfoNCE (van den Oord et al. 2018): a softmax over each positive and all negatives, without other positives."""
+    """InfoNCE (van den Oord et al. 2018): a softmax over each positive and all negatives, without
+    other positives.
+    """
 
     def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
         logits = similarities / self.temperature
@@ -56,9 +60,11 @@ class InfoNCE(SupCon):
 
 @dataclass(frozen=True)
 class Sigmoid(PairLoss):
-    """Sigmoid loss of all pairs (SigLIP, Zhai et al. 2023): the mean of softplus(-z (t s + b)), z = 1 or -1.
+    """Sigmoid loss of all pairs (SigLIP, Zhai et al. 2023): the mean of softplus(-z (t s + b)), z =
+    1 or -1.
 
-    z is 1 for positives and -1 for negatives. The scale t = e^log_scale and the bias b are trained with the network.
+    z is 1 for positives and -1 for negatives. The scale t = e^log_scale and the bias b are trained
+    with the network.
     """
 
     scale: PositiveFloat = 10.0
@@ -74,19 +80,28 @@ class Sigmoid(PairLoss):
     @cached_property
     def learned(self) -> nn.ParameterDict:
         first = {"log_scale": math.log(self.scale), "bias": self.bias}
-        return nn.ParameterDict({name: nn.Parameter(torch.tensor(value)) for name, value in first.items()})
+        return nn.ParameterDict(
+            {name: nn.Parameter(torch.tensor(value)) for name, value in first.items()}
+        )
 
     def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
-        scale, bias = (one.to(similarities) for one in (self.learned["log_scale"].exp(), self.learned["bias"]))
+        scale, bias = (
+            one.to(similarities) for one in (self.learned["log_scale"].exp(), self.learned["bias"])
+        )
         others = positive | negative
         # -z is 1 for a negative, and -1 for a positive.
-        losses = softplus((negative.to(similarities.dtype) * 2 - 1) * (scale * similarities + bias)) * others
+        losses = (
+            softplus((negative.to(similarities.dtype) * 2 - 1) * (scale * similarities + bias))
+            * others
+        )
         return losses.sum(1) / others.sum(1).clamp(min=1)
 
 
 @dataclass(frozen=True)
 class MultiSimilarity(PairLoss):
-    """Multi-similarity loss (Wang et al. 2019, eq. 8 to 10) of the hard pairs that `epsilon` selects."""
+    """Multi-similarity loss (Wang et al. 2019, eq. 8 to 10) of the hard pairs that `epsilon`
+    selects.
+    """
 
     alpha: PositiveFloat = 2.0
     """Sharpness of the weights of positives."""
@@ -95,10 +110,12 @@ class MultiSimilarity(PairLoss):
     base: float = 0.5
     """Similarity λ of the paper: positives below it and negatives above it weigh most."""
     epsilon: NonNegativeFloat | None = 0.1
-    """Take pairs within this similarity of the hardest one of the other kind; null takes all pairs."""
+    """Take pairs within this similarity of the hardest one of the other kind; null takes all
+    pairs."""
 
     def loss_of_rows(self, similarities: Scores, rows: Rows) -> Float[Tensor, " r"]:
-        positive, negative = rows.positive_columns, rows.negative_columns
+        positive = rows.positive_columns
+        negative = rows.negative_columns
         if self.epsilon is not None:
             scores = similarities.detach()
             closest = scores.masked_fill(~negative, -torch.inf).amax(1, keepdim=True)
@@ -113,7 +130,9 @@ class MultiSimilarity(PairLoss):
 
 @dataclass(frozen=True)
 class DistanceLoss(PairLoss):
-    """A loss of Euclidean distances, in float64, because distances near 0 are mostly rounding in float32."""
+    """A loss of Euclidean distances, in float64, because distances near 0 are mostly rounding in
+    float32.
+    """
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
         # Twice the memory of the gallery; rounding to float32 at the end costs nothing that counts.
@@ -127,9 +146,9 @@ class DistanceLoss(PairLoss):
 class Contrastive(DistanceLoss):
     """Contrastive loss of distances (Hadsell et al. 2006; Radenović et al. 2018, eq. 4).
 
-    A query's loss is the mean of d² / 2 over its positives, and of (margin - d)² / 2 over the negatives that are
-    nearer than the margin. With `negatives` it is the sum over that many nearest ones instead, as in the paper's
-    tuples, which hold 5 negatives for each positive.
+    A query's loss is the mean of d² / 2 over its positives, and of (margin - d)² / 2 over the
+    negatives that are nearer than the margin. With `negatives` it is the sum over that many nearest
+    ones instead, as in the paper's tuples, which hold 5 negatives for each positive.
     """
 
     margin: PositiveFloat = 0.7
@@ -138,7 +157,8 @@ class Contrastive(DistanceLoss):
     """Take this many nearest negatives of a query; null takes all within the margin."""
 
     def loss_of_rows(self, similarities: Scores, rows: Rows) -> Float[Tensor, " r"]:
-        positive, negative = rows.positive_columns, rows.negative_columns
+        positive = rows.positive_columns
+        negative = rows.negative_columns
         distances = _distances(similarities)
         pulled = (distances.square() * positive).sum(1) / positive.sum(1).clamp(min=1)
         gaps = self.margin - distances
@@ -155,45 +175,53 @@ class Contrastive(DistanceLoss):
 class Triplet(DistanceLoss):
     """Triplet loss, mined in the whole global batch: a mean over the triplets of each query.
 
-    These are `all` that violate the margin, as pytorch-metric-learning takes them; `hardest`, one of the farthest
-    positive and the nearest negative (Hermans et al. 2017), with which training from random weights often collapses;
-    `hard_negative`, one of each positive and the nearest negative (Gordo et al. 2017, the baseline of Revaud et al.
-    2019); or `semi_hard`, one of each positive and the nearest negative that is farther than it, if there is one
-    (Schroff et al. 2015).
+    These are `all` that violate the margin, as pytorch-metric-learning takes them; `hardest`, one
+    of the farthest positive and the nearest negative (Hermans et al. 2017), with which training
+    from random weights often collapses; `hard_negative`, one of each positive and the nearest
+    negative (Gordo et al. 2017, the baseline of Revaud et al. 2019); or `semi_hard`, one of each
+    positive and the nearest negative that is farther than it, if there is one (Schroff et al.
+    2015).
     """
 
     margin: PositiveFloat | None = 0.1
     """Margin of distances; null is the soft margin, log(1 + exp)."""
     mining: Literal["all", "hardest", "hard_negative", "semi_hard"] = "all"
-    """Take all triplets within the margin; the hardest pairs; each positive with the nearest negative; or with the
-    nearest negative that is farther than it."""
+    """Take all triplets within the margin; the hardest pairs; each positive with the nearest
+    negative; or with the nearest negative that is farther than it."""
     squared: bool = False
     """Compare squared distances, as Gordo et al. and Schroff et al. do."""
 
-    def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, ...]:
+    def value_and_slopes(
+        self, rows: Rows, totals: Float64[Tensor, " totals"]
+    ) -> tuple[Tensor, ...]:
         if self.mining != "all":
             return super().value_and_slopes(rows, totals)
         distances = _squared(rows.similarities) if self.squared else _distances(rows.similarities)
-        # Negatives and positives by -distance: the nearer a negative is than a positive, the more it violates.
+        # Negatives and positives by -distance: the nearer a negative is than a positive, the more
+        # it violates.
         near = replace(rows, similarities=-distances)
         # With a tau of 1, for which the soft margin's derivative is the sigmoid.
         step, numbers = (softplus_step, ()) if self.margin is None else (hinge_step, (self.margin,))
         sums = step_sums(step, (1.0, *numbers), rows.pairs, near.negatives, near.positives)
-        # r N P triplets, of which none is kept: their number differs by positive, and the mean is over a query's.
+        # r N P triplets, of which none is kept: their number differs by positive, and the mean is
+        # over a query's.
         losses, violating = sums.counts()
         many = (~near.negatives.isinf()).sum(1, keepdim=True) if self.margin is None else violating
         triplets = (many * rows.is_positive).sum(1, keepdim=True).clamp(min=1)
         by_loss = rows.weights[:, None] * rows.is_positive / triplets
         slopes = rows.with_positives(sums.slopes(by_loss), -by_loss * violating)
         value = (losses * rows.is_positive / triplets).sum(1)
-        # From derivatives by -distance to those by similarity: as d² = 2 - 2 s, -d² rises with s by 2, -d by 1 / d.
+        # From derivatives by -distance to those by similarity: as d² = 2 - 2 s, -d² rises with s by
+        # 2, -d by 1 / d.
         return value, slopes * (2 if self.squared else 1 / distances * (distances > SMALLEST**0.5))
 
     def loss_of_rows(self, similarities: Scores, rows: Rows) -> Float[Tensor, " r"]:
         positive = rows.positive_columns
         negatives = similarities.masked_fill(rows.negative_columns.logical_not(), -torch.inf)
         if self.mining == "hardest":
-            similarities = -_greatest((-similarities).masked_fill(~positive, -torch.inf), rows.tie_width)
+            similarities = -_greatest(
+                (-similarities).masked_fill(~positive, -torch.inf), rows.tie_width
+            )
             positive = torch.ones_like(similarities, dtype=torch.bool)
         if self.mining == "semi_hard":
             closest = _next_below(similarities.detach(), negatives, rows.tie_width)
@@ -202,12 +230,16 @@ class Triplet(DistanceLoss):
         # A negative that is not there is infinitely far away.
         distances: Callable[[Tensor], Tensor] = _squared if self.squared else _distances
         violations = distances(similarities) - distances(closest)
-        losses = softplus(violations) if self.margin is None else (violations + self.margin).clamp(min=0)
+        losses = (
+            softplus(violations) if self.margin is None else (violations + self.margin).clamp(min=0)
+        )
         return (losses * positive).sum(1) / positive.sum(1).clamp(min=1)
 
 
 def _shares_of_greatest(scores: Scores, count: int, width: float) -> Scores:
-    """Return 1 for the `count` greatest scores of each row; those that tie at the last place share what is left."""
+    """Return 1 for the `count` greatest scores of each row; those that tie at the last place share
+    what is left.
+    """
     count = min(count, scores.shape[1])
     last = scores.topk(count, dim=1).values[:, -1:]
     is_above = scores > last + width
@@ -227,7 +259,8 @@ def _next_below(similarities: Scores, negatives: Scores, width: float) -> Scores
 
     Negatives that tie with that one share its derivative.
     """
-    # Sorting a row once finds it for all positives, in the place of a comparison of each with each negative.
+    # Sorting a row once finds it for all positives, in the place of a comparison of each with each
+    # negative.
     ordered = negatives.sort(1).values
     known = ordered.detach()
     # The query's own column is -inf, so there is always one below.
@@ -241,7 +274,8 @@ def _next_below(similarities: Scores, negatives: Scores, width: float) -> Scores
 
 
 def _one_and_sum(exponents: Scores, taken: Mask) -> Float[Tensor, " r"]:
-    # log(1 + sum of e^x over those taken): a column of zeros stands for the 1, so that no e^x overflows.
+    # log(1 + sum of e^x over those taken): a column of zeros stands for the 1, so that no e^x
+    # overflows.
     of_one = torch.zeros_like(exponents[:, :1])
     return torch.cat([of_one, exponents.masked_fill(~taken, -torch.inf)], dim=1).logsumexp(1)
 

@@ -21,29 +21,35 @@ from distap.ranking.rankable import refuse_crossing
 
 @dataclass(frozen=True)
 class ProxyLoss(SimilarityLoss, SizedLoss):
-    """A mean over images of a function of similarities to K proxies, which are trained with the network.
+    """A mean over images of a function of similarities to K proxies, which are trained with the
+    network.
 
-    The proxies are the gallery, and an image's only positive is that of its class. A memory of earlier descriptors
-    changes nothing.
+    The proxies are the gallery, and an image's only positive is that of its class. A memory of
+    earlier descriptors changes nothing.
     """
 
     self_pair: ClassVar[bool] = False  # type: ignore[misc] # an image is no proxy, so this is no key here
     needs_positives: ClassVar[bool] = False
 
     def spread(self, dimensions: int) -> float:
-        """Standard deviation of initial proxies, as in a linear layer; longer proxies turn more slowly."""
+        """Standard deviation of initial proxies, as in a linear layer; longer proxies turn more
+        slowly.
+        """
         return float((3 * dimensions) ** -0.5)
 
     @cached_property
     def learned(self) -> nn.ParameterDict:
         if self.classes is None or self.dimensions is None:
             raise DistapError(
-                f"{type(self).__name__} has a proxy for each class: it needs `classes`, the number of classes, and "
-                "`dimensions`, that of a descriptor; a recipe needs `classes` where the training set has no index"
+                f"{type(self).__name__} has a proxy for each class: it needs `classes`, the number"
+                " of classes, and `dimensions`, that of a descriptor; a recipe needs `classes`"
+                " where the training set has no index"
             )
-        # A generator of its own, so that all ranks begin alike: proxies are not broadcast, and they stay equal,
-        # since every rank moves them by the same sum.
-        drawn = torch.randn(self.classes, self.dimensions, generator=torch.Generator().manual_seed(self.seed or 0))
+        # A generator of its own, so that all ranks begin alike: proxies are not broadcast, and they
+        # stay equal, since every rank moves them by the same sum.
+        drawn = torch.randn(
+            self.classes, self.dimensions, generator=torch.Generator().manual_seed(self.seed or 0)
+        )
         return nn.ParameterDict({"proxies": nn.Parameter(drawn * self.spread(self.dimensions))})
 
     @property
@@ -52,11 +58,13 @@ class ProxyLoss(SimilarityLoss, SizedLoss):
 
     def check(self, gathered: Gathered) -> None:
         """Raise a DistapError if the proxies do not fit the batch."""
-        found, count, last = gathered.descriptors.shape[1], len(self.learned["proxies"]), int(gathered.labels.max())
+        found = gathered.descriptors.shape[1]
+        count = len(self.learned["proxies"])
+        last = int(gathered.labels.max())
         if found != self.dimensions or last >= count:
             raise DistapError(
-                f"there are {count} proxies of {self.dimensions} dimensions, but labels go up to {last} and "
-                f"descriptors have {found} dimensions"
+                f"there are {count} proxies of {self.dimensions} dimensions, but labels go up to"
+                f" {last} and descriptors have {found} dimensions"
             )
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
@@ -64,13 +72,17 @@ class ProxyLoss(SimilarityLoss, SizedLoss):
         with torch.enable_grad():
             proxies = normalize(self.learned["proxies"].to(gathered.descriptors))
         value, of_proxies = self.over_blocks(gathered, proxies.detach(), len(proxies), budget)
-        # All ranks hold all proxies, so each needs the whole sum. Autograd goes through their normalisation once.
+        # All ranks hold all proxies, so each needs the whole sum. Autograd goes through their
+        # normalisation once.
         whole = gathered.world.sum(of_proxies)
         found = torch.autograd.grad(proxies, self.parameters, whole) if self.parameters else ()
         return value._replace(by_parameters=found)
 
-    def columns(self, gathered: Gathered, queries: Int64[Tensor, " r"]) -> tuple[Tensor, Tensor, Tensor]:
-        numbers, labels = torch.arange(len(self.learned["proxies"])), gathered.labels[queries, None]
+    def columns(
+        self, gathered: Gathered, queries: Int64[Tensor, " r"]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        numbers = torch.arange(len(self.learned["proxies"]))
+        labels = gathered.labels[queries, None]
         return numbers[:, None].to(labels.device), labels, torch.ones_like(labels, dtype=torch.bool)
 
 
@@ -105,7 +117,9 @@ class NormalizedSoftmax(ProxyLoss):
 
 @dataclass(frozen=True)
 class ArcFace(ProxyLoss):
-    """ArcFace (Deng et al. 2019): a softmax over similarities, with a margin of the angle to an image's own proxy."""
+    """ArcFace (Deng et al. 2019): a softmax over similarities, with a margin of the angle to an
+    image's own proxy.
+    """
 
     scale: PositiveFloat = 30.0
     """Factor of the similarities."""
@@ -114,19 +128,26 @@ class ArcFace(ProxyLoss):
 
     def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
         own = (similarities * positive).sum(1, keepdim=True)  # one of each row
-        return _softmax_loss(self.scale * torch.where(positive, self.with_margin(own), similarities), positive)
+        return _softmax_loss(
+            self.scale * torch.where(positive, self.with_margin(own), similarities), positive
+        )
 
     def with_margin(self, own: Float[Tensor, "r 1"]) -> Float[Tensor, "r 1"]:
-        # The angle has no derivative at similarities of 1 and -1. Where the margin takes it beyond the half circle,
-        # the cosine would rise again: there a line goes on falling, as in the authors' code.
+        # The angle has no derivative at similarities of 1 and -1. Where the margin takes it beyond
+        # the half circle, the cosine would rise again: there a line goes on falling, as in the
+        # authors' code.
         inside = own.clamp(-1 + 1e-7, 1 - 1e-7)
         moved = torch.cos(torch.acos(inside) + self.margin)
-        return torch.where(own > -math.cos(self.margin), moved, own - self.margin * math.sin(self.margin))
+        return torch.where(
+            own > -math.cos(self.margin), moved, own - self.margin * math.sin(self.margin)
+        )
 
 
 @dataclass(frozen=True)
 class CosFace(ArcFace):
-    """CosFace (Wang et al. 2018): a softmax over similarities, with a margin of that to an image's own proxy."""
+    """CosFace (Wang et al. 2018): a softmax over similarities, with a margin of that to an image's
+    own proxy.
+    """
 
     margin: NonNegativeFloat = 0.35
     """Margin of similarity."""
@@ -137,11 +158,12 @@ class CosFace(ArcFace):
 
 @dataclass(frozen=True)
 class ProxyAnchor(ProxyLoss):
-    """Proxy Anchor (Kim et al. 2020, eq. 4): each proxy pulls the images of its class and pushes all others.
+    """Proxy Anchor (Kim et al. 2020, eq. 4): each proxy pulls the images of its class and pushes
+    all others.
 
-    With s an image's similarity to a proxy, the loss is the mean over proxies with images of
-    ln(1 + sum of e^(-scale (s - margin)) over them), plus the mean over all proxies of
-    ln(1 + sum of e^(scale (s + margin)) over other images). `per_query` is each image's share of the loss.
+    With s an image's similarity to a proxy, the loss is the mean over proxies with images of ln(1 +
+    sum of e^(-scale (s - margin)) over them), plus the mean over all proxies of ln(1 + sum of
+    e^(scale (s + margin)) over other images). `per_query` is each image's share of the loss.
     """
 
     scale: Annotated[float, Field(gt=0, le=64)] = 32.0  # more overflows float32
@@ -158,9 +180,12 @@ class ProxyAnchor(ProxyLoss):
         return torch.stack([term.sum(0) for term in self._exponentials(rows)]).double()
 
     def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, "2 K"]) -> tuple[Tensor, Tensor]:
-        terms, counts = self._exponentials(rows), ((totals[0] > 0).sum(), totals.shape[1])
-        # In ln(1 + T), an image whose term of the sum is e has the share e / T, and the derivative e' / (1 + T).
-        values, slopes = torch.zeros_like(rows.weights), torch.zeros_like(rows.similarities)
+        terms = self._exponentials(rows)
+        counts = ((totals[0] > 0).sum(), totals.shape[1])
+        # In ln(1 + T), an image whose term of the sum is e has the share e / T, and the derivative
+        # e' / (1 + T).
+        values = torch.zeros_like(rows.weights)
+        slopes = torch.zeros_like(rows.similarities)
         for term, total, count, sign in zip(terms, totals.to(slopes), counts, (-1, 1), strict=True):
             values += (term / total.clamp(min=torch.finfo().tiny) * total.log1p() / count).sum(1)
             slopes += sign * self.scale * term / (1 + total) / count
@@ -173,18 +198,22 @@ class ProxyAnchor(ProxyLoss):
 
 @dataclass(frozen=True)
 class CrossScaleLearning(ProxyLoss):
-    """CSL (Sun et al. 2021): an image's own proxy by a margin above those of other classes, at each level of classes.
+    """CSL (Sun et al. 2021): an image's own proxy by a margin above those of other classes, at each
+    level of classes.
 
-    With s the similarities to the proxies of the finest classes and m the margin of a level, the loss is the sum over
-    levels of ln(1 + sum of e^(scale (s + m - own s))) over the proxies of other classes of the level.
+    With s the similarities to the proxies of the finest classes and m the margin of a level, the
+    loss is the sum over levels of ln(1 + sum of e^(scale (s + m - own s))) over the proxies of
+    other classes of the level.
     """
 
     scale: PositiveFloat = 32.0
     """Factor of the similarities and margins."""
     margins: Annotated[tuple[float, ...], Field(min_length=1)] = (0.25, 0.35, 0.45)
     """Margin of similarity of each level, from the finest; fewer levels take the first ones."""
-    tree: tuple[tuple[int, ...], ...] | None = field(default=None, repr=False)  # ranks compare the loss by its repr
-    """Numbers of the coarser classes that hold each class, finer first; null takes the training set's."""
+    # ranks compare the loss by its repr
+    tree: tuple[tuple[int, ...], ...] | None = field(default=None, repr=False)
+    """Numbers of the coarser classes that hold each class, finer first; null takes the training
+    set's."""
 
     def sized(self, classes: KnownClasses, dimensions: int | None, seed: int) -> SizedLoss:
         above = self.tree
@@ -200,8 +229,9 @@ class CrossScaleLearning(ProxyLoss):
         depths = {*map(len, rows)}
         if len(rows) != count or len(depths) > 1 or max(depths) > len(self.margins):
             raise DistapError(
-                f"csl: tree has {len(rows)} rows of {max(depths) - 1} numbers for {count} classes, and there are "
-                f"{len(self.margins)} margins; expected rows of one length, one a class, and a margin a level"
+                f"csl: tree has {len(rows)} rows of {max(depths) - 1} numbers for {count} classes,"
+                f" and there are {len(self.margins)} margins; expected rows of one length, one a"
+                " class, and a margin a level"
             )
         levels = torch.tensor(rows, device=self.learned["proxies"].device)
         refuse_crossing(levels)
@@ -209,19 +239,26 @@ class CrossScaleLearning(ProxyLoss):
 
     def check(self, gathered: Gathered) -> None:
         super().check(gathered)
-        given, known = gathered.levels, self.levels.to(gathered.labels.device)
+        given = gathered.levels
+        known = self.levels.to(gathered.labels.device)
         if given.shape[1] > 1 and not torch.equal(known[given[:, 0]], given):
             raise DistapError(
-                f"csl: labels of {given.shape[1]} levels are not those of its tree of {known.shape[1]}: give `tree`, "
-                "for each class the numbers of the coarser classes that hold it"
+                f"csl: labels of {given.shape[1]} levels are not those of its tree of"
+                f" {known.shape[1]}: give `tree`, for each class the numbers of the coarser classes"
+                " that hold it"
             )
 
     def loss(self, similarities: Scores, positive: Mask, negative: Mask) -> Float[Tensor, " r"]:
-        logits, losses = self.scale * similarities, torch.zeros_like(similarities[:, 0])
-        own, label = (logits * positive).sum(1), positive.int().argmax(1)
-        # The least number in place of -inf: without other classes, a softmax over -inf alone has no derivative.
+        logits = self.scale * similarities
+        losses = torch.zeros_like(similarities[:, 0])
+        own = (logits * positive).sum(1)
+        label = positive.int().argmax(1)
+        # The least number in place of -inf: without other classes, a softmax over -inf alone has no
+        # derivative.
         least = torch.finfo(logits.dtype).min
-        for classes, margin in zip(self.levels.to(label.device).unbind(1), self.margins, strict=False):
+        for classes, margin in zip(
+            self.levels.to(label.device).unbind(1), self.margins, strict=False
+        ):
             of_others = logits.masked_fill(classes == classes[label, None], least).logsumexp(1)
             losses = losses + softplus(of_others - own + self.scale * margin)
         return losses

@@ -19,35 +19,51 @@ from distap.ranking.losses.sums import Inner, WrappedLoss
 class SiMix(WrappedLoss):
     """A loss of similarities over a batch and virtual images of its classes (Patel et al. 2022).
 
-    Every pair a, b of a class gives one virtual descriptor α a + (1 - α) b with α uniform in 0 to 1, which is not
-    normalised again, so that its similarities are mixed likewise. They are queries, positives of their class and
-    negatives of others: a class of 4 becomes one of 10. α depends on seed, step and pair, and carries no gradient.
+    Every pair a, b of a class gives one virtual descriptor α a + (1 - α) b with α uniform in 0 to
+    1, which is not normalised again, so that its similarities are mixed likewise. They are queries,
+    positives of their class and negatives of others: a class of 4 becomes one of 10. α depends on
+    seed, step and pair, and carries no gradient.
     """
 
     inner: Inner = field(default_factory=RecallAtK)
-    """Loss of similarities of images and virtual images, such as recall_at_k or {name: smooth_ap, tau: 0.05}."""
+    """Loss of similarities of images and virtual images, such as recall_at_k or {name: smooth_ap,
+    tau: 0.05}."""
 
     def __post_init__(self) -> None:
-        is_other = isinstance(self.inner, DistanceLoss | ProxyLoss) or getattr(self.inner, "form", "") == "oml"
+        is_other = (
+            isinstance(self.inner, DistanceLoss | ProxyLoss)
+            or getattr(self.inner, "form", "") == "oml"
+        )
         if is_other or not isinstance(self.inner, SimilarityLoss):
-            raise ValueError(f"inner is {type(self.inner).__name__}; a loss of similarities by query is expected")
+            raise ValueError(
+                f"inner is {type(self.inner).__name__}; a loss of similarities by query is expected"
+            )
         if self.inner.extras:
-            raise ValueError(f"inner takes {', '.join(self.inner.extras)} of images, which virtual ones do not have")
+            raise ValueError(
+                f"inner takes {', '.join(self.inner.extras)} of images, which virtual ones do not"
+                " have"
+            )
 
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
         # Every rank draws the same numbers for all pairs, so that virtual images need not travel.
         first, second = _pairs_of_classes(gathered.labels)
         generator = torch.Generator().manual_seed(gathered.seed)
-        alpha = torch.rand(len(first), 1, generator=generator, dtype=torch.float64).to(gathered.gallery)
-        batch, world = len(gathered.images), gathered.world
+        alpha = torch.rand(len(first), 1, generator=generator, dtype=torch.float64).to(
+            gathered.gallery
+        )
+        batch = len(gathered.images)
+        world = gathered.world
         virtual = alpha * gathered.gallery[first] + (1 - alpha) * gathered.gallery[second]
-        # Virtual images are dealt out to the ranks like slots: behind those of the batch, before a memory's images.
+        # Virtual images are dealt out to the ranks like slots: behind those of the batch, before a
+        # memory's images.
         taking_part = torch.cat([gathered.taking_part, gathered.taking_part.new_ones(len(first))])
         own = torch.arange(len(taking_part), device=taking_part.device) % world.size == world.rank
         whole = replace(
             gathered,
             gallery=torch.cat([gathered.descriptors, virtual, gathered.gallery[batch:]]),
-            gallery_levels=torch.cat([gathered.levels, gathered.levels[first], gathered.gallery_levels[batch:]]),
+            gallery_levels=torch.cat(
+                [gathered.levels, gathered.levels[first], gathered.gallery_levels[batch:]]
+            ),
             images=torch.cat([gathered.images, torch.full_like(first, -1)]),
             own=own[taking_part].nonzero().flatten(),
             taking_part=taking_part,
@@ -56,20 +72,26 @@ class SiMix(WrappedLoss):
         )
         value, per_query, gradient, by_parameters = self.inner.value_and_gradient(whole, budget)
         real = len(gathered.own)
-        mine = whole.own[real:] - batch  # virtual images of this rank, whose gradient goes to their parents
+        # virtual images of this rank, whose gradient goes to their parents
+        mine = whole.own[real:] - batch
         of_parents = torch.zeros_like(gathered.descriptors)
         of_parents.index_add_(0, first[mine], alpha[mine] * gradient[real:])
         of_parents.index_add_(0, second[mine], (1 - alpha[mine]) * gradient[real:])
         per_query = None if per_query is None else per_query[:real]
-        return LossValue(value, per_query, gradient[:real] + gathered.sum_own(of_parents), by_parameters)
+        return LossValue(
+            value, per_query, gradient[:real] + gathered.sum_own(of_parents), by_parameters
+        )
 
 
-def _pairs_of_classes(labels: Int64[Tensor, " B"]) -> tuple[Int64[Tensor, " V"], Int64[Tensor, " V"]]:
+def _pairs_of_classes(
+    labels: Int64[Tensor, " B"],
+) -> tuple[Int64[Tensor, " V"], Int64[Tensor, " V"]]:
     """Return the rows of all pairs of images of one class."""
     # All classes of one size at once, since a batch may have thousands of classes, but few sizes.
     order = labels.argsort(stable=True)
     _, sizes = torch.unique_consecutive(labels[order], return_counts=True)
-    starts, pairs = sizes.cumsum(0) - sizes, list[Tensor]()
+    starts = sizes.cumsum(0) - sizes
+    pairs = list[Tensor]()
     for size in sizes.unique().tolist():
         within = torch.combinations(torch.arange(size, device=labels.device))
         pairs.append((starts[sizes == size, None, None] + within).view(-1, 2))

@@ -1,8 +1,9 @@
 """Losses of smooth ranks: Smooth-AP, SupAP, recall@k and PNP.
 
-The rank of a positive k is one more than the number of images before it, and a step function of s_j - s_k says how
-much image j counts as before k. With R⁺ the rank among the positives and R⁻ the number of negatives before, the AP is
-the mean over k of R⁺ / (R⁺ + R⁻). Time, but no memory, grows with the number of positives: B² P.
+The rank of a positive k is one more than the number of images before it, and a step function of s_j
+- s_k says how much image j counts as before k. With R⁺ the rank among the positives and R⁻ the
+number of negatives before, the AP is the mean over k of R⁺ / (R⁺ + R⁻). Time, but no memory, grows
+with the number of positives: B² P.
 """
 
 import math
@@ -34,7 +35,9 @@ class SigmoidStep:
         """Return the parameters that `step` takes in addition to differences of similarities."""
         return (self.tau,)
 
-    def sums(self, rows: Rows, images: Float[Tensor, "r N"], positives: Float[Tensor, "r P"]) -> Sums:
+    def sums(
+        self, rows: Rows, images: Float[Tensor, "r N"], positives: Float[Tensor, "r P"]
+    ) -> Sums:
         return step_sums(self.step, self.step_numbers(), rows.pairs, images, positives)
 
 
@@ -42,24 +45,27 @@ class SigmoidStep:
 class BoundingStep(SigmoidStep):
     """SupAP's step in place of the sigmoid (Ramzi et al. 2021, eq. 4 and 5).
 
-    Positives before a positive are counted exactly, [s_j >= s_k], without gradient. A negative counts
-    sigmoid(t / tau) for t = s_j - s_k <= 0, `start` more up to delta, and a line of slope rho beyond, so that a
-    negative far before a positive keeps a gradient. Similarities that rounding may have parted count as a tie, so
-    that duplicates are one whatever the size of the tiles.
+    Positives before a positive are counted exactly, [s_j >= s_k], without gradient. A negative
+    counts sigmoid(t / tau) for t = s_j - s_k <= 0, `start` more up to delta, and a line of slope
+    rho beyond, so that a negative far before a positive keeps a gradient. Similarities that
+    rounding may have parted count as a tie, so that duplicates are one whatever the size of the
+    tiles.
     """
 
     rho: NonNegativeFloat = 100.0
     """Slope of the step's line, per unit of similarity."""
     delta: NonNegativeFloat | None = None
-    """Difference of similarity at which the step's line begins; null takes tau ln 99 (sigmoid 0.99)."""
+    """Difference of similarity at which the step's line begins; null takes tau ln 99 (sigmoid
+    0.99)."""
     offset: float | None = None
     """Offset of the step's line rho t + offset; null continues the step at delta without a jump."""
     start: NonNegativeFloat = 0.5
     """Height added to the step where the difference of similarity t is above 0."""
     step: ClassVar[Step] = staticmethod(bounding_step)
     counts_exactly: ClassVar[bool] = True
-    # elias-ramzi/ROADMAP: roadmap/losses/smooth_rank_ap.py has rho (t - delta) + 1.44 since November 2022.
-    # Where rounding parts exact duplicates, that code adds `start` by chance; here they tie.
+    # elias-ramzi/ROADMAP: roadmap/losses/smooth_rank_ap.py has rho (t - delta) + 1.44 since
+    # November 2022. Where rounding parts exact duplicates, that code adds `start` by chance; here
+    # they tie.
     presets: ClassVar[Presets] = {"released": {"offset": -3.56, "delta": 0.05}}
 
     def step_numbers(self) -> tuple[float, ...]:
@@ -69,11 +75,17 @@ class BoundingStep(SigmoidStep):
         return self.tau, self.rho, delta, offset, self.start
 
 
-def at_least(ordered: Float[Tensor, "r n"], positives: Float[Tensor, "r P"]) -> Float[Tensor, "r P"]:
-    """Count, for each positive, the similarities (in ascending order) that exceed it or tie with it."""
-    # Two equal descriptors may differ by rounding, in another way in each tile. As bits they would be in some order,
-    # and a batch of duplicates would have another loss for each size of tiles.
-    below = torch.searchsorted(ordered.contiguous(), (positives - tie_width(positives.dtype)).contiguous())
+def at_least(
+    ordered: Float[Tensor, "r n"], positives: Float[Tensor, "r P"]
+) -> Float[Tensor, "r P"]:
+    """Count, for each positive, the similarities (in ascending order) that exceed it or tie with
+    it.
+    """
+    # Two equal descriptors may differ by rounding, in another way in each tile. As bits they would
+    # be in some order, and a batch of duplicates would have another loss for each size of tiles.
+    below = torch.searchsorted(
+        ordered.contiguous(), (positives - tie_width(positives.dtype)).contiguous()
+    )
     return (ordered.shape[1] - below).to(positives.dtype)
 
 
@@ -81,20 +93,27 @@ def at_least(ordered: Float[Tensor, "r n"], positives: Float[Tensor, "r P"]) -> 
 class RankLoss(SigmoidStep, SimilarityLoss):
     """A function of the smooth ranks of a query's positives.
 
-    A subclass writes `of_ranks`. Negatives count by `step`, positives by a sigmoid or exactly, without gradient.
+    A subclass writes `of_ranks`. Negatives count by `step`, positives by a sigmoid or exactly,
+    without gradient.
     """
 
     query_is_counted: ClassVar[bool] = False  # before its positives, though it is none of them
 
     @abstractmethod
-    def of_ranks(self, among: Float[Tensor, "r P"], before: Float[Tensor, "r P"], rows: Rows) -> Float[Tensor, " r"]:
-        """Return each query's loss from the ranks R⁺ among positives and the counts R⁻ of negatives, differentiable.
+    def of_ranks(
+        self, among: Float[Tensor, "r P"], before: Float[Tensor, "r P"], rows: Rows
+    ) -> Float[Tensor, " r"]:
+        """Return each query's loss from the ranks R⁺ among positives and the counts R⁻ of
+        negatives, differentiable.
 
         Padding has finite numbers; `rows.is_positive` tells which are to be taken.
         """
 
-    def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, ...]:
-        negatives, positives = rows.negatives, rows.positives
+    def value_and_slopes(
+        self, rows: Rows, totals: Float64[Tensor, " totals"]
+    ) -> tuple[Tensor, ...]:
+        negatives = rows.negatives
+        positives = rows.positives
         others = positives.masked_fill(~rows.is_positive, -torch.inf)
         if self.query_is_counted:
             own = rows.queries[:, None]
@@ -102,19 +121,23 @@ class RankLoss(SigmoidStep, SimilarityLoss):
         sums = self.sums(rows, negatives, positives)
         before, falls = sums.counts()
         if self.counts_exactly:
-            among = at_least(others.sort(dim=1).values, others)  # the positive itself is one of them
+            # the positive itself is one of them
+            among = at_least(others.sort(dim=1).values, others)
         else:
             sigmoids = self.sums(rows, others, positives)
             counts, falls_among = sigmoids.counts()
             # The sum counts the positive itself with 0.5, so 0.5 more makes it 1.
             among = torch.where(rows.is_positive, counts + 0.5, 1)
-        # Autograd goes through the formula of ranks, (r, P) numbers, never through the sums over pairs: these have
-        # a derivative by hand, which keeps no table of r N P steps.
+        # Autograd goes through the formula of ranks, (r, P) numbers, never through the sums over
+        # pairs: these have a derivative by hand, which keeps no table of r N P steps.
         with torch.enable_grad():
             among, before = among.requires_grad_(), before.requires_grad_()
             value = self.of_ranks(among, before, rows)
             by_among, by_before = torch.autograd.grad(
-                (rows.weights * value).sum(), (among, before), allow_unused=True, materialize_grads=True
+                (rows.weights * value).sum(),
+                (among, before),
+                allow_unused=True,
+                materialize_grads=True,
             )
         by_positive = -by_before * falls
         if not self.counts_exactly:  # each positive moves the ranks of others, and is moved by them
@@ -128,7 +151,9 @@ class SmoothAP(RankLoss):
 
     is_ap: ClassVar[bool] = True
 
-    def of_ranks(self, among: Float[Tensor, "r P"], before: Float[Tensor, "r P"], rows: Rows) -> Float[Tensor, " r"]:
+    def of_ranks(
+        self, among: Float[Tensor, "r P"], before: Float[Tensor, "r P"], rows: Rows
+    ) -> Float[Tensor, " r"]:
         # In this form the derivative by R⁺ is 0 where R⁻ is.
         precision = 1 / (1 + before / among)
         return 1 - (precision * rows.is_positive / rows.positive_count).sum(1)
@@ -138,46 +163,63 @@ class SmoothAP(RankLoss):
 class SupAP(BoundingStep, SmoothAP):
     """SupAP (Ramzi et al. 2021), whose steps bound the AP loss from above.
 
-    1 - AP <= SupAP holds if `start` is 0.5 and no negative ties with a positive: at t = 0 a negative counts half,
-    whereas an AP that breaks ties against the query counts it whole.
+    1 - AP <= SupAP holds if `start` is 0.5 and no negative ties with a positive: at t = 0 a
+    negative counts half, whereas an AP that breaks ties against the query counts it whole.
     """
 
 
 @dataclass(frozen=True)
 class RecallAtK(RankLoss):
-    """The recall@k surrogate RS@k (Patel et al. 2022): smooth ranks, then a smooth count of those up to k."""
+    """The recall@k surrogate RS@k (Patel et al. 2022): smooth ranks, then a smooth count of those
+    up to k.
+    """
 
     ks: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (1, 2, 4, 8, 16)
     """Numbers k of images, whose recalls are averaged."""
     hit_tau: PositiveFloat = 1.0
-    """Temperature of the sigmoid by which a positive of rank r counts as among the first k, in ranks."""
+    """Temperature of the sigmoid by which a positive of rank r counts as among the first k, in
+    ranks."""
     form: Literal["paper", "released", "suprank", "oml"] = "paper"
-    """Leave the query out and divide hits by the number of positives (paper); count the query's own row in every
-    rank, and at most k hits, over min(k, positives) (released); take the query as a positive (suprank); or that, by
-    Euclidean distances, with k + 1 hits and ranks from 0.5 (oml)."""
+    """Leave the query out and divide hits by the number of positives (paper); count the query's own
+    row in every rank, and at most k hits, over min(k, positives) (released); take the query as a
+    positive (suprank); or that, by Euclidean distances, with k + 1 hits and ranks from 0.5
+    (oml)."""
     self_pair: Literal[True] = True
     """Count a query among its own positives; `form` decides it, so leave it out."""
-    # yash0307/RecallatK_surrogate ed05202, elias-ramzi/SupRank d3d0e3c, OML-Team/open-metric-learning.
-    presets: ClassVar[Presets] = {name: {"form": name} for name in ("paper", "released", "suprank")} | {
-        "oml": {"form": "oml", "ks": (5,)}
-    }
+    # yash0307/RecallatK_surrogate ed05202, elias-ramzi/SupRank d3d0e3c,
+    # OML-Team/open-metric-learning.
+    presets: ClassVar[Presets] = {
+        name: {"form": name} for name in ("paper", "released", "suprank")
+    } | {"oml": {"form": "oml", "ks": (5,)}}
 
     @property
     def query_is_counted(self) -> bool:  # type: ignore[override]
         return self.form == "released"
 
-    def value_and_slopes(self, rows: Rows, totals: Float64[Tensor, " totals"]) -> tuple[Tensor, ...]:
+    def value_and_slopes(
+        self, rows: Rows, totals: Float64[Tensor, " totals"]
+    ) -> tuple[Tensor, ...]:
         if self.form != "oml":
-            return super().value_and_slopes(rows if self.form == "suprank" else rows.without_query(), totals)
+            return super().value_and_slopes(
+                rows if self.form == "suprank" else rows.without_query(), totals
+            )
         # The root has no derivative at 0: descriptors that are equal get none.
         distances = (2 - 2 * rows.similarities).clamp(min=1e-12).sqrt()
         value, slopes = super().value_and_slopes(replace(rows, similarities=-distances), totals)
         return value, slopes / distances * (distances > 1e-6)
 
-    def of_ranks(self, among: Float[Tensor, "r P"], before: Float[Tensor, "r P"], rows: Rows) -> Float[Tensor, " r"]:
-        ranks, recalls, most = among + before - 0.5 * (self.form == "oml"), list[Tensor](), rows.positive_count[:, 0]
+    def of_ranks(
+        self, among: Float[Tensor, "r P"], before: Float[Tensor, "r P"], rows: Rows
+    ) -> Float[Tensor, " r"]:
+        ranks = among + before - 0.5 * (self.form == "oml")
+        recalls = list[Tensor]()
+        most = rows.positive_count[:, 0]
         for given in self.ks:
-            k = min(given, rows.similarities.shape[1]) if self.form == "released" else given + (self.form == "oml")
+            k = (
+                min(given, rows.similarities.shape[1])
+                if self.form == "released"
+                else given + (self.form == "oml")
+            )
             hits = (torch.sigmoid((k - ranks) / self.hit_tau) * rows.is_positive).sum(1)
             hits = hits.clamp(max=k) if self.form == "released" else hits
             recalls.append(hits / (most if self.form == "paper" else most.clamp(max=k)))
@@ -186,25 +228,33 @@ class RecallAtK(RankLoss):
 
 @dataclass(frozen=True)
 class SupRecallAtK(BoundingStep, RecallAtK):
-    """RS@k with SupAP's steps in place of sigmoids (Ramzi et al. 2025), without the released form's own query."""
+    """RS@k with SupAP's steps in place of sigmoids (Ramzi et al. 2025), without the released form's
+    own query.
+    """
 
     form: Literal["paper", "suprank", "oml"] = "paper"
-    presets: ClassVar[Presets] = {"suprank": {"form": "suprank", **BoundingStep.presets["released"]}}
+    presets: ClassVar[Presets] = {
+        "suprank": {"form": "suprank", **BoundingStep.presets["released"]}
+    }
 
 
 @dataclass(frozen=True)
 class PNP(RankLoss):
-    """PNP (Li et al. 2022): penalise each positive by a function of the number R of negatives before it."""
+    """PNP (Li et al. 2022): penalise each positive by a function of the number R of negatives
+    before it.
+    """
 
     form: Literal["O", "I_u", "I_b", "D_s", "D_q"] = "D_q"
-    """Take R (O), (1 + R) ln(1 + R) (I_u), (bR - ln(1 + bR)) / b² (I_b), ln(1 + R) (D_s) or 1 - (1 + R)^-alpha
-    (D_q)."""
+    """Take R (O), (1 + R) ln(1 + R) (I_u), (bR - ln(1 + bR)) / b² (I_b), ln(1 + R) (D_s) or 1 - (1
+    + R)^-alpha (D_q)."""
     b: PositiveFloat = 2.0
     """Number b of the form I_b."""
     alpha: PositiveFloat = 1.0
     """Exponent of the form D_q."""
 
-    def of_ranks(self, among: Float[Tensor, "r P"], before: Float[Tensor, "r P"], rows: Rows) -> Float[Tensor, " r"]:
+    def of_ranks(
+        self, among: Float[Tensor, "r P"], before: Float[Tensor, "r P"], rows: Rows
+    ) -> Float[Tensor, " r"]:
         penalty = {
             "O": lambda: before,
             "I_u": lambda: (1 + before) * before.log1p(),

@@ -1,12 +1,14 @@
 """Count the images before each positive by a smooth step, and differentiate the counts.
 
-With s_j the similarities of a row and p_k those of its positives, a step h says how much image j counts as before k:
+With s_j the similarities of a row and p_k those of its positives, a step h says how much image j
+counts as before k:
 
-    count of k = sum over j of h(s_j - p_k)          slope of j = sum over k of (derivative by count k) h'(s_j - p_k)
+    count of k = sum over j of h(s_j - p_k)          slope of j = sum over k of (derivative by count
+    k) h'(s_j - p_k)
 
-Both are sums over (j, k) for each row, r N P terms of which none is kept: a compiled function goes over all positives
-of a row while that row's similarities are in the cache. Of a smooth step, the sums of many positives are interpolated
-from those at fewer points.
+Both are sums over (j, k) for each row, r N P terms of which none is kept: a compiled function goes
+over all positives of a row while that row's similarities are in the cache. Of a smooth step, the
+sums of many positives are interpolated from those at fewer points.
 """
 
 import math
@@ -24,14 +26,17 @@ from torch.nn import functional
 from distap.ranking import compiling
 from distap.ranking.gathered import tie_width
 
-# A step takes differences t of similarities, their sigmoid of temperature tau, tau, and its own numbers. It returns
-# its height and its slope at each t.
+# A step takes differences t of similarities, their sigmoid of temperature tau, tau, and its own
+# numbers. It returns its height and its slope at each t.
 Step = Callable[..., tuple[Tensor, Tensor]]
-# Terms of one call. Uncompiled they are all in memory at once; so they are if a compiler turns out to be missing.
-MOST_TERMS, MOST_TERMS_COMPILED = 2**22, 2**25
+# Terms of one call. Uncompiled they are all in memory at once; so they are if a compiler turns out
+# to be missing.
+MOST_TERMS = 2**22
+MOST_TERMS_COMPILED = 2**25
 LOG2_E = math.log2(math.e)
 # Points of an interval of interpolation, and its width in temperatures.
-POINTS, WIDTH = {torch.float32: 16, torch.float64: 32}, 4
+POINTS = {torch.float32: 16, torch.float64: 32}
+WIDTH = 4
 
 
 def sigmoid_step(t: Tensor, sigmoid: Tensor, tau: float) -> tuple[Tensor, Tensor]:
@@ -72,7 +77,9 @@ class Sums(ABC):
 
     @abstractmethod
     def counts(self) -> tuple[Float[Tensor, "r P"], Float[Tensor, "r P"]]:
-        """Return the smooth count of images before each positive, and how fast it falls as the positive rises."""
+        """Return the smooth count of images before each positive, and how fast it falls as the
+        positive rises.
+        """
 
     @abstractmethod
     def slopes(self, by_count: Float[Tensor, "r P"]) -> Float[Tensor, "r N"]:
@@ -86,8 +93,12 @@ def step_sums(
     similarities: Float[Tensor, "r N"],
     positives: Float[Tensor, "r P"],
 ) -> Sums:
-    """Return the sums of a step, interpolated where that is exact and takes less than half of the terms."""
-    sums, points, most = partial(StepSums, step, numbers, pairs), POINTS[positives.dtype], positives.shape[1] // 2
+    """Return the sums of a step, interpolated where that is exact and takes less than half of the
+    terms.
+    """
+    sums = partial(StepSums, step, numbers, pairs)
+    points = POINTS[positives.dtype]
+    most = positives.shape[1] // 2
     if step in SMOOTH and most >= points:
         # An image of -inf is never counted; the interpolation needs a number in its place.
         is_counted = ~similarities.isinf()
@@ -110,45 +121,70 @@ class StepSums(Sums):
     """
 
     def __init__(
-        self, step: Step, numbers: tuple[float, ...], pairs: int, similarities: Tensor, positives: Tensor
+        self,
+        step: Step,
+        numbers: tuple[float, ...],
+        pairs: int,
+        similarities: Tensor,
+        positives: Tensor,
     ) -> None:
-        # Each positive takes a pass over all similarities, so many positives make compiling pay at fewer pairs.
+        # Each positive takes a pass over all similarities, so many positives make compiling pay at
+        # fewer pairs.
         compiles = pairs * max(1, positives.shape[1] // 8) >= compiling.PAYS_FROM_PAIRS
-        self._numbers, self._most_terms = numbers, MOST_TERMS_COMPILED if compiles else MOST_TERMS
+        self._numbers = numbers
+        self._most_terms = MOST_TERMS_COMPILED if compiles else MOST_TERMS
         first, last = positives.aminmax(dim=1, keepdim=True)
-        centre, factor = ((first + last) / 2).double(), LOG2_E / numbers[0]
-        # e^(-t / tau) is a power of two of the image times one of the positive: a multiplication for each pair, in a
-        # third of the time of a power. Images whose own power overflows are so far behind or before all positives
-        # that they count 0 or 1. A GPU has time for a power for each pair.
-        # With 3/4 of the exponents for positives, 2^-96 to 2^96 in float32, an image whose power overflows, beyond
-        # 2^128, has a product of 2^32 or more with each: its sigmoid is below what float32 can add to 1.
+        centre = ((first + last) / 2).double()
+        factor = LOG2_E / numbers[0]
+        # e^(-t / tau) is a power of two of the image times one of the positive: a multiplication
+        # for each pair, in a third of the time of a power. Images whose own power overflows are so
+        # far behind or before all positives that they count 0 or 1. A GPU has time for a power for
+        # each pair. With 3/4 of the exponents for positives, 2^-96 to 2^96 in float32, an image
+        # whose power overflows, beyond 2^128, has a product of 2^32 or more with each: its sigmoid
+        # is below what float32 can add to 1.
         most = 0.75 * math.log2(torch.finfo(positives.dtype).max)
-        by_powers = positives.device.type == "cpu" and float((last - first).max()) * factor <= 2 * most
+        by_powers = (
+            positives.device.type == "cpu" and float((last - first).max()) * factor <= 2 * most
+        )
         functions: list[Callable[..., Any]] = [*_sums(step, by_powers), powers_of_two]
-        self._counts, self._slopes, powers = (compiling.compiled(one) if compiles else one for one in functions)
-        self._images, self._positives = (similarities, similarities), (positives, positives)
+        self._counts, self._slopes, powers = (
+            compiling.compiled(one) if compiles else one for one in functions
+        )
+        self._images = (similarities, similarities)
+        self._positives = (positives, positives)
         if by_powers:
             self._images = similarities, powers(similarities, centre, -factor)
             self._positives = positives, powers(positives, centre, factor)
 
     def counts(self) -> tuple[Float[Tensor, "r P"], Float[Tensor, "r P"]]:
-        parts = [self._counts(*self._images, *own, *self._numbers) for own in self._parts(*self._positives)]
+        parts = [
+            self._counts(*self._images, *own, *self._numbers)
+            for own in self._parts(*self._positives)
+        ]
         counts, falls = (torch.cat(one, dim=1) for one in zip(*parts, strict=True))
         return counts, falls
 
     def slopes(self, by_count: Float[Tensor, "r P"]) -> Float[Tensor, "r N"]:
         # (P, r): with rows inside, the generated code goes along the gallery in vectors.
-        parts = ([one.t().contiguous() for one in part] for part in self._parts(*self._positives, by_count))
-        return reduce(torch.add, (self._slopes(*self._images, *part, *self._numbers) for part in parts))
+        parts = (
+            [one.t().contiguous() for one in part]
+            for part in self._parts(*self._positives, by_count)
+        )
+        return reduce(
+            torch.add, (self._slopes(*self._images, *part, *self._numbers) for part in parts)
+        )
 
     def _parts(self, *tables: Float[Tensor, "r P"]) -> Iterator[tuple[Tensor, ...]]:
-        """Cut tables of positives along P, so that a part's terms, r N for each positive, fit into one call."""
+        """Cut tables of positives along P, so that a part's terms, r N for each positive, fit into
+        one call.
+        """
         width = max(1, self._most_terms // max(1, self._images[0].numel()))
         return zip(*(one.split(width, dim=1) for one in tables), strict=True)
 
 
 class Interpolation:
-    """Polynomials through Chebyshev points, on those intervals of one width in which images or positives lie.
+    """Polynomials through Chebyshev points, on those intervals of one width in which images or
+    positives lie.
 
     Args:
         points: number of points of each interval, and of coefficients of its polynomial.
@@ -156,26 +192,42 @@ class Interpolation:
     """
 
     def __init__(
-        self, points: int, width: float, images: Float[Tensor, "r N"], positives: Float[Tensor, "r P"]
+        self,
+        points: int,
+        width: float,
+        images: Float[Tensor, "r N"],
+        positives: Float[Tensor, "r P"],
     ) -> None:
         least = min(float(one.amin()) for one in (images, positives))
         places = [(one - least) / width for one in (images, positives)]
-        taken = torch.zeros(1 + int(max(float(one.amax()) for one in places)), dtype=torch.bool, device=images.device)
+        taken = torch.zeros(
+            1 + int(max(float(one.amax()) for one in places)),
+            dtype=torch.bool,
+            device=images.device,
+        )
         for one in places:
             taken[one.long()] = True
-        # Rows share intervals, of which few are taken: most similarities of a row are alike but for its own, 1.
+        # Rows share intervals, of which few are taken: most similarities of a row are alike but for
+        # its own, 1.
         number = taken.cumsum(0) - 1
-        angles = torch.arange(0.5, points, dtype=torch.float64, device=images.device) * math.pi / points
+        angles = (
+            torch.arange(0.5, points, dtype=torch.float64, device=images.device) * math.pi / points
+        )
         of_intervals = least + width * (taken.nonzero() + (angles.cos() + 1) / 2)
         self.points = of_intervals.flatten().to(images.dtype).expand(len(images), -1).contiguous()
         # The interval of each image and positive, and its place there, from -1 to 1.
-        self.images, self.positives = ((number[one.long()], 2 * (one - one.long()) - 1) for one in places)
+        self.images, self.positives = (
+            (number[one.long()], 2 * (one - one.long()) - 1) for one in places
+        )
         basis = torch.cos(torch.arange(points, device=images.device)[:, None] * angles) * 2 / points
         basis[0] /= 2
         self._basis = basis.to(images.dtype)
 
     def __call__(
-        self, values: Float[Tensor, "r points"], interval: Int64[Tensor, "r M"], x: Float[Tensor, "r M"]
+        self,
+        values: Float[Tensor, "r points"],
+        interval: Int64[Tensor, "r M"],
+        x: Float[Tensor, "r M"],
     ) -> Float[Tensor, "r M"]:
         """Return, at `images` or at `positives`, what has these values at `points`."""
         coefficients = (values.view(len(values), -1, len(self._basis)) @ self._basis.t()).unbind(2)
@@ -189,9 +241,10 @@ class Interpolation:
 class InterpolatedSums(Sums):
     """The sums of `StepSums` for many positives: those at fewer points, and polynomials between.
 
-    A step of temperature tau is analytic up to pi tau off the real axis, and so are its sums. On intervals of 4 tau,
-    polynomials of n coefficients are therefore off by some 3.4^-n of the sum (Trefethen, Approximation Theory and
-    Approximation Practice, theorem 8.2): less than rounding, by the numbers in POINTS.
+    A step of temperature tau is analytic up to pi tau off the real axis, and so are its sums. On
+    intervals of 4 tau, polynomials of n coefficients are therefore off by some 3.4^-n of the sum
+    (Trefethen, Approximation Theory and Approximation Practice, theorem 8.2): less than rounding,
+    by the numbers in POINTS.
     """
 
     of_images: Sums  # of all images before each point
@@ -200,7 +253,9 @@ class InterpolatedSums(Sums):
     is_counted: Bool[Tensor, "r N"]  # which images are not -inf
 
     def counts(self) -> tuple[Float[Tensor, "r P"], Float[Tensor, "r P"]]:
-        counts, falls = (self.between(one, *self.between.positives) for one in self.of_images.counts())
+        counts, falls = (
+            self.between(one, *self.between.positives) for one in self.of_images.counts()
+        )
         return counts, falls
 
     def slopes(self, by_count: Float[Tensor, "r P"]) -> Float[Tensor, "r N"]:
@@ -216,22 +271,37 @@ def powers_of_two(numbers: Tensor, centre: Float64[Tensor, "r 1"], factor: float
 def _sums(step: Step, by_powers: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return functions that sum heights and slopes over images, and slopes over positives.
 
-    They take images s with their powers, then positives p with theirs; without `by_powers` these may be any tensors.
+    They take images s with their powers, then positives p with theirs; without `by_powers` these
+    may be any tensors.
     """
 
-    def of_pairs(t: Tensor, powers: Tensor, of_positives: Tensor, *numbers: float) -> tuple[Tensor, Tensor]:
-        # By exp2, which torch.compile leaves inside the sums: a sigmoid used twice would be written to memory.
+    def of_pairs(
+        t: Tensor, powers: Tensor, of_positives: Tensor, *numbers: float
+    ) -> tuple[Tensor, Tensor]:
+        # By exp2, which torch.compile leaves inside the sums: a sigmoid used twice would be written
+        # to memory.
         ratio = powers * of_positives if by_powers else torch.exp2(t * (-LOG2_E / numbers[0]))
         return step(t, 1 / (1 + ratio), *numbers)
 
-    def counts(s: Tensor, powers: Tensor, p: Tensor, of_positives: Tensor, *numbers: float) -> tuple[Tensor, Tensor]:
-        height, slope = of_pairs(s[:, None] - p[:, :, None], powers[:, None], of_positives[:, :, None], *numbers)
+    def counts(
+        s: Tensor, powers: Tensor, p: Tensor, of_positives: Tensor, *numbers: float
+    ) -> tuple[Tensor, Tensor]:
+        height, slope = of_pairs(
+            s[:, None] - p[:, :, None], powers[:, None], of_positives[:, :, None], *numbers
+        )
         return height.sum(-1), slope.sum(-1)
 
     def slopes(
-        s: Tensor, powers: Tensor, p: Tensor, of_positives: Tensor, by_count: Tensor, *numbers: float
+        s: Tensor,
+        powers: Tensor,
+        p: Tensor,
+        of_positives: Tensor,
+        by_count: Tensor,
+        *numbers: float,
     ) -> Tensor:
-        _, slope = of_pairs(s[None] - p[:, :, None], powers[None], of_positives[:, :, None], *numbers)
+        _, slope = of_pairs(
+            s[None] - p[:, :, None], powers[None], of_positives[:, :, None], *numbers
+        )
         return (by_count[:, :, None] * slope).sum(0)
 
     for one in (counts, slopes):

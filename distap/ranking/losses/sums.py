@@ -1,4 +1,6 @@
-"""Sums of losses: of several, each with a weight, and of one on prefixes of the descriptors (Matryoshka)."""
+"""Sums of losses: of several, each with a weight, and of one on prefixes of the descriptors
+(Matryoshka).
+"""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -32,12 +34,14 @@ class SumOfLosses(Loss):
     @cached_property
     def learned(self) -> nn.Module | None:
         parts = [loss.learned for _, loss in self.parts if loss.learned is not None]
-        # A parameter in two terms would stand twice in `by_parameters`, but once in a module's list of parameters.
+        # A parameter in two terms would stand twice in `by_parameters`, but once in a module's list
+        # of parameters.
         own = [id(parameter) for part in parts for parameter in part.parameters()]
         if len(set(own)) < len(own):
             raise DistapError(
-                f"{type(self).__name__}: several terms use the parameters of one {type(parts[0]).__name__}; give "
-                "each a module of its own, or take a loss by name, such as proxy_nca, which has parameters for each"
+                f"{type(self).__name__}: several terms use the parameters of one"
+                f" {type(parts[0]).__name__}; give each a module of its own, or take a loss by"
+                " name, such as proxy_nca, which has parameters for each"
             )
         return nn.ModuleList(parts) if parts else None
 
@@ -63,7 +67,9 @@ class SumOfLosses(Loss):
         """Add the values and gradients of all terms."""
         terms = [(weight, value) for (weight, _), value in zip(self.parts, values, strict=True)]
         # One term that is no mean over queries leaves the sum without losses by query.
-        by_query = [weight * value.per_query for weight, value in terms if value.per_query is not None]
+        by_query = [
+            weight * value.per_query for weight, value in terms if value.per_query is not None
+        ]
         return LossValue(
             reduce(torch.add, [weight * value.value for weight, value in terms]),
             reduce(torch.add, by_query) if len(by_query) == len(terms) else None,
@@ -77,17 +83,26 @@ class CounterOfSum(Counter):
 
     def __init__(self, loss: SumOfLosses, pairs: int, budget: Budget) -> None:
         super().__init__(loss, budget)
-        # Counters keep what they have counted, all at the same time, so they share the memory for it.
+        # Counters keep what they have counted, all at the same time, so they share the memory for
+        # it.
         shares = replace(budget, memory_bytes=2 * budget.half // len(loss.parts))
-        self._sum, self._counters = loss, [term.counter(pairs, shares) for _, term in loss.parts]
+        self._sum = loss
+        self._counters = [term.counter(pairs, shares) for _, term in loss.parts]
 
-    def add(self, descriptors: Float[Tensor, "n C"], labels: Int64[Tensor, " n"], is_own: Bool[Tensor, " n"]) -> None:
+    def add(
+        self,
+        descriptors: Float[Tensor, "n C"],
+        labels: Int64[Tensor, " n"],
+        is_own: Bool[Tensor, " n"],
+    ) -> None:
         super().add(descriptors, labels, is_own)
         for counter in self._counters:
             counter.add(descriptors, labels, is_own)
 
     def value_and_gradient(self, gathered: Gathered) -> LossValue:
-        return self._sum.summed([counter.value_and_gradient(gathered) for counter in self._counters])
+        return self._sum.summed(
+            [counter.value_and_gradient(gathered) for counter in self._counters]
+        )
 
 
 @dataclass(frozen=True)
@@ -97,7 +112,8 @@ class WeightedSum(SumOfLosses):
     terms: tuple[tuple[float, Inner], ...]
     """Weight and loss of each term."""
 
-    def __post_init__(self) -> None:  # not as `min_length`, which would count a wrong term as one that is missing
+    # not as `min_length`, which would count a wrong term as one that is missing
+    def __post_init__(self) -> None:
         if not self.terms:
             raise ValueError("a sum of losses needs a term at least")
 
@@ -107,19 +123,24 @@ class WeightedSum(SumOfLosses):
 
     def sized(self, classes: KnownClasses, dimensions: int | None, seed: int) -> Loss:
         return replace(
-            self, terms=tuple((weight, loss.sized(classes, dimensions, seed)) for weight, loss in self.terms)
+            self,
+            terms=tuple(
+                (weight, loss.sized(classes, dimensions, seed)) for weight, loss in self.terms
+            ),
         )
 
 
 @dataclass(frozen=True)
 class Matryoshka(SumOfLosses):
-    """A sum over several d of a loss of each descriptor's first d numbers, normalised again (Kusupati et al. 2022).
+    """A sum over several d of a loss of each descriptor's first d numbers, normalised again
+    (Kusupati et al. 2022).
 
     Descriptors that are cut after training then still rank well.
     """
 
     dimensions: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
-    """Numbers d of dimensions, such as [64, 128, 256]; the whole descriptor counts only if it is among them."""
+    """Numbers d of dimensions, such as [64, 128, 256]; the whole descriptor counts only if it is
+    among them."""
     inner: Inner
     """Loss of the cut descriptors, such as smooth_ap or {name: ap_q, bins: 25}."""
     weights: tuple[float, ...] | None = None
@@ -127,7 +148,9 @@ class Matryoshka(SumOfLosses):
 
     def __post_init__(self) -> None:
         if self.weights is not None and len(self.weights) != len(self.dimensions):
-            raise ValueError(f"there are {len(self.weights)} weights for {len(self.dimensions)} dimensions")
+            raise ValueError(
+                f"there are {len(self.weights)} weights for {len(self.dimensions)} dimensions"
+            )
 
     @cached_property
     def parts(self) -> Sequence[tuple[float, Loss]]:
@@ -137,12 +160,17 @@ class Matryoshka(SumOfLosses):
 
     def sized(self, classes: KnownClasses, dimensions: int | None, seed: int) -> Loss:
         if dimensions is not None and max(self.dimensions) > dimensions:
-            raise DistapError(f"matryoshka: dimensions has {max(self.dimensions)}, but descriptors have {dimensions}")
+            raise DistapError(
+                f"matryoshka: dimensions has {max(self.dimensions)}, but descriptors have"
+                f" {dimensions}"
+            )
         return replace(self, inner=self.inner.sized(classes, None, seed))
 
 
 class WrappedLoss(SumOfLosses):
-    """A loss that gives another one, `inner`, a changed batch, and asks of a batch what that one asks."""
+    """A loss that gives another one, `inner`, a changed batch, and asks of a batch what that one
+    asks.
+    """
 
     inner: Any
 
@@ -169,7 +197,9 @@ class OfPrefix(WrappedLoss):
 
     def prefix(self, descriptors: Float[Tensor, "n C"]) -> Float[Tensor, "n d"]:
         if descriptors.shape[1] < self.d:
-            raise DistapError(f"matryoshka: dimensions has {self.d}, but descriptors have {descriptors.shape[1]}")
+            raise DistapError(
+                f"matryoshka: dimensions has {self.d}, but descriptors have {descriptors.shape[1]}"
+            )
         return normalize(descriptors[:, : self.d])
 
     def cut(self, gathered: Gathered) -> Gathered:
@@ -177,9 +207,11 @@ class OfPrefix(WrappedLoss):
 
     def undo_cut(self, gathered: Gathered, value: LossValue) -> LossValue:
         """Turn a gradient by cut descriptors into one by whole ones, through the normalisation."""
-        # With p the first d numbers and u = p / |p|, du/dp = (1 - u uᵀ) / |p|: the part of the gradient along u goes.
+        # With p the first d numbers and u = p / |p|, du/dp = (1 - u uᵀ) / |p|: the part of the
+        # gradient along u goes.
         own = gathered.descriptors[gathered.own]
-        cut, length = self.prefix(own), own[:, : self.d].norm(dim=1, keepdim=True).clamp(min=1e-12)
+        cut = self.prefix(own)
+        length = own[:, : self.d].norm(dim=1, keepdim=True).clamp(min=1e-12)
         gradient = value.gradient - (value.gradient * cut).sum(1, keepdim=True) * cut
         return value._replace(gradient=pad(gradient / length, (0, own.shape[1] - self.d)))
 
@@ -189,11 +221,19 @@ class CounterOfPrefix(Counter):
 
     def __init__(self, loss: OfPrefix, counter: Counter) -> None:
         super().__init__(loss, counter.budget)
-        self._prefix, self._counter = loss, counter
+        self._prefix = loss
+        self._counter = counter
 
-    def add(self, descriptors: Float[Tensor, "n C"], labels: Int64[Tensor, " n"], is_own: Bool[Tensor, " n"]) -> None:
+    def add(
+        self,
+        descriptors: Float[Tensor, "n C"],
+        labels: Int64[Tensor, " n"],
+        is_own: Bool[Tensor, " n"],
+    ) -> None:
         super().add(descriptors, labels, is_own)
         self._counter.add(self._prefix.prefix(descriptors), labels, is_own)
 
     def value_and_gradient(self, gathered: Gathered) -> LossValue:
-        return self._prefix.undo_cut(gathered, self._counter.value_and_gradient(self._prefix.cut(gathered)))
+        return self._prefix.undo_cut(
+            gathered, self._counter.value_and_gradient(self._prefix.cut(gathered))
+        )

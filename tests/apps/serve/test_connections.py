@@ -1,4 +1,6 @@
-"""Clients over real sockets that let a server wait, each of a kind that would hold a connection for ever."""
+"""Clients over real sockets that let a server wait, each of a kind that would hold a connection for
+ever.
+"""
 
 import logging
 import select
@@ -23,7 +25,9 @@ from distap.apps.serve.server import listening, server_of
 HOST = b"Host: localhost\r\n"
 HEALTH = b"GET /healthz HTTP/1.1\r\n" + HOST
 UPLOAD = (
-    b"POST /api/search HTTP/1.1\r\n" + HOST + f"Content-Type: multipart/form-data; boundary={BOUNDARY}\r\n".encode()
+    b"POST /api/search HTTP/1.1\r\n"
+    + HOST
+    + f"Content-Type: multipart/form-data; boundary={BOUNDARY}\r\n".encode()
 )
 LENGTH = b"Content-Length: 100000\r\n\r\n"
 CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
@@ -52,7 +56,11 @@ def serving_here(searcher, most: int, seconds: float) -> Iterator[int]:
     settings = ServeSettings(port=0, threads=1, timeout_seconds=seconds)
     service = Service(settings, searcher, open_thumbnails(searcher.index))
     connections = Connections(
-        most, body_seconds=seconds, answer_seconds=seconds, header_seconds=seconds, unread_seconds=seconds
+        most,
+        body_seconds=seconds,
+        answer_seconds=seconds,
+        header_seconds=seconds,
+        unread_seconds=seconds,
     )
     server = server_of(service, connections)
     listener = listening(settings)
@@ -123,7 +131,8 @@ def test_a_client_that_reads_none_of_its_answers_is_cut_off(impatient):
 
 
 def test_a_slow_search_is_no_reason_to_cut_its_client_off(searcher, monkeypatch):
-    asked, go_on = threading.Event(), threading.Event()
+    asked = threading.Event()
+    go_on = threading.Event()
     kind = type(searcher.index)
     search = kind.search
 
@@ -158,8 +167,14 @@ def test_connections_beyond_the_bound_close_those_that_wait_longest(searcher):
 
 def test_idle_connections_are_closed_before_one_whose_upload_arrives(searcher):
     image = body(upload(0))
-    with serving_here(searcher, most=4, seconds=60) as port, ExitStack() as idle, connected(port) as client:
-        client.sendall(UPLOAD + f"Expect: 100-continue\r\nContent-Length: {len(image)}\r\n\r\n".encode())
+    with (
+        serving_here(searcher, most=4, seconds=60) as port,
+        ExitStack() as idle,
+        connected(port) as client,
+    ):
+        client.sendall(
+            UPLOAD + f"Expect: 100-continue\r\nContent-Length: {len(image)}\r\n\r\n".encode()
+        )
         assert client.recv(65536).startswith(b"HTTP/1.1 100")
         client.sendall(image[:-10])
         for _ in range(50):
@@ -198,10 +213,11 @@ def test_the_more_of_a_body_is_here_the_longer_it_may_take():
 def connections_for(files: int) -> subprocess.CompletedProcess[str]:
     """Ask for the connections of a process that may open so many files."""
     code = (
-        f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (100, {files}))\n"
-        "from distap.apps.serve.connections import connections_within_files\n"
-        "from distap.apps.serve.limits import ServeSettings\n"
-        "print(connections_within_files(ServeSettings()), resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
+        f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (100, {files}))\nfrom"
+        " distap.apps.serve.connections import connections_within_files\nfrom"
+        " distap.apps.serve.limits import"
+        " ServeSettings\nprint(connections_within_files(ServeSettings()),"
+        " resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
     )
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 

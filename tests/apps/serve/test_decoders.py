@@ -72,7 +72,10 @@ def test_an_image_that_takes_too_much_memory_is_refused_and_the_next_one_is_deco
         pytest.skip("no reader of this format")
     decoders = Decoders(replace(JOB, memory_bytes=40_000_000), 1)
     status, reason, message = refusal(decoders, costly_image(kind, 3000))
-    assert (status, reason) == (413, "too_many_pixels") and "or 40,000,000 bytes of memory" in message
+    assert (status, reason) == (
+        413,
+        "too_many_pixels",
+    ) and "or 40,000,000 bytes of memory" in message
     assert decoders(upload(3)).shape == (3, 32, 32)
     decoders.close()
 

@@ -8,7 +8,8 @@ from galleries import upload
 from proxies import proxy
 from selenium.webdriver.support.ui import WebDriverWait
 
-# As if a person dropped a file onto the page or pasted it; the server's page cannot know the difference.
+# As if a person dropped a file onto the page or pasted it; the server's page cannot know the
+# difference.
 GIVEN = """
     const data = new DataTransfer(), [kind, name, bytes] = arguments;
     data.items.add(new File([Uint8Array.from(bytes)], name, {type: "image/png"}));
@@ -29,12 +30,15 @@ class Page:
     """The page as a person sees it."""
 
     def __init__(self, browser, url, size=DESKTOP):
-        self.browser, self.driver = browser, browser.driver
+        self.browser = browser
+        self.driver = browser.driver
         browser.open(url, size)
 
     def texts(self, selector):
         # At once, since the page may replace its elements meanwhile.
-        found = "return [...document.querySelectorAll(arguments[0])].map(each => each.innerText.trim())"
+        found = (
+            "return [...document.querySelectorAll(arguments[0])].map(each => each.innerText.trim())"
+        )
         return self.driver.execute_script(found, selector)
 
     def choose(self, path):
@@ -44,7 +48,9 @@ class Page:
         """Wait until hits are shown, and return their keys."""
 
         def shown(_):
-            return self.texts("#found") == [title] and (hits is None or len(self.texts("#hits li")) == hits)
+            return self.texts("#found") == [title] and (
+                hits is None or len(self.texts("#hits li")) == hits
+            )
 
         WebDriverWait(self.driver, 20).until(shown, message=f"no hits of {title}")
         return self.texts("#hits .key")
@@ -53,7 +59,9 @@ class Page:
         self.driver.find_elements("css selector", "#hits .more")[row].click()
 
     def chosen(self):
-        return self.driver.execute_script("return [...document.getElementById('image').files].map(f => f.name)")
+        return self.driver.execute_script(
+            "return [...document.getElementById('image').files].map(f => f.name)"
+        )
 
 
 def keys(hits):
@@ -70,13 +78,17 @@ def test_choosing_an_image_searches_at_once(url, searcher, browser, image, size)
     assert not browser.broken_pictures() and browser.sideways() <= 0
     assert browser.driver.switch_to.active_element.text == "Most similar to query.png"
     page.similar(0)
-    assert page.wait(f"Most similar to {expected[0].key}") == keys(searcher.by_key(expected[0].key, 12))
+    assert page.wait(f"Most similar to {expected[0].key}") == keys(
+        searcher.by_key(expected[0].key, 12)
+    )
     assert not browser.errors()
     assert all(each.startswith((url, "blob:")) for each in browser.requests())
 
 
 @pytest.mark.parametrize("kind", ["drop", "paste"])
-def test_an_image_that_is_dropped_or_pasted_is_searched_for_at_once(url, searcher, browser, image, kind):
+def test_an_image_that_is_dropped_or_pasted_is_searched_for_at_once(
+    url, searcher, browser, image, kind
+):
     page = Page(browser, f"{url}/")
     browser.driver.execute_script(GIVEN, kind, "given.png", list(image.read_bytes()))
     assert page.wait("Most similar to given.png") == keys(searcher.by_image(image.read_bytes(), 12))
@@ -84,7 +96,8 @@ def test_an_image_that_is_dropped_or_pasted_is_searched_for_at_once(url, searche
 
 
 def test_back_and_forward_return_to_earlier_searches(url, searcher, browser, image):
-    page, driver = Page(browser, f"{url}/"), browser.driver
+    page = Page(browser, f"{url}/")
+    driver = browser.driver
     page.choose(image)
     of_image = page.wait("Most similar to query.png")
     page.similar(1)
@@ -99,7 +112,9 @@ def test_back_and_forward_return_to_earlier_searches(url, searcher, browser, ima
     assert page.chosen() == ["query.png"]
     WebDriverWait(driver, 20).until(lambda _: driver.find_element("id", "preview").is_displayed())
     driver.back()
-    WebDriverWait(driver, 20).until(lambda _: not driver.find_element("id", "results").is_displayed())
+    WebDriverWait(driver, 20).until(
+        lambda _: not driver.find_element("id", "results").is_displayed()
+    )
     assert page.chosen() == []
     driver.forward()
     assert page.wait("Most similar to query.png") == of_image
@@ -125,13 +140,17 @@ def test_the_page_says_what_is_wrong_with_a_file(url, browser, image, tmp_path):
     browser.driver.find_element("id", "send").click()
     assert page.texts("#error") == ["Choose an image first."]
     page.choose(broken)
-    WebDriverWait(browser.driver, 20).until(lambda _: page.texts("#error")[0].startswith("this is no image"))
+    WebDriverWait(browser.driver, 20).until(
+        lambda _: page.texts("#error")[0].startswith("this is no image")
+    )
     assert browser.sideways() <= 0 and page.texts("#hits li") == []
     assert browser.driver.current_url == f"{url}/"
     page.choose(image)
     page.wait("Most similar to query.png")
     page.choose(broken)  # hits of another image would look like its own
-    WebDriverWait(browser.driver, 20).until(lambda driver: not driver.find_element("id", "results").is_displayed())
+    WebDriverWait(browser.driver, 20).until(
+        lambda driver: not driver.find_element("id", "results").is_displayed()
+    )
 
 
 def test_the_page_works_below_a_path(url, browser, image):

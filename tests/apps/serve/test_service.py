@@ -31,7 +31,8 @@ def client_of(made: Service, url: str = "http://127.0.0.1") -> httpx.AsyncClient
 @contextmanager
 def nothing_found_yet(searcher):
     """Searches come as far as the index and wait there."""
-    kind, go_on = type(searcher.index), threading.Event()
+    kind = type(searcher.index)
+    go_on = threading.Event()
     search = kind.search
 
     def waiting(*arguments):
@@ -60,7 +61,8 @@ def test_what_finds_the_queue_full_is_told_to_come_again(searcher):
     async def story(made):
         async with client_of(made) as client:
             with nothing_found_yet(searcher):
-                waiting = [asyncio.create_task(post(client)) for _ in range(3)]  # one at work, two in the queue
+                # one at work, two in the queue
+                waiting = [asyncio.create_task(post(client)) for _ in range(3)]
                 await until(lambda: made.under_way == 3)
                 refused = await post(client)
                 assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
@@ -110,7 +112,8 @@ def test_a_body_that_does_not_arrive_in_time_is_refused(searcher):
 @asynccontextmanager
 async def uploads_that_stall(client, begun: bytes, number: int):
     """Tasks of uploads whose bodies begin so and go no further."""
-    forever, arrived = asyncio.Event(), asyncio.Semaphore(0)
+    forever = asyncio.Event()
+    arrived = asyncio.Semaphore(0)
 
     async def stalling():
         yield begun
@@ -119,7 +122,9 @@ async def uploads_that_stall(client, begun: bytes, number: int):
 
     tasks = []
     for _ in range(number):
-        tasks.append(asyncio.create_task(client.post("/api/search", content=stalling(), headers=MULTIPART)))
+        tasks.append(
+            asyncio.create_task(client.post("/api/search", content=stalling(), headers=MULTIPART))
+        )
         await arrived.acquire()
     yield tasks
     for task in tasks:
@@ -129,7 +134,10 @@ async def uploads_that_stall(client, begun: bytes, number: int):
 
 def test_uploads_that_trickle_keep_no_search_out_and_the_slowest_gives_way(searcher):
     async def story(made):
-        async with client_of(made) as client, uploads_that_stall(client, body(upload(0))[:50], 3) as stalled:
+        async with (
+            client_of(made) as client,
+            uploads_that_stall(client, body(upload(0))[:50], 3) as stalled,
+        ):
             assert made.under_way == 0
             async with asyncio.timeout(60):
                 while (await post(client)).status_code == 503:  # until one is behind
@@ -144,7 +152,8 @@ def test_uploads_that_trickle_keep_no_search_out_and_the_slowest_gives_way(searc
 
 def test_uploads_that_arrive_fast_enough_give_no_place_to_new_ones(searcher):
     async def story(made):
-        begun = body(bytes(1_000_000))[:-40]  # what a slow client would need a quarter of an hour for
+        # what a slow client would need a quarter of an hour for
+        begun = body(bytes(1_000_000))[:-40]
         async with client_of(made) as client, uploads_that_stall(client, begun, 3) as stalled:
             refused = await post(client)
             assert (refused.status_code, refused.json()["error"]["reason"]) == (503, "busy")
@@ -171,7 +180,9 @@ def test_an_upload_for_which_the_disk_has_no_room_is_told_so_in_one_line(searche
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert "an upload cannot be kept while it arrives" in line.getMessage() and line.exc_info is None
+    assert (
+        "an upload cannot be kept while it arrives" in line.getMessage() and line.exc_info is None
+    )
 
 
 def test_no_charset_is_a_fault_of_the_server(searcher, caplog):
@@ -194,10 +205,12 @@ def test_no_charset_is_a_fault_of_the_server(searcher, caplog):
         ("GET", "/", {"Host": "rebound.example"}, 400),
         ("GET", "/", {"Host": "192.168.1.5:8000"}, 400),
         ("GET", "/", {"Host": "search.example:8000"}, 200),
-        ("GET", "/", {"Host": "LOCALHOST:8000", "Sec-Fetch-Site": "cross-site"}, 200),  # a link from elsewhere
+        # a link from elsewhere
+        ("GET", "/", {"Host": "LOCALHOST:8000", "Sec-Fetch-Site": "cross-site"}, 200),
         ("GET", "/readyz", {"Host": "10.1.2.3:8000"}, 200),  # a probe asks by a pod's address
         ("GET", "/metrics", {"Host": "10.1.2.3:8000"}, 400),
-        ("GET", "/metrics", {"Host": "10.9.8.7:8000"}, 200),  # the address of this connection, as Prometheus asks
+        # the address of this connection, as Prometheus asks
+        ("GET", "/metrics", {"Host": "10.9.8.7:8000"}, 200),
         ("POST", "/api/search", {"Host": "127.0.0.1"}, 200),
         ("POST", "/api/search", {"Host": "rebound.example"}, 400),
         ("GET", "/", {"Host": "["}, 400),
@@ -206,7 +219,11 @@ def test_no_charset_is_a_fault_of_the_server(searcher, caplog):
 def test_other_names_are_refused(searcher, method, path, headers, status):
     async def ask() -> httpx.Response:
         async with client_of(made, "http://10.9.8.7") as client:
-            content = {"content": body(upload(0)), "headers": MULTIPART | headers} if method == "POST" else {}
+            content = (
+                {"content": body(upload(0)), "headers": MULTIPART | headers}
+                if method == "POST"
+                else {}
+            )
             return await client.request(method, path, **{"headers": headers} | content)
 
     with service(searcher, allowed_host=["search.example"]) as made:
@@ -246,11 +263,27 @@ def test_a_client_that_leaves_gives_its_place_back(searcher):
             sent.append(message)
 
         headers = [
-            (name.lower().encode(), value.encode()) for name, value in (MULTIPART | {"Host": "localhost"}).items()
+            (name.lower().encode(), value.encode())
+            for name, value in (MULTIPART | {"Host": "localhost"}).items()
         ]
-        about = {"method": "POST", "path": "/api/search", "raw_path": b"/api/search", "query_string": b""}
-        scope = {"type": "http", "headers": headers, "scheme": "http", "server": ("test", 80), **about}
-        await app({**scope, "root_path": "", "http_version": "1.1", "asgi": {"version": "3.0"}}, receive, send)
+        about = {
+            "method": "POST",
+            "path": "/api/search",
+            "raw_path": b"/api/search",
+            "query_string": b"",
+        }
+        scope = {
+            "type": "http",
+            "headers": headers,
+            "scheme": "http",
+            "server": ("test", 80),
+            **about,
+        }
+        await app(
+            {**scope, "root_path": "", "http_version": "1.1", "asgi": {"version": "3.0"}},
+            receive,
+            send,
+        )
         assert made.under_way == 0 and not sent
         assert 'status="499"' in generate_latest(made.metrics.registry).decode()
 
@@ -269,4 +302,7 @@ def test_a_client_that_leaves_gives_its_place_back(searcher):
     ],
 )
 def test_an_upload_has_as_many_pixels_as_the_network_can_see(sizing, scales, given, expected):
-    assert ServeSettings(max_pixels=given).pixels_of(DescribedBy("network", sizing, scales)) == expected
+    assert (
+        ServeSettings(max_pixels=given).pixels_of(DescribedBy("network", sizing, scales))
+        == expected
+    )

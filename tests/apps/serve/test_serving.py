@@ -23,7 +23,10 @@ def require_right(answer: httpx.Response, every: list[Hit], k: int) -> None:
     hits = answer.json()["hits"]
     similarity = {hit.key: hit.similarity for hit in every}
     np.testing.assert_allclose(
-        [hit["similarity"] for hit in hits], [hit.similarity for hit in every[:k]], rtol=0, atol=ALIKE
+        [hit["similarity"] for hit in hits],
+        [hit.similarity for hit in every[:k]],
+        rtol=0,
+        atol=ALIKE,
     )
     assert [hit["rank"] for hit in hits] == list(range(1, len(every[:k]) + 1))
     assert len({hit["key"] for hit in hits}) == len(hits)
@@ -46,7 +49,9 @@ def test_an_upload_is_answered_as_the_network_and_the_index_would(url, searcher,
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_upload_is_refused_with_what_to_do(url, name):
     content, headers, status, reason = BAD[name]
-    require_refused(httpx.post(f"{url}/api/search", content=content, headers=headers), status, reason)
+    require_refused(
+        httpx.post(f"{url}/api/search", content=content, headers=headers), status, reason
+    )
 
 
 def test_a_body_without_a_length_is_limited_while_it_is_read(url):
@@ -58,7 +63,9 @@ def test_a_body_without_a_length_is_limited_while_it_is_read(url):
             sent += 100_000
             yield bytes(100_000) if sent > 100_000 else body(bytes(50_000))[:-40]
 
-    require_refused(httpx.post(f"{url}/api/search", content=endless(), headers=MULTIPART), 413, "too_large")
+    require_refused(
+        httpx.post(f"{url}/api/search", content=endless(), headers=MULTIPART), 413, "too_large"
+    )
 
 
 def test_a_key_finds_what_is_most_similar_to_it(url, searcher):
@@ -71,7 +78,11 @@ def test_a_key_finds_what_is_most_similar_to_it(url, searcher):
 
 @pytest.mark.parametrize(
     ("query", "status", "reason"),
-    [({}, 422, "bad_request"), ({"key": "x", "k": 0}, 422, "bad_request"), ({"key": "x" * 5000}, 422, "bad_request")],
+    [
+        ({}, 422, "bad_request"),
+        ({"key": "x", "k": 0}, 422, "bad_request"),
+        ({"key": "x" * 5000}, 422, "bad_request"),
+    ],
 )
 def test_a_bad_key_or_k_is_refused(url, query, status, reason):
     require_refused(httpx.get(f"{url}/api/search", params=query), status, reason)
@@ -85,7 +96,9 @@ def test_an_unknown_key_is_not_answered_with_a_path_of_the_server(url):
 
 def test_pictures_are_had_by_row_only(url):
     picture = httpx.get(f"{url}/images/3")
-    assert picture.headers["content-type"] == "image/jpeg" and picture.content.startswith(b"\xff\xd8")
+    assert picture.headers["content-type"] == "image/jpeg" and picture.content.startswith(
+        b"\xff\xd8"
+    )
     require_refused(httpx.get(f"{url}/images/40"), 404, "not_found")
     require_refused(httpx.get(f"{url}/images/-1"), 404, "not_found")
     for path in ("a", "0.jpg", "0x1", "1.5"):
@@ -95,7 +108,13 @@ def test_pictures_are_had_by_row_only(url):
 
 
 def test_every_answer_has_security_headers_and_errors_have_one_form(url):
-    for path, status in (("/", 200), ("/search.js", 200), ("/healthz", 200), ("/nothing", 404), ("/docs", 404)):
+    for path, status in (
+        ("/", 200),
+        ("/search.js", 200),
+        ("/healthz", 200),
+        ("/nothing", 404),
+        ("/docs", 404),
+    ):
         answer = httpx.get(f"{url}{path}")
         assert answer.status_code == status
         assert answer.headers["x-content-type-options"] == "nosniff"
@@ -132,10 +151,15 @@ def test_under_load_no_answer_is_wrong_and_memory_stays_bounded(served, searcher
     async def one(client: httpx.AsyncClient, number: int) -> None:
         if number % 3 == 2:
             content, headers, status, reason = bad[number // 3 % len(bad)]
-            require_refused(await client.post("/api/search", content=content, headers=headers), status, reason)
+            require_refused(
+                await client.post("/api/search", content=content, headers=headers), status, reason
+            )
             return
-        which, k = number % len(images), 1 + number % 40
-        answer = await client.post("/api/search", params={"k": k}, content=body(images[which]), headers=MULTIPART)
+        which = number % len(images)
+        k = 1 + number % 40
+        answer = await client.post(
+            "/api/search", params={"k": k}, content=body(images[which]), headers=MULTIPART
+        )
         require_right(answer, expected[which], k)
         if number % 5 == 0:
             picture = await client.get(answer.json()["hits"][0]["picture"])
@@ -171,7 +195,8 @@ def test_requests_that_are_no_http_leave_no_lines_in_the_log(served):
         with socket.create_connection((host, int(port)), timeout=60) as client:
             client.sendall(sent)
             assert client.recv(65536).startswith(b"HTTP/1.1 400")
-    assert counted(url, "distap_search_requests_total") > 0  # so that a line would have been written
+    # so that a line would have been written
+    assert counted(url, "distap_search_requests_total") > 0
     assert job.said == before
 
 
@@ -181,12 +206,15 @@ def test_asked_to_stop_it_finishes_what_is_under_way(gallery, searcher, tmp_path
     content = body(image)
     with serving(gallery, tmp_path) as (url, job):
         host, port = url.removeprefix("http://").split(":")
-        head = f"POST /api/search?k=3 HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(content)}\r\n"
+        head = (
+            f"POST /api/search?k=3 HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(content)}\r\n"
+        )
         head += f"Content-Type: {MULTIPART['Content-Type']}\r\n\r\n"
         with socket.create_connection((host, int(port))) as upload_socket:
             upload_socket.sendall(head.encode() + content[:100])
             job.wait_until(lambda: counted(url, "distap_search_requests_in_flight") == 2)
-            for pid in job.left():  # as a service manager does, which knows all processes of a service
+            # as a service manager does, which knows all processes of a service
+            for pid in job.left():
                 os.kill(pid, number)
             job.wait_until(lambda: is_closed(host, int(port)))
             upload_socket.sendall(content[100:])
@@ -208,7 +236,10 @@ def is_closed(host: str, port: int) -> bool:
 
 def test_an_address_that_cannot_be_listened_on_is_named(gallery, url, monkeypatch, capsys):
     port = url.rpartition(":")[2]
-    assert distap(monkeypatch, "serve", gallery.index, "--checkpoint", gallery.run, "--port", port) == 2
+    assert (
+        distap(monkeypatch, "serve", gallery.index, "--checkpoint", gallery.run, "--port", port)
+        == 2
+    )
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
 
 

@@ -13,20 +13,26 @@ GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "data-sets.md"
 @pytest.fixture
 def run(monkeypatch, capsys):
     """`distap data convert`: its exit status, and what it printed."""
-    return lambda *arguments: (distap(monkeypatch, "data", "convert", *arguments), "".join(capsys.readouterr()))
+    return lambda *arguments: (
+        distap(monkeypatch, "data", "convert", *arguments),
+        "".join(capsys.readouterr()),
+    )
 
 
 def test_the_command_says_what_it_did_and_what_is_wrong(run, tmp_path, caplog):
-    source, output = tmp_path / "source", tmp_path / "out"
+    source = tmp_path / "source"
+    output = tmp_path / "out"
     TREES["sop"](source)
     (source / "chair_final" / "1_0.JPG").unlink()
     (source / "mug_final" / "4_0.JPG").write_bytes(b"no image")
-    status, printed = run("sop", source, output, "--workers", 1, "--left-out", tmp_path / "left.csv")
+    status, printed = run(
+        "sop", source, output, "--workers", 1, "--left-out", tmp_path / "left.csv"
+    )
     assert status == 0
     assert (
-        "train differs from the published split: its list names 4 images, 2 classes, published are 59,551 images, "
-        "11,318 classes"
-    ) in caplog.text
+        "train differs from the published split: its list names 4 images, 2 classes, published are"
+        " 59,551 images, 11,318 classes" in caplog.text
+    )
     for text in (
         f"{output}/train: 3 images of 2 classes",
         f"left out: 1 listed images that are not there ({source}/chair_final/1_0.JPG)",
@@ -34,7 +40,10 @@ def test_the_command_says_what_it_did_and_what_is_wrong(run, tmp_path, caplog):
     ):
         assert text in printed
     rows = (tmp_path / "left.csv").read_text().splitlines()
-    assert rows[1] == f"{source}/chair_final/1_0.JPG,listed images that are not there" and len(rows) == 3
+    assert (
+        rows[1] == f"{source}/chair_final/1_0.JPG,listed images that are not there"
+        and len(rows) == 3
+    )
 
 
 def test_splits_the_size_of_shards_and_their_order_are_chosen(run, tmp_path):

@@ -78,8 +78,14 @@ EXPECTED = {
     "dyml-animal": DYML,
     "dyml-vehicle": DYML,
     "dyml-product": (
-        {"train": {"8": 2, "9": 2}, "test": {"mini-bmk_all_in_one/8": 2, "mini-bmk_all_in_one/9": 2}},
-        {**DYML[1], **{f"mini-bmk_all_in_one/{label}": levels for label, levels in DYML[1].items()}},
+        {
+            "train": {"8": 2, "9": 2},
+            "test": {"mini-bmk_all_in_one/8": 2, "mini-bmk_all_in_one/9": 2},
+        },
+        {
+            **DYML[1],
+            **{f"mini-bmk_all_in_one/{label}": levels for label, levels in DYML[1].items()},
+        },
     ),
     "landmarks-clean": ({"train": {"3": 2, "17": 2}, "validation": {"3": 2}}, {}),
     "sfm-120k": ({"train": {"7": 2, "9": 2}, "validation": {"1": 2, "4": 2}}, {}),
@@ -98,7 +104,10 @@ EXPECTED = {
     "ilias": (
         {
             "query": {"bold_bimp_000/query/Q000_00.jpg": 1, "zippy_999/query/Q999_00.jpg": 1},
-            "gallery": {f"{name}.jpg": 1 for name in (*(f"bold_bimp_000/pos/P000_0{n}" for n in (0, 1)), ZIPPY)},
+            "gallery": {
+                f"{name}.jpg": 1
+                for name in (*(f"bold_bimp_000/pos/P000_0{n}" for n in (0, 1)), ZIPPY)
+            },
         },
         {},
     ),
@@ -107,8 +116,14 @@ EXPECTED = {
     "msmt17": (
         {
             "train": {"0": 2},
-            "query": {"test/0001/0001_000_01_0303morning_0020.jpg": 1, "test/0002/0002_000_03_0303noon_0023.jpg": 1},
-            "gallery": {f"test/0001/0001_{name}.jpg": 1 for name in ("001_07_0303noon_0021", "002_01_0303noon_0022")},
+            "query": {
+                "test/0001/0001_000_01_0303morning_0020.jpg": 1,
+                "test/0002/0002_000_03_0303noon_0023.jpg": 1,
+            },
+            "gallery": {
+                f"test/0001/0001_{name}.jpg": 1
+                for name in ("001_07_0303noon_0021", "002_01_0303noon_0022")
+            },
         },
         {},
     ),
@@ -135,7 +150,10 @@ EXPECTED = {
     "ijb-c": (
         {
             "test": {
-                **{f"{name}.jpg 1": 1 for name in ("img/1", "img/2", "img/3", "frames/1", "frames/2", "frames/3")},
+                **{
+                    f"{name}.jpg 1": 1
+                    for name in ("img/1", "img/2", "img/3", "frames/1", "frames/2", "frames/3")
+                },
                 **{f"img/{number}.jpg 2": 1 for number in (3, 4, 5, 6, 7)},
             }
         },
@@ -144,13 +162,44 @@ EXPECTED = {
 }
 
 CLEAN = "annotations_landmarks/annotation_clean_val.txt"
-# A wrong line of each list: the file, what stands there, what is put instead, and what the error says of it.
+# A wrong line of each list: the file, what stands there, what is put instead, and what the error
+# says of it.
 WRONG_LINES = [
-    ("sop", "Ebay_train.txt", "2 1 1 chair", "2 one 1 chair", r"line 3: class 'one' is no whole number"),
-    ("sop", "Ebay_train.txt", "2 1 1 chair", "2 1 chair", r"line 3: 3 columns, expected 4: image_id,class_id"),
-    ("sop", "Ebay_train.txt", "2 1 1 chair", "2 1 1 chair\x1b", r"line 3: path .* is no printable text"),
-    ("sop", "Ebay_test.txt", "image_id class_id", "id class", r"line 1: expected the heading 'image_id class_id"),
-    ("cub", "image_class_labels.txt", "3 100", "3 77", r"images\.txt: not as its authors .*: KeyError\(77\)"),
+    (
+        "sop",
+        "Ebay_train.txt",
+        "2 1 1 chair",
+        "2 one 1 chair",
+        r"line 3: class 'one' is no whole number",
+    ),
+    (
+        "sop",
+        "Ebay_train.txt",
+        "2 1 1 chair",
+        "2 1 chair",
+        r"line 3: 3 columns, expected 4: image_id,class_id",
+    ),
+    (
+        "sop",
+        "Ebay_train.txt",
+        "2 1 1 chair",
+        "2 1 1 chair\x1b",
+        r"line 3: path .* is no printable text",
+    ),
+    (
+        "sop",
+        "Ebay_test.txt",
+        "image_id class_id",
+        "id class",
+        r"line 1: expected the heading 'image_id class_id",
+    ),
+    (
+        "cub",
+        "image_class_labels.txt",
+        "3 100",
+        "3 77",
+        r"images\.txt: not as its authors .*: KeyError\(77\)",
+    ),
     (
         "inaturalist",
         "Inat_dataset_splits/Inaturalist_test_set1.txt",
@@ -158,14 +207,62 @@ WRONG_LINES = [
         "Aves/",
         r"line 1: .*expected train_val2018/SUPER-CATEGORY/NUMBER/IMAGE\.jpg",
     ),
-    ("inshop", "Eval/list_eval_partition.txt", " query", " querry", r"line 7: .*one of train, query, gallery"),
-    ("dyml-animal", "train/label.csv", "0, 3, 8\n", "0, 8\n", r"line 1: 3 columns, expected 'fname,coarse_id"),
-    ("landmarks-clean", CLEAN, "http:", "file:", r"line 1: .* is no address of an image on the web"),
-    ("gldv2", "metadata/train_clean.csv", "a123456789", "../../x789", r"line 3: image .*expected 16 digits"),
-    ("gldv2", "ground_truth/retrieval_solution_v2.1.csv", "Private", "Hidden", r"line 4: usage 'Hidden', expected"),
-    ("vggface2", "bb_landmark/loose_bb_test.csv", ",2,1,4,6", ",2,1,-4,6", r"line 3: expected left, top, width and"),
-    ("sop", "Ebay_train.txt", "chair_final/1_1", "../1_1", r"line 3: path '.*' leaves .*; expected one inside"),
-    ("uned", "info_files/met/index.json", "met/index/0.jpg", "../met.jpg", "line 1: path '.*' leaves"),
+    (
+        "inshop",
+        "Eval/list_eval_partition.txt",
+        " query",
+        " querry",
+        r"line 7: .*one of train, query, gallery",
+    ),
+    (
+        "dyml-animal",
+        "train/label.csv",
+        "0, 3, 8\n",
+        "0, 8\n",
+        r"line 1: 3 columns, expected 'fname,coarse_id",
+    ),
+    (
+        "landmarks-clean",
+        CLEAN,
+        "http:",
+        "file:",
+        r"line 1: .* is no address of an image on the web",
+    ),
+    (
+        "gldv2",
+        "metadata/train_clean.csv",
+        "a123456789",
+        "../../x789",
+        r"line 3: image .*expected 16 digits",
+    ),
+    (
+        "gldv2",
+        "ground_truth/retrieval_solution_v2.1.csv",
+        "Private",
+        "Hidden",
+        r"line 4: usage 'Hidden', expected",
+    ),
+    (
+        "vggface2",
+        "bb_landmark/loose_bb_test.csv",
+        ",2,1,4,6",
+        ",2,1,-4,6",
+        r"line 3: expected left, top, width and",
+    ),
+    (
+        "sop",
+        "Ebay_train.txt",
+        "chair_final/1_1",
+        "../1_1",
+        r"line 3: path '.*' leaves .*; expected one inside",
+    ),
+    (
+        "uned",
+        "info_files/met/index.json",
+        "met/index/0.jpg",
+        "../met.jpg",
+        "line 1: path '.*' leaves",
+    ),
     ("landmarks-clean", CLEAN, "a.example/val", "a.example/%2e%2e", "line 1: path '.*' leaves"),
 ]
 
@@ -198,7 +295,8 @@ def test_every_data_set_has_a_tree():
 
 @pytest.mark.parametrize("name", TREES)
 def test_the_authors_files_become_a_data_set_a_split(name, tree, tmp_path):
-    source, output = tree(name), tmp_path / "out"
+    source = tree(name)
+    output = tmp_path / "out"
     converted = convert(name, source, output)
     splits, groups = EXPECTED[name]
     assert {name: len(index) for name, (index, _) in converted.items()} == {
@@ -209,7 +307,9 @@ def test_the_authors_files_become_a_data_set_a_split(name, tree, tmp_path):
         assert counts(output / split) == classes
         index = load_index(output / split)
         assert dict(zip(index.class_name.tolist(), index.class_levels.tolist(), strict=True)) == {
-            label: [groups[label]] if isinstance(groups.get(label, []), str) else groups.get(label, [])
+            label: [groups[label]]
+            if isinstance(groups.get(label, []), str)
+            else groups.get(label, [])
             for label in classes
         }
         reader = ImageSet(output / split, index)
@@ -221,10 +321,13 @@ def test_the_authors_files_become_a_data_set_a_split(name, tree, tmp_path):
 def test_a_face_is_cut_out_by_its_box_and_three_tenths_more(tree, tmp_path):
     source = tree("vggface2")
     ((index, _),) = convert("vggface2", source, tmp_path / "out", only=["train"]).values()
-    # Photographs are 10 x 8: boxes of 4 x 4 at (2, 1) give 1.4 to 6.6 by 0.4 to 5.6, and others are cut at the edge.
+    # Photographs are 10 x 8: boxes of 4 x 4 at (2, 1) give 1.4 to 6.6 by 0.4 to 5.6, and others are
+    # cut at the edge.
     assert [index.width.tolist(), index.height.tolist()] == [[6] * 4, [6, 8, 8, 8]]
     packed = ImageSet(tmp_path / "out/train", index).encoded(0).whole()
-    whole = EncodedImage((source / "train/n000002/0001_01.jpg").read_bytes()).whole().crop((1, 0, 7, 6))
+    whole = (
+        EncodedImage((source / "train/n000002/0001_01.jpg").read_bytes()).whole().crop((1, 0, 7, 6))
+    )
     assert np.abs(np.asarray(packed, int) - np.asarray(whole, int)).mean() < 4
     change(source / "bb_landmark/loose_bb_test.csv", ",2,1,4,4", ",20,1,4,4")
     ((_, left_out),) = convert("vggface2", source, tmp_path / "cut", only=["test"]).values()
@@ -232,13 +335,16 @@ def test_a_face_is_cut_out_by_its_box_and_three_tenths_more(tree, tmp_path):
 
 
 def test_the_species_of_inaturalist_have_their_whole_tree_if_it_lies_there(tree, tmp_path):
-    source, genera = tree("inaturalist"), {2761: "Pieris", 5: "Amanita", 11: "Parus", 7000: "Pieris"}
+    source = tree("inaturalist")
+    genera = {2761: "Pieris", 5: "Amanita", 11: "Parus", 7000: "Pieris"}
     names = {
         number: ["Plantae" if number > 2761 else "Animalia", "P", "C", "O", "F", one]
         for number, one in genera.items()
     }
     ranks = ["kingdom", "phylum", "class", "order", "family", "genus"]
-    listed = [{"id": number, **dict(zip(ranks, path, strict=True))} for number, path in names.items()]
+    listed = [
+        {"id": number, **dict(zip(ranks, path, strict=True))} for number, path in names.items()
+    ]
     (source / "categories.json").write_text(json.dumps(listed))
     convert("inaturalist", source, tmp_path / "out")
     index = load_index(tmp_path / "out" / "test")
@@ -265,10 +371,13 @@ def test_a_wrong_line_is_named_by_file_and_number(name, file, old, new, message,
 
 
 def test_a_split_that_is_named_is_converted_alone(tree, tmp_path):
-    source, output = tree("gldv2"), tmp_path / "out"
+    source = tree("gldv2")
+    output = tmp_path / "out"
     convert("gldv2", source, output, only=["index"])
     assert not (output / "train").exists() and not (output / "ground_truth.json").exists()
-    with pytest.raises(DistapError, match="has no split 'tset'; expected some of train, index, query"):
+    with pytest.raises(
+        DistapError, match="has no split 'tset'; expected some of train, index, query"
+    ):
         convert("gldv2", source, output, only=["tset"])
 
 
@@ -276,7 +385,9 @@ def test_a_split_without_any_image_is_an_error(tree, tmp_path):
     source = tree("sop")
     for path in source.rglob("*.JPG"):
         path.unlink()
-    with pytest.raises(DistapError, match=r"none of the 4 images can be read; first: .*chair_final/1_0"):
+    with pytest.raises(
+        DistapError, match=r"none of the 4 images can be read; first: .*chair_final/1_0"
+    ):
         convert("sop", source, tmp_path / "out")
     (source / "Ebay_test.txt").write_text("image_id class_id super_class_id path\n")
     with pytest.raises(DistapError, match="test: its list names no image"):
@@ -293,7 +404,9 @@ def test_an_image_that_is_listed_twice_is_packed_once(tree, tmp_path):
 
 def test_landmarks_may_lie_where_the_list_says(tree, tmp_path):
     source = tree("landmarks-clean")
-    (source / "annotations_landmarks" / "annotation_clean_val.txt").write_text("val/a.jpg 8\nval/b.jpg 8\n")
+    (source / "annotations_landmarks" / "annotation_clean_val.txt").write_text(
+        "val/a.jpg 8\nval/b.jpg 8\n"
+    )
     photo(source / "val" / "a.jpg")
     photo(source / "val" / "b.jpg")
     convert("landmarks-clean", source, tmp_path / "out", only=["validation"])
@@ -302,7 +415,11 @@ def test_landmarks_may_lie_where_the_list_says(tree, tmp_path):
 
 @pytest.mark.parametrize("key", ["imlist", "qimlist"])
 def test_a_name_in_a_pickle_that_leaves_the_folder_is_refused(key, tmp_path):
-    contents = {"imlist": ["a"], "qimlist": ["q"], "gnd": [{"bbx": [0, 0, 1, 1], "easy": [], "hard": [], "junk": []}]}
+    contents = {
+        "imlist": ["a"],
+        "qimlist": ["q"],
+        "gnd": [{"bbx": [0, 0, 1, 1], "easy": [], "hard": [], "junk": []}],
+    }
     contents[key] = ["../outside"]
     dump(tmp_path / "gnd_roxford5k.pkl", contents)
     photo(tmp_path / "jpg" / "a.jpg")
@@ -336,5 +453,7 @@ def test_a_damaged_matlab_file_is_named(contents, tree, tmp_path):
 def test_a_matlab_file_without_scipy_says_what_to_install(tree, tmp_path, monkeypatch):
     source = tree("cars-196")
     monkeypatch.setitem(sys.modules, "scipy.io", None)
-    with pytest.raises(DistapError, match=r"cars_annos\.mat: reading a MATLAB file needs scipy: pip install scipy"):
+    with pytest.raises(
+        DistapError, match=r"cars_annos\.mat: reading a MATLAB file needs scipy: pip install scipy"
+    ):
         convert("cars-196", source, tmp_path / "out")

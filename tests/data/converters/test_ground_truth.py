@@ -52,7 +52,9 @@ def test_the_ground_truth_tells_easy_hard_and_junk_by_the_names_of_classes(name,
             },
         ],
     }
-    assert {query["name"] for query in truth["queries"]} == set(load_index(output / "query").class_name.tolist())
+    assert {query["name"] for query in truth["queries"]} == set(
+        load_index(output / "query").class_name.tolist()
+    )
     gallery = set(load_index(output / "gallery").class_name.tolist())
     assert all({*query["positives"], *query["junk"]} <= gallery for query in truth["queries"])
 
@@ -61,7 +63,11 @@ def test_google_landmarks_has_the_positives_of_each_query_that_counts(tmp_path):
     truth = json.loads((converted("gldv2", tmp_path) / "ground_truth.json").read_text())
     assert truth["gallery"] == ["index"]
     assert truth["queries"] == [
-        {"name": "4444444444444444", "part": "Public", "positives": ["1111111111111111", "3333333333333333"]},
+        {
+            "name": "4444444444444444",
+            "part": "Public",
+            "positives": ["1111111111111111", "3333333333333333"],
+        },
         {"name": "6666666666666666", "part": "Private", "positives": ["2222222222222222"]},
     ]
 
@@ -70,7 +76,11 @@ def test_ilias_groups_positives_by_scale_and_clutter(tmp_path):
     truth = json.loads((converted("ilias", tmp_path) / "ground_truth.json").read_text())
     first, second = truth["queries"]
     assert first["positives"] == ["bold_bimp_000/pos/P000_00.jpg", "bold_bimp_000/pos/P000_01.jpg"]
-    groups = {name: [grade in own for grade in first["grades"]] for name, own in truth["groups"].items() if name}
+    groups = {
+        name: [grade in own for grade in first["grades"]]
+        for name, own in truth["groups"].items()
+        if name
+    }
     assert [name for name, own in groups.items() if own[0]] == ["scale 1", "clutter 1"]
     assert [name for name, own in groups.items() if own[1]] == ["scale 4", "clutter 3"]
     assert [name for name, own in truth["groups"].items() if second["grades"][0] in own] == [
@@ -97,7 +107,10 @@ def test_a_place_is_right_within_25_metres(tmp_path):
 
 def test_an_instance_of_ijb_c_is_an_image_or_a_video_of_a_subject_with_five(tmp_path):
     truth = read_truth(converted("ijb-c", tmp_path) / "ground_truth.json")
-    assert truth.instances == {"1/91": ("frames/1.jpg 1", "frames/3.jpg 1"), "1/90": ("frames/2.jpg 1",)}
+    assert truth.instances == {
+        "1/91": ("frames/1.jpg 1", "frames/3.jpg 1"),
+        "1/90": ("frames/2.jpg 1",),
+    }
     asked = {query.name: {query.name, *query.positives} for query in truth.queries}
     assert len(asked) == 10
     assert asked["1/90"] == {"img/1.jpg 1", "img/2.jpg 1", "img/3.jpg 1", "1/91", "1/90"}
@@ -107,8 +120,12 @@ def test_an_instance_of_ijb_c_is_an_image_or_a_video_of_a_subject_with_five(tmp_
 def test_uned_is_right_by_class_and_domain_in_one_index(tmp_path):
     truth = read_truth(converted("uned", tmp_path) / "ground_truth.json")
     assert (truth.query, truth.gallery, truth.queries) == (("test", "query"), ("test", "index"), ())
-    classes = np.array(["cars/0", "cars/0", "sop/0", "gldv2/7|gldv2/8", "gldv2/7", "gldv2/8", "cars/7"])
-    found = truth.of_classes(classes, np.arange(4), np.array([0, 1, 2, 4, 5, 6]), torch.device("cpu"))
+    classes = np.array(
+        ["cars/0", "cars/0", "sop/0", "gldv2/7|gldv2/8", "gldv2/7", "gldv2/8", "cars/7"]
+    )
+    found = truth.of_classes(
+        classes, np.arange(4), np.array([0, 1, 2, 4, 5, 6]), torch.device("cpu")
+    )
     assert [sorted(each.tolist()) for each in found.positives] == [[0, 1], [0, 1], [2], [3, 4]]
     assert found.counts.tolist() == [1, 1, 0, 2]  # without the query itself
     assert found.parts == ["cars", "cars", "sop", "gldv2"] and found.own.tolist() == [0, 1, 2, -1]
@@ -116,13 +133,18 @@ def test_uned_is_right_by_class_and_domain_in_one_index(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [(lambda c: c.update(qimlist=["q", "r"]), "ValueError.*shorter"), (lambda c: c.pop("gnd"), "KeyError.*gnd")],
+    [
+        (lambda c: c.update(qimlist=["q", "r"]), "ValueError.*shorter"),
+        (lambda c: c.pop("gnd"), "KeyError.*gnd"),
+    ],
 )
 def test_a_wrong_ground_truth_of_revisited_is_refused(change, message, tmp_path):
     contents = copy.deepcopy(CONTENTS)
     change(contents)
     dump(tmp_path / "source" / "gnd_roxford5k.pkl", contents)
-    with pytest.raises(DistapError, match=rf"gnd_roxford5k\.pkl: not as its authors distribute it: {message}"):
+    with pytest.raises(
+        DistapError, match=rf"gnd_roxford5k\.pkl: not as its authors distribute it: {message}"
+    ):
         convert("roxford5k", tmp_path / "source", tmp_path / "out")
 
 

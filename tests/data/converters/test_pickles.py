@@ -20,7 +20,8 @@ def save(path, contents):
 
 
 @pytest.mark.parametrize(
-    ("protocol", "old"), [(0, True), (1, True), (2, True), (3, True), (0, False), (2, False), (4, False), (5, False)]
+    ("protocol", "old"),
+    [(0, True), (1, True), (2, True), (3, True), (0, False), (2, False), (4, False), (5, False)],
 )
 def test_arrays_and_numbers_of_every_protocol_are_read(protocol, old, tmp_path):
     value = {
@@ -49,7 +50,8 @@ def test_arrays_and_numbers_of_every_protocol_are_read(protocol, old, tmp_path):
 
 
 def test_a_pickle_of_python_2_is_read(tmp_path):
-    # {'cids': ['ab'], 'idxs': numpy.array([3, 258])} as Python 2 and numpy 1 write it with protocol 2.
+    # {'cids': ['ab'], 'idxs': numpy.array([3, 258])} as Python 2 and numpy 1 write it with protocol
+    # 2.
     path = save(
         tmp_path / "x.pkl",
         b"\x80\x02}q\x00(U\x04cidsq\x01]q\x02U\x02abq\x03aU\x04idxsq\x04cnumpy.core.multiarray\n_reconstruct\n"
@@ -105,9 +107,18 @@ def test_a_pickle_that_is_not_plain_is_an_error_that_names_the_file(contents, tm
 
 
 def test_the_bytes_of_an_array_never_count_as_pointers(tmp_path):
-    """numpy's own dtype takes flags from a pickle, and then reads eight bytes as the address of an object."""
+    """numpy's own dtype takes flags from a pickle, and then reads eight bytes as the address of an
+    object.
+    """
     kind = pickle.dumps(np.dtype("O", False, True), 2)[2:-1].replace(b"K?t", b"K\0t")
-    evil = b"\x80\x02cnumpy.core.numeric\n_frombuffer\n(C\x08" + b"\x10" * 8 + kind + b"K\x01\x85X\x01\0\0\0CtR."
-    assert b"K\0t" in kind and np.frombuffer(bytes(8), pickle.loads(b"\x80\x02" + kind + b".")).shape == (1,)
+    evil = (
+        b"\x80\x02cnumpy.core.numeric\n_frombuffer\n(C\x08"
+        + b"\x10" * 8
+        + kind
+        + b"K\x01\x85X\x01\0\0\0CtR."
+    )
+    assert b"K\0t" in kind and np.frombuffer(
+        bytes(8), pickle.loads(b"\x80\x02" + kind + b".")
+    ).shape == (1,)
     with pytest.raises(DistapError, match=r"array of shape \(1,\) with 8 values"):
         plain_value(save(tmp_path / "x.pkl", evil))
