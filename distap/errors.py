@@ -93,8 +93,14 @@ class DistapError(Exception):
     status = MISTAKE
     is_on_all_ranks = False  # so that one rank of a host tells it
 
-    def __init__(self, *parts: object) -> None:
-        super().__init__(*map(_told, parts))
+    def __init__(self, code: str, message: object = None) -> None:
+        if message is None:  # for as long as some places give no code
+            code, message = "", code
+        super().__init__(code, _told(message))
+        self.code = code
+
+    def __str__(self) -> str:
+        return str(self.args[1])
 
 
 class CollectiveError(DistapError):
