@@ -261,7 +261,8 @@ def agreement(figures_of_contenders: dict[str, dict[str, float]]) -> str:
         [figures[name] for figures in figures_of_contenders.values() if name in figures]
         for name in names
     ]
-    return f"Shared figures are at most {max(max(contenders_values) - min(contenders_values) for contenders_values in values):.0e} apart."
+    apart = max(max(of_contenders) - min(of_contenders) for of_contenders in values)
+    return f"Shared figures are at most {apart:.0e} apart."
 
 
 def _speed(seconds: dict[str, float]) -> str:

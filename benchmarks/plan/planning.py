@@ -184,7 +184,10 @@ def _advice(steps: list[StepCost]) -> str:
         advice = (
             f"on {gpus} micro-batches of {step.replay_size} that keep {step.kept} graphs do not fit"
         )
-        return f"{advice}: set replay.size={figures['greatest_replay_size']} or less, and replay.keep=0"
+        return (
+            f"{advice}: set replay.size={figures['greatest_replay_size']} or less,"
+            " and replay.keep=0"
+        )
     if not figures["fits"]:
         return f"on {gpus} this does not fit: choose a smaller data.image_size, or fsdp"
     local = min(step.ranks, step.machine.gpus_a_host)

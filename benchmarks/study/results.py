@@ -308,8 +308,8 @@ def comparison(results: Results, published: Results) -> list[str]:
         verdict = "within" if abs(fmean(own_values) - fmean(other_values)) <= half else "NOT within"
         expected = Interval(fmean(other_values), half)
         lines.append(
-            f"{row.point}: {figure} {interval(own_values)}, {verdict} {expected}, which the published runs"
-            " expect"
+            f"{row.point}: {figure} {interval(own_values)}, {verdict} {expected},"
+            " which the published runs expect"
         )
     if published.done and not lines:
         return [
