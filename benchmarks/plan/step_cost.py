@@ -154,7 +154,7 @@ class StepCost:
     # most micro-batches whose graphs fit beside the needs of each stage
     def greatest_keep(self) -> int:
         beside = sum(self._lasting.values()) + max(
-            sum(stage.values()) for stage in self._stages(kept=0)
+            sum(stage.values()) for stage in self._stages(kept_micro_batches=0)
         )
         room = int((self.machine.memory - beside) // self.network.graph(self.replay_size))
         return (
