@@ -102,7 +102,7 @@ class Case:
         beat_seconds: float,
         silence: float,
     ) -> Verdict | None:
-        """Return the verdict that the `beats` of the other `ranks` allow, or None while it is too early.
+        """Return the verdict on the other `ranks` by their `beats`, or None while it is too early.
 
         A rank is silent if nothing of what it wrote has changed between two looks. Times that other
         hosts wrote are compared with nothing of ours, since clocks differ.
