@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distap.checkpoint.agreement import first_on_rank_0, on_all
+from distap.checkpoint.agreement import first_on_rank_0, on_rank_0
 from distap.config.reading import is_recipe, load_recipe, recorded_recipe
 from distap.config.recipe import NetworkRecipe, Recipe
 from distap.data.loading.share import LoadingJob, TrainingImages
@@ -304,7 +304,7 @@ def trained_network(
         read.append(read_checkpoint(path, best, trusted))
         return [read[0].settings, read[0].where, read[0].folder]
 
-    settings, where, folder = on_all(world, read_it, mine=world.rank == 0)[0]
+    settings, where, folder = on_rank_0(world, read_it)
     recipe = first_on_rank_0(
         world, partial(recorded_recipe, settings, where, folder, overrides, trusted)
     )

@@ -8,7 +8,7 @@ from textwrap import shorten
 from typing import Any
 
 import distap
-from distap.checkpoint.agreement import on_all
+from distap.checkpoint.agreement import on_all, on_rank_0
 from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER, Checkpoint, Checkpoints, FilesBeside
 from distap.checkpoint.finding import newest_checkpoint
 from distap.checkpoint.lease import Lease
@@ -49,7 +49,7 @@ def require_same(recipe: Recipe, world: World) -> None:
 
 def is_begun(recipe: Recipe, world: World) -> bool:
     """Tell whether the run has a checkpoint to resume from."""
-    return bool(on_all(world, Checkpoints(_storage_of(recipe)).names, mine=world.rank == 0)[0])
+    return bool(on_rank_0(world, Checkpoints(_storage_of(recipe)).names))
 
 
 def score_of(figures: Figures) -> float:
@@ -103,7 +103,7 @@ class RunState:
         """
         is_first = self.world.rank == 0
         try:
-            training = on_all(self.world, self.lease.take, mine=is_first)[0]
+            training = on_rank_0(self.world, self.lease.take)
             on_all(self.world, lambda: self.lease.require_seen(training))
             yield
         finally:
@@ -118,10 +118,8 @@ class RunState:
             self._take_over(found)
             # Later scores are compared with rank 0's, so that the ranks agree on which one is
             # better.
-            on_all(self.world, self.beside.fetch, mine=self.world.rank == 0)
-            score = on_all(
-                self.world, lambda: self.checkpoints.best()[0], mine=self.world.rank == 0
-            )[0]
+            on_rank_0(self.world, self.beside.fetch)
+            score = on_rank_0(self.world, lambda: self.checkpoints.best()[0])
             self.writer.best = float("-inf") if score is None else score
         return found.step
 

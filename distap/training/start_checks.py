@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.nn.functional import normalize
 
-from distap.checkpoint.agreement import on_all
+from distap.checkpoint.agreement import on_rank_0
 from distap.config.recipe import EvaluationSection, Recipe
 from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.reader import open_images
@@ -194,7 +194,7 @@ def checked_network(recipe: Recipe, world: World, weights: Any = None) -> Retrie
             ) from error
 
     for size in sorted({size for _, size in recipe.data.sizes} | {recipe.data.image_size}):
-        on_all(world, partial(try_size, size), mine=world.rank == 0)
+        on_rank_0(world, partial(try_size, size))
     if world.rank == 0 and isinstance(network.pooling, GeM) and gives_signed(network.backbone):
         told = (
             "model.pooling: gem takes features below %g for %g, which loses about half of those of"
@@ -322,6 +322,6 @@ def whiten_projection(
             layer.bias.copy_(-directions @ mean)
         logger.info("the projection begins as the whitening of %d images", len(found))
 
-    on_all(world, learn, mine=world.rank == 0)
+    on_rank_0(world, learn)
     for parameter in layer.parameters():
         world.broadcast(parameter.data)
