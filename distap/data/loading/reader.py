@@ -18,9 +18,10 @@ from distap.data.map_style import DatasetRows, rows_behind
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index, index_of_folder, load_index
 from distap.data.shards.parallel import Track, map_in_processes, untracked
+from distap.data.shards.shard_names import shard_names
 from distap.errors import DistapError
 from distap.storage.files import Storage
-from distap.storage.locations import LISTABLE, Source, parse_source, shard_names
+from distap.storage.locations import LISTABLE, Source, parse_source
 from distap.storage.remotes import MissingFileError, UnreachableError
 
 
