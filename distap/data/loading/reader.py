@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from distap.data.images.decoding import DamagedImageError, EncodedImage
+from distap.data.images.damage import DamagedImageError
+from distap.data.images.decoding import EncodedImage
 from distap.data.map_style import DatasetRows, rows_behind
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index, index_of_folder, load_index

@@ -29,7 +29,8 @@ import webdataset
 from numpy.typing import NDArray
 from pydantic import PositiveInt
 
-from distap.data.images.decoding import DamagedImageError, EncodedImage
+from distap.data.images.damage import DamagedImageError
+from distap.data.images.decoding import EncodedImage
 from distap.data.loading.share import Chunk, LoadingJob, TrainingImages, failure
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import load_index
