@@ -25,11 +25,11 @@ from typer import Option
 from benchmarks import harness
 from benchmarks.photos import jpeg, packed, photo
 from distap.data.images.augmentation import CropAndVary, CropFlipColour, Transform, seeded
+from distap.data.images.boxes import Box, Shape, reduction
 from distap.data.images.decoding import EncodedImage
 from distap.data.loading.indexed import IndexedSource
 from distap.data.loading.share import LoadingJob
 from distap.data.sampling import RandomSampling
-from distap.data.sizing import Box, Shape, reduction
 from distap.stopwatch import Stopwatch
 from distap.storage.locations import parse_source
 from distap.telemetry.terminal import track
