@@ -141,6 +141,13 @@ def memory_ran_out(error: BaseException) -> bool:
     return is_named or any(text in str(error) for text in NO_MEMORY)
 
 
+def first_cause(error: BaseException) -> BaseException:
+    """Return the error at the end of the chain of causes."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 def suggestion(word: str, words: Collection[str]) -> str:
     """Return the end of a message about an unknown word: the closest of `words`, or all of them."""
     close = difflib.get_close_matches(word, words, n=1)
