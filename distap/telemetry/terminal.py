@@ -252,13 +252,20 @@ def set_up_run_logging(form: LogFormat, run: str, rank: int | None) -> None:
 
 
 def print_error(error: Exception) -> None:
-    """Print an error for a person, without a traceback; once per host if all ranks met it."""
+    """Print an error with its code, without a traceback; once per host if all ranks have it.
+
+    JSON log lines have the code as a key, others in brackets at their end.
+    """
     if getattr(error, "is_on_all_ranks", False) and os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    if origin.form is not None:
-        logger.error("%s", error)
+    code = getattr(error, "code", "")
+    text = f"{error} [{code}]" if code else str(error)
+    if origin.form == "json":
+        logger.error("%s", error, extra={"figures": {"code": code}})
+    elif origin.form == "text":
+        logger.error("%s", text)
     else:
-        console.print(f"error: {error}", markup=False, style="red")
+        console.print(f"error: {text}", markup=False, style="red")
 
 
 class _ConsoleHandler(logging.Handler):
