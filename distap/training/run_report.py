@@ -15,10 +15,9 @@ from distap.checkpoint.agreement import on_all
 from distap.checkpoint.writer import Written
 from distap.config.recipe import Recipe
 from distap.data.images.decoding import REASONS
-from distap.data.loading.share import ShareOfBatch, TrainingImages
+from distap.data.loading.share import ShareOfBatch
 from distap.errors import CAUSES, COLLAPSED, DistapError, logger
 from distap.evaluation.saved import Evaluation, folder_of_step, saved_steps
-from distap.model.network import RetrievalNetwork
 from distap.registry import name_of
 from distap.stopwatch import Stopwatch
 from distap.telemetry import runlog
@@ -27,7 +26,7 @@ from distap.telemetry.metrics import TrainingMetrics, host_memory_peak
 from distap.telemetry.terminal import origin, progress
 from distap.training.learner import StepResult
 from distap.training.schedule import Length
-from distap.world import DRIVER, World, without_gpu
+from distap.world import World
 
 COLLAPSED_STEPS = 5  # with a spread below COLLAPSED, after which it is told
 # of a step and of the metrics
@@ -49,7 +48,7 @@ class RunReport:
         )
         self.metrics.ranks.set(world.size)
         self.metrics.batch.set(batch)
-        self.steps = recipe.steps or 1  # `begins` knows better
+        self.steps = recipe.steps or 1  # until `plan`, which counts those of epochs
         self.metrics.planned_steps.set(self.steps)
         self.damaged: set[str] = set()  # this rank's damaged images, each with the reason
         # by all ranks since this process started; an image that is met twice counts twice
@@ -61,86 +60,12 @@ class RunReport:
         if self.loggers:
             on_all(world, partial(runlog.prepare_loggers, self.loggers), world.rank == 0)
 
-    def begins(
-        self,
-        step: int | None,
-        length: Length,
-        images: TrainingImages,
-        network: RetrievalNetwork,
-        sets: list[str],
-    ) -> None:
-        """Report what will be trained, from `step` on; None takes the step of the newest
-        checkpoint.
-        """
-        recipe = self.recipe
-        index = images.index
-        every = self.recipe.evaluation.every
+    def plan(self, length: Length) -> None:
+        """Take over how many steps the training has, and how often it writes a checkpoint."""
+        section = self.recipe.checkpoint
         self.steps = length.steps
         self.metrics.planned_steps.set(self.steps)
-        self.metrics.checkpoint_interval.set(
-            length.in_steps(recipe.checkpoint.every, recipe.checkpoint.unit)
-        )
-        held = (
-            "" if index is None else f": {len(index):,} images of {len(index.class_name):,} classes"
-        )
-        for share, size in recipe.data.sizes if recipe.data.image_sizes else ():
-            held += f", {size} px from step {round(share * self.steps) + 1:,} on"
-        when = (
-            "before the first step and " if recipe.evaluation.at_start and step == 0 else ""
-        ) + "after the last"
-        when += f", and every {every} {recipe.evaluation.unit}" if every else ""
-        unset = (
-            "data.validation is not set"
-            if recipe.data.validation is None
-            else "evaluation.every is 0"
-        )
-        begin = (
-            "from its newest checkpoint"
-            if step is None
-            else f"from step {step}"
-            if step
-            else "from the start"
-        )
-        parameters = sum(
-            parameter.numel() for parameter in network.parameters() if parameter.requires_grad
-        )
-        epoch = float(length.epoch)
-        batch = f"{images.size:,} images by {name_of('sampling', recipe.sampling)}"
-        if epoch:
-            batch += (
-                f"; an epoch is {epoch:.3g} steps, the training {self.steps / epoch:.3g} epochs or "
-            )
-        batch += f"{'' if epoch else '; '}{self.steps:,} steps"
-        device = self.world.device
-        for what, told in (
-            ("data", f"{recipe.data.train}{held}"),
-            ("evaluation", f"{', '.join(sets)}, {when}" if sets else f"none, since {unset}"),
-            (
-                "network",
-                (
-                    f"{recipe.model.architecture}, {parameters:,} parameters, {network.dimensions}"
-                    " dimensions"
-                ),
-            ),
-            (
-                "device",
-                f"{device.type}, {self.world.size} ranks" if self.world.size > 1 else str(device),
-            ),
-            ("batch", batch),
-            ("run", f"{recipe.run}, {begin}"),
-        ):
-            logger.info("%-10s  %s", what, told)
-        if length.warmup > self.steps:
-            told = (
-                "schedule.warmup is longer than the training: the rate reaches %.2g of"
-                " optimizer.learning_rate"
-            )
-            logger.warning(told, self.steps / length.warmup)
-        has_driver = DRIVER.exists() or shutil.which("nvidia-smi") is not None
-        if device.type == "cpu" and recipe.device == "auto" and has_driver:
-            logger.warning(
-                "%s, so it trains on the CPU; device=cuda would refuse that", without_gpu()
-            )
+        self.metrics.checkpoint_interval.set(length.in_steps(section.every, section.unit))
 
     @contextmanager
     def opened(self, step: int) -> Iterator[None]:
