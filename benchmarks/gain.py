@@ -47,6 +47,7 @@ from distap.telemetry.runlog import append_line
 from distap.telemetry.terminal import track
 from distap.trainer import Trainer
 from distap.training.build import describing_of, network_of, trained_network
+from distap.training.prepared import prepare
 from distap.world import World
 
 Loop = DistapStep | FullBatch
@@ -359,7 +360,7 @@ def difference(lines: Iterable[Line], other_lines: Iterable[Line]) -> Interval:
 
 def trained(recipe: Recipe) -> tuple[RetrievalNetwork, int, float]:
     """Train a recipe; return the network, the updates and the seconds of processor time."""
-    trainer = Trainer(recipe, World())
+    trainer = Trainer(prepare(recipe, World()), World())
     started = time.process_time()
     status = trainer.train()
     if status != FINISHED:  # it was asked to stop

@@ -16,6 +16,7 @@ from distap.cli.options import OVERRIDES, RECIPE_ARGUMENT
 from distap.config.reading import load_recipe
 from distap.telemetry.terminal import track
 from distap.trainer import Trainer
+from distap.training.prepared import prepare
 from distap.world import World
 
 CAPTION = (
@@ -72,7 +73,7 @@ class RecipeBenchmark(harness.Benchmark):
         with tempfile.TemporaryDirectory(prefix="distap-bench-") as temporary_folder:
             folder = Path(world.gather_values(temporary_folder)[0])
             recipe = load_recipe(self.config, [*self._changes(), f"run={folder / 'run'}"])
-            Trainer(recipe, world).train()
+            Trainer(prepare(recipe, world), world).train()
             lines = [
                 json.loads(line) for line in (recipe.run / "metrics.jsonl").read_text().splitlines()
             ]
