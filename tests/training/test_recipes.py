@@ -19,6 +19,7 @@ from distap.registry import by_path
 from distap.retrieval.figures import LABELLED_FIGURES
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
+from distap.training.prepared import prepare
 from distap.world import World
 
 # made small, the same as for ViT-B/32
@@ -101,7 +102,9 @@ def trained(world, folder: Path, name: str) -> None:
     os.chdir(folder)
     length = "epochs" if load_recipe(Path(name)).steps is None else "steps"
     for until in (2, STEPS):  # an epoch of four images is one step
-        Trainer(load_recipe(Path(name), [*made_small(name), f"{length}={until}"]), world).train()
+        Trainer(
+            prepare(load_recipe(Path(name), [*made_small(name), f"{length}={until}"]), world), world
+        ).train()
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +152,7 @@ def test_a_recipe_trains_evaluates_and_goes_on(folder, name, monkeypatch):
 def test_a_recipe_of_a_loss_that_another_one_trains_is_built(folder, name, monkeypatch):
     monkeypatch.chdir(folder)
     recipe = load_recipe(Path(name), made_small(name))
-    trainer = Trainer(recipe, World())
-    with closing(trainer.images.shares(range(1))) as shares:
+    with closing(prepare(recipe, World()).images.shares(range(1))) as shares:
         images = next(shares).images(slice(0, recipe.sampling.size))
     assert images.shape == (recipe.sampling.size, 3, 32, 32)
 
