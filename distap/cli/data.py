@@ -74,8 +74,8 @@ def convert_command(
     """Convert a published benchmark data set, as downloaded from its authors, into shards in
     OUTPUT/SPLIT.
 
-    docs/guides/data-sets.md names all data sets, the files to download, where to put them, and
-    their licences. Listed images that are missing are counted.
+    docs/guides/data-sets.md lists the data sets; docs/guides/data-set-files.md names the files
+    to download, where to put them, and their licences. Listed images that are missing are counted.
     """
     from distap.data.converters import convert
 

@@ -119,8 +119,8 @@ def convert(
         raise DistapError(f"no data set is called {name!r}; {suggestion(name, DATASETS)}")
     dataset = DATASETS[name]
     remedy = (
-        f"docs/guides/data-sets.md says where {name} is offered, which files are needed and where"
-        " they must lie"
+        f"docs/guides/data-set-files.md says where {name} is offered, which files are needed and"
+        " where they must lie"
     )
     if not source.is_dir():
         raise DistapError(f"{source}: no such folder; {remedy}")

@@ -1,6 +1,6 @@
 """Base classes for losses of similarities or of descriptors.
 
-docs/guides/losses.md has examples, and what a recipe calls them.
+docs/guides/own-loss.md has examples; docs/guides/losses.md lists what a recipe calls them.
 """
 
 from abc import abstractmethod
