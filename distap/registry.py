@@ -91,13 +91,11 @@ REGISTRY: dict[str, dict[str, str]] = {
         **_in("ranking.losses.simix", simix="SiMix"),
     },
     "sampling": {
-        **_in(
-            "data.sampling",
-            random="RandomSampling",
-            classes="ClassesSampling",
-            mined="MinedSampling",
-        ),
-        **_in("data.sampling", p_by_k="PByKSampling", super_p_by_k="SuperPByKSampling"),
+        **_in("data.sampling.random_images", random="RandomSampling"),
+        **_in("data.sampling.every_class", classes="ClassesSampling"),
+        **_in("data.sampling.mined", mined="MinedSampling"),
+        **_in("data.sampling.p_by_k", p_by_k="PByKSampling"),
+        **_in("data.sampling.super_p_by_k", super_p_by_k="SuperPByKSampling"),
     },
     "augmentation": _in(
         "data.images.augmentation",
