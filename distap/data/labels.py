@@ -17,6 +17,8 @@ from distap.storage.names import composed
 NO_CLASS = frozenset({"", "-1", "nan", "-nan", "none", "null", "na", "n/a", "#n/a", "<na>", "nat"})
 Levels = tuple[str, ...]  # names of the coarser classes that hold a class, finer first; "" for none
 
+Texts = NDArray[np.str_]
+
 EXPECTED = "a class is a whole number of 0 or more, or a name"
 _WHOLE = re.compile(r"(0|-?[1-9][0-9]*)(?:\.0*)?")
 
@@ -106,7 +108,7 @@ def nesting(rows: Iterable[tuple[Any, str, Levels]]) -> dict[str, Levels]:
     return levels_of
 
 
-def table_of_levels(rows: Collection[Levels]) -> NDArray[np.str_]:
+def table_of_levels(rows: Collection[Levels]) -> Texts:
     """Return (K, L - 1) the coarser classes of K classes; "" stands for none."""
     columns = list(zip_longest(*rows, fillvalue=""))
     return np.ascontiguousarray(np.array(columns, dtype=np.str_).reshape(len(columns), len(rows)).T)

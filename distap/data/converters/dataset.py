@@ -1,7 +1,7 @@
 """Convert the files that the authors of a data set distribute into shards."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from distap.data.shards.image_files import ImageFile, Listing
 from distap.data.shards.image_folders import Skipped
-from distap.data.shards.packing import Packed, pack_parts
+from distap.data.shards.indexing import Packed
+from distap.data.shards.packing import pack_parts
 from distap.data.shards.parallel import Track, untracked
 from distap.data.shards.tables import ListLine, read_lines
 from distap.errors import DistapError, logger, suggestion
@@ -167,11 +168,7 @@ def convert(
 
 def _read_split(split: Split, source: Path, folders: Sequence[str]) -> tuple[Listing, Truth | None]:
     """Return the images of a split's list, each once, and the truth of its queries if any."""
-    places = [source / folder / split.file for folder in folders]
-    file = next((place for place in places if place.exists()), None)
-    if file is None:
-        others = "".join(f", nor {place.relative_to(source)}" for place in places[1:])
-        raise DistapError("data.missing", f"{places[0]}: no such file{others}")
+    file = _find(source, split.file, folders)
     images = dict[tuple[Path, Any], ImageFile]()
     left_out = list[Skipped]()
     try:
@@ -187,8 +184,21 @@ def _read_split(split: Split, source: Path, folders: Sequence[str]) -> tuple[Lis
         ) from error
     if not images:
         raise DistapError("data.empty", f"{split.name}: its list names no image")
-    classes = {image.class_name for image in images.values()}
-    listed = Count(len(images), len(classes))
+    _warn_if_unpublished(split, images.values())
+    return Listing(list(images.values()), left_out, source), truth
+
+
+def _find(source: Path, name: str, folders: Sequence[str]) -> Path:
+    first, *others = (source / folder / name for folder in folders)
+    for place in (first, *others):
+        if place.exists():
+            return place
+    elsewhere = "".join(f", nor {place.relative_to(source)}" for place in others)
+    raise DistapError("data.missing", f"{first}: no such file{elsewhere}")
+
+
+def _warn_if_unpublished(split: Split, images: Collection[ImageFile]) -> None:
+    listed = Count(len(images), len({image.class_name for image in images}))
     if split.published and not any(count.agrees(listed) for count in split.published):
         logger.warning(
             "%s differs from the published split: its list names %s, published are %s",
@@ -196,4 +206,3 @@ def _read_split(split: Split, source: Path, folders: Sequence[str]) -> tuple[Lis
             listed,
             ", or ".join(map(str, split.published)),
         )
-    return Listing(list(images.values()), left_out, source), truth

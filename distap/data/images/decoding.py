@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import simplejpeg
+from numpy.typing import NDArray
 from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from distap.data.images.boxes import Box, Shape, reduction
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 # whether EXIF mirrors the stored image left to right, top to bottom, transposes it
 Turns = tuple[bool, bool, bool]
+Pixels = NDArray[np.uint8]  # (height, width, 3)
+
 MAX_SIDE = 65_535  # pixels; JPEG's own limit: images beyond it are made to harm
 # Scans of a JPEG, with those of images in it, and their pixels in all as a multiple of the largest
 # image's. Files in use have up to some twenty scans; a few bytes of a scan can make the decoder go
@@ -165,7 +168,7 @@ class EncodedImage:
         decoded = torch.from_numpy(self._decoded(box, shape)).permute(2, 0, 1)
         return F.resize(decoded, [*shape], antialias=True).contiguous()
 
-    def _decoded(self, box: Box, shape: Shape) -> np.ndarray[Any, Any]:
+    def _decoded(self, box: Box, shape: Shape) -> Pixels:
         """Decode a part of the upright image, at 1/f of its size or in full.
 
         Returns (height, width, 3) uint8.
@@ -184,7 +187,7 @@ class EncodedImage:
         # In one piece, since a resize would else take twice the time.
         return np.ascontiguousarray(upright[top:bottom, left:right])
 
-    def _stored(self, factor: int) -> np.ndarray[Any, Any]:
+    def _stored(self, factor: int) -> Pixels:
         """Decode the image as it is stored, a JPEG at 1/factor of its size."""
         with self._raising():
             if not self._is_jpeg:
@@ -197,7 +200,7 @@ class EncodedImage:
             return pixels
 
 
-def _by_libjpeg(data: bytes, image: Image.Image, factor: int) -> np.ndarray[Any, Any] | None:
+def _by_libjpeg(data: bytes, image: Image.Image, factor: int) -> Pixels | None:
     """Decode a JPEG at 1/factor of its size faster than Pillow, to the same (height, width, 3).
 
     Returns None for a file that only Pillow decodes, or whose error Pillow may pass over or
@@ -210,9 +213,7 @@ def _by_libjpeg(data: bytes, image: Image.Image, factor: int) -> np.ndarray[Any,
     # one.
     for file in (data, data.rstrip(END_OF_JPEG[:1]) + END_OF_JPEG):
         with suppress(ValueError):
-            pixels: np.ndarray[Any, Any] = simplejpeg.decode_jpeg(
-                file, "RGB", min_height=height, min_width=width
-            )
+            pixels: Pixels = simplejpeg.decode_jpeg(file, "RGB", min_height=height, min_width=width)
             return pixels if pixels.shape == (height, width, 3) else None
     return None
 
@@ -222,10 +223,10 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
     if not data:
         raise DamagedImageError("truncated", "the file is empty")
     file_format = format_of(data)
-    if file_format and missing_reader(file_format.name):
+    if file_format and missing_reader(file_format):
         raise NoReaderError(
             "decode_error",
-            f"{file_format.name}, for which there is no reader: {missing_reader(file_format.name)}",
+            f"{file_format.name}, for which there is no reader: {missing_reader(file_format)}",
         )
     # Pillow allocates the canvas of an extended WebP before it knows the size.
     if data[:4] == b"RIFF" and data[12:16] == b"VP8X":

@@ -66,9 +66,8 @@ def format_of(data: bytes) -> Format | None:
 
 
 @cache
-def missing_reader(name: str) -> str:
+def missing_reader(form: Format) -> str:
     """Register the reader of a format with Pillow; return "", or say which package is missing."""
-    [form] = (form for form in FORMATS if form.name == name)
     if form.feature and not features.check(form.feature):
         return f"this Pillow was built without {form.feature}: install one of pip's"
     if not form.package:
@@ -83,4 +82,4 @@ def missing_reader(name: str) -> str:
 def readable_formats() -> tuple[str, ...]:
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # as of the others: loading has processes of its own
     PngImagePlugin.MAX_TEXT_CHUNK = LARGEST_COMMENT
-    return tuple(form.name for form in FORMATS if not missing_reader(form.name))
+    return tuple(form.name for form in FORMATS if not missing_reader(form))

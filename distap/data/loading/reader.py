@@ -13,18 +13,20 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distap.data.images.damage import DamagedImageError
 from distap.data.images.decoding import EncodedImage
+from distap.data.labels import Texts
 from distap.data.map_style import DatasetRows, rows_behind
+from distap.data.plan import Numbers
 from distap.data.shards.image_folders import Skipped
-from distap.data.shards.index import Index, index_of_folder, load_index
+from distap.data.shards.index import DataSet, Index, index_of_folder, load_index
+from distap.data.shards.indexing import Packed
 from distap.data.shards.parallel import Track, map_in_processes, untracked
 from distap.data.shards.shard_names import shard_names
 from distap.errors import DistapError
 from distap.storage.files import Storage
-from distap.storage.locations import LISTABLE, Source, parse_source
+from distap.storage.locations import LISTABLE, parse_source
 from distap.storage.remotes import MissingFileError, UnreachableError
 
 
@@ -32,7 +34,7 @@ class ImageSet:
     """N images with an index, each read by its place in a shard; safe to copy into loader
     workers."""
 
-    def __init__(self, source: Source | Path | str, index: Index) -> None:
+    def __init__(self, source: DataSet, index: Index) -> None:
         self.source = parse_source(source)
         self.index = index
         self.name = str(self.source)  # as it was given
@@ -42,7 +44,7 @@ class ImageSet:
         return len(self.index)
 
     @cached_property
-    def keys(self) -> NDArray[np.str_]:
+    def keys(self) -> Texts:
         """Return (N,) the name of each image, unlike all others."""
         names = self.index.names
         if len(np.unique(names)) == len(names):
@@ -54,7 +56,7 @@ class ImageSet:
         )
 
     @cached_property
-    def classes(self) -> NDArray[np.str_]:
+    def classes(self) -> Texts:
         """Return (N,) the name of each image's class, "" for none."""
         return self.index.class_name[self.index.label]
 
@@ -106,7 +108,7 @@ class ImageSet:
         return None
 
 
-def open_images(source: Source | Path | str) -> ImageSet:
+def open_images(source: DataSet) -> ImageSet:
     """Open the images of shards, or of a local folder without index and shards."""
     source = parse_source(source)
     folder = Path(source.base)
@@ -119,9 +121,7 @@ def open_images(source: Source | Path | str) -> ImageSet:
     return ImageSet(source, load_index(source))
 
 
-def check(
-    source: Source | Path | str, workers: int = 1, track: Track = untracked
-) -> tuple[Index, list[Skipped]]:
+def check(source: DataSet, workers: int = 1, track: Track = untracked) -> Packed:
     """Read every byte of a data set's shards; return its index and all damage.
 
     The size and SHA-256 of each shard and the CRC-32 of each image are compared with the index, and
@@ -152,7 +152,7 @@ def check(
     return index, damaged
 
 
-def same_bytes(index: Index) -> NDArray[np.int64]:
+def same_bytes(index: Index) -> Numbers:
     """Return (n, 2) pairs of samples with the same image size in bytes and CRC-32.
 
     Not all are equal: PNG files hold checksums of their own, so their CRC-32 agree a few times in
@@ -167,7 +167,7 @@ def same_bytes(index: Index) -> NDArray[np.int64]:
     return np.stack([first, second], axis=1)[same & (index.crc32[first] != 0)]
 
 
-def _check_shard(images: ImageSet, job: tuple[int, NDArray[np.int64]]) -> list[Skipped]:
+def _check_shard(images: ImageSet, job: tuple[int, Numbers]) -> list[Skipped]:
     """Decode the images of a shard, given by their numbers, and compare its bytes with the
     index."""
     shard, samples = job
@@ -188,7 +188,7 @@ def _check_shard(images: ImageSet, job: tuple[int, NDArray[np.int64]]) -> list[S
     return [Skipped(name, reason), *damaged] if reason else damaged
 
 
-def _damaged_images(images: ImageSet, samples: NDArray[np.int64]) -> Iterator[Skipped]:
+def _damaged_images(images: ImageSet, samples: Numbers) -> Iterator[Skipped]:
     for sample in samples.tolist():
         try:
             images.encoded(sample).whole()

@@ -1,12 +1,12 @@
 """Batches of classes that lie near each other."""
 
 from dataclasses import dataclass
-from typing import Annotated
 
 import numpy as np
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
 from distap.data.plan import Classes, Samples, turns
+from distap.data.sampling.random_images import TwoOrMore
 from distap.data.sampling.some_of_each import CLASSES, SomeOfEach
 
 
@@ -21,7 +21,7 @@ class MinedSampling(SomeOfEach):
     and after every `every` steps.
     """
 
-    near: Annotated[int, Field(ge=2)] = 8
+    near: TwoOrMore = 8
     """Number of classes of a group."""
     every: PositiveInt = 100
     """Number of steps after which the training describes its images again."""

@@ -8,6 +8,8 @@ from pydantic import Field
 from distap.data.plan import Classes, Samples, turns
 from distap.errors import DistapError
 
+TwoOrMore = Annotated[int, Field(ge=2)]
+
 IMAGE_ORDER = 11  # first word of random keys; no two uses share one
 
 
@@ -20,7 +22,7 @@ class RandomSampling:
     set of less than two batches has no epochs; each batch is drawn anew.
     """
 
-    batch_size: Annotated[int, Field(ge=2)] = 4096
+    batch_size: TwoOrMore = 4096
     """Number B of images in a global batch."""
 
     @property

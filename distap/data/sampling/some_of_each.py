@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
 
 import numpy as np
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
 from distap.data.plan import FILLED_VERSION, PLAN_VERSION, Classes, Numbers, Samples
+from distap.data.sampling.random_images import TwoOrMore
 from distap.errors import DistapError
 from distap.randomness import permutation, shuffled
 
@@ -23,7 +23,7 @@ class SomeOfEach:
 
     classes: PositiveInt = 64
     """Number P of classes in a global batch."""
-    images: Annotated[int, Field(ge=2)] = 4
+    images: TwoOrMore = 4
     """Number K of images of each class."""
 
     @property

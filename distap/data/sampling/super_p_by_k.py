@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from pydantic import Field
 
 from distap.data.plan import Classes, Numbers, Samples, turns
+from distap.data.sampling.random_images import TwoOrMore
 from distap.data.sampling.some_of_each import SomeOfEach
 from distap.errors import DistapError
 from distap.randomness import shuffled
@@ -33,7 +33,7 @@ class SuperPByKSampling(SomeOfEach):
     be in a pair that is not.
     """
 
-    classes: Annotated[int, Field(ge=2)] = 64
+    classes: TwoOrMore = 64
     """Number P of classes in a global batch."""
 
     def check(self, data: Classes) -> None:

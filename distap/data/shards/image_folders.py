@@ -98,5 +98,5 @@ def _why_left_out(path: Path, is_hidden: bool) -> str:
         if form is None:
             return "without an extension, and by their content no images"
         suffix = f"{form.name} without an extension"
-    missing = missing_reader(form.name)
+    missing = missing_reader(form)
     return f"{suffix}, no reader: {missing}" if missing else ""

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distap.data.labels import nesting, table_of_levels
+from distap.data.labels import Texts, nesting, table_of_levels
 from distap.data.map_style import rows_behind
-from distap.data.plan import Classes
+from distap.data.plan import Classes, Numbers
 from distap.data.shards.image_files import (
     ImageFile,
     levels_of_each_class,
@@ -37,6 +37,8 @@ from distap.storage.names import composed
 from distap.storage.remotes import MissingFileError
 from distap.storage.texts import as_line, is_line
 
+DataSet = Source | Path | str  # as `parse_source` takes it
+
 INDEX_VERSION = 5
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 THREADS = 16  # remote shards whose sizes are requested at once
@@ -47,21 +49,21 @@ class Index:
     """N samples in S shards, with K classes."""
 
     shard: NDArray[np.int32]  # (N,) number of the sample's shard
-    offset: NDArray[np.int64]  # (N,) first byte of the image within its shard
-    size: NDArray[np.int64]  # (N,) bytes of the image
+    offset: Numbers  # (N,) first byte of the image within its shard
+    size: Numbers  # (N,) bytes of the image
     crc32: NDArray[np.uint32]  # (N,) of the image's bytes; 0 is not checked
-    label: NDArray[np.int64]  # (N,) class number, 0 .. K-1
+    label: Numbers  # (N,) class number, 0 .. K-1
     width: NDArray[np.int32]  # (N,) pixels
     height: NDArray[np.int32]  # (N,) pixels
-    key: NDArray[np.str_]  # (N,) name of the sample in its shard
+    key: Texts  # (N,) name of the sample in its shard
     # (N,) of the file that was packed, within the folder of the images; "" is unknown
-    path: NDArray[np.str_]
-    shard_name: NDArray[np.str_]  # (S,) file name
-    shard_size: NDArray[np.int64]  # (S,) bytes
-    shard_sha256: NDArray[np.str_]  # (S,) hexadecimal
-    class_name: NDArray[np.str_]  # (K,)
+    path: Texts
+    shard_name: Texts  # (S,) file name
+    shard_size: Numbers  # (S,) bytes
+    shard_sha256: Texts  # (S,) hexadecimal
+    class_name: Texts  # (K,)
     # (K, L - 1) names of the coarser classes that hold each, finer first; "" for none
-    class_levels: NDArray[np.str_]
+    class_levels: Texts
     left_out: tuple[Skipped, ...] = ()  # files of a folder of images that are not in it, and why
 
     def __len__(self) -> int:
@@ -80,7 +82,7 @@ class Index:
         return digest.hexdigest()
 
     @cached_property
-    def names(self) -> NDArray[np.str_]:
+    def names(self) -> Texts:
         """Return (N,) names of the images: their paths if all are known, otherwise their keys."""
         return self.path if self.path.all() else self.key
 
@@ -108,7 +110,7 @@ class Index:
             class_levels=self.class_levels[drawn],
         )
 
-    def save(self, source: Source | Path | str) -> None:
+    def save(self, source: DataSet) -> None:
         """Write the index atomically next to the shards of its source."""
         source = parse_source(source)
         columns = {column: getattr(self, column) for column in COLUMNS}
@@ -237,7 +239,7 @@ def _wrong_rows(index: Index, shards: int, classes: int) -> Iterator[tuple[NDArr
     yield (index.width < 1) | (index.height < 1), "width or height is below 1"
 
 
-def load_index(source: Source | Path | str, compare: bool = True) -> Index:
+def load_index(source: DataSet, compare: bool = True) -> Index:
     """Read and check a data set's index.
 
     With `compare`, check also that its shards exist with the same sizes.

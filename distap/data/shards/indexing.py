@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 from distap.data.labels import Levels, nesting, table_of_levels
 from distap.data.shards.image_folders import Skipped
-from distap.data.shards.index import COLUMNS, Index, load_index, with_composed_names
+from distap.data.shards.index import COLUMNS, DataSet, Index, load_index, with_composed_names
 from distap.data.shards.parallel import Track, map_in_processes, untracked
 from distap.data.shards.shard_names import shard_names
 from distap.data.shards.tar import DamagedShardError, Sample, read_samples
@@ -25,6 +24,8 @@ from distap.storage.texts import is_line
 # line k: the name of class k and, after tabs, those of coarser classes that hold it
 NAMES_FILE = "classes.txt"
 OF_SAMPLES = Sample._fields[:-1]  # columns of an index
+
+Packed = tuple[Index, list[Skipped]]  # the index of shards, and files that are not in it
 
 
 class Scan(NamedTuple):
@@ -41,11 +42,11 @@ class Scan(NamedTuple):
 
 
 def index_shards(
-    source: Source | Path | str,
+    source: DataSet,
     track: Track = untracked,
     workers: int = 1,
     levels: Sequence[str] = (),
-) -> tuple[Index, list[Skipped]]:
+) -> Packed:
     """Read every byte of a source's tar shards once and write their index.
 
     Returns the index, and the samples whose image has no readable header. `levels` are the keys of

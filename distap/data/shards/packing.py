@@ -25,8 +25,7 @@ from distap.data.shards.image_files import (
     sort_classes,
 )
 from distap.data.shards.image_folders import Skipped
-from distap.data.shards.index import Index
-from distap.data.shards.indexing import NAMES_FILE, Scan, merge_scans, scan_shard
+from distap.data.shards.indexing import NAMES_FILE, Packed, Scan, merge_scans, scan_shard
 from distap.data.shards.parallel import Track, map_in_processes, untracked
 from distap.data.shards.tar import LABEL_FIELD
 from distap.errors import DistapError
@@ -34,8 +33,6 @@ from distap.randomness import permutation
 from distap.storage.atomic import new_folder, write_whole
 from distap.storage.files import Storage
 from distap.storage.locations import parse_source
-
-Packed = tuple[Index, list[Skipped]]  # the index of shards, and the files that are not in them
 
 
 def pack_parts(
