@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from distap.data.images.decoding import DamagedImageError
+from distap.data.images.damage import DamagedImageError
 from distap.data.loading.reader import ImageSet
 from distap.data.plan import Classes
 from distap.data.shards.index import Index, load_index
