@@ -55,7 +55,7 @@ class RunReport:
         self.skipped_images = 0
         self._collapsed = 0  # steps in a row whose descriptors were all alike
         self._outlets: list[Callable[[dict[str, Any]], None]] = []  # of rank 0: its log, loggers
-        self.loggers = {name_of("logger", logger): logger for logger in recipe.loggers}
+        self.loggers = {name_of("logger", chosen): chosen for chosen in recipe.loggers}
         # Rank 0 alone needs them, but all ranks leave alike, so that no host starts again.
         if self.loggers:
             on_all(world, partial(runlog.prepare_loggers, self.loggers), world.rank == 0)
