@@ -70,8 +70,8 @@ class RecipeBenchmark(harness.Benchmark):
         )
 
     def on_rank(self, world: World) -> harness.Row:
-        with tempfile.TemporaryDirectory(prefix="distap-bench-") as own:
-            folder = Path(world.gather_values(own)[0])
+        with tempfile.TemporaryDirectory(prefix="distap-bench-") as temporary_folder:
+            folder = Path(world.gather_values(temporary_folder)[0])
             recipe = load_recipe(self.config, [*self._changes(), f"run={folder / 'run'}"])
             Trainer(prepare(recipe, world), world).train()
             lines = [
@@ -79,7 +79,9 @@ class RecipeBenchmark(harness.Benchmark):
             ]
             world.barrier()  # before rank 0 removes its folder
         taken = [line["seconds"] for line in lines if "loss" in line][1:]
-        mean = {name: fmean(each.get(name, 0.0) for each in taken) for name in taken[0]}
+        mean = {
+            name: fmean(step_seconds.get(name, 0.0) for step_seconds in taken) for name in taken[0]
+        }
         mean["around"] = mean.pop("describe") + mean.pop("replay") - mean["network"]
         shares = {name: spent / mean["step"] for name, spent in mean.items()}
         row = {

@@ -87,7 +87,7 @@ class TraceBenchmark(Benchmark):
     loss: Annotated[str, Option(help="Loss to rank with, by name.")] = "ap_q"
 
     def report(self) -> Report:
-        lines = {file: len(found) for file, found in traced_step(self.loss).items()}
+        lines = {file: len(line_numbers) for file, line_numbers in traced_step(self.loss).items()}
         rows = [[file, str(lines[file])] for file in sorted(lines, key=lambda file: -lines[file])]
         rows.append([f"{len(lines)} files", str(sum(lines.values()))])
         return Report(

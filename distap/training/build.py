@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distap.checkpoint.agreement import first_on_rank_0, on_all
+from distap.checkpoint.agreement import first_on_rank_0, on_rank_0
 from distap.config.reading import is_recipe, load_recipe, recorded_recipe
 from distap.config.recipe import NetworkRecipe, Recipe
 from distap.data.loading.share import LoadingJob, TrainingImages
@@ -337,7 +337,7 @@ def trained_network(
         read.append(trained)
         return [trained.settings, trained.where, trained.folder]
 
-    settings, where, folder = on_all(world, read_record, mine=world.rank == 0)[0]
+    settings, where, folder = on_rank_0(world, read_record)
     recipe = first_on_rank_0(
         world, partial(recorded_recipe, settings, where, folder, overrides, trusted)
     )

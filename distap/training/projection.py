@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from distap.checkpoint.agreement import on_all
+from distap.checkpoint.agreement import on_rank_0
 from distap.config.recipe import EvaluationSection, Recipe
 from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.reader import ImageSet
@@ -153,7 +153,7 @@ def whiten_projection(
             layer.bias.copy_(-directions @ mean)
         logger.info("the projection begins as the whitening of %d images", len(inputs))
 
-    on_all(world, learn, mine=world.rank == 0)
+    on_rank_0(world, learn)
     for parameter in layer.parameters():
         world.broadcast(parameter.data)
 

@@ -14,7 +14,7 @@ import yaml
 from distap.checkpoint.agreement import on_all
 from distap.checkpoint.writer import Written
 from distap.config.recipe import Recipe
-from distap.data.images.decoding import REASONS
+from distap.data.images.damage import REASONS
 from distap.data.loading.share import ShareOfBatch
 from distap.errors import CAUSES, COLLAPSED, DistapError, logger
 from distap.evaluation.saved import Evaluation, folder_of_step, saved_steps

@@ -8,7 +8,7 @@ from textwrap import shorten
 from typing import Any
 
 import distap
-from distap.checkpoint.agreement import on_all
+from distap.checkpoint.agreement import on_all, on_rank_0
 from distap.checkpoint.checkpoints import CHECKPOINTS_FOLDER, Checkpoint, Checkpoints, FilesBeside
 from distap.checkpoint.finding import newest_checkpoint
 from distap.checkpoint.lease import Lease
@@ -54,7 +54,7 @@ def require_same(recipe: Recipe, world: World) -> None:
 
 def is_begun(recipe: Recipe, world: World) -> bool:
     """Return whether the run has a checkpoint to resume from."""
-    return bool(on_all(world, Checkpoints(_storage_of(recipe)).names, mine=world.rank == 0)[0])
+    return bool(on_rank_0(world, Checkpoints(_storage_of(recipe)).names))
 
 
 def score_of(figures: Figures) -> float:
@@ -106,7 +106,7 @@ class RunState:
         """
         is_first = self.world.rank == 0
         try:
-            training = on_all(self.world, self.lease.take, mine=is_first)[0]
+            training = on_rank_0(self.world, self.lease.take)
             on_all(self.world, lambda: self.lease.require_seen(training))
             yield
         finally:
@@ -115,15 +115,14 @@ class RunState:
 
     def resume(self) -> int:
         """Load the newest undamaged checkpoint, if any; return its number of steps."""
-        is_first = self.world.rank == 0
         with newest_checkpoint(self.checkpoints, self._spool, self.world) as checkpoint:
             if checkpoint is None:
                 return 0
             self._take_over(checkpoint)
-            on_all(self.world, self.beside.fetch, mine=is_first)
             # Later scores are compared with rank 0's, so that the ranks agree on which one is
             # better.
-            score = on_all(self.world, lambda: self.checkpoints.best()[0], mine=is_first)[0]
+            on_rank_0(self.world, self.beside.fetch)
+            score = on_rank_0(self.world, lambda: self.checkpoints.best()[0])
             self.writer.best = float("-inf") if score is None else score
         return checkpoint.step
 

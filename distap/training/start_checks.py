@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from distap.checkpoint.agreement import on_all
+from distap.checkpoint.agreement import on_rank_0
 from distap.config.recipe import Recipe
 from distap.data.images.augmentation import CropFlipColour
 from distap.data.loading.share import TrainingImages
@@ -97,7 +97,7 @@ def checked_network(
             described.rows_for(network)
 
     for size in sorted({size for _, size in recipe.data.sizes} | {recipe.data.image_size}):
-        on_all(world, partial(try_size, size), mine=world.rank == 0)
+        on_rank_0(world, partial(try_size, size))
     if world.rank == 0 and isinstance(network.pooling, GeM) and gives_signed(network.backbone):
         smallest = network.pooling.smallest
         logger.warning(
