@@ -36,7 +36,7 @@ class Gathered:
 
     gallery: Float[Tensor, "N C"]  # the batch comes first
     gallery_levels: Int64[Tensor, "N L"]  # class numbers, from the finest level to the coarsest
-    images: Int64[Tensor, " B"]  # number of each image in its data set, -1 if unknown
+    samples: Int64[Tensor, " B"]  # number of each image in its data set, -1 if unknown
     own: Int64[Tensor, " b"]  # positions of this rank's rows among the B, ascending
     taking_part: Bool[Tensor, " slots"]
     world: World
@@ -67,15 +67,15 @@ class Gathered:
 
     @property
     def descriptors(self) -> Float[Tensor, "B C"]:
-        return self.gallery[: len(self.images)]
+        return self.gallery[: len(self.samples)]
 
     @property
     def labels(self) -> Int64[Tensor, " B"]:
-        return self.gallery_labels[: len(self.images)]
+        return self.gallery_labels[: len(self.samples)]
 
     @property
     def levels(self) -> Int64[Tensor, "B L"]:
-        return self.gallery_levels[: len(self.images)]
+        return self.gallery_levels[: len(self.samples)]
 
     @property
     def local(self) -> Bool[Tensor, " slots_of_rank"]:
@@ -103,7 +103,7 @@ class Gathered:
         `given` takes `extra["weights"]`. A query whose class at `level` holds fewer than `smallest`
         images has no weight.
         """
-        weight = (self.class_sizes[: len(self.images), level] >= smallest).double()
+        weight = (self.class_sizes[: len(self.samples), level] >= smallest).double()
         if weights != "uniform":
             weight = weight * (
                 self._given_weights() if weights == "given" else 1 / _sizes(self.labels).double()
@@ -115,7 +115,7 @@ class Gathered:
     def _given_weights(self) -> Float[Tensor, " B"]:
         weights = self.extra["weights"]
         if (
-            weights.shape != self.images.shape
+            weights.shape != self.samples.shape
             or not (weights >= 0).all()
             or not 0 < weights.sum() < torch.inf
         ):

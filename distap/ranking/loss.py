@@ -2,7 +2,7 @@
 gradient."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -11,12 +11,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
-from pydantic import NonNegativeInt, PositiveInt, ValidationError
+from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
-from distap.errors import DistapError, problems_of
+from distap.errors import DistapError
 from distap.ranking.gathered import Gathered
-from distap.registry import adapter_of, build_part, sum_in_full
 from distap.world import World
 
 Presets = Mapping[str, Mapping[str, Any]]
@@ -210,57 +209,13 @@ class SizedLoss(Loss):
         return replace(self, classes=self.classes or classes, dimensions=dimensions, seed=seed)
 
 
-# A name, a mapping of names to weights, a loss, a class of losses, or a function (descriptors,
-# labels).
-AnyLoss = str | Mapping[str, Any] | Loss | Callable[..., Any]
-
-
-def build_loss(loss: AnyLoss, **options: Any) -> Loss:
-    """Build a loss from its name ("package.module:Class" for your own), a recipe's form, a class or
-    a function.
-
-    Raises:
-        DistapError: the loss, the preset, an option or its value is wrong; or a loss was given with
-            options.
-    """
-    if isinstance(loss, Mapping):
-        named = {**sum_in_full(loss), **options}
-        if "name" not in named:
-            raise DistapError(
-                f"loss {dict(loss)}: expected the names of losses with their weights, or `name`"
-            )
-        return build_loss(str(named.pop("name")), **named)
-    if isinstance(loss, str):
-        return build_part("loss", loss, **options)
-    if isinstance(loss, type):
-        if not issubclass(loss, Loss):
-            raise DistapError(f"{loss.__name__} is a class; give an object of it")
-        try:
-            return adapter_of(loss).validate_python(options)
-        except ValidationError as error:
-            raise DistapError(
-                f"{loss.__name__}: {'; '.join(problems_of(map(dict, error.errors())))}"
-            ) from error
-    if options:
-        raise DistapError(
-            f"{loss} is a loss already; options go with names and classes of losses only"
-        )
-    if isinstance(loss, Loss):
-        return loss
-    from distap.ranking.losses.function import FunctionLoss  # which is made of what stands above
-
-    if [*signature(loss).parameters][:2] == ["similarities", "same_class"]:
-        raise DistapError(f"{loss}: a function of similarities needs @distap.loss above it")
-    return FunctionLoss(loss)
-
-
 def rank_on_rank_zero(loss: Loss, gathered: Gathered, budget: Budget) -> LossValue:
     """Let rank 0 rank the whole batch like a single process, then give each rank its part.
 
     If the loss fails, rank 0 raises its error, and the others a DistapError.
     """
     world = gathered.world
-    batch = len(gathered.images)
+    batch = len(gathered.samples)
     value = torch.zeros((), dtype=torch.float64, device=gathered.gallery.device)
     per_query = value.new_full((batch,), torch.nan)
     gradient = None

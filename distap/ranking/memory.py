@@ -55,7 +55,7 @@ class CrossBatchMemory:
         kept = {
             "descriptors": gathered.descriptors,
             "labels": gathered.levels,
-            "images": gathered.images,
+            "images": gathered.samples,
         }
         if self._rows:
             kept = {
@@ -69,8 +69,8 @@ class CrossBatchMemory:
         # Without the images of the batch, on its device: an image would be its own easiest
         # positive, and the batch has its newer descriptor. Images without a number (-1) are never
         # the same.
-        images = self._rows["images"].to(gathered.images.device)
-        other = ~(torch.isin(images, gathered.images) & (images >= 0))
+        images = self._rows["images"].to(gathered.samples.device)
+        other = ~(torch.isin(images, gathered.samples) & (images >= 0))
         return {name: rows.to(images.device)[other] for name, rows in self._rows.items()}
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -72,7 +72,7 @@ def test_wrong_types_shapes_and_options():
     assert "labels are (11,) for 12 images" in refusal(descriptors, labels[:11])
     assert "labels are () for 12 images" in refusal(descriptors, labels[0])
     assert "descriptors are (12, 8) of torch.int64" in refusal(descriptors.long(), labels)
-    assert "images are (12,) of torch.float64" in refusal(descriptors, labels, images=[0.1] * 12)
+    assert "samples are (12,) of torch.float64" in refusal(descriptors, labels, samples=[0.1] * 12)
     assert "mode is 'shraded'; did you mean sharded" in refusal(descriptors, labels, mode="shraded")
     assert "SmoothAP: tau: -1.0" in refusal(descriptors, labels, SmoothAP, tau=-1.0)
     for options in ({"tau": 0.1}, {"weights": "class"}):

@@ -36,9 +36,7 @@ class Images:
         first_position: int,
         first_row: int = 0,
     ) -> "Images":
-        """Choose images (which lie in the gallery from `first_position` on), and sort them by
-        class.
-        """
+        """Choose images, which lie in the gallery from `first_position` on; sort them by class."""
         numbers = chosen.nonzero().flatten()
         order = numbers[labels[numbers].argsort(stable=True)]
         on_device = queued(order, descriptors.device)
@@ -51,7 +49,7 @@ class Tile:
 
     queries: Images
     rows: slice
-    others: Images
+    others: Images  # the columns
     columns: slice
     mirrored: bool  # it stands for its mirror image, with the others as queries, as well
 
@@ -61,8 +59,7 @@ class Tile:
 
     @property
     def counts(self) -> slice:
-        """Return which rows of a table with one row per image of this rank are this tile's
-        queries."""
+        """Return this tile's queries as rows of a table with a row for each image of this rank."""
         return slice(
             self.queries.first_row + self.rows.start, self.queries.first_row + self.rows.stop
         )
@@ -74,17 +71,16 @@ class Tile:
         return self.queries.descriptors[self.rows] @ self.others.descriptors[self.columns].t()
 
     def same_class(self) -> SameClass:
-        """Return for each row the columns of its class, P at most, and which of them are no
-        padding.
+        """Return the columns of each row's class, P at most, and which of them are no padding.
 
         Padding repeats a column. None if no pair of the tile is of one class.
         """
         # Both sides are sorted by class, and labels are on the CPU, so this waits for no device.
-        mine = self.queries.labels[self.rows]
-        theirs = self.others.labels[self.columns]
-        if mine[-1] < theirs[0] or theirs[-1] < mine[0]:
+        of_rows = self.queries.labels[self.rows]
+        of_columns = self.others.labels[self.columns]
+        if of_rows[-1] < of_columns[0] or of_columns[-1] < of_rows[0]:
             return None
-        columns, is_real = runs(theirs, mine, self.queries.descriptors.device)
+        columns, is_real = runs(of_columns, of_rows, self.queries.descriptors.device)
         return (columns, is_real) if columns.shape[1] else None
 
 
@@ -95,9 +91,12 @@ def tiles(queries: Images, others: Images, budget: Budget, mirrored: bool) -> It
     for rows in strips(0, len(queries.labels), max(1, int((pairs / 2) ** 0.5))):
         width = min(MOST_COLUMNS, max(1, pairs // (rows.stop - rows.start)))
         # Similarities are symmetric, so images against themselves need half of the products of a
-        # whole square:  D d d d     D: a tile on the diagonal, which has each of its pairs both as
-        # (i, j) and as (j, i) D d d     d: mirrored, its pairs count for its rows and, transposed,
-        # for its columns D d D
+        # whole square:
+        #
+        #     D d d d     D: a tile on the diagonal, which has each pair as (i, j) and as (j, i)
+        #       D d d     d: mirrored, its pairs count for its rows and, transposed, for its columns
+        #         D d
+        #           D
         if queries is others:
             yield Tile(queries, rows, others, rows, mirrored=False)
         for columns in strips(rows.stop if queries is others else 0, len(others.labels), width):

@@ -33,17 +33,18 @@ class SumOfLosses(Loss):
 
     @cached_property
     def learned(self) -> nn.Module | None:
-        parts = [loss.learned for _, loss in self.parts if loss.learned is not None]
+        modules = [loss.learned for _, loss in self.parts if loss.learned is not None]
         # A parameter in two terms would stand twice in `by_parameters`, but once in a module's list
         # of parameters.
-        own = [id(parameter) for part in parts for parameter in part.parameters()]
-        if len(set(own)) < len(own):
+        ids = [id(parameter) for module in modules for parameter in module.parameters()]
+        if len(set(ids)) < len(ids):
             raise DistapError(
+                "loss.shared_parameters",
                 f"{type(self).__name__}: several terms use the parameters of one"
-                f" {type(parts[0]).__name__}; give each a module of its own, or take a loss by"
-                " name, such as proxy_nca, which has parameters for each"
+                f" {type(modules[0]).__name__}; give each a module of its own, or take a loss by"
+                " name, such as proxy_nca, which has parameters for each",
             )
-        return nn.ModuleList(parts) if parts else None
+        return nn.ModuleList(modules) if modules else None
 
     @property
     def extras(self) -> tuple[str, ...]:
@@ -65,16 +66,18 @@ class SumOfLosses(Loss):
 
     def summed(self, values: Sequence[LossValue]) -> LossValue:
         """Add the values and gradients of all terms."""
-        terms = [(weight, value) for (weight, _), value in zip(self.parts, values, strict=True)]
+        weights = [weight for weight, _ in self.parts]
+        terms = list(zip(weights, values, strict=True))
         # One term that is no mean over queries leaves the sum without losses by query.
         by_query = [
             weight * value.per_query for weight, value in terms if value.per_query is not None
         ]
+        by_parameters = [weight * slope for weight, value in terms for slope in value.by_parameters]
         return LossValue(
-            reduce(torch.add, [weight * value.value for weight, value in terms]),
-            reduce(torch.add, by_query) if len(by_query) == len(terms) else None,
-            reduce(torch.add, [weight * value.gradient for weight, value in terms]),
-            tuple(weight * one for weight, value in terms for one in value.by_parameters),
+            value=reduce(torch.add, [weight * value.value for weight, value in terms]),
+            per_query=reduce(torch.add, by_query) if len(by_query) == len(terms) else None,
+            gradient=reduce(torch.add, [weight * value.gradient for weight, value in terms]),
+            by_parameters=tuple(by_parameters),
         )
 
 
@@ -132,10 +135,9 @@ class WeightedSum(SumOfLosses):
 
 @dataclass(frozen=True)
 class Matryoshka(SumOfLosses):
-    """A sum over several d of a loss of each descriptor's first d numbers, normalised again
-    (Kusupati et al. 2022).
+    """A sum over several d of a loss of each descriptor's first d numbers (Kusupati et al. 2022).
 
-    Descriptors that are cut after training then still rank well.
+    They are normalised again. Descriptors that are cut after training then still rank well.
     """
 
     dimensions: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
@@ -161,16 +163,15 @@ class Matryoshka(SumOfLosses):
     def sized(self, classes: KnownClasses, dimensions: int | None, seed: int) -> Loss:
         if dimensions is not None and max(self.dimensions) > dimensions:
             raise DistapError(
+                "loss.wrong_dimensions",
                 f"matryoshka: dimensions has {max(self.dimensions)}, but descriptors have"
-                f" {dimensions}"
+                f" {dimensions}",
             )
         return replace(self, inner=self.inner.sized(classes, None, seed))
 
 
 class WrappedLoss(SumOfLosses):
-    """A loss that gives another one, `inner`, a changed batch, and asks of a batch what that one
-    asks.
-    """
+    """A loss that gives another one, `inner`, a changed batch."""
 
     inner: Any
 
@@ -198,7 +199,8 @@ class OfPrefix(WrappedLoss):
     def prefix(self, descriptors: Float[Tensor, "n C"]) -> Float[Tensor, "n d"]:
         if descriptors.shape[1] < self.d:
             raise DistapError(
-                f"matryoshka: dimensions has {self.d}, but descriptors have {descriptors.shape[1]}"
+                "loss.wrong_dimensions",
+                f"matryoshka: dimensions has {self.d}, but descriptors have {descriptors.shape[1]}",
             )
         return normalize(descriptors[:, : self.d])
 
@@ -206,14 +208,14 @@ class OfPrefix(WrappedLoss):
         return replace(gathered, gallery=self.prefix(gathered.gallery))
 
     def undo_cut(self, gathered: Gathered, value: LossValue) -> LossValue:
-        """Turn a gradient by cut descriptors into one by whole ones, through the normalisation."""
+        """Return the loss with the gradient of the full descriptors, given that of the cut ones."""
         # With p the first d numbers and u = p / |p|, du/dp = (1 - u uᵀ) / |p|: the part of the
         # gradient along u goes.
-        own = gathered.descriptors[gathered.own]
-        cut = self.prefix(own)
-        length = own[:, : self.d].norm(dim=1, keepdim=True).clamp(min=1e-12)
-        gradient = value.gradient - (value.gradient * cut).sum(1, keepdim=True) * cut
-        return value._replace(gradient=pad(gradient / length, (0, own.shape[1] - self.d)))
+        full = gathered.descriptors[gathered.own]
+        unit = self.prefix(full)
+        length = full[:, : self.d].norm(dim=1, keepdim=True).clamp(min=1e-12)
+        gradient = value.gradient - (value.gradient * unit).sum(1, keepdim=True) * unit
+        return value._replace(gradient=pad(gradient / length, (0, full.shape[1] - self.d)))
 
 
 class CounterOfPrefix(Counter):
