@@ -152,7 +152,7 @@ def load(
             raise DistapError(f"{name}: no network can be loaded from there: {error}") from error
         return found
     world = World(device=place)
-    recipe, whole = trained_network(source, world, best, given=network, trusted=trust)
+    recipe, whole = trained_network(source, world, best, network=network, trusted=trust)
     wanted = None if scales is None else [*map(float, scales)]
     describing = describing_of(recipe, whole, world, sizing, wanted, whitening=whitening)
     loaded = DescriptorNetwork(describing.describer, recipe)

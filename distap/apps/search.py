@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distap.data.images.decoding import DamagedImageError, EncodedImage
+from distap.data.images.damage import DamagedImageError
+from distap.data.images.decoding import EncodedImage
 from distap.data.images.whole_images import Thumbnails, thumbnail, thumbnails_of
 from distap.data.loading.reader import open_images
 from distap.data.shards.index import index_of_folder

@@ -38,7 +38,7 @@ from distap.storage.files import Storage
 from distap.storage.locations import part_of
 from distap.storage.texts import open_regular, read_text
 from distap.telemetry.runlog import RUN_LOG, read_run_log
-from distap.telemetry.terminal import tell
+from distap.telemetry.terminal import print_progress
 from distap.training.schedule import Length
 
 SPACE_FILE = "space.yaml"
@@ -277,7 +277,7 @@ class Tuning:
         shutil.rmtree(run / CHECKPOINTS_FOLDER, ignore_errors=True)
         rows = [self.row(each) for each in (trial, *self.study.best_trials)]
         minutes = max(0, self.end - time.monotonic()) / 60
-        tell(
+        print_progress(
             f"trial {', '.join(rows[0])}; best: trial {', '.join(rows[-1])}; {minutes:.0f} minutes"
             " left"
         )

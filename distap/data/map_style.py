@@ -9,7 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-from distap.data.images.decoding import DamagedImageError, image_file
+from distap.data.images.damage import DamagedImageError
+from distap.data.images.decoding import image_file
 from distap.data.labels import class_name_at
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.parallel import Track, untracked

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import NonNegativeInt
 
+from distap.data.images.boxes import Box, Shape, central_box
+from distap.data.images.damage import MAX_PIXELS, DamagedImageError
 from distap.errors import DistapError
 
 if TYPE_CHECKING:
@@ -16,10 +18,6 @@ if TYPE_CHECKING:
 
     from distap.data.images.decoding import EncodedImage
 
-Box = tuple[int, int, int, int]  # left, top, right, bottom; pixels
-Shape = tuple[int, int]  # height and width, pixels
-MAX_PIXELS = 100_000_000  # of an image, as it is stored and as it is scaled
-FACTORS = (8, 4, 2, 1)  # by which libjpeg can scale down while it decodes
 NUMBER = "[0-9]{1,9}"
 SIZINGS = re.compile(
     rf"(?:resize (?P<resize>{NUMBER}(?:x{NUMBER})?) (?=crop))?(?:(?P<kind>crop|side)"
@@ -85,8 +83,6 @@ class Sizing:
         # Imported here, since recipes are read without torch.
         from torchvision.transforms.v2 import functional as F
 
-        from distap.data.images.decoding import DamagedImageError
-
         width, height = image.size
         left, top, right, bottom = box or (0, 0, width, height)
         left, top, right, bottom = max(left, 0), max(top, 0), min(right, width), min(bottom, height)
@@ -116,26 +112,6 @@ class Sizing:
                 top + inner[3],
             )
         return image.crop((left, top, right, bottom), shape)
-
-
-def central_box(width: int, height: int) -> Box:
-    """Return the largest square in the middle of an image."""
-    side = min(width, height)
-    left = (width - side) // 2
-    top = (height - side) // 2
-    return left, top, left + side, top + side
-
-
-def reduction(box: Box, shape: Shape) -> int:
-    """Return the greatest factor by which libjpeg may shrink a box that must stay as large as
-    `shape`, or 1.
-    """
-    height, width = shape
-    across = box[2] - box[0]
-    down = box[3] - box[1]
-    return next(
-        (factor for factor in FACTORS if across >= factor * width and down >= factor * height), 1
-    )
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from pydantic import (
 )
 from torch.nn.functional import normalize
 
-from distap.data.sizing import Box
+from distap.data.images.boxes import Box
 from distap.errors import DistapError
 from distap.retrieval.figures import LABELLED_FIGURES, figures_named
 from distap.retrieval.row_blocks import taken

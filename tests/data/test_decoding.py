@@ -13,10 +13,11 @@ from PIL import Image, ImageFile, ImageOps
 
 from benchmarks.photos import jpeg, photo
 from distap.data.images import decoding
-from distap.data.images.decoding import DamagedImageError, EncodedImage, NoReaderError, image_size
+from distap.data.images.boxes import reduction
+from distap.data.images.damage import DamagedImageError, NoReaderError
+from distap.data.images.decoding import EncodedImage, image_size
 from distap.data.images.formats import readable_formats
 from distap.data.loading.share import failure
-from distap.data.sizing import reduction
 from distap.errors import DistapError
 
 PHOTO = photo(301, 203, seed=0)

@@ -18,6 +18,7 @@ from distap.registry import by_path
 from distap.retrieval.figures import LABELLED_FIGURES
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer
+from distap.training.prepared import prepare
 
 # made small, the same as for ViT-B/32
 LARGER = sorted(path.stem for path in RECIPES.glob("*-vit-b16.yaml"))
@@ -94,7 +95,9 @@ def trained(world, folder: Path, name: str, steps: int) -> None:
     os.chdir(folder)
     length = "epochs" if load_recipe(Path(name)).steps is None else "steps"
     for until in range(2, steps + 1):  # an epoch of four images is one step
-        Trainer(load_recipe(Path(name), [*made_small(name), f"{length}={until}"]), world).train()
+        Trainer(
+            prepare(load_recipe(Path(name), [*made_small(name), f"{length}={until}"]), world), world
+        ).train()
 
 
 @pytest.fixture(scope="module")

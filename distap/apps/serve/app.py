@@ -22,7 +22,7 @@ from distap.apps.serve import uploads
 from distap.apps.serve.guard import HEALTH_PATHS, Guard, ServingMetrics
 from distap.apps.serve.limits import ServeSettings
 from distap.apps.serve.uploads import RefusedError, busy
-from distap.data.images.decoding import DamagedImageError
+from distap.data.images.damage import DamagedImageError
 from distap.data.images.formats import readable_formats
 from distap.data.images.whole_images import Thumbnails
 from distap.errors import FAILED, DistapError

@@ -31,7 +31,8 @@ from starlette.types import Message
 from torch import Tensor
 
 from distap.apps.serve.limits import FIRST_SECONDS, LEAST_SPEED, ServeSettings, seconds_to_arrive
-from distap.data.images.decoding import DamagedImageError, EncodedImage, NoReaderError, image_file
+from distap.data.images.damage import DamagedImageError, NoReaderError
+from distap.data.images.decoding import EncodedImage, image_file
 from distap.data.images.formats import readable_formats
 from distap.data.sizing import Sizing
 from distap.errors import logger

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distap.data.converters.dataset import DATASETS, Count, Dataset, Split, read_table
+from distap.data.images.boxes import Box
 from distap.data.shards.image_files import ImageFile
 from distap.data.shards.tables import ListLine
-from distap.data.sizing import Box
 
 # width and height of what is cut out, in those of the bounding box (Cao et al. 2018)
 EXTENDED = 1.3

@@ -10,8 +10,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from distap.data.images.boxes import Box, Shape, central_box
 from distap.data.images.decoding import EncodedImage, image_file
-from distap.data.sizing import Box, Shape, central_box
 from distap.errors import DistapError, suggestion
 
 if TYPE_CHECKING:

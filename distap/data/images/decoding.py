@@ -12,29 +12,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import simplejpeg
 from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
+from distap.data.images.boxes import Box, Shape, reduction
+from distap.data.images.damage import MAX_PIXELS, DamagedImageError, NoReaderError, Reason
 from distap.data.images.formats import LINE_ENDS, format_of, missing_reader, readable_formats
-from distap.data.sizing import MAX_PIXELS, Box, Shape, reduction
 from distap.errors import DistapError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Reason = Literal["decode_error", "truncated", "crc_mismatch", "missing_field", "too_large"]
 # whether EXIF mirrors the stored image left to right, top to bottom, transposes it
 Turns = tuple[bool, bool, bool]
-REASONS: tuple[Reason, ...] = (
-    "decode_error",
-    "truncated",
-    "crc_mismatch",
-    "missing_field",
-    "too_large",
-)
 MAX_SIDE = 65_535  # pixels; JPEG's own limit: images beyond it are made to harm
 # Scans of a JPEG, with those of images in it, and their pixels in all as a multiple of the largest
 # image's. Files in use have up to some twenty scans; a few bytes of a scan can make the decoder go
@@ -51,19 +44,6 @@ START_OF_SCAN = 0xDAFF  # JPEG's marker, as a number of two bytes, the lower one
 END_OF_JPEG = b"\xff\xd9"
 # by the beginning of a file
 END_MARKS = {b"\xff\xd8": END_OF_JPEG, b"\x89PNG": b"IEND\xaeB`\x82", b"GIF8": b";"}
-
-
-class DamagedImageError(Exception):
-    """Raised if an image cannot be used, for one of REASONS."""
-
-    def __init__(self, reason: Reason, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason = reason
-
-
-class NoReaderError(DamagedImageError):
-    """Raised for an image format whose reader is not installed; the message says how to install
-    it."""
 
 
 def image_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distap.data.images.decoding import DamagedImageError, EncodedImage
+from distap.data.images.boxes import Box, Shape
+from distap.data.images.damage import DamagedImageError
+from distap.data.images.decoding import EncodedImage
 from distap.data.shards.parallel import LONGEST_WAIT, in_processes
-from distap.data.sizing import Box, Shape, Sizing
+from distap.data.sizing import Sizing
 from distap.errors import DistapError, logger
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from distap.data.images.decoding import DamagedImageError
+from distap.data.images.damage import DamagedImageError
 from distap.data.loading.reader import ImageSet
 from distap.data.loading.share import NO_SAMPLE, Chunk, LoadingJob, TrainingImages, failure
 from distap.data.plan import Plan

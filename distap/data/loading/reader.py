@@ -13,14 +13,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from distap.data.images.decoding import DamagedImageError, EncodedImage
+from distap.data.images.damage import DamagedImageError
+from distap.data.images.decoding import EncodedImage
 from distap.data.map_style import DatasetRows, rows_behind
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index, index_of_folder, load_index
 from distap.data.shards.parallel import Track, map_in_processes, untracked
+from distap.data.shards.shard_names import shard_names
 from distap.errors import DistapError
 from distap.storage.files import Storage
-from distap.storage.locations import LISTABLE, Source, parse_source, shard_names
+from distap.storage.locations import LISTABLE, Source, parse_source
 from distap.storage.remotes import MissingFileError, UnreachableError
 
 

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distap.data.images.augmentation import Transform, seeded
-from distap.data.images.decoding import DamagedImageError, EncodedImage, NoReaderError
+from distap.data.images.damage import DamagedImageError, NoReaderError
+from distap.data.images.decoding import EncodedImage
 from distap.data.plan import Sampling
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import Index

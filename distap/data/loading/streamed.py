@@ -29,18 +29,19 @@ import webdataset
 from numpy.typing import NDArray
 from pydantic import PositiveInt
 
-from distap.data.images.decoding import DamagedImageError, EncodedImage
+from distap.data.images.damage import DamagedImageError
+from distap.data.images.decoding import EncodedImage
 from distap.data.loading.share import Chunk, LoadingJob, TrainingImages, failure
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import load_index
 from distap.data.shards.indexing import check_numbering
 from distap.data.shards.parallel import in_processes
+from distap.data.shards.shard_names import shard_names
 from distap.data.shards.tar import TarMember, labelled_image, read_groups
 from distap.errors import DistapError
 from distap.randomness import permutation, seed_for
 from distap.stopwatch import Stopwatch
 from distap.storage.files import Storage
-from distap.storage.locations import shard_names
 from distap.world import World
 
 # first words of random keys; no two uses share one

@@ -14,11 +14,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from distap.data.images.boxes import Box
 from distap.data.images.formats import readable_formats
 from distap.data.labels import class_name_at, nesting
 from distap.data.shards.image_folders import Skipped, counted, walk_images
 from distap.data.shards.tables import ListLine, read_list
-from distap.data.sizing import Box
 from distap.errors import DistapError, logger
 from distap.randomness import permutation
 from distap.storage.names import as_on_disk, composed

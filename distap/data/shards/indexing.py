@@ -14,10 +14,11 @@ from distap.data.labels import nesting, table_of_levels
 from distap.data.shards.image_folders import Skipped
 from distap.data.shards.index import COLUMNS, Index, load_index, with_composed_names
 from distap.data.shards.parallel import Track, map_in_processes, untracked
+from distap.data.shards.shard_names import shard_names
 from distap.data.shards.tar import DamagedShardError, Sample, read_samples
 from distap.errors import DistapError, logger
 from distap.storage.files import Storage
-from distap.storage.locations import LISTABLE, Source, parse_source, shard_names
+from distap.storage.locations import LISTABLE, Source, parse_source
 from distap.storage.remotes import MissingFileError
 from distap.storage.texts import is_line
 

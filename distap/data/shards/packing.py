@@ -13,13 +13,9 @@ from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 
-from distap.data.images.decoding import (
-    DamagedImageError,
-    EncodedImage,
-    image_file,
-    image_size,
-    seems_cut,
-)
+from distap.data.images.boxes import Box
+from distap.data.images.damage import DamagedImageError
+from distap.data.images.decoding import EncodedImage, image_file, image_size, seems_cut
 from distap.data.images.formats import IMAGE_SUFFIXES, format_of
 from distap.data.shards.image_files import (
     ImageFile,
@@ -33,7 +29,6 @@ from distap.data.shards.index import Index
 from distap.data.shards.indexing import NAMES_FILE, Scan, merge_scans, scan_shard
 from distap.data.shards.parallel import Track, map_in_processes, untracked
 from distap.data.shards.tar import LABEL_FIELD
-from distap.data.sizing import Box
 from distap.errors import DistapError
 from distap.randomness import permutation
 from distap.storage.atomic import new_folder, write_whole

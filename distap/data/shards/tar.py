@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, BinaryIO, NamedTuple
 
-from distap.data.images.decoding import DamagedImageError, image_size
+from distap.data.images.damage import DamagedImageError
+from distap.data.images.decoding import image_size
 from distap.data.images.formats import IMAGE_SUFFIXES
 from distap.data.labels import NO_CLASS, class_name
 from distap.data.shards.image_folders import Skipped
