@@ -310,23 +310,23 @@ class Multistage(RankingModule):
         world = world_of(self.network, self.group)
         with agreement(world) as view:
             refuse_default_device()
-            parts, labels = cut_along_rows(images, labels)
-            refuse_graphs(parts)
+            pieces, labels = cut_along_rows(images, labels)
+            refuse_graphs(pieces)
             inputs = Inputs(labels, samples, extra)
-            count = sum(map(rows_of, parts))
+            count = sum(map(rows_of, pieces))
             inputs.check(count, self.loss)
             if not count:
                 raise DistapError("data.no_images", "no images were given")
             refuse_unusable(network, self.freeze_batchnorm)
             view.kind = inputs.kind(self.loss)
-            view.value = [count, are_alike(parts), int(torch.randint(2**62, (), device=CPU))]
+            view.value = [count, are_alike(pieces), int(torch.randint(2**62, (), device=CPU))]
         counts, are_all_alike, seeds = zip(*view.values, strict=True)
         self._calls += 1
         # All ranks cut as many micro-batches, since FSDP gathers parameters in each: a shorter
         # share is padded to the longest, and if one rank's images differ in size, all ranks
         # describe theirs one by one.
         return GivenBatch(
-            parts,
+            pieces,
             inputs,
             share=max(counts),
             world=world,

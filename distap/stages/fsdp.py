@@ -138,31 +138,9 @@ def shard(network: nn.Module, world: World) -> None:
     # average.
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
-    network.register_forward_pre_hook(_keep_layout)
 
 
 def make_contiguous(network: nn.Module) -> None:
     """Make every parameter contiguous, and one without dimensions a vector of one number."""
     for parameter in network.parameters():
         parameter.data = parameter.data.reshape(-1).view(parameter.shape or 1)
-
-
-def _keep_layout(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    # In passes with a graph FSDP replaces a unit's inputs by views. That of a single channels-last
-    # image no longer counts as channels-last, and dropout, which draws in memory order, would drop
-    # other elements than in stage one.
-
-    def kept(one: Any) -> Any:
-        if (
-            not isinstance(one, Tensor)
-            or one.ndim != 4
-            or len(one) != 1
-            or one.stride(0) == one.numel()
-        ):
-            return one
-        has_lost_it = (
-            one.is_contiguous(memory_format=torch.channels_last) and not one.is_contiguous()
-        )
-        return one.clone(memory_format=torch.channels_last) if has_lost_it else one
-
-    return tuple(map(kept, inputs))

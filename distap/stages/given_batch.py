@@ -22,10 +22,10 @@ Pool = Callable[[Tensor], Tensor]
 
 
 class GivenBatch:
-    """One rank's images, as several nested tensors `parts`, each with some rows.
+    """One rank's images, as several nested tensors `pieces`, each with some rows.
 
     A rank with fewer images than others repeats its last one, up to `share`; these rows take no
-    part.
+    piece.
 
     Args:
         seed: the same on all ranks.
@@ -35,7 +35,7 @@ class GivenBatch:
 
     def __init__(
         self,
-        parts: list[Any],
+        pieces: list[Any],
         inputs: Inputs,
         *,
         share: int,
@@ -53,20 +53,20 @@ class GivenBatch:
         # Row k of rank r is slot k W + r, so every rank has as many rows as the fullest.
         self.labels, self.present, self.samples = inputs.padded(share)
         self._images = torch.arange(share).clamp(max=len(inputs.labels) - 1)  # of each row
-        self._parts = parts
-        self._starts = torch.tensor([0, *accumulate(map(rows_of, parts))])
+        self._pieces = pieces
+        self._starts = torch.tensor([0, *accumulate(map(rows_of, pieces))])
         self._is_blank = torch.zeros(share, dtype=torch.bool)
 
     def images(self, rows: Rows) -> Any:
-        # Rows may lie in several of the caller's parts: pick from each, then join, where all are
+        # Rows may lie in several of the caller's pieces: pick from each, then join, where all are
         # alike.
         wanted = self._images[rows]
-        of_part = torch.searchsorted(self._starts, wanted, right=True) - 1
-        pieces = []
-        for number in of_part.unique().tolist():
-            inside = as_rows(wanted[of_part == number] - self._starts[number])
-            pieces.append(tree_map_only(Tensor, partial(_picked, inside), self._parts[number]))
-        images = pieces[0] if len(pieces) == 1 else tree_map(_joined, *pieces)
+        of_piece = torch.searchsorted(self._starts, wanted, right=True) - 1
+        picked = []
+        for number in of_piece.unique().tolist():
+            inside = as_rows(wanted[of_piece == number] - self._starts[number])
+            picked.append(tree_map_only(Tensor, partial(_picked, inside), self._pieces[number]))
+        images = picked[0] if len(picked) == 1 else tree_map(_joined, *picked)
         # The caller's tensors are not overwritten: an image is blanked in a copy, each time that it
         # is read.
         blank = self._is_blank[rows]
@@ -143,12 +143,12 @@ def cut_along_rows(
         images, Tensor | list | tuple | Mapping
     )
     if not is_iterator:
-        parts = _parts_of(images)
+        pieces = _pieces_of(images)
     elif labels is not None:
-        parts = list(images)
+        pieces = list(images)
     else:
         pairs = list(images)
-        parts = [pair[0] for pair in pairs]
+        pieces = [pair[0] for pair in pairs]
         if pairs:
             labels = torch.cat([tensor_given(pair[1], "labels") for pair in pairs])
     if labels is None:
@@ -156,10 +156,10 @@ def cut_along_rows(
             "data.no_labels",
             "labels are missing: only an iterator of (images, labels) goes without",
         )
-    return parts, labels
+    return pieces, labels
 
 
-def _parts_of(images: Any) -> list[Any]:
+def _pieces_of(images: Any) -> list[Any]:
     if isinstance(images, list) and images and all(isinstance(image, Tensor) for image in images):
         if len({image.shape for image in images}) == 1:
             return [torch.stack(images)]
@@ -167,12 +167,12 @@ def _parts_of(images: Any) -> list[Any]:
     return [dict(images) if isinstance(images, Mapping) else images]
 
 
-def rows_of(part: Any) -> int:
-    counts = {shape[0] if shape else 0 for shape in _shapes(part)}
+def rows_of(piece: Any) -> int:
+    counts = {shape[0] if shape else 0 for shape in _shapes(piece)}
     if not counts:
         raise DistapError(
             "data.wrong_images",
-            f"images are {_named(part)}; expected tensors or arrays with a row for each image",
+            f"images are {_named(piece)}; expected tensors or arrays with a row for each image",
         )
     if len(counts) != 1:
         raise DistapError(
@@ -183,9 +183,9 @@ def rows_of(part: Any) -> int:
     return counts.pop()
 
 
-def refuse_graphs(parts: list[Any]) -> None:
+def refuse_graphs(pieces: list[Any]) -> None:
     """Raise a DistapError if images have a graph, whose gradient the three stages would drop."""
-    for leaf in tree_leaves(parts) if torch.is_grad_enabled() else ():
+    for leaf in tree_leaves(pieces) if torch.is_grad_enabled() else ():
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             origin = ""
             if leaf.grad_fn is not None:
@@ -197,13 +197,13 @@ def refuse_graphs(parts: list[Any]) -> None:
             )
 
 
-def are_alike(parts: list[Any]) -> bool:
+def are_alike(pieces: list[Any]) -> bool:
     """Return whether all images have one shape, so that one pass can describe several."""
-    return len({tuple(shape[1:] for shape in _shapes(part)) for part in parts}) == 1
+    return len({tuple(shape[1:] for shape in _shapes(piece)) for piece in pieces}) == 1
 
 
-def _shapes(part: Any) -> list[torch.Size]:
-    return [leaf.shape for leaf in tree_leaves(part) if isinstance(leaf, Tensor)]
+def _shapes(piece: Any) -> list[torch.Size]:
+    return [leaf.shape for leaf in tree_leaves(piece) if isinstance(leaf, Tensor)]
 
 
 def _joined(*pieces: Any) -> Any:

@@ -31,7 +31,7 @@ from torch.nn.functional import pad
 from distap.ranking import compiling
 from distap.ranking.gathered import Gathered, QueryWeights
 from distap.ranking.histogram.tiles import Images, SameClass, Tile, tiles
-from distap.ranking.loss import Budget, Counter, Loss, LossValue
+from distap.ranking.loss import Budget, Counter, Descriptors, Flags, Labels, Loss, LossValue
 
 WINDOW = 6  # bins that a CPU counts at once: most tiles reach no more
 Counts = Float64[Tensor, "b M"]  # cumulative soft counts of b queries in M bins
@@ -132,37 +132,37 @@ class Passes(Counter):
 
     def add(
         self,
-        descriptors: Float[Tensor, "n C"],
-        labels: Int64[Tensor, " n"],
-        is_own: Bool[Tensor, " n"],
+        descriptors: Descriptors,
+        labels: Labels,
+        is_own: Flags,
     ) -> None:
         """Count the pairs among the gallery's next images, and between them and earlier ones."""
         first_row = self._counts.shape[1]
-        own = Images.of(descriptors, labels, is_own, self.seen, first_row)
-        others = Images.of(descriptors, labels, ~is_own, self.seen, first_row)
-        self._counts = pad(self._counts, (0, 0, 0, len(own.labels)))
-        for tile in self._new_tiles(own, others):
+        queries = Images.of(descriptors, labels, is_own, self.seen, first_row)
+        remote = Images.of(descriptors, labels, ~is_own, self.seen, first_row)
+        self._counts = pad(self._counts, (0, 0, 0, len(queries.labels)))
+        for tile in self._new_tiles(queries, remote):
             self._count(tile)
-        self._parts.append((own, others))
+        self._parts.append((queries, remote))
         super().add(descriptors, labels, is_own)
 
     def _fast(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return compiling.compiled(function) if self._compiles else function
 
-    def _new_tiles(self, own: Images, others: Images) -> Iterator[Tile]:
-        # The tiles of a new part, whose rows and columns are bare here. Pairs of two images of
-        # other ranks are those ranks' business.
+    def _new_tiles(self, queries: Images, remote: Images) -> Iterator[Tile]:
+        # The tiles of a new part. Pairs of two images of other ranks are those ranks' business.
         #
-        #                    earlier own    earlier others    new own    new others
-        #     earlier own      (done)          (done)           b'          d
-        #     new own            b               c              a           d
+        #                        earlier     earlier    new         new
+        #                        queries     remote     queries     remote
+        #     earlier queries    (done)      (done)     b'          d
+        #     new queries        b           c          a           d
         #
         # b' is b transposed: b is mirrored.
-        for queries in (own, *(earlier for earlier, _ in self._parts)):
-            yield from tiles(own, queries, self.budget, mirrored=True)  # a, b
-            yield from tiles(queries, others, self.budget, mirrored=False)  # d
+        for rows in (queries, *(earlier for earlier, _ in self._parts)):
+            yield from tiles(queries, rows, self.budget, mirrored=True)  # a, b
+            yield from tiles(rows, remote, self.budget, mirrored=False)  # d
         for _, earlier in self._parts:
-            yield from tiles(own, earlier, self.budget, mirrored=False)  # c
+            yield from tiles(queries, earlier, self.budget, mirrored=False)  # c
 
     def _count(self, tile: Tile) -> None:
         similarities = tile.similarities()
@@ -245,7 +245,7 @@ class Passes(Counter):
         if len(labels):
             self.add(remembered, labels, torch.zeros_like(labels, dtype=torch.bool))
         # From the order of counting, part by part and by class, to that of `gathered.own`.
-        order = torch.cat([own.positions for own, _ in self._parts]).argsort()
+        order = torch.cat([queries.positions for queries, _ in self._parts]).argsort()
         sizes = gathered.class_sizes[gathered.own, 0].double()
         totals = torch.stack([self.seen - sizes, sizes - float(not self.loss.self_pair)])
         # The last bin holds all pairs, whose number is known: it need not be counted, and no
@@ -286,11 +286,11 @@ class Passes(Counter):
         for tile, codes, first in self._tiles:
             if codes is None:
                 codes = self._codes(tile, tile.similarities(), tile.same_class())
-            few = slice(first, None if first is None else first + WINDOW + 1)
-            by_row = by_images[tile.queries][few, tile.rows].t()
-            by_column = by_images[tile.others][few, tile.columns]
+            looked_up = slice(first, None if first is None else first + WINDOW + 1)
+            by_row = by_images[tile.queries][looked_up, tile.rows].t()
+            by_column = by_images[tile.gallery][looked_up, tile.columns]
             slopes = self._fast(slope_of_pairs)(codes, by_row, by_column, first)
-            gradient[tile.counts].addmm_(slopes, tile.others.descriptors[tile.columns])
+            gradient[tile.counts].addmm_(slopes, tile.gallery.descriptors[tile.columns])
             # The sum of both slopes is symmetric, so the mirror image needs no lookup of its own.
             if tile.mirrored:
                 mirror = tile.mirror()

@@ -11,10 +11,10 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from distap.ranking.device_copies import queued
-from distap.ranking.gathered import runs
-from distap.ranking.loss import Budget, strips
+from distap.ranking.gathered import PaddedColumns, runs
+from distap.ranking.loss import Budget, Descriptors, Labels, strips
 
-SameClass = tuple[Int64[Tensor, "r P"], Bool[Tensor, "r P"]] | None
+SameClass = PaddedColumns | None
 MOST_COLUMNS = 2**20  # of a tile: float32 sums over longer rows would lose digits
 
 
@@ -22,10 +22,10 @@ MOST_COLUMNS = 2**20  # of a tile: float32 sums over longer rows would lose digi
 class Images:
     """Images of the gallery, sorted by class."""
 
-    descriptors: Float[Tensor, "n C"]
+    descriptors: Descriptors
     # on the CPU, so that nobody waits for a device to know the size of a class
-    labels: Int64[Tensor, " n"]
-    positions: Int64[Tensor, " n"]  # in the gallery
+    labels: Labels
+    positions: Labels  # in the gallery
     first_row: int  # row of the first image in the table of counts, if these are queries
 
     @staticmethod
@@ -49,13 +49,13 @@ class Tile:
 
     queries: Images
     rows: slice
-    others: Images  # the columns
+    gallery: Images  # whose images are the columns
     columns: slice
     mirrored: bool  # it stands for its mirror image, with the others as queries, as well
 
     @property
     def is_diagonal(self) -> bool:
-        return self.queries is self.others and self.rows == self.columns
+        return self.queries is self.gallery and self.rows == self.columns
 
     @property
     def counts(self) -> slice:
@@ -65,10 +65,10 @@ class Tile:
         )
 
     def mirror(self) -> "Tile":
-        return Tile(self.others, self.columns, self.queries, self.rows, self.mirrored)
+        return Tile(self.gallery, self.columns, self.queries, self.rows, self.mirrored)
 
     def similarities(self) -> Float[Tensor, "r c"]:
-        return self.queries.descriptors[self.rows] @ self.others.descriptors[self.columns].t()
+        return self.queries.descriptors[self.rows] @ self.gallery.descriptors[self.columns].t()
 
     def same_class(self) -> SameClass:
         """Return the columns of each row's class, P at most, and which of them are no padding.
@@ -77,14 +77,14 @@ class Tile:
         """
         # Both sides are sorted by class, and labels are on the CPU, so this waits for no device.
         of_rows = self.queries.labels[self.rows]
-        of_columns = self.others.labels[self.columns]
+        of_columns = self.gallery.labels[self.columns]
         if of_rows[-1] < of_columns[0] or of_columns[-1] < of_rows[0]:
             return None
         columns, is_real = runs(of_columns, of_rows, self.queries.descriptors.device)
         return (columns, is_real) if columns.shape[1] else None
 
 
-def tiles(queries: Images, others: Images, budget: Budget, mirrored: bool) -> Iterator[Tile]:
+def tiles(queries: Images, gallery: Images, budget: Budget, mirrored: bool) -> Iterator[Tile]:
     """Yield tiles that cover each pair of a query and another image once."""
     pairs = budget.pairs(queries.descriptors.element_size())
     # Twice as wide as high: the matrix product is fastest on tiles that are about square.
@@ -97,7 +97,7 @@ def tiles(queries: Images, others: Images, budget: Budget, mirrored: bool) -> It
         #       D d d     d: mirrored, its pairs count for its rows and, transposed, for its columns
         #         D d
         #           D
-        if queries is others:
-            yield Tile(queries, rows, others, rows, mirrored=False)
-        for columns in strips(rows.stop if queries is others else 0, len(others.labels), width):
-            yield Tile(queries, rows, others, columns, mirrored)
+        if queries is gallery:
+            yield Tile(queries, rows, gallery, rows, mirrored=False)
+        for columns in strips(rows.stop if queries is gallery else 0, len(gallery.labels), width):
+            yield Tile(queries, rows, gallery, columns, mirrored)

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor, nn
 
 from distap.errors import DistapError
-from distap.ranking.gathered import Gathered, QueryWeights, runs
+from distap.ranking.gathered import Gathered, PaddedColumns, QueryWeights, runs
 from distap.ranking.loss import Budget, Loss, LossValue, rank_on_rank_zero
 from distap.ranking.rankable import refuse_other_leaves
 
@@ -260,9 +260,7 @@ class SimilarityLoss(Loss):
         return levels, same_class, is_positive
 
 
-def padded_columns(
-    wanted: Mask, padding: Int64[Tensor, " r"]
-) -> tuple[Int64[Tensor, "r P"], Bool[Tensor, "r P"]]:
+def padded_columns(wanted: Mask, padding: Int64[Tensor, " r"]) -> PaddedColumns:
     """Return the columns wanted in each row, ascending, and which are no padding."""
     # `nonzero` goes row by row, so an image's place in its row is its number less the first number
     # of the row: no sort and no loop over rows, whose counts differ.

@@ -163,7 +163,7 @@ class Form:
     query_is_counted: bool = False  # before its positives, though it is none of them
     by_distance: bool = False
     first_rank: float = 1.0
-    more: int = 0  # hits than k
+    beyond_k: int = 0  # hits that count beyond k
     caps_hits: bool = False  # at most k images are ranked, and at most k hits count
     caps_positives: bool = True  # a query of more than k positives needs k hits
 
@@ -172,7 +172,7 @@ FORMS = {
     "paper": Form(caps_positives=False),
     "released": Form(query_is_counted=True, caps_hits=True),
     "suprank": Form(query_is_positive=True),
-    "oml": Form(query_is_positive=True, by_distance=True, first_rank=0.5, more=1),
+    "oml": Form(query_is_positive=True, by_distance=True, first_rank=0.5, beyond_k=1),
 }
 
 
@@ -219,7 +219,7 @@ class RecallAtK(RankLoss):
         positives = rows.positive_count[:, 0]
         recalls = list[Tensor]()
         for k in self.ks:
-            limit = k + form.more
+            limit = k + form.beyond_k
             if form.caps_hits:
                 limit = min(limit, rows.similarities.shape[1])
             hits = (torch.sigmoid((limit - ranks) / self.hit_tau) * rows.is_positive).sum(1)

@@ -9,14 +9,23 @@ from functools import cached_property, reduce
 from typing import Annotated, Any
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float
 from pydantic import BeforeValidator, Field, PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import normalize, pad
 
 from distap.errors import DistapError
 from distap.ranking.gathered import Gathered
-from distap.ranking.loss import Budget, Counter, KnownClasses, Loss, LossValue
+from distap.ranking.loss import (
+    Budget,
+    Counter,
+    Descriptors,
+    Flags,
+    KnownClasses,
+    Labels,
+    Loss,
+    LossValue,
+)
 from distap.registry import Chosen, sum_in_full
 
 # A loss within another: its name, a mapping of `name` and keys, or of names and weights.
@@ -94,9 +103,9 @@ class CounterOfSum(Counter):
 
     def add(
         self,
-        descriptors: Float[Tensor, "n C"],
-        labels: Int64[Tensor, " n"],
-        is_own: Bool[Tensor, " n"],
+        descriptors: Descriptors,
+        labels: Labels,
+        is_own: Flags,
     ) -> None:
         super().add(descriptors, labels, is_own)
         for counter in self._counters:
@@ -196,7 +205,7 @@ class OfPrefix(WrappedLoss):
     def value_and_gradient(self, gathered: Gathered, budget: Budget) -> LossValue:
         return self.undo_cut(gathered, self.inner.value_and_gradient(self.cut(gathered), budget))
 
-    def prefix(self, descriptors: Float[Tensor, "n C"]) -> Float[Tensor, "n d"]:
+    def prefix(self, descriptors: Descriptors) -> Float[Tensor, "n d"]:
         if descriptors.shape[1] < self.d:
             raise DistapError(
                 "loss.wrong_dimensions",
@@ -228,9 +237,9 @@ class CounterOfPrefix(Counter):
 
     def add(
         self,
-        descriptors: Float[Tensor, "n C"],
-        labels: Int64[Tensor, " n"],
-        is_own: Bool[Tensor, " n"],
+        descriptors: Descriptors,
+        labels: Labels,
+        is_own: Flags,
     ) -> None:
         super().add(descriptors, labels, is_own)
         self._counter.add(self._prefix.prefix(descriptors), labels, is_own)
