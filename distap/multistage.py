@@ -276,8 +276,7 @@ class Multistage(RankingModule):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients on this rank: backward passes of losses computed inside do not reduce
-        them.
+        """Keep gradients on this rank: backward passes of losses made inside do not reduce them.
 
         The next backward pass of a loss computed outside reduces them together with its own. With
         `reduce=True` every backward pass sums its own gradients, inside as well: what lay in

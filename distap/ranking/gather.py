@@ -130,8 +130,10 @@ class Gathering:
 
     @torch.no_grad()
     def finish(self) -> Gathered:
-        """Wait for pending messages and return the batch; raise a ValueError if rows are missing or
-        too many.
+        """Wait for pending messages and return the batch.
+
+        Raises:
+            ValueError: rows are missing or too many.
         """
         if self._filled != self._own_rows or self._packed is None:
             raise ValueError(

@@ -142,8 +142,9 @@ class ListwiseLoss(RankingModule):
 
 
 class KnownGradient(torch.autograd.Function):
-    """Return a loss to autograd with gradients computed before; `only_once` refuses a second
-    backward pass.
+    """Return a loss to autograd with gradients computed before.
+
+    `only_once` refuses a second backward pass.
     """
 
     @staticmethod

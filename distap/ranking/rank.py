@@ -1,6 +1,4 @@
-"""Rank descriptors: compute the loss of a batch and every descriptor's gradient, on all ranks or on
-rank 0.
-"""
+"""Compute the loss of a batch and every descriptor's gradient, on all ranks or on rank 0."""
 
 from __future__ import annotations  # `help` shows the types as they are written here
 
@@ -67,8 +65,7 @@ def rank(
     images: Tensor | ArrayLike | None = None,
     **options: object,
 ) -> Ranking:
-    """Return the loss of a batch and the gradient of every descriptor, however descriptors were
-    made.
+    """Return the loss of a batch and the gradient of every descriptor.
 
     With a process group the batch is that of all its ranks, in shares of any size, and every rank
     calls this alike. The loss is then a mean over the queries of all ranks: sum gradients over
@@ -157,9 +154,7 @@ def check_mode(mode: str) -> Mode:
 def start_gathering(
     loss: Loss, world: World, slots: int, mode: Mode = "sharded", memory_bytes: int | None = None
 ) -> Gathering:
-    """Begin to gather a batch for `rank_descriptors`; count pairs as they arrive if the loss allows
-    it.
-    """
+    """Begin to gather a batch for `rank_descriptors`; pairs are counted as they arrive."""
     # In mode central rank 0 counts the pairs of all queries, once all are there.
     pairs = len(world.slots(slots)) * slots
     counts = mode == "sharded" or world.size == 1
@@ -179,8 +174,7 @@ def rank_descriptors(
     memory_bytes: int | None = None,
     counter: Counter | None = None,
 ) -> Ranking:
-    """Return the loss of a global batch and its descriptor gradients (Revaud et al. 2019, section
-    3.2, stage two).
+    """Return the loss and gradients of a global batch (Revaud et al. 2019, 3.2, stage two).
 
     Mode and memory are those of `rank`; `counter` is that of the batch's gathering. The Ranking has
     a row for each slot of this rank; a slot that takes no part has gradient zero and loss NaN. If

@@ -28,9 +28,7 @@ def refuse_unrankable(descriptors: Float[Tensor, "b C"]) -> None:
 
 
 def refuse_lengths(gathered: Gathered) -> None:
-    """Raise a DistapError, on every rank alike, that names the rank and rows of descriptors not of
-    length 1.
-    """
+    """Raise a DistapError on every rank that names rank and rows of descriptors not of length 1."""
     world = gathered.world
     # Images that take no part have no descriptor that could be wrong.
     lengths = gathered.descriptors.new_ones(len(gathered.taking_part))
@@ -90,9 +88,7 @@ def row_names(wrong: Tensor) -> str:
 def refuse_other_leaves(
     outputs: Sequence[Tensor], parameters: Iterable[Tensor], advice: str
 ) -> None:
-    """Raise a DistapError if backward passes from all outputs would reach a tensor that is none of
-    `parameters`.
-    """
+    """Raise a DistapError if a graph of all outputs has a leaf that is none of `parameters`."""
     ids = {id(tensor) for tensor in parameters}
     for node in _shared_nodes(outputs):
         leaf = getattr(node, "variable", None)
@@ -105,9 +101,7 @@ def refuse_other_leaves(
 
 
 def refuse_shared_graphs(outputs: Sequence[Tensor]) -> None:
-    """Raise a DistapError if the graphs of several passes meet in an operation, and not only in
-    leaves.
-    """
+    """Raise a DistapError if graphs of several passes share an operation, and not only leaves."""
     shared = _shared_nodes(outputs)
     operations = sorted(node.name() for node in shared if not hasattr(node, "variable"))
     if operations:

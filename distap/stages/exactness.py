@@ -53,9 +53,7 @@ def mixes_images(network: nn.Module) -> str | None:
 
 
 def normalises_by_batch(network: nn.Module) -> bool:
-    """Return whether a BatchNorm layer normalises by micro-batch: describe and replay then have to
-    cut alike.
-    """
+    """Return whether a BatchNorm layer normalises by micro-batch: replay then has to cut alike."""
     return any(isinstance(layer, _BatchNorm) and layer.training for layer in network.modules())
 
 
@@ -112,8 +110,7 @@ def evaluating(network: nn.Module, kind: type = nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_caches() -> Iterator[None]:
-    """Compute parametrised weights anew in each pass, also inside torch's
-    `parametrize.cached()`."""
+    """Compute parametrised weights anew in each pass, also in torch's `parametrize.cached()`."""
     # What is cached in describe has no graph, and would have none in replay; what is cached in
     # replay has one that the first micro-batch's backward pass frees.
     enabled = parametrize._cache_enabled
@@ -142,8 +139,7 @@ class SavedBuffers:
         ]
 
     def restore(self, statistics: bool = True) -> None:
-        """Restore all saved buffers, changed or not, because a comparison would wait for the
-        device.
+        """Restore all buffers, changed or not, because a comparison would wait for the device.
 
         Without `statistics`, leave those of BatchNorm and InstanceNorm as they are: no descriptor
         depends on them in training mode, and they gather what each micro-batch adds.
@@ -169,9 +165,7 @@ def is_expanded(tensor: Tensor) -> bool:
 
 
 def make_writable(network: nn.Module) -> None:
-    """Give each element of expanded parameters and buffers memory of its own, so that checkpoints
-    can be loaded.
-    """
+    """Give each element of expanded parameters and buffers memory, so that checkpoints can load."""
     for module in network.modules():
         for parameter in filter(is_expanded, module.parameters(recurse=False)):
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)

@@ -37,9 +37,7 @@ class Batch(Protocol):
         ...
 
     def images(self, rows: Rows) -> Any:
-        """Return the network's input for these rows, such as pixels (n, ...); wait while they are
-        being read.
-        """
+        """Return the network's input for these rows, such as pixels (n, ...), once it is read."""
         ...
 
     def blank(self, rows: Tensor) -> None:
@@ -49,8 +47,7 @@ class Batch(Protocol):
 
 @dataclass
 class MicroBatchSizes:
-    """Number of images per pass through the network. A size that proves too large is halved for
-    good.
+    """Number of images per pass through the network; one that is too large is halved for good.
 
     Args:
         images: images in a micro-batch, of describe as of replay.

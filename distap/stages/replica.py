@@ -48,9 +48,7 @@ class Replica:
         self._forward = forward or network
 
     def describing(self) -> AbstractContextManager[None]:
-        """Enclose describe or an evaluation: parameters are whole inside, so that no rank needs the
-        others.
-        """
+        """Enclose describe or an evaluation: parameters are whole, and no rank needs others."""
         return nullcontext()
 
     def replaying(self) -> AbstractContextManager[None]:
@@ -148,9 +146,7 @@ class ReplacedForward(nn.Module):
 
 @contextmanager
 def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Hide the hooks of `Tensor.register_hook` from passes of micro-batches: they are for the whole
-    gradient.
-    """
+    """Hide hooks of `Tensor.register_hook` from micro-batches: they are for the whole gradient."""
     hidden = {
         parameter: parameter._backward_hooks
         for parameter in parameters
@@ -166,9 +162,7 @@ def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 def refuse_exchanged(network: nn.Module, trained: Mapping[str, Tensor]) -> None:
-    """Raise a DistapError unless the parameters that the network had when it described images are
-    still its own.
-    """
+    """Raise a DistapError unless the parameters that described the images are the network's own."""
     # Others would get the gradient, or none would, and nothing else would tell: where their values
     # are the same, the descriptors do not drift.
     present = dict(network.named_parameters())
@@ -184,9 +178,7 @@ def refuse_exchanged(network: nn.Module, trained: Mapping[str, Tensor]) -> None:
 
 
 def refuse_hooks(network: nn.Module) -> None:
-    """Raise a DistapError that names a parameter whose hooks would act on the gradient of each
-    micro-batch.
-    """
+    """Raise a DistapError if a parameter's hook would act on each micro-batch's gradient."""
     for name, parameter in network.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise DistapError(
@@ -247,9 +239,7 @@ def computing_in(precision: str, network: Callable[[Any], Tensor]) -> Callable[[
 
 
 def world_of(network: nn.Module, group: dist.ProcessGroup | None) -> World:
-    """Return the ranks of a batch: `group`, those over which the network's wrapper averages, or
-    all.
-    """
+    """Return the ranks of a batch: `group`, those over which the wrapper averages, or all."""
     device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
     if not (dist.is_available() and dist.is_initialized()):
         return World(device=device)
@@ -271,9 +261,7 @@ def _group_of(network: nn.Module) -> dist.ProcessGroup | None:
 
 
 def refuse_unusable(network: nn.Module, freezes_batchnorm: bool) -> None:
-    """Raise a DistapError that names a part of an unwrapped network that would make the gradient
-    wrong.
-    """
+    """Raise a DistapError that names a part of a network that would make the gradient wrong."""
     for name, module in network.named_modules():
         if name and isinstance(module, FSDPModule) and not isinstance(network, FSDPModule):
             raise DistapError(

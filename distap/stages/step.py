@@ -216,9 +216,7 @@ class ThreeStages:
             return described.gathering.finish()
 
     def rank(self, gathering: Gathering, gathered: Gathered, step: int) -> Ranking:
-        """Stage two: compute the loss of the global batch and the gradient of this rank's
-        descriptors.
-        """
+        """Stage two: compute the loss of the batch and the gradient of this rank's descriptors."""
         with self.stage("rank", step):
             remembers = self.memory.size > 0 and step >= self.memory_after
             gathered = replace(gathered, key=(self.seed, step))

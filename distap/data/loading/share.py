@@ -37,9 +37,7 @@ NO_SAMPLE = -1
 
 @dataclass(frozen=True)
 class LoadingJob:
-    """Settings by which a training reads images from a source (`data.reading`), copied into its
-    workers.
-    """
+    """Settings by which a training reads images, copied into its loader workers."""
 
     source: Source
     sampling: Sampling
@@ -65,9 +63,7 @@ class LoadingJob:
         )
 
     def augmented(self, image: EncodedImage, step: int, slot: int) -> Tensor:
-        """Augment an image for a slot of a step to (3, size, size) uint8; only seed, step and slot
-        decide how.
-        """
+        """Augment an image, to (3, size, size) uint8, by the randomness of (seed, step, slot)."""
         return seeded(self.at(step)[1], image, seed_for(AUGMENTATION, self.seed, step, slot))
 
 

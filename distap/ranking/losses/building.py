@@ -17,8 +17,9 @@ AnyLoss = str | Mapping[str, Any] | Loss | Callable[..., Any]
 
 
 def build_loss(loss: AnyLoss, **options: Any) -> Loss:
-    """Build a loss from its name ("package.module:Class" for your own), a recipe's form, a class or
-    a function.
+    """Build a loss from its name, a recipe's form, a class or a function.
+
+    A loss of your own is called "package.module:Class".
 
     Raises:
         DistapError: the loss, the preset, an option or its value is wrong; or a loss was given with

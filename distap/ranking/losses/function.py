@@ -85,8 +85,7 @@ class FunctionLoss(_OfDescriptors):
 
     @property
     def given(self) -> Callable[..., Tensor]:
-        """Return the function; a run records where it is defined, since it has no name in a
-        recipe."""
+        """The function. A run records where it is defined, since it has no name in a recipe."""
         return self.function
 
     @property

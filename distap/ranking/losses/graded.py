@@ -43,8 +43,7 @@ class OfLevel(NamedTuple):
 
 @dataclass(frozen=True)
 class GradedLoss(SigmoidStep, SimilarityLoss):
-    """A loss from the smooth ranks of all images that share a class with the query at some
-    level."""
+    """A loss from the smooth ranks of all images that share a class at some level."""
 
     self_pair: Literal[True] = True
     """Count a query as its own most relevant image."""
@@ -84,9 +83,7 @@ class GradedLoss(SigmoidStep, SimilarityLoss):
     def _levels(
         self, rows: Rows, level: Int64[Tensor, "r N"], relevance: PerLevel
     ) -> Iterator[tuple[Int64[Tensor, "r M"], Sums, PerPositive, OfLevel]]:
-        """Yield, per level, the columns counted smoothly, their sums, how fast counts fall, and the
-        images.
-        """
+        """Yield per level the columns counted smoothly, their sums, falls of counts, and images."""
         similarities = rows.similarities
         columns = [
             padded_columns(level == number, rows.queries) for number in range(1, relevance.shape[1])

@@ -154,8 +154,7 @@ class CosFace(ArcFace):
 
 @dataclass(frozen=True)
 class ProxyAnchor(ProxyLoss):
-    """Proxy Anchor (Kim et al. 2020, eq. 4): each proxy pulls the images of its class and pushes
-    all others.
+    """Proxy Anchor (Kim et al. 2020, eq. 4): each proxy pulls its class and pushes all others.
 
     With s an image's similarity to a proxy, the loss is the mean over proxies with images of ln(1 +
     sum of e^(-scale (s - margin)) over them), plus the mean over all proxies of ln(1 + sum of

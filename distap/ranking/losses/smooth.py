@@ -95,8 +95,7 @@ class RankLoss(SigmoidStep, SimilarityLoss):
 
     @abstractmethod
     def of_ranks(self, among: PerPositive, before: PerPositive, rows: Rows) -> PerQuery:
-        """Return each query's loss from the ranks R⁺ among positives and the counts R⁻ of
-        negatives, differentiable.
+        """Return each query's loss, differentiable by the ranks R⁺ and the counts R⁻.
 
         Padding has finite numbers; `rows.is_positive` tells which are to be taken.
         """

@@ -78,9 +78,7 @@ class Sums(ABC):
 
     @abstractmethod
     def counts(self) -> tuple[PerPositive, PerPositive]:
-        """Return the smooth count of images before each positive, and how fast it falls as that
-        rises.
-        """
+        """Return the count of images before each positive, and its fall as the positive rises."""
 
     @abstractmethod
     def slopes(self, by_count: PerPositive) -> Scores:

@@ -1,6 +1,4 @@
-"""Sums of losses: of several, each with a weight, and of one on prefixes of the descriptors
-(Matryoshka).
-"""
+"""Sums of losses: of several with weights, and of one on prefixes of descriptors (Matryoshka)."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
