@@ -244,5 +244,5 @@ def _named(output: Any) -> str:
     if isinstance(output, list | tuple) and len(output) > 3:
         return f"a {type(output).__name__} of {len(output)} {type(output[0]).__name__}"
     if isinstance(output, list | tuple):
-        return f"a {type(output).__name__} of {', '.join(map(_told, output)) or 'nothing'}"
+        return f"a {type(output).__name__} of {', '.join(map(_named, output)) or 'nothing'}"
     return f"a {type(output).__name__}"
