@@ -13,8 +13,8 @@ from torch.nn.functional import normalize
 from benchmarks.measuring import collectives_of
 from distap.errors import DistapError
 from distap.ranking.gather import gather
-from distap.ranking.loss import build_loss
 from distap.ranking.losses.base import DescriptorLoss
+from distap.ranking.losses.building import build_loss
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.ranking.rank import rank, rank_descriptors
 from distap.registry import REGISTRY
