@@ -236,13 +236,14 @@ def _field_of(output: Any, field: Any, n: int) -> Any:
 
 
 def _named(output: Any) -> str:
-    """Describe type and shape of a network's output."""
+    """Name type and shape of images, or of what a network returns."""
     if isinstance(output, Tensor):
         return f"a tensor {tuple(output.shape)}"
+    kind = f"a {type(output).__name__}"
     if isinstance(output, Mapping):
-        return f"a {type(output).__name__} with {', '.join(map(str, output))}"
+        return f"{kind} with {', '.join(map(str, output))}"
     if isinstance(output, list | tuple) and len(output) > 3:
-        return f"a {type(output).__name__} of {len(output)} {type(output[0]).__name__}"
+        return f"{kind} of {len(output)} {type(output[0]).__name__}"
     if isinstance(output, list | tuple):
-        return f"a {type(output).__name__} of {', '.join(map(_told, output)) or 'nothing'}"
-    return f"a {type(output).__name__}"
+        return f"{kind} of {', '.join(map(_named, output)) or 'nothing'}"
+    return kind

@@ -188,7 +188,7 @@ class Triplet(DistanceLoss):
         # The first number is a tau of 1, for which the soft margin's derivative is the sigmoid.
         if self.margin is None:
             step: Step = softplus_step
-            numbers = (1.0,)
+            numbers: tuple[float, ...] = (1.0,)
         else:
             step = hinge_step
             numbers = (1.0, self.margin)
