@@ -179,13 +179,7 @@ class Interpolation:
         width: of an interval.
     """
 
-    def __init__(
-        self,
-        points: int,
-        width: float,
-        images: Scores,
-        positives: PerPositive,
-    ) -> None:
+    def __init__(self, points: int, width: float, images: Scores, positives: PerPositive) -> None:
         tables = images, positives
         lowest = min(float(table.amin()) for table in tables)
         places = [(table - lowest) / width for table in tables]
