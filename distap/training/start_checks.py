@@ -80,7 +80,7 @@ def checked_data(
         raise DistapError(
             f"data.validation: {data.validation} has a ground truth: name it in evaluation.also"
         )
-    unseen = () if validation is None or not data.unseen_classes else validation.image_sets
+    unseen = () if validation is None or not data.unseen_classes else validation.images.sets
     for opened in unseen:
         if images.index is None:
             if world.rank == 0:

@@ -249,7 +249,7 @@ def test_a_frozen_backbone_describes_images_that_no_step_varies_once(training_sh
             **STILL,
         )
     described = read_descriptors(once / "described")
-    assert len(described) == len(open_set(str(training_shards[0])).image_sets[0])
+    assert len(described) == len(open_set(str(training_shards[0])).images.sets[0])
     # The same pixels, but for all that the trainer knows each step may flip them.
     train(
         World(),
