@@ -94,18 +94,18 @@ class DescribedTraining(TrainingImages):
     """Descriptors in place of training images, drawn by the plan of batches and never augmented."""
 
     def __init__(self, job: LoadingJob, world: World, stopwatch: Stopwatch) -> None:
-        self._images = DescribedImages(job.source)
+        self.described = DescribedImages(job.source)
         super().__init__(
-            replace(job, dimensions=self._images.known.descriptors.shape[1]), world, stopwatch
+            replace(job, dimensions=self.described.known.descriptors.shape[1]), world, stopwatch
         )
-        self.index: Index | None = self._images.index
+        self.index: Index | None = self.described.index
         self.fingerprint = self.index.fingerprint
         self.plan = Plan(self.index.classes, job.sampling, job.seed)
         self.order = self.plan.version
 
     def chunks(self, steps: range) -> Generator[Chunk]:
-        rows = self._images.known.descriptors
-        keys = self._images.keys
+        rows = self.described.known.descriptors
+        keys = self.described.keys
         classes = self.plan.classes
         for step in steps:
             samples = self.plan.batch(step)[np.array(self.slots)]

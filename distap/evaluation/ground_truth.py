@@ -8,7 +8,7 @@ names are needed:
      "grades": [2, 1], "junk": ["d.jpg"],
                   "part": "cars", "box": [10, 0, 90, 60]}]}
 
-docs/guides/retrieval.md says what each key means.
+docs/guides/evaluation.md says what each key means.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ from pydantic import (
 )
 from torch.nn.functional import normalize
 
-from distap.data.sizing import Box
+from distap.data.images.boxes import Box
 from distap.errors import DistapError
 from distap.retrieval.figures import LABELLED_FIGURES, figures_named
 from distap.retrieval.row_blocks import taken

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from distap.errors import FAILED, FINISHED, MISTAKE, RESTART, DistapError
 from distap.processes.forks import in_daemon
-from distap.processes.meeting import Party, RankProcess, _met
+from distap.processes.meeting import Party, RankProcess, gather_members
 from distap.processes.watchdog import Watchdog, is_of_the_network
 from distap.storage.remotes import UnreachableError
 
@@ -88,11 +88,11 @@ def test_a_rank_that_never_joins_is_named_on_all_others(tmp_path):
 
 def test_hosts_that_expect_other_numbers_of_ranks_are_told_both():
     store = HashStore()
-    first = in_daemon(lambda: _met(store, RankProcess(0), 2, 9, 1e9), "a test")
+    first = in_daemon(lambda: gather_members(store, RankProcess(0), 2, 9, 1e9), "a test")
     with pytest.raises(
         DistapError, match=r"rank 1 \(.* as one of 3 ranks, rank 0 \(.* as one of 2"
     ):
-        _met(store, RankProcess(1), 3, 9, 1e9)
+        gather_members(store, RankProcess(1), 3, 9, 1e9)
     assert len(first.result()[1]) == 2
 
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from distap.checkpoint.agreement import on_all
+from distap.checkpoint.agreement import on_rank_0
 from distap.errors import DistapError, logger
 from distap.evaluation.extraction.extracting import DescribedPart, Extraction
 from distap.retrieval.descriptor_files import (
@@ -71,7 +71,7 @@ def extract_to_folder(extraction: Extraction, output: Path) -> DescriptorSet:
             False,
         ]
 
-    missing, is_complete = on_all(world, begin, mine=world.rank == 0)[0]
+    missing, is_complete = on_rank_0(world, begin)
     _require_shared(output, extraction)
     before = len(images) - sum(len(parts[number]) for number in missing)
     if before and world.rank == 0:
@@ -79,7 +79,7 @@ def extract_to_folder(extraction: Extraction, output: Path) -> DescriptorSet:
     for number, part in extraction.described(missing):
         write_whole(_part_path(output, number), part_file(part))
     if not is_complete:
-        on_all(world, lambda: _join_parts(extraction, output, len(parts)), mine=world.rank == 0)
+        on_rank_0(world, lambda: _join_parts(extraction, output, len(parts)))
     return read_descriptors(output)
 
 

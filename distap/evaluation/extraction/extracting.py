@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distap.data.images.decoding import DamagedImageError
+from distap.data.images.boxes import Box
+from distap.data.images.damage import DamagedImageError
 from distap.data.images.whole_images import SizedChunk, batches_of_one_shape, sized_chunks
 from distap.data.loading.reader import ImageSet
-from distap.data.sizing import Box
 from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.telemetry.terminal import progress

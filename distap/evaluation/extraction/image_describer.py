@@ -10,7 +10,7 @@ import torchvision.transforms.v2  # noqa: F401 - once, and not in each process t
 from torch import Tensor
 
 from distap.config.recipe import PrecisionName
-from distap.data.images.decoding import DamagedImageError
+from distap.data.images.damage import DamagedImageError
 from distap.data.images.whole_images import batches_of_one_shape
 from distap.data.sizing import Sizing
 from distap.errors import DistapError, logger, memory_ran_out

@@ -1,0 +1,47 @@
+"""Errors: their codes, their texts, and the arguments that they name."""
+
+import pickle
+import re
+
+import pytest
+
+from distap.errors import CollectiveError, DistapError, checked
+from docs.error_codes import AREAS, made_errors
+
+MADE = made_errors()
+
+
+def test_every_code_is_a_problem_of_a_known_area():
+    wrong = [
+        f"{error.path}:{error.line} {error.code}"
+        for error in MADE
+        if error.code is not None and not re.fullmatch(rf"({'|'.join(AREAS)})\.[a-z_]+", error.code)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("kind", [DistapError, CollectiveError])
+def test_an_error_keeps_code_and_message_when_it_is_pickled(kind):
+    error = pickle.loads(pickle.dumps(kind("data.too_few", "3 images: expected 4")))
+    assert (type(error), error.code, str(error)) == (kind, "data.too_few", "3 images: expected 4")
+
+
+@checked
+def shrink(size: int, factor: float = 2.0) -> float:
+    return size / factor
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "words"),
+    [
+        (("large",), {}, ["size", "'large'", "a whole number"]),
+        ((), {}, ["size", "missing"]),
+        ((8, 2.0, 1), {}, ["2", "positional"]),
+        ((8,), {"factr": 1.0}, ["factr"]),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments, keywords, words):
+    with pytest.raises(DistapError) as raised:
+        shrink(*arguments, **keywords)
+    assert raised.value.code == "recipe.value"
+    assert [word for word in words if word not in str(raised.value)] == []
