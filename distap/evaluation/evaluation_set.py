@@ -14,12 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-<<<<<<< HEAD
-from distap.data.joined import JoinedImages
-=======
 from distap.data.images.boxes import Box
-from distap.data.labels import table_of_levels
->>>>>>> main
+from distap.data.joined import JoinedImages
 from distap.data.loading.reader import ImageSet
 from distap.data.shards.image_folders import warn_of
 from distap.errors import DistapError, logger

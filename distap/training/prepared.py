@@ -7,6 +7,7 @@ from functools import partial
 from distap.checkpoint.agreement import first_on_rank_0
 from distap.config.recipe import Recipe
 from distap.data.loading.share import TrainingImages
+from distap.evaluation.describing import describing_of_set
 from distap.evaluation.evaluation_set import EvaluationSet
 from distap.model.backbone import RandomWeights
 from distap.model.network import RetrievalNetwork
