@@ -13,7 +13,7 @@ from distap.model.backbone import RandomWeights
 from distap.model.network import RetrievalNetwork
 from distap.stopwatch import Stopwatch
 from distap.telemetry.endpoint import Endpoint
-from distap.training.build import describing_of_set, images_of, learner_of, loss_of, step_of
+from distap.training.build import images_of, learner_of, loss_of, step_of
 from distap.training.learner import TrainingStep
 from distap.training.projection import described_once, whiten_projection, why_inputs_vary
 from distap.training.run_report import RunReport
