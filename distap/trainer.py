@@ -15,6 +15,7 @@ import torch
 from distap.config.recipe import Recipe
 from distap.data.loading.share import ShareOfBatch
 from distap.errors import CAUSES, FINISHED, RESTART, DistapError, logger
+from distap.evaluation.describing import describing_of, describing_of_set
 from distap.evaluation.evaluation_set import DescribedSet
 from distap.evaluation.extraction.extracting import BrokenOffError
 from distap.processes.stopping import StopRequest
@@ -24,7 +25,6 @@ from distap.telemetry.endpoint import Endpoint
 from distap.telemetry.terminal import origin, set_up_run_logging
 from distap.telemetry.tracing import traced
 from distap.training.announcement import announce
-from distap.training.build import describing_of, describing_of_set
 from distap.training.prepared import Prepared, prepare
 from distap.training.run_state import Figures, score_of
 from distap.world import World, joined_world

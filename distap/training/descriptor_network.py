@@ -17,6 +17,7 @@ from distap.config.reading import recorded_recipe
 from distap.config.recipe import NetworkRecipe
 from distap.data.images.decoding import EncodedImage, image_file
 from distap.errors import DistapError, tensor_given
+from distap.evaluation.describing import describing_of
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.model.adapters import from_peft
 from distap.model.backbone import architecture_of
@@ -24,7 +25,7 @@ from distap.model.network import digests_of
 from distap.model.trained import ADAPTERS, BACKBONE, CHANGED, CONFIG, HEAD, read_saved
 from distap.registry import build_recorded
 from distap.retrieval.whitening import WHITENING_FILE, save_whitening
-from distap.training.build import describing_of, network_of, with_given
+from distap.training.build import network_of, with_given
 from distap.world import World, refuse_default_device
 
 DECODED_AT_ONCE = 128  # images that are decoded before they are described

@@ -20,13 +20,14 @@ from distap.data.loading.reader import ImageSet
 from distap.data.loading.share import ShareOfBatch, TrainingImages
 from distap.data.sampling import MinedSampling
 from distap.errors import DistapError, logger
+from distap.evaluation.describing import describing_of
 from distap.evaluation.extraction.extracted_folder import extract_to_folder
 from distap.evaluation.extraction.extracting import Extraction
 from distap.model.network import GivenNetwork, RetrievalNetwork, UnitLinear
 from distap.retrieval.descriptor_files import DescribedBy, DescriptorSet
 from distap.retrieval.whitening import learned_whitening
 from distap.stopwatch import Stopwatch
-from distap.training.build import describing_of, network_of
+from distap.training.build import network_of
 from distap.training.engines import DDPSettings
 from distap.world import World
 

@@ -63,7 +63,7 @@ def _refuse_seen_classes(
     recipe: Recipe, images: TrainingImages, validation: EvaluationSet, warns: bool
 ) -> None:
     """Raise a DistapError if the validation set shares a class with the training images."""
-    for opened in validation.image_sets:
+    for opened in validation.images.sets:
         if images.index is None:
             if warns:
                 logger.warning(
