@@ -16,7 +16,7 @@ from distap.data.shards.parallel import untracked
 from distap.errors import FINISHED, DistapError, checked
 from distap.model.network import GivenNetwork
 from distap.model.trained import HUB, is_saved
-from distap.ranking.loss import AnyLoss, build_loss
+from distap.ranking.losses.building import AnyLoss, build_loss
 from distap.telemetry.terminal import track
 from distap.trainer import trained
 from distap.training.build import GIVEN_PARTS, describing_of, trained_network

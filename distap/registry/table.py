@@ -40,11 +40,11 @@ REGISTRY: dict[str, dict[str, str]] = {
         "simix": "distap.ranking.losses.simix:SiMix",
     },
     "sampling": {
-        "random": "distap.data.sampling:RandomSampling",
-        "classes": "distap.data.sampling:ClassesSampling",
-        "mined": "distap.data.sampling:MinedSampling",
-        "p_by_k": "distap.data.sampling:PByKSampling",
-        "super_p_by_k": "distap.data.sampling:SuperPByKSampling",
+        "random": "distap.data.sampling.random_images:RandomSampling",
+        "classes": "distap.data.sampling.every_class:ClassesSampling",
+        "mined": "distap.data.sampling.mined:MinedSampling",
+        "p_by_k": "distap.data.sampling.p_by_k:PByKSampling",
+        "super_p_by_k": "distap.data.sampling.super_p_by_k:SuperPByKSampling",
     },
     "augmentation": {
         "crop_flip_colour": "distap.data.images.augmentation:CropFlipColour",

@@ -131,7 +131,7 @@ def test_other_formats_are_turned_upright_as_well(file_format):
 
 
 def test_a_missing_reader_is_named_with_its_extra(monkeypatch):
-    monkeypatch.setattr(decoding, "missing_reader", lambda name: "pip install 'distap[formats]'")
+    monkeypatch.setattr(decoding, "missing_reader", lambda form: "pip install 'distap[formats]'")
     with pytest.raises(
         NoReaderError, match=r"HEIF, for which there is no reader: pip install 'distap\[formats\]'"
     ):

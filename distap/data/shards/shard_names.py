@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from itertools import islice
 
 from braceexpand import braceexpand
@@ -15,49 +14,59 @@ MAX_SHARDS = 1_000_000
 
 
 def shard_names(source: Source, storage: Storage) -> list[str]:
-    """Return a source's shards in the order of the index: names relative to its base, which
-    `storage` reads.
+    """Return a source's shards in the order of the index: names relative to its base.
+
+    `storage` reads the base.
     """
     if source.kind != "shards":
         raise DistapError(
-            f"{source}: images that are not packed are no shards; `distap data pack` makes some"
+            "data.no_shards",
+            f"{source}: images that are not packed are no shards; `distap data pack` makes some",
         )
     if source.pattern is None and source.scheme not in LISTABLE:
-        url = f"{source.base}/{{000..009}}.tar"
         raise DistapError(
+            "data.not_listable",
             f"{source}: a web server cannot list its files; name the shards by a brace pattern:"
-            f" {url}"
+            f" {source.base}/{{000..009}}.tar",
         )
-    names: list[str] = []
-    for pattern in ["*.tar"] if source.pattern is None else _expanded(source):
-        safe_name(pattern, str(source))
-        if not any(sign in pattern for sign in GLOB):
-            names.append(pattern)
-            continue
-        # A glob may match the index too, and macOS leaves a ._ file next to each that it copies.
-        found = [
-            name for name in storage.names(pattern) if not name.rpartition("/")[2].startswith("._")
-        ]
-        names += [name for name in found if name.endswith(".tar")] or found
+    patterns = ["*.tar"] if source.pattern is None else _expanded(source, source.pattern)
+    names = [name for pattern in patterns for name in _matching(source, storage, pattern)]
     if not names:
-        lacking = (
-            "no .tar shards in it" if source.pattern is None else "no shards match the pattern"
+        raise DistapError(
+            "data.empty", f"{source}: the data set is empty: {_why_empty(source, storage)}"
         )
-        if source.pattern is None and (
-            packed := [*storage.names("*.tar.*"), *storage.names("*.tgz")]
-        ):
-            lacking += (
-                f", but {packed[0]}; images are found by their offset, so unpack it to a plain .tar"
-            )
-        raise DistapError(f"{source}: the data set is empty: {lacking}")
     if len(set(names)) < len(names):
         [(twice, _)] = Counter(names).most_common(1)
-        raise DistapError(f"{source}: the pattern names the shard {twice} twice")
+        raise DistapError(
+            "data.repeated_shard", f"{source}: the pattern names the shard {twice} twice"
+        )
     return [safe_name(name, str(source)) for name in names]
 
 
-def _expanded(source: Source) -> Iterator[str]:
-    pattern = source.pattern or ""
+def _matching(source: Source, storage: Storage, pattern: str) -> list[str]:
+    """Return the names that match a glob, or the pattern itself if it is none."""
+    safe_name(pattern, str(source))
+    if not any(sign in pattern for sign in GLOB):
+        return [pattern]
+    # A glob may match the index too, and macOS leaves a ._ file next to each that it copies.
+    names = [
+        name for name in storage.names(pattern) if not name.rpartition("/")[2].startswith("._")
+    ]
+    return [name for name in names if name.endswith(".tar")] or names
+
+
+def _why_empty(source: Source, storage: Storage) -> str:
+    if source.pattern is not None:
+        return "no shards match the pattern"
+    for name in (*storage.names("*.tar.*"), *storage.names("*.tgz")):
+        return (
+            f"no .tar shards in it, but {name}; images are found by their offset, so unpack it to a"
+            " plain .tar"
+        )
+    return "no .tar shards in it"
+
+
+def _expanded(source: Source, pattern: str) -> list[str]:
     # The library holds the whole of a range before it gives the first name, so look at its ends
     # first.
     is_long = any(
@@ -68,8 +77,11 @@ def _expanded(source: Source) -> Iterator[str]:
         patterns = [] if is_long else list(islice(braceexpand(pattern), MAX_SHARDS + 1))
     except (ValueError, RecursionError) as error:
         raise DistapError(
-            f"{source}: not a brace pattern: {error}; expected one such as {{000..009}}.tar"
+            "data.wrong_pattern",
+            f"{source}: not a brace pattern: {error}; expected one such as {{000..009}}.tar",
         ) from error
     if is_long or len(patterns) > MAX_SHARDS:
-        raise DistapError(f"{source}: the pattern names more than {MAX_SHARDS:,} shards")
-    yield from patterns
+        raise DistapError(
+            "data.wrong_pattern", f"{source}: the pattern names more than {MAX_SHARDS:,} shards"
+        )
+    return patterns
