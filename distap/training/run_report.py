@@ -36,8 +36,9 @@ NAMED_IMAGES = 10  # images of a step that are named if their descriptors are no
 
 
 class RunReport:
-    """Reports of one rank about global batches of `batch` images; rank 0 writes the run folder's
-    files.
+    """Report one rank's training; rank 0 writes the files of the run's folder.
+
+    `batch` is the number of images of a global batch.
     """
 
     def __init__(self, recipe: Recipe, world: World, batch: int, endpoint: Endpoint) -> None:
