@@ -128,7 +128,7 @@ def pack_command(
         raise DistapError(f"{source}: --columns is for lists, --nested for folders")
     listing = list_images(source, nested, {column.strip(): name.strip() for column, name in named})
     if split is not None:
-        if any(image.part for image in listing.images):
+        if any(image.split for image in listing.images):
             raise DistapError(
                 f"{source}: its columns say how it is split; leave --split out, or the column"
             )

@@ -31,8 +31,10 @@ from distap.storage.remotes import MissingFileError, UnreachableError
 
 
 class ImageSet:
-    """N images with an index, each read by its place in a shard; safe to copy into loader
-    workers."""
+    """N images with an index, each read by its place in a shard.
+
+    It is safe to copy into loader workers.
+    """
 
     def __init__(self, source: DataSet, index: Index) -> None:
         self.source = parse_source(source)
@@ -168,8 +170,10 @@ def same_bytes(index: Index) -> Numbers:
 
 
 def _check_shard(images: ImageSet, job: tuple[int, Numbers]) -> list[Skipped]:
-    """Decode the images of a shard, given by their numbers, and compare its bytes with the
-    index."""
+    """Decode the images of a shard, and compare its bytes with the index.
+
+    `job` is the number of the shard and those of its images.
+    """
     shard, samples = job
     storage = images.storage
     assert isinstance(storage, Storage)

@@ -65,9 +65,9 @@ class StreamedSource:
 
 
 class StreamedImages(TrainingImages):
-    """Images of this rank's streams. Stream k of rank r of W reads shards number r + W k, modulo
-    all.
+    """Images of this rank's streams.
 
+    Stream k of rank r of W reads shards number r + W k, modulo all.
     Chunk c of the rank's images, counted over all steps, comes from stream c mod n. So worker w of
     n, which is asked for the chunks w, w + n, ... from the first on, reads one stream.
     """

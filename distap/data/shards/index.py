@@ -154,10 +154,9 @@ COLUMNS = {
 
 
 def parse_index(data: Buffer, where: str) -> Index:
-    """Parse the contents of index file `where`; check every row, so that none leads outside the
-    data set.
+    """Parse the contents of index file `where`.
 
-    The columns are views of `data`.
+    Every row is checked, so that none leads outside the data set. The columns are views of `data`.
     """
     remedy = "make it anew with `distap data index`"
     try:
@@ -383,11 +382,13 @@ def index_of_files(
 def _require_shards(source: Source, index: Index) -> None:
     """Raise a DistapError if a shard is missing or of another size than in the index."""
     storage = Storage(source.base)
-    first, *others = index.shard_name.tolist()
+    first, *further = index.shard_name.tolist()
     sizes = [storage.size(first)]  # alone, so that a wrong setting is tried once
     with ThreadPoolExecutor(THREADS) as pool:
-        sizes += (pool.map if source.scheme else map)(storage.size, others)
-    for name, indexed, size in zip((first, *others), index.shard_size.tolist(), sizes, strict=True):
+        sizes += (pool.map if source.scheme else map)(storage.size, further)
+    for name, indexed, size in zip(
+        (first, *further), index.shard_size.tolist(), sizes, strict=True
+    ):
         if size != indexed:
             raise DistapError(
                 "data.changed_shard",
