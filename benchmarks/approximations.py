@@ -23,7 +23,7 @@ from distap.config.reading import load_recipe
 from distap.errors import DistapError
 from distap.model.network import RetrievalNetwork
 from distap.multistage import Multistage
-from distap.ranking.loss import build_loss
+from distap.ranking.losses.building import build_loss
 from distap.ranking.rank import rank
 from distap.stages.replica import computing_in
 from distap.stopwatch import Stopwatch

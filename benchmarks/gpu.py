@@ -54,7 +54,8 @@ from distap.errors import DistapError
 from distap.evaluation.extraction.image_describer import ImageDescriber
 from distap.ranking import compiling
 from distap.ranking.gather import gather
-from distap.ranking.loss import SizedLoss, build_loss
+from distap.ranking.loss import SizedLoss
+from distap.ranking.losses.building import build_loss
 from distap.ranking.losses.quantized import QuantizedAP
 from distap.ranking.rank import rank_descriptors
 from distap.registry import REGISTRY

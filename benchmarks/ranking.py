@@ -18,7 +18,8 @@ from benchmarks.materialised import materialised_bytes, materialised_loss, relea
 from benchmarks.measuring import flops_of, matrix_rate, peaks_of
 from distap.ranking.gather import gather
 from distap.ranking.gathered import Gathered
-from distap.ranking.loss import Loss, build_loss
+from distap.ranking.loss import Loss
+from distap.ranking.losses.building import build_loss
 from distap.ranking.losses.smooth import RecallAtK
 from distap.ranking.rank import rank_descriptors
 from distap.registry import REGISTRY

@@ -48,7 +48,7 @@ from distap.config.recipe import PrecisionName
 from distap.errors import DistapError
 from distap.model.folding import fold_batchnorm
 from distap.model.network import RetrievalNetwork
-from distap.ranking.loss import build_loss
+from distap.ranking.losses.building import build_loss
 from distap.stages.replica import autocast
 from distap.stages.sizes import free_memory
 from distap.world import World

@@ -91,9 +91,9 @@ def holds_secret(text: str) -> bool:
 class DistapError(Exception):
     """A mistake that the user can mend.
 
-    The message says what was wrong, where, what was expected and what to do. `code`, such as
-    `data.too_few`, names the problem for programs: docs/reference/errors.md lists all codes. The
-    commands print both without a traceback and exit with `status`. Secrets in the message are
+    The message says what was wrong, where, what was expected and what to do. `code` names the
+    problem for programs, such as `data.too_few_classes`: docs/reference/errors.md lists all codes.
+    The commands print both without a traceback and exit with `status`. Secrets in the message are
     removed, and a very long text in it, such as that of a file, loses its middle.
     """
 

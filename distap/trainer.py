@@ -93,7 +93,7 @@ class Trainer:
                 logger.info("%s: all %d steps are done already", self.recipe.run, steps)
                 return FINISHED
             announce(prepared, self.done, self.world.device, self.world.size)
-            with self.report.opened(self.done), prepared.endpoint.ready(lambda: stop.requested):
+            with self.report.opened(self.done), self.report.endpoint.ready(lambda: stop.requested):
                 at_start = self.recipe.evaluation.at_start and bool(prepared.sets)
                 if owes_evaluation or (self.done == 0 and at_start):
                     figures = self.evaluate(stop)
@@ -127,7 +127,7 @@ class Trainer:
             if self.done == first + 1:
                 self._after_first_step(share)
             self.report.step(
-                self.done, share, result, self.prepared.stopwatch, time.perf_counter() - lap
+                self.done, share, result, self.images.stopwatch, time.perf_counter() - lap
             )
             self._report_checkpoints()
             self._count_not_finite(result.skipped)

@@ -24,7 +24,7 @@ from distap.data.converters.landmarks import OF_LANDMARKS
 from distap.data.converters.revisited import DIFFICULTIES, OF_REVISITED
 from distap.evaluation.extraction.extracting import SharedProgress
 from distap.ranking.gather import gather
-from distap.ranking.loss import build_loss
+from distap.ranking.losses.building import build_loss
 from distap.ranking.rank import rank_descriptors
 from distap.registry import REGISTRY
 from distap.retrieval import evaluate, ranks

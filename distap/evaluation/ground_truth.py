@@ -8,7 +8,7 @@ names are needed:
      "grades": [2, 1], "junk": ["d.jpg"],
                   "part": "cars", "box": [10, 0, 90, 60]}]}
 
-docs/guides/retrieval.md says what each key means.
+docs/guides/evaluation.md says what each key means.
 """
 
 from collections import Counter

@@ -186,6 +186,8 @@ def convolve(
 
 
 class _Convolution(torch.autograd.Function):
+    """conv2d whose gradients are in the dtype of the weights, and fast for depthwise kernels."""
+
     @staticmethod
     def forward(
         ctx: Any,

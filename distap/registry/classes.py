@@ -86,19 +86,19 @@ def require_trusted(kind: str, name: str) -> None:
         )
 
 
-def name_of(kind: str, part: object) -> str:
+def name_of(kind: str, component: object) -> str:
     """Return the name by which a recipe chooses an object of this kind."""
     # A class that serves several names keeps the one that it received.
-    received = getattr(part, "name", None)
+    received = getattr(component, "name", None)
     if isinstance(received, str):
         return received
-    place = place_of(part)
+    place = place_of(component)
     return next((name for name, path in REGISTRY[kind].items() if path == place), place)
 
 
-def place_of(part: object) -> str:
+def place_of(component: object) -> str:
     """Return "package.module:Class" of an object, or "package.module:function" of a function."""
-    definition = part if hasattr(part, "__qualname__") else type(part)
+    definition = component if hasattr(component, "__qualname__") else type(component)
     return f"{definition.__module__}:{definition.__qualname__}"
 
 

@@ -35,11 +35,11 @@ def build_recorded(kind: str, settings: Any, trusted: bool) -> Any:
         DistapError: a key or value is wrong, or the class needs trust.
     """
     with _explained(f"model.{kind}"):
-        part = adapter_of(Annotated[Any, Chosen(kind)]).validate_python(
+        component = adapter_of(Annotated[Any, Chosen(kind)]).validate_python(
             settings, context=builds_recorded(trusted)
         )
         # The record of an object in Python cannot be built: build() raises the reason.
-        return part.build() if isinstance(part, Part) else part
+        return component.build() if isinstance(component, Part) else component
 
 
 def builds_recorded(trusted: bool) -> "Builds":
@@ -49,10 +49,10 @@ def builds_recorded(trusted: bool) -> "Builds":
     rejected.
     """
 
-    def builds(part: Part) -> bool:
+    def builds(choice: Part) -> bool:
         if not trusted:
-            require_trusted(part.kind, part.name)
-        return part.name != GIVEN
+            require_trusted(choice.kind, choice.name)
+        return choice.name != GIVEN
 
     return builds
 
@@ -64,13 +64,13 @@ def build_part(kind: str, name: str, **options: Any) -> Any:
 
 
 @contextmanager
-def _explained(part: str) -> Iterator[None]:
+def _explained(where: str) -> Iterator[None]:
     """Raise a DistapError in place of the ValueErrors of names and pydantic's of values."""
     try:
         yield
     except ValidationError as error:
         raise DistapError(
-            "recipe.value", f"{part}: {'; '.join(problems_of(error.errors()))}"
+            "recipe.value", f"{where}: {'; '.join(problems_of(error.errors()))}"
         ) from error
     except ValueError as error:
         raise DistapError("recipe.name", str(error)) from error
@@ -138,17 +138,17 @@ class Part:
 
         The key `preset` is no field.
         """
-        known = [name for name in names if name != "name"]
+        keys = [name for name in names if name != "name"]
         unknown = [
             InitErrorDetails(
                 type=PydanticCustomError(
-                    "unknown_key", "unknown key; {hint}", {"hint": suggestion(str(key), known)}
+                    "unknown_key", "unknown key; {hint}", {"hint": suggestion(str(key), keys)}
                 ),
                 loc=(key,),
                 input=value,
             )
             for key, value in self.keys.items()
-            if key not in (*known, "preset")
+            if key not in (*keys, "preset")
         ]
         if unknown:
             raise ValidationError.from_exception_data(f"{self.kind} {self.name}", unknown)
@@ -194,38 +194,38 @@ class Chosen:
             )
         if name != GIVEN:
             check_name(self.kind, name)
-        part = Part(self.kind, str(name), {key: value[key] for key in value if key != "name"})
-        place = REGISTRY[self.kind].get(part.name, "")
+        choice = Part(self.kind, str(name), {key: value[key] for key in value if key != "name"})
+        place = REGISTRY[self.kind].get(choice.name, "")
         if place.startswith("distap."):
-            part.require_known(fields_in_source(place))
-        if info.context is None or info.context(part):
-            return part.build(info.context)
-        return part
+            choice.require_known(fields_in_source(place))
+        if info.context is None or info.context(choice):
+            return choice.build(info.context)
+        return choice
 
-    def _dump(self, part: Any, info: core_schema.SerializationInfo) -> Any:
-        if isinstance(part, Part):
-            return {"name": part.name, **part.keys}
-        if _can_be_named(self.kind, part):
+    def _dump(self, component: Any, info: core_schema.SerializationInfo) -> Any:
+        if isinstance(component, Part):
+            return {"name": component.name, **component.keys}
+        if _can_be_named(self.kind, component):
             mode: Literal["json", "python"] = "json" if info.mode == "json" else "python"
             return {
-                "name": name_of(self.kind, part),
-                **adapter_of(part.__class__).dump_python(part, mode=mode),
+                "name": name_of(self.kind, component),
+                **adapter_of(component.__class__).dump_python(component, mode=mode),
             }
         settings: dict[str, Any] = {}
         with suppress(PydanticSchemaGenerationError, PydanticSerializationError):
-            settings = adapter_of(part.__class__).dump_python(part, mode="json")
-        return {"name": GIVEN, "of": place_of(getattr(part, "given", part)), **settings}
+            settings = adapter_of(component.__class__).dump_python(component, mode="json")
+        return {"name": GIVEN, "of": place_of(getattr(component, "given", component)), **settings}
 
 
-def _can_be_named(kind: str, part: object) -> bool:
-    """Return whether another process could build this part by its name.
+def _can_be_named(kind: str, component: object) -> bool:
+    """Return whether another process could build a component by its name.
 
-    It could not if the part wraps an object of the caller, as its attribute `given`.
+    It could not if it wraps an object of the caller, as its attribute `given`.
     """
-    if hasattr(part, "given") or type(part).__module__ == "__main__":
+    if hasattr(component, "given") or type(component).__module__ == "__main__":
         return False
     try:
-        return class_of(kind, name_of(kind, part)) is type(part)
+        return class_of(kind, name_of(kind, component)) is type(component)
     except ValueError:
         return False
 

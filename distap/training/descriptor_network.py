@@ -108,9 +108,9 @@ class DescriptorNetwork(
         refuse_default_device()
         if isinstance(images, str | Path | bytes | Image.Image) or not isinstance(images, Iterable):
             raise DistapError(
-                f"images: a {type(images).__name__}; describe takes several images,"
-                " so put one into a list",
-                f"images: a {type(images).__name__}; describe takes several, so put one into a list",
+                "image.not_a_list",
+                f"images: a {type(images).__name__}; describe takes several, so put one into a"
+                " list",
             )
         remaining = iter(images)
         rows = [torch.empty(0, self.dimensions)]

@@ -27,7 +27,6 @@ class Prepared:
     """All parts of a training before its first step, on one rank."""
 
     recipe: Recipe  # that trains: on descriptors, if the images were described once for all steps
-    endpoint: Endpoint
     report: RunReport  # of the recipe as it was given
     images: TrainingImages
     sets: dict[str, EvaluationSet]  # to evaluate on, by name
@@ -36,7 +35,6 @@ class Prepared:
     step: TrainingStep  # with the learner
     state: RunState
     is_begun: bool  # whether the run has a checkpoint to resume from
-    stopwatch: Stopwatch  # times the stages of the step and the waiting for images
     started: float  # time.perf_counter() when the preparation began
 
 
@@ -91,7 +89,6 @@ def prepare(
     report.metrics.replay_drift_limit.set(step.stages.max_drift)
     return Prepared(
         recipe=recipe,
-        endpoint=endpoint,
         report=report,
         images=images,
         sets=sets,
@@ -100,6 +97,5 @@ def prepare(
         step=step,
         state=RunState(recipe, world, images, step),
         is_begun=resumes,
-        stopwatch=stopwatch,
         started=started,
     )

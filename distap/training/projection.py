@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from distap.checkpoint.agreement import on_rank_0
@@ -96,32 +96,10 @@ def whiten_projection(
     Raises:
         DistapError: the images, or what pooling gives, are too few for so many dimensions.
     """
-    model = recipe.model
-    dimensions = model.projection
-    if dimensions is None and model.whitening:
-        raise DistapError(
-            "recipe.no_projection",
-            f"model.whitening: {model.whitening}: there is no model.projection that it could begin",
-        )
-    is_whole = getattr(model.weights, "whole", False) and not recipe.data.is_described
-    if dimensions is None or not model.whitening or is_whole:
-        return
-    wanted = model.whitening if images.index is None else min(model.whitening, len(images.index))
-    steps = -(-wanted // images.size)
     layer = network.head
-    assert isinstance(layer, torch.nn.Linear)
-    # n images differ from their mean in n - 1 directions at most.
-    limit = min(layer.in_features, steps * images.size - 1)
-    if dimensions > limit:
-        raise DistapError(
-            "descriptors.too_few_to_whiten",
-            f"model.projection: {steps * images.size} images of {layer.in_features} features give a"
-            f" whitening of at most {limit} dimensions, not {dimensions}; ask for fewer, or begin"
-            " with random weights",
-        )
-    if only_check:
+    steps = _whitening_steps(recipe, layer, images)
+    if steps == 0 or only_check:
         return
-
     network.eval()
     rows = list[Tensor]()
     # A reader of its own on the opened data set: the training's counts steps, and times its waits.
@@ -146,7 +124,8 @@ def whiten_projection(
         described = DescriptorSet(
             inputs, names, names, described_by, f"model.projection: {recipe.data.train}"
         )
-        mean, directions = learned_whitening(described, dimensions=dimensions).tensors
+        mean, directions = learned_whitening(described, dimensions=recipe.model.projection).tensors
+        assert isinstance(layer, nn.Linear)
         with torch.no_grad():
             # A whitening is W (x - mean) and a linear layer W x + b, so b = -W mean.
             layer.weight.copy_(directions)
@@ -156,6 +135,33 @@ def whiten_projection(
     on_rank_0(world, learn)
     for parameter in layer.parameters():
         world.broadcast(parameter.data)
+
+
+def _whitening_steps(recipe: Recipe, layer: nn.Module, images: TrainingImages) -> int:
+    """Return the number of steps whose images a whitening learns from; 0 if none is wanted."""
+    model = recipe.model
+    dimensions = model.projection
+    if dimensions is None and model.whitening:
+        raise DistapError(
+            "recipe.no_projection",
+            f"model.whitening: {model.whitening}: there is no model.projection that it could begin",
+        )
+    is_whole = getattr(model.weights, "whole", False) and not recipe.data.is_described
+    if dimensions is None or not model.whitening or is_whole:
+        return 0
+    wanted = model.whitening if images.index is None else min(model.whitening, len(images.index))
+    steps = -(-wanted // images.size)
+    assert isinstance(layer, nn.Linear)
+    # n images differ from their mean in n - 1 directions at most.
+    limit = min(layer.in_features, steps * images.size - 1)
+    if dimensions > limit:
+        raise DistapError(
+            "descriptors.too_few_to_whiten",
+            f"model.projection: {steps * images.size} images of {layer.in_features} features give a"
+            f" whitening of at most {limit} dimensions, not {dimensions}; ask for fewer, or begin"
+            " with random weights",
+        )
+    return steps
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import yaml
 
-from distap.checkpoint.agreement import on_all
+from distap.checkpoint.agreement import on_rank_0
 from distap.checkpoint.writer import Written
 from distap.config.recipe import Recipe
 from distap.data.images.damage import REASONS
@@ -43,6 +43,7 @@ class RunReport:
         self.recipe = recipe
         self.world = world
         self.batch = batch
+        self.endpoint = endpoint
         self.metrics = TrainingMetrics(
             world.rank == 0, REASONS, endpoint.registry, world.device.type
         )
@@ -55,10 +56,10 @@ class RunReport:
         self.skipped_images = 0
         self._collapsed = 0  # steps in a row whose descriptors were all alike
         self._outlets: list[Callable[[dict[str, Any]], None]] = []  # of rank 0: its log, loggers
-        self.loggers = {name_of("logger", logger): logger for logger in recipe.loggers}
+        self.loggers = {name_of("logger", chosen): chosen for chosen in recipe.loggers}
         # Rank 0 alone needs them, but all ranks leave alike, so that no host starts again.
         if self.loggers:
-            on_all(world, partial(runlog.prepare_loggers, self.loggers), world.rank == 0)
+            on_rank_0(world, partial(runlog.prepare_loggers, self.loggers))
 
     def plan(self, length: Length) -> None:
         """Take over how many steps the training has, and how often it writes a checkpoint."""

@@ -1,6 +1,6 @@
 """ZeRO's learner: DeepSpeed updates the parameters and holds the optimiser's state."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -117,14 +117,27 @@ def load_zero_state(zero: Any, network: nn.Module, trained: Named, state: Named)
         name, _, key = path.rpartition(".")
         if name in trained:
             moments.setdefault(key, {})[name] = tensor
-    if not moments:
-        return
+    if moments:
+        if shared:  # stage 3
+            slices = zero.fp32_partitioned_groups_flat
+        else:
+            slices = zero.single_partition_of_fp32_groups
+        _load_moments(zero, trained, moments, slices)
+
+
+def _load_moments(
+    zero: Any, trained: Named, moments: Mapping[str, Named], slices: Sequence[Tensor]
+) -> None:
+    """Load the optimiser's state: whole tensors by key and parameter.
+
+    `slices` are this rank's flat slices of the parameters, one for each group, which the state is
+    kept by.
+    """
     by_parameter = {
         key: tensors
         for key, tensors in moments.items()
         if any(tensor.ndim for tensor in tensors.values())
     }
-    slices = zero.fp32_partitioned_groups_flat if shared else zero.single_partition_of_fp32_groups
     for flat in slices:
         entry = zero.optimizer.state[flat]
         for key, tensors in moments.items():

@@ -1,4 +1,4 @@
-"""docs/papers.md names every value of every recipe that changes a figure, and no other."""
+"""docs/papers/ names every value of every recipe that changes a figure, and no other."""
 
 import re
 from collections import Counter
@@ -15,6 +15,7 @@ from distap.data.converters import DATASETS
 from distap.registry import by_path
 
 PAPERS = ROOT / "docs/papers.md"
+PAGES = sorted((ROOT / "docs/papers").glob("*.md"))
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if path.stem != "emoji")
 
 
@@ -22,7 +23,7 @@ def documented():
     """(recipe, key, value) of the tables: a row has recipes or patterns of them, values and a
     source.
     """
-    for section in PAPERS.read_text().split("\n## "):
+    for section in "".join(page.read_text() for page in PAGES).split("\n## "):
         group = re.search(r"^Recipes: (.*?)\.$", section, re.MULTILINE | re.DOTALL)
         if group:
             names = [

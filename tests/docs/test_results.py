@@ -1,4 +1,4 @@
-"""docs/results.md: its tables and drawings are those that the committed trainings give."""
+"""The tables and drawings of docs/results.md and docs/results/ are those of the trainings."""
 
 import json
 import re
@@ -15,17 +15,18 @@ STUDIES = sorted((ROOT / "docs" / "studies").glob("*.yaml"))
 
 
 @pytest.fixture(scope="module")
-def page():
-    return on_page_markdown((ROOT / "docs" / "results.md").read_text())
+def pages():
+    files = [ROOT / "docs/results.md", *(ROOT / "docs/results").glob("*.md")]
+    return "\n".join(on_page_markdown(file.read_text()) for file in files)
 
 
 @pytest.mark.parametrize("file", STUDIES, ids=lambda file: file.stem)
-def test_a_published_table_and_drawing_are_those_of_the_trainings(file, page, tmp_path):
+def test_a_published_table_and_drawing_are_those_of_the_trainings(file, pages, tmp_path):
     grid = Grid(file, tmp_path)
     published = Results(grid, grid.study.seeds, read_results(file.with_suffix(".jsonl")))
     assert len(published.rows()) == len(grid.points)
     assert all(len(row.results) == grid.study.seeds for row in published.rows())
-    assert markdown(published) in page
+    assert markdown(published) in pages
     assert drawing(published) == file.with_suffix(".svg").read_text()
 
 
@@ -38,7 +39,7 @@ def test_the_table_of_approximations_is_that_of_its_figures():
                 (f"{each['loss']}, {each['network']}", str(each["batch"]), each["method"]), []
             )
             of.append((each["cosine"], each["other"]))
-    page = (ROOT / "docs" / "results.md").read_text()
+    page = (ROOT / "docs/results/approximations.md").read_text()
     rows = re.findall(r"^\| (\w+, (?:start|trained)) \| (\d+) \|(.*)\|$", page, re.MULTILINE)
     assert len(rows) == 9
     for name, batch, rest in rows:

@@ -11,17 +11,21 @@ from distap.apps.serve.app import build_app
 from distap.apps.serve.guard import ServingMetrics
 from distap.apps.serve.limits import ServeSettings
 
-RUNBOOK = (MONITORING / "RUNBOOK.md").read_text()
+RUNBOOKS = {name: (MONITORING / name).read_text() for name in ("RUNBOOK.md", "RUNBOOK-SERVERS.md")}
 
 
 def test_every_alert_links_to_its_entry_in_the_runbook_and_no_entry_is_without_an_alert():
     links = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in rules("alert")}
-    entries = re.findall(r"^### (\w+)$", RUNBOOK, re.MULTILINE)
-    assert links == {entry: f"k8s/monitoring/RUNBOOK.md#{entry.lower()}" for entry in entries}
+    assert links == {
+        entry: f"k8s/monitoring/{name}#{entry.lower()}"
+        for name, text in RUNBOOKS.items()
+        for entry in re.findall(r"^### (\w+)$", text, re.MULTILINE)
+    }
 
 
 def test_the_runbook_names_panels_of_the_dashboard():
-    named = re.findall(r"\*([A-Z][^*]+)\*", re.sub(r"\*\*[^*]+\*\*", "", RUNBOOK))
+    texts = "\n".join(RUNBOOKS.values())
+    named = re.findall(r"\*([A-Z][^*]+)\*", re.sub(r"\*\*[^*]+\*\*", "", texts))
     assert len(named) > 10
     assert {" ".join(title.split()) for title in named} <= {
         panel["title"] for panel in dashboard()["panels"]

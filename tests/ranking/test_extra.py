@@ -16,7 +16,7 @@ from torch.nn.functional import normalize, softplus
 
 from distap import ListwiseLoss, MicroBatchSizes, Multistage, rank
 from distap.errors import DistapError
-from distap.ranking.loss import build_loss
+from distap.ranking.losses.building import build_loss
 from distap.trainer import Trainer
 from distap.training.prepared import prepare
 from distap.world import World

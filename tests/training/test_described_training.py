@@ -16,7 +16,7 @@ import distap as library
 from distap.config.reading import load_recipe
 from distap.errors import DistapError
 from distap.evaluation.sets import open_set
-from distap.ranking.loss import build_loss
+from distap.ranking.losses.building import build_loss
 from distap.retrieval.descriptor_files import read_descriptors
 from distap.telemetry.runlog import read_run_log
 from distap.trainer import Trainer

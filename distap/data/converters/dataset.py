@@ -159,7 +159,7 @@ def convert(
     except DistapError as error:
         raise DistapError(
             error.code,
-            f"{error}; docs/guides/data-sets.md says where {name} is offered, which files are"
+            f"{error}; docs/guides/data-set-files.md says where {name} is offered, which files are"
             " needed and where they must lie",
         ) from error
     packed = pack_parts(listings, output, track=track, files=files, **layout)

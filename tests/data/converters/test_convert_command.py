@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from dataset_trees import TREES
 from distap.data.converters import DATASETS
 from distap.data.shards.index import load_index
 
-GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "data-sets.md"
+GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 
 
 @pytest.fixture
@@ -58,8 +59,11 @@ def test_splits_the_size_of_shards_and_their_order_are_chosen(run, tmp_path):
     ("arguments", "message"),
     [
         (["sopp", "."], "no data set is called 'sopp'; did you mean sop?"),
-        (["sop", "nowhere"], "nowhere: no such folder; docs/guides/data-sets.md says where sop is"),
-        (["cub", "."], "images.txt: no such file; docs/guides/data-sets.md says where cub is"),
+        (
+            ["sop", "nowhere"],
+            "nowhere: no such folder; docs/guides/data-set-files.md says where sop is",
+        ),
+        (["cub", "."], "images.txt: no such file; docs/guides/data-set-files.md says where cub is"),
     ],
 )
 def test_a_mistake_is_answered_with_what_to_do(arguments, message, run, tmp_path, monkeypatch):
@@ -72,9 +76,11 @@ def test_a_mistake_is_answered_with_what_to_do(arguments, message, run, tmp_path
 
 
 def test_every_data_set_is_named_in_the_guide():
-    guide = GUIDE.read_text()
+    guide = (GUIDES / "data-sets.md").read_text()
+    files = (GUIDES / "data-set-files.md").read_text()
     for name, dataset in DATASETS.items():
         assert f"`{name}`" in guide
+        assert f"| `{re.sub('^dyml-.*', 'dyml-*', name)}`" in files
         for split in dataset.splits:
             assert f"`{split.name}`" in guide
             for count in split.published:
