@@ -51,11 +51,9 @@ class ImageSet:
         names = self.index.names
         if len(np.unique(names)) == len(names):
             return names
-        # each shard of other makers may count from 0
-        shards = self.index.shard_name[self.index.shard].tolist()
-        return np.array(
-            [f"{shard}:{key}" for shard, key in zip(shards, self.index.key.tolist(), strict=True)]
-        )
+        # Each shard of other makers may count from 0.
+        shards = self.index.shard_name[self.index.shard]
+        return np.char.add(np.char.add(shards, ":"), self.index.key)
 
     @cached_property
     def classes(self) -> Texts:

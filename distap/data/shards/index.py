@@ -312,13 +312,9 @@ def index_of_folder(source: Source, labelled: bool = True) -> Index:
     listing = list_images(folder, "levels", labelled=labelled)
     sound, broken = look_at_all(listing.images)
     rows = [(image.path.relative_to(folder).as_posix(), image, look) for image, look in sound]
-    left_out = [
-        Skipped(as_line(os.path.relpath(name, folder)), reason)
-        for name, reason in (*listing.left_out, *broken)
-    ]
-    left_out += [
-        Skipped(as_line(name), "names that are no line of text in UTF-8")
-        for name, _, _ in rows
+    unfit = [
+        Skipped(str(image.path), "names that are no line of text in UTF-8")
+        for name, image, _ in rows
         if not is_line(name)
     ]
     rows = [row for row in rows if is_line(row[0])]
@@ -332,6 +328,10 @@ def index_of_folder(source: Source, labelled: bool = True) -> Index:
         images=[image for _, image, _ in rows],
         sizes=[look.st_size for _, _, look in rows],
         digests=times,
+    )
+    left_out = (
+        Skipped(as_line(os.path.relpath(name, folder)), reason)
+        for name, reason in (*listing.left_out, *broken, *unfit)
     )
     return replace(index, left_out=tuple(left_out))
 
