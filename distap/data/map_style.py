@@ -47,8 +47,9 @@ class DatasetRows:
         return f"{self.name}[{self.numbers[row]}]"
 
     def read(self, row: str, offset: int = 0, size: int = 0) -> bytes:
-        """Return the bytes of an image's file; `ImageSet` passes the row number as the name of a
-        shard.
+        """Return the bytes of an image's file.
+
+        The name of a shard, which `ImageSet` passes, is here the number of a row.
 
         Raises:
             DamagedImageError: the data set cannot give the image.

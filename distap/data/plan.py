@@ -131,8 +131,9 @@ class Plan:
         return version(self.classes) if callable(version) else PLAN_VERSION
 
     def batch(self, step: int) -> Samples:
-        """Return (B,) the sample in each slot of a step's global batch. Do not write to it: it is
-        cached.
+        """Return (B,) the sample in each slot of a step's global batch.
+
+        Do not write to the array: it is cached.
         """
         return _batch(self, step)
 

@@ -1,5 +1,4 @@
-"""Decode images: scale JPEG down while decoding if a crop allows it, and distinguish kinds of
-damage.
+"""Decode images, JPEG at reduced scale if a crop allows it, and distinguish kinds of damage.
 
 Pixels are 8-bit RGB and upright, whatever the file: EXIF's orientation is applied (broken EXIF is
 ignored), 16 bits are divided by 257, transparency is shown on white, CMYK is converted by the naive
@@ -313,8 +312,9 @@ def _damage_raised(data: bytes, work: str = "") -> Iterator[None]:
 
 
 def seems_cut(data: bytes) -> bool:
-    """Return whether an image lacks its end marker near the end of the file (as with a film
-    appended).
+    """Return whether an image has no end marker near the end of the file.
+
+    A film that is appended to an image looks the same.
     """
     if data[:4] == b"RIFF":
         return len(data) < 8 + int.from_bytes(data[4:8], "little")
