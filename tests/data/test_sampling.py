@@ -317,7 +317,7 @@ def plans_of_uneven_classes(draw):
         reject()
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(plan=plans_of_uneven_classes(), step=st.integers(0, 20))
 def test_no_image_of_a_batch_of_some_of_each_class_is_alone_in_its_class(plan, step):
     batch = plan.batch(step)
