@@ -9,6 +9,8 @@ import pytest
 from distap.errors import CollectiveError, DistapError, checked
 from docs.error_codes import AREAS, made_errors
 
+MADE = list(made_errors())
+
 
 def test_every_code_is_a_problem_of_a_known_area():
     wrong = [
