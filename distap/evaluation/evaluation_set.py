@@ -88,7 +88,7 @@ class EvaluationSet:
             searched = names[images.samples(self.gallery or self.queries)].tolist()
             truth = truth.named_as(asked, searched)
             boxes = truth.boxes(self.name, asked)
-        known = dict[tuple[ImageSet, bool], tuple[NDArray[np.int64], NDArray[Any]]]()
+        described_sets = dict[tuple[ImageSet, bool], tuple[NDArray[np.int64], NDArray[Any]]]()
 
         def described(
             sets: tuple[ImageSet, ...], boxes: Mapping[int, Box]
@@ -108,9 +108,9 @@ class EvaluationSet:
                 # Where the queries are images of the gallery, they are described once, unless each
                 # has its box.
                 key = (one_set, bool(set_boxes))
-                if key not in known:
-                    known[key] = _descriptors(describing, one_set, set_boxes)
-                set_samples, rows = known[key]
+                if key not in described_sets:
+                    described_sets[key] = _descriptors(describing, one_set, set_boxes)
+                set_samples, rows = described_sets[key]
                 samples.append(first + set_samples)
                 descriptors.append((one_set.name, rows))
             joined = descriptors[0][1] if len(sets) == 1 else DescriptorParts(descriptors)
