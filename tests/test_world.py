@@ -113,7 +113,7 @@ def leave_early(world):
     world.barrier()  # the ranks are connected
     world.note("gather of step 7")
     if world.rank == 0:
-        raise DistapError("the data are gone")
+        raise DistapError("data.missing", "the data are gone")
     world.barrier()
 
 
