@@ -39,6 +39,7 @@ from distap.data.loading.reader import ImageSet
 from distap.data.plan import Classes
 from distap.data.shards.index import load_index
 from distap.errors import FINISHED, DistapError, suggestion
+from distap.evaluation.describing import describing_of
 from distap.evaluation.sets import open_set
 from distap.model.network import RetrievalNetwork
 from distap.randomness import seed_for
@@ -46,7 +47,7 @@ from distap.storage.locations import part_of
 from distap.telemetry.runlog import append_line
 from distap.telemetry.terminal import track
 from distap.trainer import Trainer
-from distap.training.build import describing_of, network_of, trained_network
+from distap.training.build import network_of, trained_network
 from distap.training.prepared import prepare
 from distap.world import World
 

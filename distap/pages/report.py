@@ -15,8 +15,8 @@ import yaml
 import distap
 from distap.checkpoint.lease import FILE, RENEW_SECONDS, STALE_RENEWALS
 from distap.config.reading import parsed_yaml
-from distap.data.images.decoding import EncodedImage
 from distap.data.images.whole_images import Thumbnails, thumbnails_of
+from distap.data.joined import JoinedImages
 from distap.data.loading.reader import open_images
 from distap.errors import DistapError, without_secrets
 from distap.evaluation.saved import (
@@ -260,18 +260,14 @@ def contact_sheets(evaluations: dict[str, Evaluation]) -> tuple[Sheets, str]:
 
 def _thumbnails(evaluation: Evaluation) -> Thumbnails:
     sources = [source for source in (evaluation.data, evaluation.gallery) if source is not None]
-    sets = [open_images(source) for source in sources]
-    if "+".join(images.index.fingerprint for images in sets) != evaluation.fingerprint:
-        named = " or ".join(sources)
+    images = JoinedImages(map(open_images, sources))
+    if images.fingerprint != evaluation.fingerprint:
         raise DistapError(
-            f"{named}: the data set has changed since it was evaluated in {evaluation.folder}"
+            "data.changed",
+            f"{' or '.join(sources)}: the data set has changed since it was evaluated in"
+            f" {evaluation.folder}",
         )
-
-    def encoded(sample: int) -> EncodedImage:  # those of a separate gallery follow
-        is_of_gallery = sample >= len(sets[0])
-        return sets[is_of_gallery].encoded(sample - is_of_gallery * len(sets[0]))
-
-    return thumbnails_of(encoded, THUMBNAIL)
+    return thumbnails_of(images.encoded, THUMBNAIL)
 
 
 def training_charts(run: Run) -> dict[str, Chart]:

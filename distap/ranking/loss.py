@@ -88,12 +88,7 @@ class Counter:
         self.budget = budget
         self.seen = 0  # images that were added
 
-    def add(
-        self,
-        descriptors: Descriptors,
-        labels: Labels,
-        is_own: Flags,
-    ) -> None:
+    def add(self, descriptors: Descriptors, labels: Labels, is_own: Flags) -> None:
         """Add the gallery's next descriptors; `labels` and `is_own` are on the CPU."""
         self.seen += len(labels)
 
