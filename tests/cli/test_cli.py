@@ -237,7 +237,7 @@ def test_a_standard_output_that_is_full_is_an_error_in_one_line(arguments):
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
     assert ended.returncode == 2
     assert re.fullmatch(
-        r"error: .*output: cannot be written: No space left on device \[storage\.\w+\]\n",
+        r"error: .*output: cannot be written: No space left on device \[\w+\.\w+\]\n",
         ended.stderr,
     )
 
